@@ -1,0 +1,109 @@
+"""The published rows (configs/published.csv) and the arithmetic that reproduces them.
+
+A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and 1979 TFLOP/s and their own,
+often rounded, model FLOPs. Where a printed figure does not follow from what its source states, the row carries an erratum
+code (`ERRATA`); the printed figure is kept, and the code says how to reproduce it.
+"""
+
+import csv
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from jaxbench import flops
+from jaxbench.config import ModelConfig, Run
+from jaxbench.models import MODELS
+from jaxbench.recipes import config_folder
+
+ERRATA = {
+    "GA": "printed gradient accumulation differs from global batch / (microbatch x data-parallel ranks)",
+    "STEP": "printed step time contradicts the row's own tokens/s and MFU",
+    "RND": "tokens/s was computed from a step time with more digits than printed",
+    "PEAK": "MFU is reproduced with a peak of 989.5 TFLOP/s (half of 1979) instead of the stated 989",
+    "FLOPS3": "MFU is reproduced only with model FLOPs rounded to three digits, 3.94e15, which the source does not state",
+    "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
+}
+STATED_FLOPS = {("llama2", "70b"): 1.82e15, ("llama3.1", "8b"): 4.74e14, ("llama3.1", "70b"): 3.94e15}
+"""Model FLOPs per sequence as the source rounds them. For 405B it states none and the tables use the unrounded formula."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published measurement; None where the source prints nothing. MFU in percent."""
+
+    workload: str
+    size: str
+    dtype: str
+    gpus: int
+    seq_len: int
+    layers: int
+    gbs: int
+    step_time_s: float
+    tokens_per_s: float
+    mfu_pct: float
+    days_per_1t_tokens: float | None
+    source_file: str
+    errata: tuple[str, ...]
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All rows of published.csv."""
+    with (config_folder() / "published.csv").open() as file:
+        return tuple(_read(line) for line in csv.DictReader(file))
+
+
+def _read(line: dict[str, str]) -> Row:
+    values: dict = {}
+    for f in fields(Row):
+        text = line[f.name]
+        if f.name == "errata":
+            values[f.name] = tuple(text.split(";")) if text else ()
+        elif f.type is str:
+            values[f.name] = text
+        else:
+            values[f.name] = (int if f.type is int else float)(text) if text else None
+    return Row(**values)
+
+
+def lookup(run: Run) -> Row | None:
+    """The published row with the run's model, work, precision and GPU count; None where there is none."""
+    m, b = run.model, run.batch
+    if all(replace(m, layers=published.layers) != published for published in MODELS.values()):
+        return None
+    work = (m.family, m.size, m.layers, run.precision.dtype, run.gpus, b.sequence_length, b.global_batch)
+    for row in rows():
+        if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
+            return row
+    return None
+
+
+def differences(run: Run, device: str) -> list[str]:
+    """Why the run's figures must not stand beside a published row; empty when they may."""
+    reasons = []
+    if run.label == "smoke":
+        reasons.append("smoke row on a CPU")
+    elif lookup(run) is None:
+        reasons.append(f"nothing is published for this work on {run.gpus} GPUs")
+    if "H100" not in device:
+        reasons.append(f"the hardware is {device}, the published one is H100")
+    return reasons
+
+
+def source_flops(cfg: ModelConfig, length: int) -> float:
+    """Model FLOPs of one sequence by the formula of the model's source, unrounded.
+
+    Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what `flops.model_flops` counts in full.
+    """
+    return flops.model_flops(cfg, length, "full")["total"]
+
+
+def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:
+    """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules and the row's errata."""
+    tokens_per_s = row.seq_len * row.gbs / row.step_time_s
+    per_sequence = STATED_FLOPS.get((row.workload, row.size)) or source_flops(cfg, row.seq_len)
+    if "GQA16" in row.errata:
+        extra_groups = 2 * cfg.embed * cfg.kv_heads * cfg.head_dim
+        per_sequence += 6 * row.seq_len * cfg.layers * extra_groups
+    peak = 989.5 if "PEAK" in row.errata else flops.PEAK_TFLOPS["H100"][row.dtype]
+    mfu = row.gbs * per_sequence / row.step_time_s / row.gpus / (peak * 1e12)
+    return tokens_per_s, 100 * mfu, flops.days_per_1t_tokens(tokens_per_s)
