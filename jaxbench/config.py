@@ -1,7 +1,8 @@
-"""The settings of a run as validated, frozen dataclasses. Imports no JAX: a recipe is read and checked on any laptop.
+"""The settings of a run as validated, frozen dataclasses. Imports no JAX: a recipe is read and
+checked on any laptop.
 
-A `Run` holds everything that decides what is computed. What follows from it (data-parallel size, accumulation steps,
-mesh shape) is a property, so that nothing is written down twice.
+A `Run` holds everything that decides what is computed. What follows from it (data-parallel size,
+accumulation steps, mesh shape) is a property, so that nothing is written down twice.
 """
 
 from dataclasses import dataclass
@@ -10,17 +11,19 @@ from typing import Literal
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
 
-ACTIVATIONS = ("query", "key", "value", "context", "residual", "gate", "up")
+ACTIVATIONS = ("query", "key", "value", "attention", "residual", "gate", "up")
 """The activations that a remat policy can save, in the order in which a layer computes them."""
 
 
 class RecipeError(ValueError):
-    """A user's mistake in a recipe or on the command line. Its text is one line: what is wrong, what is expected."""
+    """A user's mistake in a recipe or on the command line. Its text is one line: what is wrong,
+    what is expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretches the rotary wavelengths as Llama 3.1 does; `models.layers.rotary_tables` has the formula."""
+    """Stretches the rotary wavelengths as Llama 3.1 does; `models.layers.rotary_tables` has the
+    formula."""
 
     factor: float
     low: float
@@ -32,8 +35,9 @@ class RopeScaling:
 class ModelConfig:
     """The architecture. A field exists only because two published models differ in it.
 
-    `family` and `size` are spelled as in configs/published.csv. `pattern` is one published layer in letters: `*` attention,
-    `-` MLP. `init_std` is the standard deviation of Megatron's initialisation; None means MaxText's fan-in scaling.
+    `family` and `size` are spelled as in configs/published.csv. `pattern` is one published layer in
+    letters: `*` attention, `-` MLP. `init_std` is the standard deviation of Megatron's
+    initialisation; None means MaxText's fan-in scaling.
     """
 
     family: str
@@ -57,14 +61,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "ffn", "heads", "kv_heads", "head_dim", "vocabulary"):
-            _positive(f"model.{name}", getattr(self, name))
+            positive(f"model.{name}", getattr(self, name))
         _divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
         _divides("2", 2, "model.head_dim", self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Sizes of the mesh axes that a recipe chooses; `data` takes the devices that are left (`Run.data`)."""
+    """Sizes of the mesh axes that a recipe chooses; `data` takes the devices that are left
+    (`Run.data`)."""
 
     fsdp: int = 1
     context: int = 1
@@ -72,7 +77,7 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         for name in ("fsdp", "context", "tensor"):
-            _positive(f"parallelism.{name}", getattr(self, name))
+            positive(f"parallelism.{name}", getattr(self, name))
 
     @property
     def ranks(self) -> int:
@@ -82,7 +87,8 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """`dtype` of the matrix products; `accumulate` is the dtype in which microbatch gradients are summed."""
+    """`dtype` of the matrix products; `accumulate` is the dtype in which microbatch gradients are
+    summed."""
 
     dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
     accumulate: Literal["fp32", "bf16"] = "fp32"
@@ -102,15 +108,17 @@ class Batch:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "global_batch", "microbatch"):
             if getattr(self, name) is not None:
-                _positive(f"batch.{name}", getattr(self, name))
+                positive(f"batch.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW with betas 0.9 and 0.95, weight decay 0.1 and clipping at global norm 1, as every source has them.
+    """AdamW with betas 0.9 and 0.95, weight decay 0.1 and clipping at global norm 1, as every
+    source has them.
 
-    `schedule` names the source of warm-up and cosine decay (`optimizer.schedule` has the formulas). `warmup` counts steps,
-    or is a fraction of the run when below 1. `decay_vectors` extends weight decay to norm gains, as MaxText does.
+    `schedule` names the source of warm-up and cosine decay (`optimizer.schedule` has the formulas).
+    `warmup` counts steps, or is a fraction of the run when below 1. `decay_vectors` extends weight
+    decay to norm gains, as MaxText does.
     """
 
     schedule: Literal["maxtext", "megatron"]
@@ -129,9 +137,10 @@ class Optimizer:
 class Execution:
     """How the model is computed: changes speed and memory, never the result.
 
-    `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the activations to keep, as
-    in `query,key,residual:40`: a count keeps one in that many first layers and recomputes it in the rest.
-    `xla_flags` is `tuned` (`xla_flags.py`) or `default` (what the compiler does by itself).
+    `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
+    activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
+    and recomputes it in the rest. `xla_flags` is `tuned` (`xla_flags.py`) or `default` (what the
+    compiler does by itself).
     """
 
     remat: str = "full"
@@ -147,8 +156,8 @@ class Execution:
             name, colon, count = entry.strip().partition(":")
             if name not in ACTIVATIONS or bool(colon) != count.isdigit():
                 raise RecipeError(
-                    f"execution.remat: cannot read {entry.strip()!r}; expected none, full, or a list of "
-                    f"{', '.join(ACTIVATIONS)}, each with an optional number of layers as in residual:40"
+                    f"execution.remat: cannot read {entry.strip()!r}; expected none, full, or some "
+                    f"of {', '.join(ACTIVATIONS)}, each with an optional layer count: residual:40"
                 )
             saved[name] = min(int(count or layers), layers)
         return saved
@@ -158,8 +167,9 @@ class Execution:
 class Run:
     """One benchmark run on `gpus` devices (CPU devices for the smoke row).
 
-    `label` says what the figures are: `full` (the published model), `proxy` (a shortened one), `smoke` (tiny dims, no
-    benchmark). `overrides` are the `--set` entries that were applied to the recipe's row.
+    `label` says what the figures are: `full` (the published model), `proxy` (a shortened one),
+    `smoke` (tiny dims, no benchmark). `overrides` are the `--set` entries that were applied to the
+    recipe's row.
     """
 
     recipe: str
@@ -202,17 +212,22 @@ class Run:
         """Passes per step whose gradients are summed."""
         return self.batch.global_batch // (self.microbatch * self.batch_ranks)
 
+    def mesh_text(self) -> str:
+        """The axes in use, as in `data 2 x fsdp 4`."""
+        sizes = zip(AXES, self.mesh_shape, strict=True)
+        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on."""
         return self.batch.global_batch * self.batch.sequence_length
 
     def __post_init__(self) -> None:
-        _positive("steps", self.steps)
+        positive("steps", self.steps)
         self.execution.saved(self.model.layers)
         p, m, b = self.parallelism, self.model, self.batch
         _divides("fsdp x context x tensor", p.ranks, "the number of devices", self.gpus)
-        # The embedding table is split over all axes of the model, heads and tokens over context and tensor.
+        # The embedding table is split over all of these axes, heads and tokens over the last two.
         _divides("fsdp x context x tensor", p.ranks, "model.embed", m.embed)
         inner = p.context * p.tensor
         _divides("context x tensor", inner, "model.kv_heads", m.kv_heads)
@@ -221,10 +236,12 @@ class Run:
         _divides("parallelism.tensor", p.tensor, "model.vocabulary", m.vocabulary)
         ranks = f"data-parallel ranks (data {self.data} x fsdp {p.fsdp})"
         _divides(ranks, self.batch_ranks, "batch.global_batch", b.global_batch)
-        _divides(f"batch.microbatch x {ranks}", self.microbatch * self.batch_ranks, "batch.global_batch", b.global_batch)
+        pass_size = self.microbatch * self.batch_ranks
+        _divides(f"batch.microbatch x {ranks}", pass_size, "batch.global_batch", b.global_batch)
 
 
-def _positive(name: str, value: float) -> None:
+def positive(name: str, value: float) -> None:
+    """Raises RecipeError unless a setting is above zero."""
     if not value > 0:
         raise RecipeError(f"{name} = {value} must be above 0")
 

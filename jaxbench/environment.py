@@ -13,14 +13,15 @@ import jax
 import jaxbench
 
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
-    "nvidia-cublas",
+    "jax", "jaxlib", "flax", "optax", "numpy",
+    "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas",
 )  # fmt: skip
 
 
 def join_job() -> None:
-    """Connects this process to the others that a launcher started: Slurm's srun, or `JAX_COORDINATOR_ADDRESS` with
-    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Does nothing for a single process.
+    """Connects this process to the others that a launcher started: Slurm's srun, or
+    `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Does nothing for a
+    single process.
     """
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         count, index = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
@@ -29,12 +30,26 @@ def join_job() -> None:
         jax.distributed.initialize()
 
 
+def select_platform(cpu_devices: int | None) -> None:
+    """Takes `cpu_devices` virtual CPU devices, or the CPU on a machine without an NVIDIA GPU.
+
+    The second spares a machine that has the CUDA plugin for planning its failure to find a GPU.
+    """
+    if cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    nvidia = any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+    if cpu_devices is not None or not (nvidia or jax.config.jax_platforms):
+        jax.config.update("jax_platforms", "cpu")
+
+
 def hardware() -> dict[str, Any]:
     """The devices of the whole job, as the runtime names them."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return {
         "platform": device.platform,
-        "device": device.device_kind if device.platform == "gpu" else platform.processor() or platform.machine(),
+        "device": device.device_kind
+        if device.platform == "gpu"
+        else platform.processor() or platform.machine(),
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "host": platform.node(),
@@ -55,13 +70,16 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Git commit of the source tree, with `+` when files differ from it; None outside a git checkout."""
+    """Git commit of the source tree, with `+` when files differ from it; None outside a git
+    checkout."""
     folder = Path(__file__).parents[1]
     if not (folder / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=True
+        ).stdout
 
     try:
         return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain") else "")
@@ -70,7 +88,8 @@ def commit() -> str | None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes in use on the first local device and their peak; on CPUs the peak resident size of the process stands in."""
+    """Bytes in use on the first local device and their peak; on CPUs the peak resident size of the
+    process stands in."""
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

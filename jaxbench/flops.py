@@ -1,8 +1,10 @@
-"""Parameters and FLOPs per letter of a model, the peaks of GPUs, and the conventions that turn step times into MFU.
+"""Parameters and FLOPs per letter of a model, the peaks of GPUs, and the conventions that turn step
+times into MFU.
 
-Model FLOPs are those of one sequence in one training step: three times the forward pass, one multiply-add being 2, no
-recomputation. Norms, activations, rotary embedding, softmax and residual additions are not counted, the embedding lookup is
-free (Kaplan et al. 2020; Narayanan et al. 2021, without their recomputation).
+Model FLOPs are those of one sequence in one training step: three times the forward pass, one
+multiply-add being 2, no recomputation. Norms, activations, rotary embedding, softmax and residual
+additions are not counted, the embedding lookup is free (Kaplan et al. 2020; Narayanan et al. 2021,
+without their recomputation).
 """
 
 from collections.abc import Callable
@@ -10,7 +12,8 @@ from collections.abc import Callable
 from jaxbench.config import ModelConfig
 
 CONVENTIONS = ("causal", "full", "published")
-"""`causal` counts half of the S x S attention scores, `full` all of them, `published` follows the source's own formula."""
+"""`causal` counts half of the S x S attention scores, `full` all of them, `published` follows the
+source's own formula."""
 
 PEAK_TFLOPS = {
     "A100": {"bf16": 312.0},
@@ -21,19 +24,24 @@ PEAK_TFLOPS = {
     "GB200": {"bf16": 2450.0, "fp8": 4900.0},
     "GB300": {"bf16": 2450.0, "fp8": 4900.0},
 }
-"""Dense peak per GPU. A100, H100, H200: published benchmark documents and pytorch/torchtitan tools/utils.py. Blackwell:
-NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the GB200's bf16)."""
+"""Dense peak per GPU. A100, H100, H200: published benchmark documents and pytorch/torchtitan
+tools/utils.py. Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
+GB200's bf16)."""
 
 
 def peak_tflops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak of one device in TFLOP/s by the name its driver gives; None when it has none in the table."""
+    """Dense peak of one device in TFLOP/s by the name its driver gives; None when it has none in
+    the table."""
     names = [name for name in PEAK_TFLOPS if name in device_kind.replace("-", " ").split()]
     return PEAK_TFLOPS[names[0]].get(dtype) if names else None
 
 
 def parameters(cfg: ModelConfig) -> dict[str, int]:
     """Parameter count by component; `total` is their sum."""
-    per_letter: dict[str, Callable[[ModelConfig], int]] = {"*": _attention_weights, "-": _mlp_weights}
+    per_letter: dict[str, Callable[[ModelConfig], int]] = {
+        "*": _attention_weights,
+        "-": _mlp_weights,
+    }
     letters = cfg.letters
     counts = {
         "embedding": cfg.vocabulary * cfg.embed,
@@ -56,8 +64,8 @@ def _mlp_weights(cfg: ModelConfig) -> int:
 def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict[str, int]:
     """Training FLOPs of one sequence by component; `total` is their sum.
 
-    Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads head_dim per token
-    forward with the `full` matrix.
+    Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads
+    head_dim per token forward with the `full` matrix.
     """
     attention_layers = cfg.letters.count("*")
     scores = attention_layers * 12 * length * length * cfg.heads * cfg.head_dim

@@ -1,7 +1,8 @@
-"""Reads a compiled program: what one device executes per step, counted from XLA's scheduled HLO text.
+"""Reads a compiled program: what one device executes per step, counted from XLA's scheduled HLO
+text.
 
-XLA's own cost analysis returns nothing for a GPU that is not there, and counts loop bodies once. Here every instruction is
-counted as often as it runs: trip counts of nested loops are multiplied.
+XLA's own cost analysis returns nothing for a GPU that is not there, and counts loop bodies once.
+Here every instruction is counted as often as it runs: trip counts of nested loops are multiplied.
 """
 
 import math
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 DTYPE_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1,
+    "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
     "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
 }  # fmt: skip
 
@@ -19,7 +21,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
-"""cuDNN attention: forward, and backward with its FLOPs in units of the forward pass (recomputed scores not counted)."""
+"""cuDNN attention, forward and backward, with its FLOPs in units of the forward pass: two products
+forward, four backward; the scores that the backward kernel computes again are not counted."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of the program. `bytes` is its result on one device, `count` its runs per step."""
+    """One collective instruction of the program. `bytes` is its result on one device, `count` its
+    runs per step."""
 
     kind: str
     name: str
@@ -93,7 +97,9 @@ class Program:
     @classmethod
     def parse(cls, text: str) -> "Program":
         """Reads the text of `compiled.as_text()`."""
-        entry, computations, current = "", {}, None
+        entry = ""
+        computations: dict[str, dict[str, Instruction]] = {}
+        current: dict[str, Instruction] | None = None
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
             if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
                 current = computations.setdefault(header.group(2), {})
@@ -119,12 +125,17 @@ class Program:
         for i, scope, runs in self.walk():
             if i.opcode == "dot" or i.attribute(r'custom_call_target="([^"]*)"') in GEMM_CALLS:
                 dtype, lhs = scope[i.operands[0]].arrays[0]
-                contracting = _ints(i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]'))
-                flops[dtype] += 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting) * runs
+                contracting = _ints(
+                    i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]')
+                )
+                flops[dtype] += (
+                    2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting) * runs
+                )
         return flops
 
     def attention_flops(self) -> int:
-        """FLOPs per step of fused attention calls, counted unmasked: 4 B N S^2 H forward, twice that backward."""
+        """FLOPs per step of fused attention calls, counted unmasked: 4 B N S^2 H forward, twice
+        that backward."""
         flops = 0
         for i, scope, runs in self.walk():
             if weight := ATTENTION_CALLS.get(i.attribute(r'custom_call_target="([^"]*)"') or ""):
@@ -157,7 +168,8 @@ class Program:
 
 
 def group_size(attributes: str) -> int:
-    """Devices in one replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['a'=2,'b'=2] {'b'}`."""
+    """Devices in one replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`,
+    `mesh['a'=2,'b'=2] {'b'}`."""
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh.group(1)))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh.group(2)))

@@ -1,12 +1,13 @@
 """The device mesh, and the only place that maps logical dimensions to its axes.
 
-All axes are Explicit: shardings are part of the types, and nothing is resharded that is not resharded here. Two words of
-JAX's type system matter. An array *unreduced* over an axis is the sum of what the ranks of that axis hold. An array
-*reduced* over an axis is a copy on each of its ranks whose cotangent is unreduced, so that gradients are summed where the
-program says and nowhere else (docs.jax.dev, "Autodiff and sharding").
+All axes are Explicit: shardings are part of the types, and nothing is resharded that is not
+resharded here. Two words of JAX's type system matter. An array *unreduced* over an axis is the sum
+of what the ranks of that axis hold. An array *reduced* over an axis is a copy on each of its ranks
+whose cotangent is unreduced, so that gradients are summed where the program says and nowhere else
+(docs.jax.dev, "Autodiff and sharding").
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ BATCH = ("data", "fsdp", "expert")
 """Axes whose ranks hold different sequences."""
 
 SHARDS = ("fsdp", "expert", "context")
-"""Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et al. 2020)."""
+"""Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
+al. 2020)."""
 
 WEIGHT = {
     "embed": SHARDS,
@@ -29,13 +31,15 @@ WEIGHT = {
     "group": None,
     "head_dim": None,
 }
-"""Weights of products. Their first dimension is `embed`: a gather along it needs no transposed copy."""
+"""Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
+copy."""
 
 TABLE = {"vocab": None, "embed": (*SHARDS, "tensor")}
 """The embedding table, looked up where its columns lie (`ops.embedding`)."""
 
 VECTOR = {"embed": None}
-"""Norm gains: a copy on each device. They are small, and gathering them would cost a collective's latency per layer."""
+"""Norm gains: a copy on each device. They are small, and gathering them would cost a collective's
+latency per layer."""
 
 ACTIVATION = {
     "batch": BATCH,
@@ -49,25 +53,28 @@ ACTIVATION = {
     "head_dim": None,
     "microbatch": None,
 }
-"""Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals work on 1/tensor of the
-tokens (sequence parallelism; Korthikanti et al. 2022)."""
+"""Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
+work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022)."""
 
 
 def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
-    """The partition of an array with logical dimensions such as `"embed ffn"` under one of the tables above.
+    """The partition of an array with logical dimensions such as `"embed ffn"` under one of the
+    tables above.
 
-    `marks` are the axes over which it is `reduced` or `unreduced`. Raises KeyError for a dimension that the table lacks.
+    `marks` are the axes over which it is `reduced` or `unreduced`. Raises KeyError for a dimension
+    that the table lacks.
     """
     return _spec([rules[dim] for dim in dims.split()], **marks)
 
 
-def _spec(entries: list, **marks: set[str]) -> PartitionSpec:
+def _spec(entries: Iterable, **marks: set[str]) -> PartitionSpec:
     split = [used(*_axes(entry)) or None for entry in entries]
     return PartitionSpec(*split, **{mark: frozenset(used(*axes)) for mark, axes in marks.items()})
 
 
 def make_mesh(shape: tuple[int, ...], devices=None) -> Mesh:
-    """The mesh with axes `AXES` of these sizes: over all devices of the job, or over `devices` in their order."""
+    """The mesh with axes `AXES` of these sizes: over all devices of the job, or over `devices` in
+    their order."""
     kinds = (AxisType.Explicit,) * len(AXES)
     if devices is None:
         return jax.make_mesh(shape, AXES, axis_types=kinds)
@@ -75,7 +82,8 @@ def make_mesh(shape: tuple[int, ...], devices=None) -> Mesh:
 
 
 def platform() -> str:
-    """What the current mesh computes on, `gpu` or `cpu`; `none` for an abstract mesh without devices."""
+    """What the current mesh computes on, `gpu` or `cpu`; `none` for an abstract mesh without
+    devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else "none"
 
@@ -97,28 +105,37 @@ def shard(x: jax.Array, dims: str) -> jax.Array:
 
 
 def gather_seq(x: jax.Array) -> jax.Array:
-    """Enters a tensor-parallel region: `"batch shard_seq embed"` to `"batch seq embed"`, a copy on each tensor rank."""
+    """Enters a tensor-parallel region: `"batch shard_seq embed"` to `"batch seq embed"`, a copy on
+    each tensor rank."""
     return reshard(x, spec("batch seq embed", ACTIVATION, reduced={"tensor"}))
 
 
 def accumulating(w: jax.Array) -> jax.Array:
-    """A weight at rest, marked so that its gradient stays unreduced over the axes that replicate it.
+    """A weight at rest, marked so that its gradient stays unreduced over the axes that replicate
+    it.
 
-    Microbatches and layers then add up local gradients, and one sum at the end of the step crosses those axes.
+    Microbatches and layers then add up local gradients, and one sum at the end of the step crosses
+    those axes.
     """
     sharded = {axis for entry in partition(w) for axis in _axes(entry)}
     return reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
 def unshard(w: jax.Array) -> jax.Array:
-    """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its gradient."""
+    """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
+    gradient."""
     kept = [set(_axes(entry)) & {"tensor"} for entry in partition(w)]
     return reshard(w, _spec(kept, reduced=set(AXES).difference(*kept)))
 
 
 def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:
-    """Whether a sum over the dimensions of `x` that are not `kept` crosses tensor ranks; one letter per dimension."""
-    return any("tensor" in _axes(entry) for dim, entry in zip(dims, partition(x), strict=True) if dim not in kept)
+    """Whether a sum over the dimensions of `x` that are not `kept` crosses tensor ranks; one letter
+    per dimension."""
+    return any(
+        "tensor" in _axes(entry)
+        for dim, entry in zip(dims, partition(x), strict=True)
+        if dim not in kept
+    )
 
 
 def _axes(entry: str | Collection[str] | None) -> Collection[str]:
@@ -133,5 +150,6 @@ def zero_gradient(w: jax.Array, dtype) -> jax.Array:
 
 
 def sum_replicas(grad: jax.Array, w: jax.Array) -> jax.Array:
-    """The gradient of an `accumulating` weight summed over the axes that replicate it, and sharded like the weight."""
+    """The gradient of an `accumulating` weight summed over the axes that replicate it, and sharded
+    like the weight."""
     return reshard(grad, jax.typeof(w).sharding.spec)

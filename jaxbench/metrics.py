@@ -1,4 +1,5 @@
-"""What a run leaves behind: run.json, steps.jsonl, the log with its published line formats, and the summary."""
+"""What a run leaves behind: run.json, steps.jsonl, the log with its published line formats, and the
+summary."""
 
 import json
 import math
@@ -13,13 +14,17 @@ from jaxbench import flops, published
 from jaxbench.config import Run
 
 PUBLISHED_WINDOW = (11, 44)
-"""First and last step (0-based) of the published parser's average; older documents quote the last step instead."""
+"""First and last step (0-based) of the published parser's average; older documents quote the last
+step instead."""
 
-WARNING = "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
+WARNING = (
+    "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
+)
 
 
 def window(steps: int) -> tuple[int, int]:
-    """First and last step of the summary: the published window, or the last half of a run too short for it."""
+    """First and last step of the summary: the published window, or the last half of a run too short
+    for it."""
     first, last = PUBLISHED_WINDOW
     return (first, last) if steps > last else (steps // 2, steps - 1)
 
@@ -36,7 +41,8 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 def throughput(run: Run, step_time_s: float, peak: float | None) -> dict[str, Any]:
-    """Rates that follow from a step time; FLOP rates and MFU by convention, per GPU, against a peak in TFLOP/s."""
+    """Rates that follow from a step time; FLOP rates and MFU by convention, per GPU, against a peak
+    in TFLOP/s."""
     tokens_per_s = run.tokens_per_step / step_time_s
     sequences_per_gpu = run.batch.global_batch / run.gpus / step_time_s
     rates = {c: sequences_per_gpu * model_flops(run, c) for c in flops.CONVENTIONS}
@@ -64,7 +70,8 @@ def write_json(path: Path, content: dict) -> None:
 
 
 class StepClock:
-    """Step times from one completed step to the next, taken while the next step is already queued on the device."""
+    """Step times from one completed step to the next, taken while the next step is already queued
+    on the device."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -88,14 +95,13 @@ class Silent:
 class Recorder:
     """Writes the records of one run into its folder and reports to the terminal.
 
-    Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. On a terminal a progress
-    bar shows the last step; elsewhere the log lines are printed too.
+    Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. On
+    a terminal a progress bar shows the last step; elsewhere the log lines are printed too.
     """
 
     def __init__(self, folder: Path, run: Run, record: dict[str, Any]):
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "run.json", record)
         self._log: TextIO = (folder / f"log-{run.recipe}_{run.row}.out").open("w", buffering=1)
         self._jsonl: TextIO = (folder / "steps.jsonl").open("w", buffering=1)
@@ -114,15 +120,14 @@ class Recorder:
     def start_steps(self) -> None:
         """Opens the progress bar when the output is a terminal."""
         if sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import MofNCompleteColumn, Progress
 
-            columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.description}"))
+            self._bar = Progress(MofNCompleteColumn(), *Progress.get_default_columns())
             self._bar.start()
-            self._bar.add_task("", total=self.run.steps)
+            self._bar.add_task("training", total=self.run.steps)
 
     def step(self, values: dict[str, Any]) -> None:
-        """Records one completed step: step, loss, grad_norm, learning_rate, step_time_s and memory in bytes."""
+        """Records a completed step: number, loss, gradient norm, learning rate, time, memory."""
         run = self.run
         rates = throughput(run, values["step_time_s"], None)
         line = {
@@ -139,12 +144,11 @@ class Recorder:
                 self.say(text)
         else:
             self._log.write("\n".join(lines) + "\n")
-            task = self._bar.tasks[0].id
-            status = f"{line['step_time_s']:.3f} s  {line['tflops_per_gpu']:.3g} TFLOP/s  loss {line['loss']:.3f}"
-            self._bar.update(task, advance=1, description=status)
+            status = f"{line['step_time_s']:.3f} s per step, loss {line['loss']:.3f}"
+            self._bar.update(self._bar.task_ids[0], advance=1, description=status)
 
     def finish(self, status: str, reason: str | None, peak: float | None) -> None:
-        """Completes run.json and prints the summary. Steps that have completed are summarised whatever the status."""
+        """Completes run.json with the steps there are, and prints the result."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -169,7 +173,11 @@ class Recorder:
             **throughput(self.run, statistics["mean"], peak),
             "peak_memory_bytes": max(step["peak_memory_bytes"] for step in self.steps),
         }
-        loss = {"first": losses[0], "last": losses[-1], "ln_vocabulary": math.log(self.run.model.vocabulary)}
+        loss = {
+            "first": losses[0],
+            "last": losses[-1],
+            "ln_vocabulary": math.log(self.run.model.vocabulary),
+        }
         return {"summary": summary, "loss": loss}
 
 
@@ -177,7 +185,8 @@ def maxtext_line(run: Run, step: dict[str, Any]) -> str:
     """The step in MaxText's format, which the Llama 2 document greps for."""
     return (
         f"completed step: {step['step']}, seconds: {step['step_time_s']:.3f}, "
-        f"TFLOP/s/device: {step['tflops_per_gpu']:.3f}, Tokens/s/device: {step['tokens_per_s_per_gpu']:.3f}, "
+        f"TFLOP/s/device: {step['tflops_per_gpu']:.3f}, "
+        f"Tokens/s/device: {step['tokens_per_s_per_gpu']:.3f}, "
         f"total_weights: {run.tokens_per_step}, loss: {step['loss']:.3f}"
     )
 
@@ -187,33 +196,43 @@ def nemo_line(run: Run, step: dict[str, Any]) -> str:
     n, batch = step["step"], run.batch.global_batch
     return (
         f"Training epoch 0, iteration {n}/{run.steps - 1} | lr: {step['learning_rate']:.4g} | "
-        f"global_batch_size: {batch} | global_step: {n} | peak_memory_usage: {step['peak_memory_bytes']} | "
+        f"global_batch_size: {batch} | global_step: {n} | "
+        f"peak_memory_usage: {step['peak_memory_bytes']} | "
         f"memory_allocated: {step['memory_bytes']} | reduced_train_loss: {step['loss']:.4g} | "
-        f"train_step_timing in s: {step['step_time_s']:.4g} | TFLOPS_per_GPU: {step['tflops_per_gpu']:.4g} | "
-        f"consumed_samples: {(n + 1) * batch}"
+        f"train_step_timing in s: {step['step_time_s']:.4g} | "
+        f"TFLOPS_per_GPU: {step['tflops_per_gpu']:.4g} | consumed_samples: {(n + 1) * batch}"
     )
 
 
 def summary_lines(record: dict[str, Any]) -> list[str]:
     """The record's result in a few lines for people."""
     recipe = record["recipe"]
-    lines = [f"{record['status']}: {recipe['recipe']}, row {recipe['row']} ({record['label']}), {recipe['gpus']} devices"]
+    lines = [f"{record['status']}: {recipe['recipe']}, row {recipe['row']} ({record['label']})"]
     if record["reason"]:
         lines[0] += f": {record['reason']}"
     if s := record.get("summary"):
-        t, tflops, mfu = s["step_time_s"], s["tflops_per_gpu"], s["mfu"]
-        percent = {c: f", MFU {100 * value:.2f} %" if value is not None else "" for c, value in mfu.items()}
+        t, loss = s["step_time_s"], record["loss"]
         lines += [
-            f"  step time   {t['mean']:.4g} s mean of steps {s['window'][0]} to {s['window'][1]}"
-            f" (std {t['std']:.2g}, median {t['median']:.4g}, p95 {t['p95']:.4g}; last step {t['last']:.4g})",
-            f"  throughput  {s['tokens_per_s_per_gpu']:.1f} tokens/s/GPU, {s['tokens_per_s']:.1f} tokens/s, "
-            f"{s['days_per_1t_tokens']:.4g} days per 1T tokens",
-            *(f"  {c:11} {tflops[c]:.4g} TFLOP/s/GPU{percent[c]}" for c in flops.CONVENTIONS),
-            f"  loss        {record['loss']['first']:.4f} first, {record['loss']['last']:.4f} last "
-            f"(ln vocabulary {record['loss']['ln_vocabulary']:.4f})",
+            f"  step time   {t['mean']:.4g} s, mean of steps {s['window'][0]} to {s['window'][1]} "
+            f"(std {t['std']:.2g}, median {t['median']:.4g}, p95 {t['p95']:.4g}, "
+            f"last step {t['last']:.4g})",
+            f"  throughput  {s['tokens_per_s_per_gpu']:.1f} tokens/s per device, "
+            f"{s['tokens_per_s']:.1f} in all",
+            *(_rate_line(s, convention) for convention in flops.CONVENTIONS),
+            f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
+            f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
         ]
-        if row := record["published"]:
-            lines.append(f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU on {row['gpus']} H100")
+    if row := record["published"]:
+        lines.append(
+            f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU, {row['gpus']} H100"
+        )
     if not record["comparable"]:
-        lines.append(f"  not comparable with published rows: {'; '.join(record['not_comparable_because'])}")
+        reasons = "; ".join(record["not_comparable_because"])
+        lines.append(f"  not comparable with published rows: {reasons}")
     return lines
+
+
+def _rate_line(summary: dict[str, Any], convention: str) -> str:
+    rate, mfu = summary["tflops_per_gpu"][convention], summary["mfu"][convention]
+    percent = "" if mfu is None else f", MFU {100 * mfu:.2f} %"
+    return f"  FLOPs       {rate:.4g} TFLOP/s per device{percent} ({convention})"

@@ -14,7 +14,8 @@ CLIP_NORM = 1.0
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with betas 0.9/0.95, decay 0.1, and clipping at global norm 1.
+    """AdamW (Loshchilov and Hutter 2019) with betas 0.9/0.95, decay 0.1, and clipping at global
+    norm 1.
 
     Vectors (norm gains) are decayed only where the source does so.
     """
@@ -28,16 +29,19 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
 
     return optax.chain(
         optax.clip_by_global_norm(CLIP_NORM),
-        optax.adamw(schedule(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=0.1, mask=decayed),
+        optax.adamw(
+            schedule(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=0.1, mask=decayed
+        ),
     )
 
 
 def schedule(cfg: Optimizer, steps: int):
-    """Learning rate as a function of the 0-based step t, warm-up W, run length T, peak and final rate.
+    """Learning rate as a function of the 0-based step t, warm-up W, run length T, peak and final
+    rate.
 
-    Both decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2. MaxText warms up from 0 as peak t/W
-    (max_utils.py at 02a8f5c), Megatron from its first step as peak (t + 1)/(W + 1), up to and including t = W
-    (NeMo's lr_scheduler.py at d2b2155).
+    Both decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2. MaxText warms up from 0 as
+    peak t/W (max_utils.py at 02a8f5c), Megatron from its first step as peak (t + 1)/(W + 1), up to
+    and including t = W (NeMo's lr_scheduler.py at d2b2155).
     """
     peak, final, warmup = cfg.learning_rate, cfg.final_learning_rate, cfg.warmup_steps(steps)
 

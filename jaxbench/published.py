@@ -1,8 +1,9 @@
 """The published rows (configs/published.csv) and the arithmetic that reproduces them.
 
-A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and 1979 TFLOP/s and their own,
-often rounded, model FLOPs. Where a printed figure does not follow from what its source states, the row carries an erratum
-code (`ERRATA`); the printed figure is kept, and the code says how to reproduce it.
+A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and
+1979 TFLOP/s and their own, often rounded, model FLOPs. Where a printed figure does not follow from
+what its source states, the row carries an erratum code (`ERRATA`); the printed figure is kept, and
+the code says how to reproduce it.
 """
 
 import csv
@@ -15,15 +16,20 @@ from jaxbench.models import MODELS
 from jaxbench.recipes import config_folder
 
 ERRATA = {
-    "GA": "printed gradient accumulation differs from global batch / (microbatch x data-parallel ranks)",
+    "GA": "printed accumulation differs from global batch / (microbatch x data-parallel ranks)",
     "STEP": "printed step time contradicts the row's own tokens/s and MFU",
     "RND": "tokens/s was computed from a step time with more digits than printed",
-    "PEAK": "MFU is reproduced with a peak of 989.5 TFLOP/s (half of 1979) instead of the stated 989",
-    "FLOPS3": "MFU is reproduced only with model FLOPs rounded to three digits, 3.94e15, which the source does not state",
+    "PEAK": "MFU is reproduced with a peak of 989.5 TFLOP/s (half of 1979), not the stated 989",
+    "FLOPS3": "MFU is reproduced only with model FLOPs of 3.94e15, rounded but not stated",
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
 }
-STATED_FLOPS = {("llama2", "70b"): 1.82e15, ("llama3.1", "8b"): 4.74e14, ("llama3.1", "70b"): 3.94e15}
-"""Model FLOPs per sequence as the source rounds them. For 405B it states none and the tables use the unrounded formula."""
+STATED_FLOPS = {
+    ("llama2", "70b"): 1.82e15,
+    ("llama3.1", "8b"): 4.74e14,
+    ("llama3.1", "70b"): 3.94e15,
+}
+"""Model FLOPs per sequence as the source rounds them. For 405B it states none and the tables use
+the unrounded formula."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +72,20 @@ def _read(line: dict[str, str]) -> Row:
 
 
 def lookup(run: Run) -> Row | None:
-    """The published row with the run's model, work, precision and GPU count; None where there is none."""
+    """The published row with the run's model, work, precision and GPU count; None where there is
+    none."""
     m, b = run.model, run.batch
     if all(replace(m, layers=published.layers) != published for published in MODELS.values()):
         return None
-    work = (m.family, m.size, m.layers, run.precision.dtype, run.gpus, b.sequence_length, b.global_batch)
+    work = (
+        m.family,
+        m.size,
+        m.layers,
+        run.precision.dtype,
+        run.gpus,
+        b.sequence_length,
+        b.global_batch,
+    )
     for row in rows():
         if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
             return row
@@ -92,13 +107,15 @@ def differences(run: Run, device: str) -> list[str]:
 def source_flops(cfg: ModelConfig, length: int) -> float:
     """Model FLOPs of one sequence by the formula of the model's source, unrounded.
 
-    Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what `flops.model_flops` counts in full.
+    Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what
+    `flops.model_flops` counts in full.
     """
     return flops.model_flops(cfg, length, "full")["total"]
 
 
 def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:
-    """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules and the row's errata."""
+    """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules
+    and the row's errata."""
     tokens_per_s = row.seq_len * row.gbs / row.step_time_s
     per_sequence = STATED_FLOPS.get((row.workload, row.size)) or source_flops(cfg, row.seq_len)
     if "GQA16" in row.errata:

@@ -1,7 +1,8 @@
 """Recipes: configs/*.yaml, resolved for a number of GPUs into a `Run`.
 
-A recipe names a model, holds what all of its rows share, and a table of rows, one per GPU count. A row is given in the
-short names of `ROW_KEYS`; it may also hold whole sections. Everything is checked here, before any slow work.
+A recipe names a model, holds what all of its rows share, and a table of rows, one per GPU count. A
+row is given in the short names of `ROW_KEYS`; it may also hold whole sections. Everything is
+checked here, before any slow work.
 """
 
 import difflib
@@ -13,7 +14,16 @@ from typing import Any
 
 import yaml
 
-from jaxbench.config import Batch, Execution, ModelConfig, Optimizer, Parallelism, Precision, RecipeError, Run
+from jaxbench.config import (
+    Batch,
+    Execution,
+    ModelConfig,
+    Optimizer,
+    Parallelism,
+    Precision,
+    RecipeError,
+    Run,
+)
 from jaxbench.models import MODELS
 
 SECTIONS = {
@@ -74,7 +84,9 @@ def load(path: str | Path) -> Recipe:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         names = ", ".join(sorted(p.stem for p in config_folder().glob("*.yaml")))
-        raise RecipeError(f"{path}: {error.strerror}; recipes in {config_folder()}: {names}") from error
+        raise RecipeError(
+            f"{path}: {error.strerror}; recipes in {config_folder()}: {names}"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -89,8 +101,14 @@ def load(path: str | Path) -> Recipe:
         raise RecipeError(f"{path}: rows must map GPU counts and 'smoke' to settings")
     for name, row in rows.items():
         if not (name == SMOKE or isinstance(name, int)) or not isinstance(row, dict):
-            raise RecipeError(f"{path}: row {name!r} must be a GPU count or 'smoke' and hold a mapping")
-    return Recipe(path.stem, model, {s: content.get(s) or {} for s in sections}, rows)
+            raise RecipeError(
+                f"{path}: row {name!r} must be a GPU count or 'smoke' and hold a mapping"
+            )
+    shared = {section: content.get(section) or {} for section in sections}
+    for section, values in shared.items():
+        if not isinstance(values, dict):
+            raise RecipeError(f"{path}: {section} must be a mapping")
+    return Recipe(path.stem, model, shared, rows)
 
 
 def choose_row(recipe: Recipe, platform: str, devices: int, gpus: int | None = None) -> int | str:
@@ -103,7 +121,9 @@ def choose_row(recipe: Recipe, platform: str, devices: int, gpus: int | None = N
         raise RecipeError(f"--gpus {gpus} was asked for, but this job sees {found}")
     row = devices if platform == "gpu" else SMOKE
     if row not in recipe.rows:
-        raise RecipeError(f"recipe {recipe.name} has no row for {found}; its rows are {recipe.row_names()}")
+        raise RecipeError(
+            f"recipe {recipe.name} has no row for {found}; its rows are {recipe.row_names()}"
+        )
     return row
 
 
@@ -116,7 +136,8 @@ def resolve(
     steps: int = 50,
     seed: int = 0,
 ) -> Run:
-    """The run of one row with `--set` overrides applied; `devices` is needed for the smoke row only."""
+    """The run of one row with `--set` overrides applied; `devices` is needed for the smoke row
+    only."""
     values = {name: dict(section) for name, section in {"model": {}, **recipe.shared}.items()}
     where = f"recipe {recipe.name}, row {row}"
     for key, value in recipe.rows[row].items():
@@ -130,12 +151,19 @@ def resolve(
         values[override.section][override.name] = override.value
     published = MODELS[recipe.model]
     values["model"] = asdict(published) | values["model"]
-    built = {name: _build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()}
-    label = "smoke" if row == SMOKE else "full" if built["model"] == published else "proxy"
-    gpus = row if isinstance(row, int) else devices or 1
-    texts = tuple(override.text for override in overrides)
-    common = {"recipe": recipe.name, "row": str(row), "label": label, "gpus": gpus}
-    return Run(**common, steps=steps, seed=seed, overrides=texts, **built)
+    built: dict[str, Any] = {
+        name: _build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
+    }
+    return Run(
+        recipe=recipe.name,
+        row=str(row),
+        label="smoke" if row == SMOKE else "full" if built["model"] == published else "proxy",
+        gpus=row if isinstance(row, int) else devices or 1,
+        steps=steps,
+        seed=seed,
+        overrides=tuple(override.text for override in overrides),
+        **built,
+    )
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -156,7 +184,8 @@ def parse_overrides(texts: list[str]) -> tuple[Override, ...]:
             raise RecipeError(f"--set {text}: expected key=value, such as parallelism.fsdp=4")
         _known(key, keys, "--set")
         try:
-            overrides.append(Override(text, *key.split("."), yaml.safe_load(value)))
+            section, name = key.split(".")
+            overrides.append(Override(text, section, name, yaml.safe_load(value)))
         except yaml.YAMLError as error:
             raise RecipeError(f"--set {text}: cannot read the value {value!r}") from error
     return tuple(overrides)
@@ -173,10 +202,14 @@ def _build(cls: type, values: dict[str, Any], where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in values:
         _known(key, list(hints), where)
-    missing = [f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory]
+    missing = [
+        f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory
+    ]
     if missing:
         raise RecipeError(f"{where}: missing {', '.join(missing)}")
-    return cls(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()})
+    return cls(
+        **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
+    )
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
@@ -188,7 +221,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value in options:
             return value
         raise RecipeError(f"{where} = {value!r}: expected one of {', '.join(options)}")
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise RecipeError(f"{where} = {value!r}: expected a mapping")
         return _build(hint, value, where)
     if hint is str and isinstance(value, list):
         return ",".join(map(str, value))

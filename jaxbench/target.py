@@ -1,6 +1,7 @@
 """GPUs that are not there: descriptions from which XLA compiles for devices of any number.
 
-Needs the compiler of `pip install '.[plan]'` (CUDA plugin, cuDNN, nvcc), but no GPU, driver or CUDA installation.
+Needs the compiler of `pip install '.[plan]'` (CUDA plugin, cuDNN, nvcc), but no GPU, driver or CUDA
+installation.
 """
 
 import jax
@@ -17,7 +18,8 @@ gpu_device_info {{
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{name}"
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
   device_interconnect_info {{ active_links: 18 }}
 }}
 platform_name: "CUDA"
@@ -26,14 +28,17 @@ device_description_str: "{name}"
 """
 
 TARGETS = {
-    "h100": _HOPPER.format(name="NVIDIA H100 80GB HBM3", memory=84942979072, bandwidth=3352320000000),
+    "h100": _HOPPER.format(
+        name="NVIDIA H100 80GB HBM3", memory=84942979072, bandwidth=3352320000000
+    ),
     "h200": _HOPPER.format(name="NVIDIA H200", memory=151397597184, bandwidth=4800000000000),
 }
 """XLA GPU target descriptions (text protos) by the name a user gives."""
 
 
 def compile_only_devices(gpu: str, count: int, per_node: int = 8) -> list[jax.Device]:
-    """`count` devices of a kind in `TARGETS`, `per_node` to a node, on which programs can be compiled but not run.
+    """`count` devices of a kind in `TARGETS`, `per_node` to a node, on which programs can be
+    compiled but not run.
 
     Raises RuntimeError where the CUDA plugin is not installed.
     """

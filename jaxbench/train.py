@@ -1,4 +1,5 @@
-"""`python -m jaxbench.train --config configs/llama2_70b_bf16.yaml`: one benchmark run, from recipe to record.
+"""`python -m jaxbench.train --config configs/llama2_70b_bf16.yaml`: one benchmark run, from recipe
+to record.
 
 Reads top to bottom: the state, the train step, its compiled program, the loop, the command.
 """
@@ -21,8 +22,19 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxbench import data, environment, flops, hlo, mesh, metrics, ops, published, recipes, xla_flags
-from jaxbench.config import AXES, RecipeError, Run
+from jaxbench import (
+    data,
+    environment,
+    flops,
+    hlo,
+    mesh,
+    metrics,
+    ops,
+    published,
+    recipes,
+    xla_flags,
+)
+from jaxbench.config import RecipeError, Run, positive
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
@@ -35,9 +47,12 @@ MEMORY_FRACTION = "0.92"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Everything that a step changes. The next step's number also places it in the data and the schedule."""
+    """Everything that a step changes.
 
-    step: jax.Array
+    `step`, an int32 scalar, is the number of the next step; data and schedule follow from it alone.
+    """
+
+    step: Any
     model: Decoder
     optimizer: optax.OptState
 
@@ -47,34 +62,46 @@ class RunFailed(RuntimeError):
 
 
 def init_state(run: Run) -> State:
-    """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded alike."""
+    """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded
+    alike."""
     model = Decoder(run.model, key=jax.random.key(run.seed))
-    return State(jnp.zeros((), jnp.int32), model, make_optimizer(run.optimizer, run.steps).init(model))
+    return State(
+        jnp.zeros((), jnp.int32), model, make_optimizer(run.optimizer, run.steps).init(model)
+    )
 
 
-def train_step(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> tuple[State, dict[str, jax.Array]]:
-    """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the step's figures."""
+def train_step(
+    state: State, tokens: jax.Array, targets: jax.Array, run: Run
+) -> tuple[State, dict[str, jax.Array]]:
+    """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
+    step's figures."""
     loss, grads = gradients(state.model, tokens, targets, run)
-    updates, optimizer = make_optimizer(run.optimizer, run.steps).update(grads, state.optimizer, state.model)
+    updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
+        grads, state.optimizer, state.model
+    )
     figures = {
         "loss": loss,
-        "grad_norm": optax.global_norm(grads),
+        "grad_norm": optax.tree.norm(grads),
         "learning_rate": schedule(run.optimizer, run.steps)(state.step),
     }
     return State(state.step + 1, optax.apply_updates(state.model, updates), optimizer), figures
 
 
-def gradients(model: Decoder, tokens: jax.Array, targets: jax.Array, run: Run) -> tuple[jax.Array, Decoder]:
+def gradients(
+    model: Decoder, tokens: jax.Array, targets: jax.Array, run: Run
+) -> tuple[jax.Array, Decoder]:
     """Mean loss of the step and its gradient in fp32, sharded like the weights.
 
-    Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within a replica of the model
-    as they arise; across replicas they are summed once, here, at the end.
+    Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
+    a replica of the model as they arise; across replicas they are summed once, here, at the end.
     """
     weights = compute_weights(model, DTYPES[run.precision.dtype])
     value_and_grad = jax.value_and_grad(lambda weights, *batch: weights.loss(*batch, run.execution))
 
     def accumulate(total, batch):
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, value_and_grad(weights, *batch)), None
+        return jax.tree.map(
+            lambda t, g: t + g.astype(t.dtype), total, value_and_grad(weights, *batch)
+        ), None
 
     if run.accumulation == 1:
         total = value_and_grad(weights, tokens[0], targets[0])
@@ -88,7 +115,8 @@ def gradients(model: Decoder, tokens: jax.Array, targets: jax.Array, run: Run) -
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
-    """The model as a step uses it: matrices in the compute dtype, everything marked for local accumulation."""
+    """The model as a step uses it: matrices in the compute dtype, everything marked for local
+    accumulation."""
 
     def prepare(variable):
         w = variable[...].astype(dtype) if isinstance(variable, Weight) else variable[...]
@@ -98,28 +126,28 @@ def compute_weights(model: Decoder, dtype) -> Decoder:
 
 
 def make_program(run: Run) -> Any:
-    """The jitted program of a step, state to (state, figures), with its synthetic batch; the state is donated."""
+    """The jitted step with its synthetic batch, state to (state, figures); the state is donated."""
     shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
 
     def step(state: State):
-        return train_step(state, *data.synthetic(run.seed, state.step, shape, run.model.vocabulary), run)
+        batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
+        return train_step(state, *batch, run)
 
     return jax.jit(step, donate_argnums=0)
 
 
 def compile_program(run: Run) -> tuple[Any, float, float]:
-    """(executable, seconds to lower, seconds to compile) of a step on the current mesh, which need not exist."""
+    """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
+
+    The devices of the mesh need not exist (`target.compile_only_devices`).
+    """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
     lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=compiler_options(run))
+    options = xla_flags.options(run.execution.xla_flags, mesh.platform())
+    compiled = lowered.compile(compiler_options=options)
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
-
-
-def compiler_options(run: Run) -> dict:
-    """XLA options of the run's programs on the current mesh."""
-    return xla_flags.options(run.execution.xla_flags, mesh.platform())
 
 
 def check_program(compiled: Any, run: Run) -> None:
@@ -128,14 +156,14 @@ def check_program(compiled: Any, run: Run) -> None:
         calls = hlo.Program.parse(compiled.as_text()).custom_calls()
         missing = [name for name in hlo.ATTENTION_CALLS if not calls[name]]
         if missing:
-            raise RunFailed(f"fused attention was asked for, but the compiled program has no {' and no '.join(missing)}")
+            raise RunFailed(f"fused attention was asked for, but not compiled: no {missing[0]}")
 
 
 def run_steps(run: Run, program: Callable, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Trains from the initial state; yields the figures of each step when the device has completed it.
+    """Trains from the initial state, and yields the figures of each step once it is completed.
 
-    A step is queued before the figures of the one before are awaited, so the device never waits for the host; step times
-    are from completion to completion. After `stop()` no further step is started.
+    A step is queued before the figures of the one before are awaited, so the device never waits for
+    the host; step times are from completion to completion. After `stop()` no step is started.
     """
     state = jax.block_until_ready(jax.jit(partial(init_state, run))())
     clock = metrics.StepClock()
@@ -144,15 +172,16 @@ def run_steps(run: Run, program: Callable, stop: Callable[[], bool]) -> Iterator
         values = {name: float(value) for name, value in jax.device_get(figures).items()}
         return {"step": step, **values, "step_time_s": clock.tick(), **environment.memory()}
 
-    pending = None
+    queued: list[tuple[int, dict[str, jax.Array]]] = []
     for step in range(run.steps):
-        state, figures = program(state)
-        if pending is not None:
-            yield completed(*pending)
-        pending = step, figures
         if stop():
             break
-    yield completed(*pending)
+        state, figures = program(state)
+        queued.append((step, figures))
+        if len(queued) > 1:
+            yield completed(*queued.pop(0))
+    for step, figures in queued:
+        yield completed(step, figures)
 
 
 def new_record(run: Run) -> dict[str, Any]:
@@ -180,74 +209,110 @@ def new_record(run: Run) -> dict[str, Any]:
 
 def benchmark(run: Run, folder: Path) -> int:
     """Runs and records; returns the exit status. Only the first process of a job writes."""
-    received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: received.append(number))
+    received = collect_signals()
     record = new_record(run)
-    recorder = metrics.Recorder(folder, run, record) if jax.process_index() == 0 else metrics.Silent()
+    recorder = (
+        metrics.Recorder(folder, run, record) if jax.process_index() == 0 else metrics.Silent()
+    )
     status, reason = "failed", None
     try:
         with jax.set_mesh(mesh.make_mesh(run.mesh_shape)), jax.transfer_guard("disallow"):
-            recorder.say(f"compiling {run.recipe}, row {run.row}: {run.gpus} devices, mesh {mesh_text(run)} ...")
+            recorder.say(f"compiling {run.recipe}, row {run.row}, mesh {run.mesh_text()} ...")
             compiled, lower_s, compile_s = compile_program(run)
             record |= {"lower_s": lower_s, "compile_s": compile_s}
-            recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training {run.steps} steps")
+            recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
             check_program(compiled, run)
             recorder.start_steps()
             for step in run_steps(run, compiled, stop=lambda: bool(received)):
                 recorder.step(step)
-                if not math.isfinite(step["loss"]):
-                    raise RunFailed(f"the loss is {step['loss']} at step {step['step']}")
+                for name in ("loss", "grad_norm"):
+                    if not math.isfinite(step[name]):
+                        raise RunFailed(f"{name} is {step[name]} at step {step['step']}")
         status = "interrupted" if received else "completed"
         reason = signal.Signals(received[0]).name if received else None
     except RunFailed as error:
         reason = str(error)
+    except KeyboardInterrupt:
+        status, reason = "interrupted", "SIGINT"
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = traceback.format_exception_only(error)[0].splitlines()[0]
         traceback.print_exc()
-    recorder.finish(status, reason, flops.peak_tflops(record["hardware"]["device"], run.precision.dtype))
+    peak = flops.peak_tflops(record["hardware"]["device"], run.precision.dtype)
+    recorder.finish(status, reason, peak)
     return 128 + received[0] if status == "interrupted" else int(status == "failed")
 
 
-def mesh_text(run: Run) -> str:
-    """The axes in use, `data 2 x fsdp 4`."""
-    used = [f"{axis} {size}" for axis, size in zip(AXES, run.mesh_shape, strict=True) if size > 1]
-    return " x ".join(used) or "of one device"
+def collect_signals() -> list[int]:
+    """The list to which SIGINT and SIGTERM are added from now on; a second one interrupts at once."""
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return received
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxbench.train", description="Runs one training benchmark.")
-    parser.add_argument("--config", required=True, help="recipe file, such as configs/llama2_70b_bf16.yaml")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxbench.train", description="Runs one training benchmark."
+    )
+    parser.add_argument(
+        "--config", required=True, help="recipe file, such as configs/llama2_70b_bf16.yaml"
+    )
     parser.add_argument("--gpus", type=int, help="fail unless the job has exactly this many GPUs")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the row: parallelism.fsdp=4"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a setting of the row: parallelism.fsdp=4",
     )
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps (default 50, as published)")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="optimizer steps (default 50, as published)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and tokens")
-    parser.add_argument("--output", type=Path, help="new folder for the records (default results/<recipe>/<row>/<time>)")
-    parser.add_argument("--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="new folder for the records (default results/<recipe>/<row>/<time>)",
+    )
+    parser.add_argument(
+        "--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns 0, 1 for a failed run, 2 for a user's mistake, 128 + the signal that ended it."""
+    """The command; returns 0, 1 for a failed run, 2 for a user's mistake, or 128 + a signal."""
     args = parse_arguments(argv)
     try:
         recipe = recipes.load(args.config)
         overrides = recipes.parse_overrides(args.set)
-        if args.cpu_devices:
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+        if args.cpu_devices is not None:
+            positive("--cpu-devices", args.cpu_devices)
+        environment.select_platform(args.cpu_devices)
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
         environment.join_job()
         devices = jax.device_count()
         row = recipes.choose_row(recipe, jax.devices()[0].platform, devices, args.gpus)
-        run = recipes.resolve(recipe, row, devices=devices, overrides=overrides, steps=args.steps, seed=args.seed)
+        run = recipes.resolve(
+            recipe, row, devices=devices, overrides=overrides, steps=args.steps, seed=args.seed
+        )
         folder = args.output or Path("results", run.recipe, run.row, time.strftime("%Y%m%d-%H%M%S"))
         if run.precision.dtype == "fp8":
-            raise RecipeError("FP8 is not available yet; run the bf16 recipe or add --set precision.dtype=bf16")
+            raise RecipeError(
+                "FP8 is not available yet; run the bf16 recipe or add --set precision.dtype=bf16"
+            )
         if (folder / "run.json").exists():
             raise RecipeError(f"--output {folder} already holds a run; name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

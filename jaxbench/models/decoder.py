@@ -1,4 +1,8 @@
-"""One decoder for all families: residual layers spelled in letters, the repeating unit scanned over stacked weights."""
+"""One decoder for all families: residual layers spelled in letters, the repeating unit scanned over
+stacked weights."""
+
+from itertools import pairwise
+from operator import itemgetter
 
 import jax
 from flax import nnx
@@ -6,7 +10,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import loss, mesh, ops
 from jaxbench.config import Execution, ModelConfig
-from jaxbench.models.layers import Attention, Embedding, Mlp, RMSNorm, Rotary, Weight, normal, rotary_tables
+from jaxbench.models.layers import (
+    Attention,
+    Embedding,
+    Mlp,
+    RMSNorm,
+    Rotary,
+    Weight,
+    normal,
+    rotary_tables,
+)
 
 MIXERS = {"*": Attention, "-": Mlp}
 
@@ -18,7 +31,9 @@ class Layer(nnx.Module):
         self.norm = RMSNorm(cfg)
         self.mixer = MIXERS[letter](cfg, key=key)
 
-    def __call__(self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
+    ) -> Float[Array, "B S D"]:
         y = self.mixer(mesh.gather_seq(self.norm(x)), rotary, execution)
         return x + mesh.shard(y, "batch shard_seq embed")
 
@@ -28,9 +43,13 @@ class Unit(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, key):
         keys = jax.random.split(key, len(cfg.pattern))
-        self.layers = nnx.List([Layer(cfg, letter, key=k) for letter, k in zip(cfg.pattern, keys, strict=True)])
+        self.layers = nnx.List(
+            [Layer(cfg, letter, key=k) for letter, k in zip(cfg.pattern, keys, strict=True)]
+        )
 
-    def __call__(self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
+    ) -> Float[Array, "B S D"]:
         *inner, last = self.layers
         for layer in inner:
             x = ops.save(layer(x, rotary, execution), "residual")
@@ -47,30 +66,42 @@ class Decoder(nnx.Module):
         self.units = jax.vmap(lambda key: Unit(cfg, key=key))(jax.random.split(k_units, cfg.layers))
         self.norm = RMSNorm(cfg)
         shape = (cfg.embed, cfg.vocabulary)
-        self.head = Weight(normal(k_head, cfg, "embed vocab", shape, fan_in=cfg.embed, truncated=True))
+        self.head = Weight(
+            normal(k_head, cfg, "embed vocab", shape, fan_in=cfg.embed, truncated=True)
+        )
 
     def __call__(self, tokens: Int[Array, "B S"], execution: Execution) -> Float[Array, "B S D"]:
         """The normalised last hidden state. The compute dtype is that of the weights."""
         x = self.embedding(tokens, self.head[...].dtype)
         rotary = rotary_tables(self.cfg, tokens.shape[1])
-        for start, stop, saved in remat_segments(execution.saved(self.cfg.layers), self.cfg.layers):
-            unit = ops.remat(lambda unit, x: unit(x, rotary, execution), saved)
-            units = jax.tree.map(lambda w: w[start:stop], self.units)
-            x, _ = jax.lax.scan(lambda x, weights: (unit(weights, x), None), x, units)
+
+        def apply(x, unit):
+            return unit(x, rotary, execution), None
+
+        for layers, saved in remat_segments(execution.saved(self.cfg.layers), self.cfg.layers):
+            units = jax.tree.map(itemgetter(layers), self.units)
+            x, _ = jax.lax.scan(ops.remat(apply, saved), x, units)
         return self.norm(x)
 
-    def loss(self, tokens: Int[Array, "B S"], targets: Int[Array, "B S"], execution: Execution) -> Float[Array, ""]:
+    def loss(
+        self, tokens: Int[Array, "B S"], targets: Int[Array, "B S"], execution: Execution
+    ) -> Float[Array, ""]:
         """Mean cross entropy over all tokens, in nats."""
         hidden = mesh.gather_seq(self(tokens, execution))
         return loss.cross_entropy(hidden, self.head[...], targets)
 
 
-def remat_segments(saved: dict[str, int] | None, layers: int) -> list[tuple[int, int, set[str] | None]]:
-    """(first layer, end, activations to save) of each stretch of layers with one remat policy (`Execution.saved`)."""
+def remat_segments(
+    saved: dict[str, int] | None, layers: int
+) -> list[tuple[slice, set[str] | None]]:
+    """Stretches of layers with one remat policy, and the activations that each saves.
+
+    `saved` maps activations to the number of first layers that keep them (`Execution.saved`).
+    """
     if saved is None:
-        return [(0, layers, None)]
+        return [(slice(0, layers), None)]
     bounds = sorted({0, layers, *saved.values()})
     return [
-        (start, stop, {name for name, count in saved.items() if count >= stop})
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        (slice(start, stop), {name for name, count in saved.items() if count >= stop})
+        for start, stop in pairwise(bounds)
     ]

@@ -1,6 +1,7 @@
 """Layers shared by the model families, as NNX modules used as plain pytrees.
 
-Dimension letters as in `ops`. Weights keep `embed` as their first dimension and are sharded over it at rest.
+Dimension letters as in `ops`. Weights keep `embed` as their first dimension and are sharded over it
+at rest.
 """
 
 import math
@@ -28,12 +29,14 @@ class Vector(nnx.Param):
     """A norm gain: used in fp32; weight decay is the recipe's choice."""
 
 
-def normal(key, cfg: ModelConfig, dims: str, shape, *, fan_in, residual=False, truncated=False, scale=1.0) -> Array:
+def normal(
+    key, cfg: ModelConfig, dims: str, shape, *, fan_in, residual=False, truncated=False, scale=1.0
+) -> Array:
     """A weight drawn as the recipe's source draws it: fp32, sharded by its logical `dims`.
 
-    Megatron: normal with `init_std`, divided by sqrt(2 layers) for projections back into the residual stream.
-    MaxText (`init_std` is None): standard deviation `scale`/sqrt(fan in); `truncated` at two standard deviations of the
-    underlying normal for MLP and head.
+    Megatron: normal with `init_std`, divided by sqrt(2 layers) for projections back into the
+    residual stream. MaxText (`init_std` is None): standard deviation `scale`/sqrt(fan in);
+    `truncated` at two standard deviations of the underlying normal for MLP and head.
     """
     sharding = mesh.spec(dims, mesh.WEIGHT)
     if cfg.init_std is not None:
@@ -41,7 +44,11 @@ def normal(key, cfg: ModelConfig, dims: str, shape, *, fan_in, residual=False, t
         return std * jax.random.normal(key, shape, out_sharding=sharding)
     std = scale / math.sqrt(fan_in)
     if truncated:
-        return std / TRUNCATED_STD * jax.random.truncated_normal(key, -2.0, 2.0, shape, out_sharding=sharding)
+        return (
+            std
+            / TRUNCATED_STD
+            * jax.random.truncated_normal(key, -2.0, 2.0, shape, out_sharding=sharding)
+        )
     return std * jax.random.normal(key, shape, out_sharding=sharding)
 
 
@@ -63,17 +70,21 @@ class Embedding(nnx.Module):
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
         sharding = mesh.spec("vocab embed", mesh.TABLE)
-        self.table = nnx.Param(std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding))
+        self.table = nnx.Param(
+            std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
+        )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
         return ops.embedding(self.table[...], tokens, dtype)
 
 
 def rotary_tables(cfg: ModelConfig, length: int) -> Rotary:
-    """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, fp32; h is half the head dim.
+    """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, fp32; h
+    is half the head dim.
 
-    With `rope_scaling`, Llama 3.1's frequencies: a wavelength above original_context/low is stretched by `factor`, one
-    below original_context/high is kept, and between them the frequency is interpolated.
+    With `rope_scaling`, Llama 3.1's frequencies: a wavelength above original_context/low is
+    stretched by `factor`, one below original_context/high is kept, and between them the frequency
+    is interpolated.
     """
     half = cfg.head_dim // 2
     frequency = cfg.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -82,7 +93,9 @@ def rotary_tables(cfg: ModelConfig, length: int) -> Rotary:
         kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
         frequency *= kept + (1 - kept) / scaling.factor
     sharding = mesh.spec("seq group head_dim", mesh.ACTIVATION)
-    angle = frequency * jax.lax.broadcasted_iota(jnp.float32, (length, 1, half), 0, out_sharding=sharding)
+    angle = frequency * jax.lax.broadcasted_iota(
+        jnp.float32, (length, 1, half), 0, out_sharding=sharding
+    )
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -96,8 +109,8 @@ def rotate(x: Float[Array, "B S N H"], rotary: Rotary) -> Float[Array, "B S N H"
 class Attention(nnx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    One fused input projection. Its columns are ordered by kv head: the query heads of the group, its key, its value, so
-    that a tensor rank holds whole groups.
+    One fused input projection. Its columns are ordered by kv head: the query heads of the group,
+    its key, its value, so that a tensor rank holds whole groups.
     """
 
     def __init__(self, cfg: ModelConfig, *, key):
@@ -105,14 +118,19 @@ class Attention(nnx.Module):
         dims = "embed kv_heads group head_dim"
         queries = (cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim)
         keys_values = (cfg.embed, cfg.kv_heads, 2, cfg.head_dim)
-        # MaxText folds 1/sqrt(head dim) into the initial query projection, on top of the scale of the scores.
+        # MaxText folds 1/sqrt(head dim) into the initial query projection, on top of the scale of
+        # the scores.
         query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=cfg.head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2))
         shape, fan_in = (cfg.embed, cfg.heads, cfg.head_dim), cfg.heads * cfg.head_dim
-        self.out = Weight(normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True))
+        self.out = Weight(
+            normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
+        )
 
-    def __call__(self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
+    ) -> Float[Array, "B S D"]:
         qkv = ops.dot("BSD,DKGH->BSKGH", x, self.qkv[...], "batch seq kv_heads group head_dim")
         batch, length, kv_heads, group, head_dim = qkv.shape
         query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
@@ -124,16 +142,21 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Gated feed-forward layer, down(silu(gate x) * up x), without biases (SwiGLU; Shazeer 2020)."""
+    """Gated feed-forward layer, down(silu(gate x) * up x), without biases (SwiGLU; Shazeer
+    2020)."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         k_gate, k_up, k_down = jax.random.split(key, 3)
         shape, dims = (cfg.embed, cfg.ffn), "embed ffn"
         self.gate = Weight(normal(k_gate, cfg, dims, shape, fan_in=cfg.embed, truncated=True))
         self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed, truncated=True))
-        self.down = Weight(normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, truncated=True, residual=True))
+        self.down = Weight(
+            normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, truncated=True, residual=True)
+        )
 
-    def __call__(self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
+    ) -> Float[Array, "B S D"]:
         gate = ops.save(ops.dot("BSD,DF->BSF", x, self.gate[...], "batch seq ffn"), "gate")
         up = ops.save(ops.dot("BSD,DF->BSF", x, self.up[...], "batch seq ffn"), "up")
         return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down[...], "batch seq embed")

@@ -1,7 +1,9 @@
-"""Llama 2 and 3.1 (Touvron et al. 2023, Grattafiori et al. 2024), as the published benchmarks train them.
+"""Llama 2 and 3.1 (Touvron et al. 2023, Grattafiori et al. 2024), as the published benchmarks train
+them.
 
-The 8B and 70B benchmarks are titled 3.1 but train the Llama 3 recipe, without rotary scaling; parameters and FLOPs are
-the same either way. Dimensions: NVIDIA NeMo's Llama 3 recipes at commit d2b2155, MaxText's llama2-70b.yml at 02a8f5c.
+The 8B and 70B benchmarks are titled 3.1 but train the Llama 3 recipe, without rotary scaling;
+parameters and FLOPs are the same either way. Dimensions: NVIDIA NeMo's Llama 3 recipes at commit
+d2b2155, MaxText's llama2-70b.yml at 02a8f5c.
 """
 
 from jaxbench.config import ModelConfig, RopeScaling

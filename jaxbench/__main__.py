@@ -1,0 +1,46 @@
+"""`python -m jaxbench list | train`: the commands, by name."""
+
+import signal
+import sys
+from collections.abc import Sequence
+
+from jaxbench import published, recipes
+
+USAGE = """usage: python -m jaxbench COMMAND
+
+  list    every recipe with its rows, meshes and published step times
+  train   run a benchmark (python -m jaxbench.train --help)"""
+
+
+def list_recipes() -> int:
+    """Prints a table of all recipes and rows."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends quietly
+    print(f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':28} {'batch':>6} published")
+    for path in sorted(recipes.config_folder().glob("*.yaml")):
+        recipe = recipes.load(path)
+        for name in recipe.rows:
+            run = recipes.resolve(recipe, name)
+            row = published.lookup(run)
+            step = f"{row.step_time_s} s, {row.mfu_pct} % MFU" if row else ""
+            print(
+                f"{recipe.name:20} {run.row:>6} {run.label:6} {run.model.layers:6} "
+                f"{run.mesh_text():28} {run.batch.global_batch:6} {step}"
+            )
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Dispatches to a command; returns its exit status."""
+    match argv:
+        case ["list"]:
+            return list_recipes()
+        case ["train", *rest]:
+            from jaxbench import train
+
+            return train.main(rest)
+    print(USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,12 @@
+"""Eight virtual CPU devices, and every jaxtyping annotation checked at run time."""
+
+import jax
+import jaxtyping
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jaxtyping.install_import_hook("jaxbench", "typecheck.check")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")

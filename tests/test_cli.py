@@ -1,0 +1,250 @@
+"""The commands as a user runs them."""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFIG = "configs/llama2_70b_bf16.yaml"
+MESH = ("--cpu-devices", "8", "--set", "parallelism.fsdp=4", "--set", "parallelism.tensor=2")
+
+
+def start(*arguments, module="jaxbench.train", **environment):
+    """The command as a child process in the source tree."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SLURM_"))}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        env=clean | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments, **options):
+    """(exit status, standard output, standard error) of the command."""
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def read(folder: Path):
+    record = json.loads((folder / "run.json").read_text())
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return record, steps
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Twelve steps of the smoke row on one device."""
+    folder = tmp_path_factory.mktemp("smoke")
+    status, out, err = run("--config", CONFIG, "--steps", 12, "--output", folder)
+    assert status == 0, err
+    assert err == ""
+    return (*read(folder), out, folder)
+
+
+def test_record_is_complete(smoke):
+    record, steps, _, _ = smoke
+    assert record["status"] == "completed"
+    assert record["reason"] is None
+    assert record["label"] == "smoke"
+    assert record["comparable"] is False
+    assert "smoke row on a CPU" in record["not_comparable_because"]
+    assert record["recipe"]["batch"] == {
+        "sequence_length": 256, "global_batch": 8, "microbatch": 8, "accumulation": 1,
+    }  # fmt: skip
+    assert record["hardware"]["platform"] == "cpu"
+    assert record["hardware"]["devices"] == 1
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", record["versions"]["commit"])
+    assert {"jax", "jaxlib", "flax", "optax", "python"} <= record["versions"].keys()
+    assert record["flags"] == {"compiler_options": {}, "XLA_FLAGS": ""}
+    assert record["parameters"] == 4 * (256 * 32 * (8 + 4) * 2 + 3 * 256 * 768 + 512) + (
+        256 + 2 * 2048 * 256
+    )
+    assert record["compile_s"] > 0
+    assert record["published"] is None
+    summary = record["summary"]
+    assert summary["window"] == [6, 11]
+    window = [s["step_time_s"] for s in steps[6:12]]
+    assert summary["step_time_s"]["mean"] == pytest.approx(sum(window) / 6)
+    assert {"std", "median", "p95", "last"} < summary["step_time_s"].keys()
+    assert summary["tokens_per_s"] == pytest.approx(2048 * 6 / sum(window))
+    assert summary["tokens_per_s_per_gpu"] == summary["tokens_per_s"]
+    assert set(summary["tflops_per_gpu"]) == {"causal", "full", "published"}
+    assert summary["mfu"] == {"causal": None, "full": None, "published": None}
+    assert summary["days_per_1t_tokens"] == pytest.approx(1e12 / summary["tokens_per_s"] / 86400)
+
+
+def test_loss_starts_near_the_entropy_of_the_vocabulary(smoke):
+    record, steps, _, _ = smoke
+    assert record["loss"]["ln_vocabulary"] == pytest.approx(math.log(2048))
+    assert abs(record["loss"]["first"] - math.log(2048)) < 0.1
+    assert (record["loss"]["first"], record["loss"]["last"]) == (
+        steps[0]["loss"],
+        steps[11]["loss"],
+    )
+
+
+def test_every_step_is_recorded_and_labelled(smoke):
+    _, steps, out, folder = smoke
+    assert [s["step"] for s in steps] == list(range(12))
+    assert {s["label"] for s in steps} == {"smoke"}
+    for step in steps:
+        assert step["step_time_s"] > 0
+        assert step["grad_norm"] > 0
+        assert step["peak_memory_bytes"] >= step["memory_bytes"] > 0
+    log = (folder / "log-llama2_70b_bf16_smoke.out").read_text()
+    assert log == out  # not a terminal: the log lines are printed
+    assert log.startswith("SMOKE RUN")
+    assert len(re.findall(r"^completed step: \d+, seconds: ", log, re.M)) == 12
+    assert len(re.findall(r"^Training epoch 0, iteration \d+/11 \| lr: ", log, re.M)) == 12
+
+
+@pytest.mark.parametrize(
+    "arguments", [MESH, (*MESH, "--set", "parallelism.fsdp=2", "--set", "parallelism.context=2")]
+)
+def test_a_mesh_gives_the_same_losses(smoke, arguments, tmp_path):
+    status, _, err = run("--config", CONFIG, "--steps", 12, "--output", tmp_path, *arguments)
+    assert status == 0, err
+    record, steps = read(tmp_path)
+    assert record["recipe"]["parallelism"]["tensor"] == 2
+    assert len(record["recipe"]["overrides"]) == (len(arguments) - 2) / 2
+    for step, expected in zip(steps, smoke[1], strict=True):
+        # bf16 activations: a mesh sums in another order, and roundings of 2^-8 average out over
+        # 2048 tokens.
+        assert step["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "configs/none.yaml"), "configs/none.yaml: No such file or directory"),
+        (("--config", CONFIG, "--set", "batch.global=4"), "unknown key 'batch.global'"),
+        (("--config", CONFIG, "--gpus", 64), "--gpus 64 was asked for, but this job sees 1 CPU"),
+        (("--config", CONFIG, *MESH[:2], "--set", "parallelism.fsdp=3"), "must divide"),
+        (("--config", CONFIG, "--steps", 0), "steps = 0 must be above 0"),
+        (("--config", CONFIG, "--cpu-devices", 0), "--cpu-devices = 0 must be above 0"),
+        (("--config", "configs/llama2_70b_fp8.yaml"), "FP8 is not available yet"),
+        (("--config", CONFIG, "--output", "/proc/none"), "/proc/none"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_an_output_folder_is_never_overwritten(smoke):
+    folder = smoke[3]
+    before = (folder / "run.json").read_bytes()
+    status, _, err = run("--config", CONFIG, "--output", folder)
+    assert status == 2
+    assert "already holds a run" in err
+    assert (folder / "run.json").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
+    status, out, _ = run(
+        "--config", CONFIG, "--steps", 9, "--output", tmp_path, "--set", "model.init_std=1e30"
+    )
+    assert status == 1
+    record, steps = read(tmp_path)
+    assert record["status"] == "failed"
+    assert re.fullmatch(r"(loss|grad_norm) is (nan|inf) at step 0", record["reason"])
+    assert len(steps) == 1
+    assert "failed: llama2_70b_bf16" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_complete_record(number, tmp_path):
+    process = start("--config", CONFIG, "--steps", 10_000, "--output", tmp_path)
+    while len(steps := (tmp_path / "steps.jsonl").read_text().splitlines()
+              if (tmp_path / "steps.jsonl").exists() else []) < 3:  # fmt: skip
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "running"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert err == ""
+    record, after = read(tmp_path)
+    assert (record["status"], record["reason"]) == ("interrupted", number.name)
+    assert len(after) >= len(steps)
+    assert record["summary"]["window"][1] == len(after) - 1
+
+
+def test_two_processes_train_one_model(smoke, tmp_path):
+    """Real processes with four devices each, FSDP across them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    processes = [
+        start(
+            "--config", CONFIG, "--steps", 12, "--output", tmp_path, "--cpu-devices", 4,
+            "--set", "parallelism.fsdp=8",
+            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    record, steps = read(tmp_path)
+    assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 8)
+    assert "completed step: 11" in outputs[0][0]
+    assert "completed step" not in outputs[1][0]  # only the first process reports
+    for step, expected in zip(steps, smoke[1], strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+
+
+def test_progress_bar_on_a_terminal(tmp_path):
+    """Under a pseudo-terminal a bar replaces the log lines, which stay in the log."""
+    pty = pytest.importorskip("pty")
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxbench", "train", "--config", CONFIG, "--steps", "3",
+         "--output", str(tmp_path)],
+        cwd=ROOT, stdout=secondary, env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(secondary)
+    shown = b""
+    while True:
+        try:
+            if not (chunk := os.read(primary, 4096)):
+                break
+        except OSError:
+            break
+        shown += chunk
+    assert process.wait(timeout=60) == 0
+    assert b"3/3" in shown
+    assert b"completed step" not in shown
+    assert b"completed: llama2_70b_bf16" in shown
+    assert "completed step: 2" in (tmp_path / "log-llama2_70b_bf16_smoke.out").read_text()
+
+
+def test_list_shows_every_row_and_published_step_time():
+    status, out, err = run("list", module="jaxbench")
+    assert (status, err) == (0, "")
+    assert re.search(r"llama2_70b_bf16 +64 full +80 fsdp 64 +128 6\.999 s, 52\.59 % MFU", out)
+    assert re.search(r"llama31_405b_bf16 +32 proxy +8 ", out)
+    assert len(out.splitlines()) == 1 + 62
+
+
+def test_unknown_command_shows_the_commands():
+    status, out, err = run("lst", module="jaxbench")
+    assert (status, out) == (2, "")
+    assert "list" in err
+    assert "train" in err

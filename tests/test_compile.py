@@ -1,0 +1,134 @@
+"""Real rows compiled by the real compiler for GPUs that are not there: exact figures of the program.
+
+Skipped where the CUDA plugin is not installed (`pip install '.[plan]'`).
+"""
+
+import importlib.util
+
+import jax
+import pytest
+
+from jaxbench import flops, hlo, mesh, metrics, recipes, target, xla_flags
+from jaxbench.train import RunFailed, check_program, compile_program
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="needs the compiler of pip install '.[plan]'",
+)
+
+
+class Compiled:
+    """A row compiled for H100s."""
+
+    def __init__(self, name: str, gpus: int, *overrides: str):
+        recipe = recipes.load(recipes.config_folder() / f"{name}.yaml")
+        parsed = recipes.parse_overrides(list(overrides))
+        self.run = recipes.resolve(recipe, gpus, overrides=parsed)
+        devices = target.compile_only_devices("h100", self.run.gpus)
+        self.mesh = mesh.make_mesh(self.run.mesh_shape, devices)
+        with jax.set_mesh(self.mesh):
+            self.compiled, self.lower_s, self.compile_s = compile_program(self.run)
+        self.program = hlo.Program.parse(self.compiled.as_text())
+
+    @property
+    def peak_gib(self) -> float:
+        return self.compiled.memory_analysis().peak_memory_in_bytes / 2**30
+
+    @property
+    def executed_ratio(self) -> float:
+        """Executed matrix and attention FLOPs over the model's."""
+        model = metrics.model_flops(self.run, "full") * self.run.batch.global_batch / self.run.gpus
+        program = self.program
+        return (sum(program.gemm_flops().values()) + program.attention_flops()) / model
+
+
+@pytest.fixture(scope="module")
+def llama2():
+    return Compiled("llama2_70b_bf16", 64)
+
+
+def test_llama2_70b_on_64_gpus_fits_and_recomputes_little(llama2):
+    assert llama2.peak_gib <= 58
+    assert llama2.executed_ratio <= 1.19
+    assert set(llama2.program.gemm_flops()) == {"bf16"}
+
+
+def test_attention_is_fused_and_runs_once_per_pass(llama2):
+    calls = llama2.program.custom_calls()
+    assert [calls[name] for name in hlo.ATTENTION_CALLS] == [80, 80]
+    with jax.set_mesh(llama2.mesh):
+        check_program(llama2.compiled, llama2.run)
+
+
+def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
+    """Bytes of each kind equal the hand count: bf16 weights forward and backward, gradients once."""
+    cfg, n = llama2.run.model, 64
+    layer = 2 * (
+        2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim + 3 * cfg.embed * cfg.ffn
+    )
+    head = 2 * cfg.embed * cfg.vocabulary
+    tokens = 4 * 4096 * 128
+    received = dict.fromkeys(hlo.COLLECTIVES, 0)
+    for c in llama2.program.collectives():
+        received[c.kind] += c.bytes * c.count
+    assert received["all-gather"] == 2 * 80 * layer + head + tokens
+    assert received["reduce-scatter"] == (80 * layer + head) // n
+    # The embedding moves activations: once forward, once backward.
+    assert received["all-to-all"] == 2 * 2 * 4096 * cfg.embed * 2
+    gains = 4 * (2 * 80 + 1) * cfg.embed
+    assert gains <= received["all-reduce"] < gains + 100
+    assert received["collective-permute"] == 0
+
+
+def test_no_partitioner_fallback_and_no_compiler_remat(llama2, capfd):
+    """XLA warns on stderr when the partitioner replicates an array or memory is too tight."""
+    with jax.set_mesh(llama2.mesh):
+        compile_program(llama2.run)
+    stderr = capfd.readouterr().err
+    assert "rematerialization" not in stderr
+    assert ".remat" not in llama2.compiled.as_text()
+
+
+def test_full_remat_runs_attention_twice():
+    row = Compiled("llama2_70b_bf16", 64, "execution.remat=full", "model.layers=4")
+    calls = row.program.custom_calls()
+    assert [calls[name] for name in hlo.ATTENTION_CALLS] == [8, 4]
+
+
+def test_replicas_sum_their_gradients_once_per_step():
+    """Two replicas, four microbatches: one all-reduce of all gradients, however often they add up."""
+    row = Compiled(
+        "llama31_8b_bf16", 16, "batch.global_batch=64", "model.layers=4", "model.vocabulary=4096"
+    )
+    assert (row.run.data, row.run.accumulation) == (2, 4)
+    crossing = [c for c in row.program.collectives() if c.kind == "all-reduce"]
+    assert all(c.count == 1 for c in crossing if c.bytes > 100)
+    counts = flops.parameters(row.run.model)
+    sharded = 4 * (counts["total"] - counts["norms"]) // 8
+    assert sum(c.bytes for c in crossing if c.group == 2) == sharded
+    assert sum(c.bytes for c in crossing if c.group == 16) >= 4 * counts["norms"]
+    scattered = [c for c in row.program.collectives() if c.kind == "reduce-scatter"]
+    assert {c.group for c in scattered} == {8}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("llama31_8b_bf16", 8), ("llama31_405b_bf16", 512), ("llama2_70b_bf16", 1)]
+)
+def test_other_rows_fit_80_gb(name, gpus):
+    row = Compiled(name, gpus)
+    assert row.peak_gib < 68
+    assert row.executed_ratio < 1.22
+
+
+def test_plain_attention_in_place_of_the_fused_one_is_an_error():
+    plain = Compiled("llama31_8b_bf16", 8, "execution.attention=xla", "model.layers=1",
+                     "batch.sequence_length=256")  # fmt: skip
+    asked = recipes.resolve(recipes.load(recipes.config_folder() / "llama31_8b_bf16.yaml"), 8)
+    with jax.set_mesh(plain.mesh), pytest.raises(RunFailed, match="fused attention was asked for"):
+        check_program(plain.compiled, asked)
+
+
+def test_an_unknown_compiler_option_is_an_error_and_no_abort(monkeypatch):
+    monkeypatch.setitem(xla_flags.TUNED, "xla_gpu_no_such", True)
+    with pytest.raises(Exception, match="No such compile option: 'xla_gpu_no_such'"):
+        Compiled("llama31_8b_bf16", 8, "model.layers=1", "batch.sequence_length=256")
