@@ -36,8 +36,7 @@ llama31_405b_bf16:512 parallelism.fsdp=64 parallelism.context=1 parallelism.tens
     batch.microbatch=4 execution.remat=full
 llama31_405b_bf16:512
 """
-"""Published rows, and beside them what was compiled of a peer: one pass instead of accumulation, its
-meshes, its remat."""
+"""Published rows, and what was compiled of a peer: its meshes, its remat, one pass per step."""
 
 
 def compile_row(run: Run) -> dict:

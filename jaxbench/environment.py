@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 import jaxbench
+from jaxbench.config import RecipeError
 
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "numpy",
@@ -19,12 +20,19 @@ PACKAGES = (
 
 
 def join_job() -> None:
-    """Connects this process to the others that a launcher started: Slurm's srun, or
-    `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`. Does nothing for a
-    single process.
+    """Connects this process to the others that a launcher started; does nothing for a single one.
+
+    Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
+    and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
     """
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        count, index = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        try:
+            names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+            count, index = (int(os.environ[name]) for name in names)
+        except (KeyError, ValueError) as error:
+            raise RecipeError(
+                "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers"
+            ) from error
         jax.distributed.initialize(address, count, index)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         jax.distributed.initialize()
@@ -37,9 +45,13 @@ def select_platform(cpu_devices: int | None) -> None:
     """
     if cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
-    nvidia = any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
-    if cpu_devices is not None or not (nvidia or jax.config.jax_platforms):
+    if cpu_devices is not None or not (has_nvidia_gpu() or "JAX_PLATFORMS" in os.environ):
         jax.config.update("jax_platforms", "cpu")
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this machine has an NVIDIA driver's devices, whatever JAX can use."""
+    return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
 
 
 def hardware() -> dict[str, Any]:

@@ -243,7 +243,7 @@ def benchmark(run: Run, folder: Path) -> int:
 
 
 def collect_signals() -> list[int]:
-    """The list to which SIGINT and SIGTERM are added from now on; a second one interrupts at once."""
+    """The list to which SIGINT and SIGTERM go from now on; a second one interrupts at once."""
     received: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -297,8 +297,13 @@ def main(argv: list[str] | None = None) -> int:
         environment.select_platform(args.cpu_devices)
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
         environment.join_job()
-        devices = jax.device_count()
-        row = recipes.choose_row(recipe, jax.devices()[0].platform, devices, args.gpus)
+        devices, platform = jax.device_count(), jax.devices()[0].platform
+        if platform == "cpu" and args.cpu_devices is None and environment.has_nvidia_gpu():
+            print(
+                "warning: JAX does not see this machine's GPU: pip install '.[gpu]'",
+                file=sys.stderr,
+            )
+        row = recipes.choose_row(recipe, platform, devices, args.gpus)
         run = recipes.resolve(
             recipe, row, devices=devices, overrides=overrides, steps=args.steps, seed=args.seed
         )
@@ -310,10 +315,7 @@ def main(argv: list[str] | None = None) -> int:
         if (folder / "run.json").exists():
             raise RecipeError(f"--output {folder} already holds a run; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RecipeError as error:
+    except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return benchmark(run, folder)

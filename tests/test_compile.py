@@ -1,4 +1,4 @@
-"""Real rows compiled by the real compiler for GPUs that are not there: exact figures of the program.
+"""Real rows compiled by the real compiler for absent GPUs: exact figures of the program.
 
 Skipped where the CUDA plugin is not installed (`pip install '.[plan]'`).
 """
@@ -61,7 +61,7 @@ def test_attention_is_fused_and_runs_once_per_pass(llama2):
 
 
 def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
-    """Bytes of each kind equal the hand count: bf16 weights forward and backward, gradients once."""
+    """Bytes equal the hand count: bf16 weights forward and backward, gradients once."""
     cfg, n = llama2.run.model, 64
     layer = 2 * (
         2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim + 3 * cfg.embed * cfg.ffn
@@ -96,7 +96,7 @@ def test_full_remat_runs_attention_twice():
 
 
 def test_replicas_sum_their_gradients_once_per_step():
-    """Two replicas, four microbatches: one all-reduce of all gradients, however often they add up."""
+    """Two replicas, four microbatches: each gradient crosses replicas once."""
     row = Compiled(
         "llama31_8b_bf16", 16, "batch.global_batch=64", "model.layers=4", "model.vocabulary=4096"
     )

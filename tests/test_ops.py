@@ -62,10 +62,13 @@ def test_attention_and_its_gradient(mesh_name):
     directions = [RNG.normal(size=x.shape) for x in (q, k, v)]
     step = 1e-5
     ends = [
-        np.sum(attention_reference(*(x + s * d for x, d in zip((q, k, v), directions))) * cotangent)
+        np.sum(
+            attention_reference(*(x + s * d for x, d in zip((q, k, v), directions, strict=True)))
+            * cotangent
+        )
         for s in (step, -step)
     ]
-    terms = [np.asarray(g, np.float64) * d for g, d in zip(grads, directions)]
+    terms = [np.asarray(g, np.float64) * d for g, d in zip(grads, directions, strict=True)]
     along, size = (sum(f(t).sum() for t in terms) for f in (np.asarray, np.abs))
     # One rounding of each term; the differences themselves are exact to 1e-9.
     np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), atol=EPS32 * size, rtol=0)

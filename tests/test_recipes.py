@@ -158,7 +158,7 @@ def test_missing_recipe_file_names_those_there_are(tmp_path):
 
 def test_bad_row_names_the_row():
     recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"fsdq": 8}})
-    with pytest.raises(RecipeError, match="recipe mine, row 8: unknown key 'fsdq'.*'fsdp'"):
+    with pytest.raises(RecipeError, match=r"recipe mine, row 8: unknown key 'fsdq'.*'fsdp'"):
         recipes.resolve(recipe, 8)
     recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"fsdp": 8}})
     with pytest.raises(RecipeError, match="row 8: batch: missing global_batch"):
