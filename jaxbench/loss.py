@@ -51,10 +51,14 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _sharded(hidden, head, targets, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
-    specs = [jax.typeof(x).sharding.spec for x in (hidden, head)]
     # What a primal is reduced over, its gradient is unreduced over: nothing is summed across these.
-    assert [s.reduced for s in specs] == [set(mesh.used("tensor")), set(mesh.used("data"))]
-    d_specs = [PartitionSpec(*s.partitions, unreduced=s.reduced) for s in specs if gradients]
+    copies = [jax.typeof(x).sharding.spec.reduced for x in (hidden, head)]
+    assert copies == [set(mesh.used("tensor")), set(mesh.used("data"))]
+    d_specs = [
+        PartitionSpec(*mesh.partition(x), unreduced=axes)
+        for x, axes in zip((hidden, head), copies, strict=True)
+        if gradients
+    ]
     local = partial(_local, total=targets.size, gradients=gradients)
     out_specs = (PartitionSpec(), *d_specs)
     return jax.shard_map(local, out_specs=out_specs, check_vma=False)(hidden, head, targets)

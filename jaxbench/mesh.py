@@ -82,8 +82,7 @@ def make_mesh(shape: tuple[int, ...], devices=None) -> Mesh:
 
 
 def platform() -> str:
-    """What the current mesh computes on, `gpu` or `cpu`; `none` for an abstract mesh without
-    devices."""
+    """What the current mesh computes on: `gpu`, `cpu`, or `none` when it has no devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else "none"
 
