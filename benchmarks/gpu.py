@@ -1,0 +1,167 @@
+"""Checks and measures everything on one GPU in one call, and prints a table last.
+
+    python benchmarks/gpu.py [--steps 12] [--only attention,products,rows]
+    python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
+
+Checks cuDNN attention, forward and backward, against plain fp32 attention at real shapes. Measures
+the ceiling of bf16 products at the recipes' shapes, and the step of every recipe's row for one GPU.
+Run from the source tree; nothing is installed.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+import jax
+import jax.numpy as jnp
+
+from jaxbench import environment, flops, mesh, metrics, ops, recipes, target, train
+from jaxbench.config import Execution, Run
+
+BF16_RECIPES = sorted(path.stem for path in recipes.config_folder().glob("*_bf16.yaml"))
+SEQUENCE = {"batch": 1, "length": 4096, "heads": 16, "kv_heads": 4, "head_dim": 128}
+
+
+def one_gpu_runs(steps: int = 1) -> list[Run]:
+    """The row `1` of every bf16 recipe."""
+    loaded = [recipes.load(recipes.config_folder() / f"{name}.yaml") for name in BF16_RECIPES]
+    return [recipes.resolve(recipe, 1, steps=steps) for recipe in loaded]
+
+
+def seconds(function, *arguments, repeats: int = 20) -> float:
+    """Mean seconds of a call, after two that are not counted."""
+    for _ in range(2):
+        jax.block_until_ready(function(*arguments))
+    start = time.perf_counter()
+    results = [function(*arguments) for _ in range(repeats)]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / repeats
+
+
+def attention_with_gradients(execution: Execution, dtype):
+    """(query, key, value, cotangent) to (output, gradients) with one implementation."""
+
+    def run(*arrays):
+        q, k, v, cotangent = (x.astype(dtype) for x in arrays)
+        out, vjp = jax.vjp(lambda q, k, v: ops.attention(q, k, v, execution), q, k, v)
+        return out, vjp(cotangent)
+
+    return jax.jit(run)
+
+
+def attention_inputs():
+    """Random bf16 query, key, value and cotangent."""
+    s = SEQUENCE
+    heads = (s["heads"], s["kv_heads"], s["kv_heads"], s["heads"])
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(k, (s["batch"], s["length"], n, s["head_dim"]), jnp.bfloat16)
+        for k, n in zip(keys, heads, strict=True)
+    ]
+
+
+def check_attention() -> list[tuple[str, ...]]:
+    """Largest error of cuDNN's bf16 results over the largest exact value; bf16 rounds to 2^-8."""
+    arrays = attention_inputs()
+    fused = attention_with_gradients(Execution(attention="cudnn"), jnp.bfloat16)
+    exact = attention_with_gradients(Execution(attention="xla"), jnp.float32)
+    rows = []
+    actual, expected = jax.tree.leaves(fused(*arrays)), jax.tree.leaves(exact(*arrays))
+    for name, a, e in zip(("output", "d query", "d key", "d value"), actual, expected, strict=True):
+        error = float(jnp.max(jnp.abs(a.astype(jnp.float32) - e)) / jnp.max(jnp.abs(e)))
+        rows.append((f"attention {name}", "ok" if error < 2**-6 else "WRONG", f"error {error:.1e}"))
+    return rows
+
+
+def product_shapes(run: Run) -> dict[str, tuple[int, int, int]]:
+    """(tokens, inputs, outputs) of each product of a layer, and of the head."""
+    m, tokens = run.model, run.microbatch * run.batch.sequence_length
+    return {
+        "qkv": (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
+        "out": (tokens, m.heads * m.head_dim, m.embed),
+        "gate/up": (tokens, m.embed, m.ffn),
+        "down": (tokens, m.ffn, m.embed),
+    }
+
+
+def measure_products() -> list[tuple[str, ...]]:
+    """TFLOP/s of bf16 products of random matrices at the shapes of every recipe."""
+    rows = []
+    for run in one_gpu_runs():
+        for name, (m, k, n) in product_shapes(run).items():
+            x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16)
+                    for i, s in enumerate(((m, k), (k, n))))  # fmt: skip
+            elapsed = seconds(jax.jit(jnp.matmul), x, w)
+            rate = 2 * m * k * n / elapsed / 1e12
+            rows.append((f"{run.recipe} {name}", f"{m} x {k} x {n}", f"{rate:.0f} TFLOP/s"))
+    return rows
+
+
+def measure_rows(steps: int) -> list[tuple[str, ...]]:
+    """Step time, rates and memory of every recipe's row for one GPU."""
+    rows = []
+    for run in one_gpu_runs(steps):
+        with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
+            compiled, _, compile_s = train.compile_program(run)
+            train.check_program(compiled, run)
+            done = list(train.run_steps(run, compiled, stop=lambda: False))
+        times = metrics.spread([s["step_time_s"] for s in done[len(done) // 2 :]])
+        peak = flops.peak_tflops(jax.devices()[0].device_kind, run.precision.dtype)
+        rates = metrics.throughput(run, times["mean"], peak)
+        mfu = {c: f"{100 * value:.1f} %" for c, value in rates["mfu"].items() if value}
+        rows.append((
+            f"{run.recipe} row 1, {run.model.layers} layers",
+            f"{times['mean']:.4f} s +- {times['std']:.4f}, {rates['tokens_per_s']:.0f} tokens/s",
+            f"MFU causal {mfu['causal']}, full {mfu['full']}; peak "
+            f"{done[-1]['peak_memory_bytes'] / 2**30:.1f} GiB; loss {done[0]['loss']:.3f} to "
+            f"{done[-1]['loss']:.3f}; compiled in {compile_s:.0f} s",
+        ))  # fmt: skip
+    return rows
+
+
+def compile_everything() -> list[tuple[str, ...]]:
+    """The same programs compiled for one absent H100."""
+    device = target.compile_only_devices("h100", 1)
+    rows = []
+    for run in one_gpu_runs():
+        with jax.set_mesh(mesh.make_mesh(run.mesh_shape, device)):
+            compiled, _, compile_s = train.compile_program(run)
+            train.check_program(compiled, run)
+        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        rows.append((f"{run.recipe} row 1", f"compiled in {compile_s:.1f} s", f"{peak:.1f} GiB"))
+    with jax.set_mesh(mesh.make_mesh((1,) * 6, device)):
+        inputs = jax.eval_shape(attention_inputs)
+        for name, dtype in (("cudnn", jnp.bfloat16), ("xla", jnp.float32)):
+            attention_with_gradients(Execution(attention=name), dtype).lower(*inputs).compile()
+            rows.append((f"attention {name}", "compiled", ""))
+    return rows
+
+
+def main() -> None:
+    """Runs the chosen parts and prints their tables at the end."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", default="attention,products,rows")
+    parser.add_argument("--compile-only", action="store_true")
+    args = parser.parse_args()
+    if args.compile_only:
+        jax.config.update("jax_platforms", "cpu")
+        rows = compile_everything()
+    else:
+        with jax.set_mesh(mesh.make_mesh((1,) * 6)):
+            rows = check_attention() if "attention" in args.only else []
+        rows += measure_products() if "products" in args.only else []
+        rows += measure_rows(args.steps) if "rows" in args.only else []
+    print(f"\n{environment.hardware()}\n{environment.versions()}\n")
+    print("| what | result | |\n|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
