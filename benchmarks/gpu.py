@@ -84,7 +84,7 @@ def product_shapes(run: Run) -> dict[str, tuple[int, int, int]]:
     return {
         "qkv": (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
         "out": (tokens, m.heads * m.head_dim, m.embed),
-        "gate/up": (tokens, m.embed, m.ffn),
+        "gate_up": (tokens, m.embed, 2 * m.ffn),
         "down": (tokens, m.ffn, m.embed),
     }
 

@@ -29,6 +29,7 @@ WEIGHT = {
     "ffn": "tensor",
     "vocab": "tensor",
     "group": None,
+    "part": None,
     "head_dim": None,
 }
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
@@ -50,6 +51,7 @@ ACTIVATION = {
     "ffn": "tensor",
     "embed": None,
     "group": None,
+    "part": None,
     "head_dim": None,
     "microbatch": None,
 }

@@ -85,8 +85,7 @@ def load_reference(cfg: ModelConfig, weights) -> Decoder:
         (attention.mixer.qkv, np.concatenate([q, key, value], axis=3)),
         (attention.mixer.out, stack("self_attn.o_proj", lambda w: w.reshape(-1, n, h))),
         (mlp.norm.gain, stack("post_attention_layernorm", np.asarray)),
-        (mlp.mixer.gate, stack("mlp.gate_proj")),
-        (mlp.mixer.up, stack("mlp.up_proj")),
+        (mlp.mixer.gate_up, np.stack([stack("mlp.gate_proj"), stack("mlp.up_proj")], axis=2)),
         (mlp.mixer.down, stack("mlp.down_proj", np.asarray)),
     ]
     for variable, array in new:
@@ -117,8 +116,8 @@ def test_initial_values_follow_megatron():
     unit = layers.Attention(cfg, key=jax.random.key(0)), layers.Mlp(cfg, key=jax.random.key(1))
     residual = cfg.init_std / np.sqrt(2 * cfg.layers)
     for weight, std in (
-        (unit[0].qkv, cfg.init_std), (unit[0].out, residual), (unit[1].gate, cfg.init_std),
-        (unit[1].up, cfg.init_std), (unit[1].down, residual),
+        (unit[0].qkv, cfg.init_std), (unit[0].out, residual), (unit[1].gate_up, cfg.init_std),
+        (unit[1].down, residual),
         (layers.Embedding(cfg, key=jax.random.key(2)).table, cfg.init_std),
     ):  # fmt: skip
         sample = np.asarray(weight[...])
@@ -136,7 +135,7 @@ def test_initial_values_follow_maxtext():
     qkv = np.asarray(attention.qkv[...])
     for sample, std, truncated in (
         (qkv[:, :, :-2], (256 * 128) ** -0.5, False), (qkv[:, :, -2:], 256**-0.5, False),
-        (attention.out[...], (64 * 128) ** -0.5, False), (mlp.gate[...], 256**-0.5, True),
+        (attention.out[...], (64 * 128) ** -0.5, False), (mlp.gate_up[...], 256**-0.5, True),
         (mlp.down[...], 512**-0.5, True),
         (layers.Embedding(cfg, key=jax.random.key(2)).table[...], 256**-0.5, False),
     ):  # fmt: skip

@@ -142,21 +142,24 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Gated feed-forward layer, down(silu(gate x) * up x), without biases (SwiGLU; Shazeer
-    2020)."""
+    """Gated feed-forward layer, down(silu(gate x) * up x), without biases (SwiGLU; Shazeer 2020).
+
+    The two input projections are one product.
+    """
 
     def __init__(self, cfg: ModelConfig, *, key):
-        k_gate, k_up, k_down = jax.random.split(key, 3)
-        shape, dims = (cfg.embed, cfg.ffn), "embed ffn"
-        self.gate = Weight(normal(k_gate, cfg, dims, shape, fan_in=cfg.embed, truncated=True))
-        self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed, truncated=True))
+        k_gate_up, k_down = jax.random.split(key)
+        dims, inner = "embed part ffn", (cfg.embed, 2, cfg.ffn)
+        self.gate_up = Weight(normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True))
+        dims, outer = "embed ffn", (cfg.embed, cfg.ffn)
         self.down = Weight(
-            normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, truncated=True, residual=True)
+            normal(k_down, cfg, dims, outer, fan_in=cfg.ffn, truncated=True, residual=True)
         )
 
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
     ) -> Float[Array, "B S D"]:
-        gate = ops.save(ops.dot("BSD,DF->BSF", x, self.gate[...], "batch seq ffn"), "gate")
-        up = ops.save(ops.dot("BSD,DF->BSF", x, self.up[...], "batch seq ffn"), "up")
+        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up[...], "batch seq part ffn")
+        gate = ops.save(gate_up[..., 0, :], "gate")
+        up = ops.save(gate_up[..., 1, :], "up")
         return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down[...], "batch seq embed")
