@@ -3,6 +3,7 @@ text.
 
 XLA's own cost analysis returns nothing for a GPU that is not there, and counts loop bodies once.
 Here every instruction is counted as often as it runs: trip counts of nested loops are multiplied.
+`schedule` asks when it runs.
 """
 
 import math
@@ -10,6 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 DTYPE_BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1,
@@ -46,6 +49,11 @@ class Instruction:
         """Size of all arrays in the shape."""
         return sum(DTYPE_BYTES.get(dtype, 0) * math.prod(dims) for dtype, dims in self.arrays)
 
+    @property
+    def target(self) -> str:
+        """What a custom call calls; empty for other instructions."""
+        return self.attribute(r'custom_call_target="([^"]*)"') or ""
+
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression in the attributes."""
         match = re.search(pattern, self.attributes)
@@ -63,15 +71,20 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of the program. `bytes` is its result on one device, `count` its
-    runs per step."""
+    """One collective instruction of the program. `bytes` is its result on one device, `devices` the
+    first of its groups, `count` its runs per step."""
 
     kind: str
     name: str
     bytes: int
-    group: int
+    devices: tuple[int, ...]
     count: int
     source: str
+
+    @property
+    def group(self) -> int:
+        """Devices that take part."""
+        return len(self.devices)
 
     @property
     def wire_bytes(self) -> int:
@@ -119,65 +132,83 @@ class Program:
             for callee, times in instruction.callees:
                 yield from self._walk(callee, runs * times)
 
+    def products(self) -> Iterator[tuple[str, int, int]]:
+        """(operand dtype, FLOPs of one run, runs per step) of each matrix product."""
+        for i, scope, runs in self.walk():
+            if product := gemm(i, scope):
+                yield *product, runs
+
     def gemm_flops(self) -> Counter[str]:
         """Matrix-product FLOPs per step by operand dtype, one multiply-add being 2."""
         flops: Counter[str] = Counter()
-        for i, scope, runs in self.walk():
-            if i.opcode == "dot" or i.attribute(r'custom_call_target="([^"]*)"') in GEMM_CALLS:
-                dtype, lhs = scope[i.operands[0]].arrays[0]
-                contracting = _ints(
-                    i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]')
-                )
-                flops[dtype] += (
-                    2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting) * runs
-                )
+        for dtype, per_run, runs in self.products():
+            flops[dtype] += per_run * runs
         return flops
 
     def attention_flops(self) -> int:
-        """FLOPs per step of fused attention calls, counted unmasked: 4 B N S^2 H forward, twice
-        that backward."""
-        flops = 0
-        for i, scope, runs in self.walk():
-            if weight := ATTENTION_CALLS.get(i.attribute(r'custom_call_target="([^"]*)"') or ""):
-                batch, heads, length, head_dim = i.arrays[0][1]
-                key_length = scope[i.operands[1]].arrays[0][1][1]
-                flops += 4 * batch * heads * length * key_length * head_dim * weight * runs
-        return flops
+        """FLOPs per step of fused attention calls (`attention`)."""
+        return sum(attention(i, scope) * runs for i, scope, runs in self.walk())
 
     def custom_calls(self) -> Counter[str]:
         """Runs per step of each custom call target."""
         calls: Counter[str] = Counter()
         for i, _, runs in self.walk():
-            if target := i.attribute(r'custom_call_target="([^"]*)"'):
-                calls[target] += runs
+            if i.target:
+                calls[i.target] += runs
         return calls
 
     def collectives(self) -> list[Collective]:
         """Every collective over more than one device."""
-        found = []
-        for i, scope, runs in self.walk():
-            kind = i.opcode.removesuffix("-done")
-            if kind not in COLLECTIVES:
-                continue
-            start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
-            group = group_size(start.attributes)
-            if group > 1:
-                source = start.attribute(r'op_name="([^"]*)"') or ""
-                found.append(Collective(kind, i.name, i.bytes, group, runs, source))
-        return found
+        found = (collective(i, scope, runs) for i, scope, runs in self.walk())
+        return [c for c in found if c is not None]
 
 
-def group_size(attributes: str) -> int:
-    """Devices in one replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`,
-    `mesh['a'=2,'b'=2] {'b'}`."""
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh.group(1)))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh.group(2)))
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(iota.group(1))
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return len(listed.group(1).split(","))
-    return 2 if "source_target_pairs" in attributes else 1
+def gemm(i: Instruction, scope: dict[str, Instruction]) -> tuple[str, int] | None:
+    """(operand dtype, FLOPs) of a matrix product in its computation; None of anything else."""
+    if i.opcode != "dot" and i.target not in GEMM_CALLS:
+        return None
+    dtype, lhs = scope[i.operands[0]].arrays[0]
+    contracting = _ints(i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]'))
+    return dtype, 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting)
+
+
+def attention(i: Instruction, scope: dict[str, Instruction]) -> int:
+    """FLOPs of a fused attention call, counted unmasked: 4 B N S^2 H forward, twice that backward;
+    0 of anything else."""
+    if (weight := ATTENTION_CALLS.get(i.target)) is None:
+        return 0
+    batch, heads, length, head_dim = i.arrays[0][1]
+    key_length = scope[i.operands[1]].arrays[0][1][1]
+    return 4 * batch * heads * length * key_length * head_dim * weight
+
+
+def collective(i: Instruction, scope: dict[str, Instruction], runs: int) -> Collective | None:
+    """The collective that this instruction completes, if it is one over more than one device."""
+    kind = i.opcode.removesuffix("-done")
+    if kind not in COLLECTIVES:
+        return None
+    start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
+    devices = first_group(start.attributes)
+    source = start.attribute(r'op_name="([^"]*)"') or ""
+    return Collective(kind, i.name, i.bytes, devices, runs, source) if len(devices) > 1 else None
+
+
+def first_group(attributes: str) -> tuple[int, ...]:
+    """Devices of the first replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
+    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`, and the first of `source_target_pairs`."""
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
+        ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        inside = set(re.findall(r"'(\w+)'", found.group(2)))
+        return tuple(ids[tuple(slice(None) if a in inside else 0 for a in sizes)].ravel().tolist())
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        dims = _ints(iota.group(2))
+        order = _ints(iota.group(3)) or list(range(len(dims)))
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+        return tuple(ids.ravel()[: int(iota.group(1))].tolist())
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}", attributes)
+    return tuple(_ints(listed.group(1))) if listed else (0,)
 
 
 def _ints(text: str | None) -> list[int]:

@@ -96,17 +96,21 @@ def test_collectives(program):
 
 
 @pytest.mark.parametrize(
-    ("attributes", "size"),
+    ("attributes", "devices"),
     [
-        ("replica_groups={{0,1,2,3}}, dimensions={0}", 4),
-        ("replica_groups={{0,4},{1,5}}", 2),
-        ("replica_groups=[4,2]<=[4,2]T(1,0), dimensions={0}", 2),
-        ("replica_groups=mesh['a'=2,'b'=3,'c'=5] {'a','c'}, channel_id=1", 10),
-        ("source_target_pairs={{0,1},{1,0}}", 2),
+        ("replica_groups={{0,1,2,3}}, dimensions={0}", (0, 1, 2, 3)),
+        ("replica_groups={{0,4},{1,5}}", (0, 4)),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", (0, 4)),
+        ("replica_groups=[4,4]<=[2,2,4]T(1,0,2), dimensions={0}", (0, 1, 2, 3)),
+        ("replica_groups=[4,4]<=[2,2,4]T(2,0,1), dimensions={0}", (0, 4, 8, 12)),
+        ("replica_groups=mesh['a'=2,'b'=3,'c'=2] {'a','c'}, channel_id=1", (0, 1, 6, 7)),
+        ("source_target_pairs={{0,8},{8,0}}", (0, 8)),
+        ("dimensions={0}", (0,)),
     ],
 )
-def test_group_size(attributes, size):
-    assert hlo.group_size(attributes) == size
+def test_first_group(attributes, devices):
+    assert hlo.first_group(attributes) == devices
 
 
 def test_a_real_program():
