@@ -1,4 +1,4 @@
-"""`python -m jaxbench list | train`: the commands, by name."""
+"""`python -m jaxbench list | train | plan`: the commands, by name."""
 
 import signal
 import sys
@@ -9,7 +9,8 @@ from jaxbench import published, recipes
 USAGE = """usage: python -m jaxbench COMMAND
 
   list    every recipe with its rows, meshes and published step times
-  train   run a benchmark (python -m jaxbench.train --help)"""
+  train   run a benchmark (python -m jaxbench.train --help)
+  plan    compile one for GPUs that are not there (python -m jaxbench.plan --help)"""
 
 
 def list_recipes() -> int:
@@ -38,6 +39,10 @@ def main(argv: Sequence[str]) -> int:
             from jaxbench import train
 
             return train.main(rest)
+        case ["plan", *rest]:
+            from jaxbench import plan
+
+            return plan.main(rest)
     print(USAGE, file=sys.stderr)
     return 2
 

@@ -30,13 +30,15 @@ forward, four backward; the scores that the backward kernel computes again are n
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: `name = shape opcode(operands), attributes`."""
+    """One line of HLO: `name = shape opcode(operands), attributes`. A parameter's operand is its
+    number."""
 
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
     attributes: str
+    is_root: bool = False
 
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -163,6 +165,11 @@ class Program:
         return [c for c in found if c is not None]
 
 
+def root(scope: dict[str, Instruction]) -> Instruction:
+    """The instruction whose value a computation returns: not always its last."""
+    return next(i for i in scope.values() if i.is_root)
+
+
 def gemm(i: Instruction, scope: dict[str, Instruction]) -> tuple[str, int] | None:
     """(operand dtype, FLOPs) of a matrix product in its computation; None of anything else."""
     if i.opcode != "dot" and i.target not in GEMM_CALLS:
@@ -216,7 +223,7 @@ def _ints(text: str | None) -> list[int]:
 
 
 def _parse_line(line: str) -> Instruction | None:
-    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if not match:
         return None
     rest = line[match.end() :]
@@ -224,8 +231,12 @@ def _parse_line(line: str) -> Instruction | None:
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[opening:closing]))
-    return Instruction(match.group(1), shape, rest[:opening], operands, rest[closing + 1 :])
+    inside = rest[opening:closing]
+    found = re.findall(r"\d+" if rest[:opening] == "parameter" else r"%([\w.\-]+)", inside)
+    root, name = match.groups()
+    return Instruction(
+        name, shape, rest[:opening], tuple(found), rest[closing + 1 :], is_root=root is not None
+    )
 
 
 def _closing(text: str, opening: int) -> int:

@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxbench import hlo
 from jaxbench.hlo import Instruction, Program
+
+PASSED_ON = ("get-tuple-element", "bitcast", "copy")
 
 
 @dataclass(frozen=True)
@@ -83,35 +86,48 @@ class _Names:
             scope = self.program.computations[name]
         elif i.opcode != "parameter" or not i.shape.startswith("("):
             return None
-        root = list(scope.values())[-1]
-        return self._stacked(scope[root.operands[index]], scope)
+        root = hlo.root(scope)
+        return self._stacked(scope[root.operands[index]], scope) if root.opcode == "tuple" else None
 
     def describe(self, i: Instruction, scope: dict[str, Instruction]) -> str:
-        """What made an array: its path in the state, or the operation behind copies."""
+        """What made an array: its path in the state, what a scan stacks, or the operation behind
+        copies."""
         while True:
+            if stacked := self._stacked(i, scope):
+                return stacked
             source = i.attribute(r'op_name="([^"]*)"')
             if source and not source.endswith("dynamic_update_slice"):
                 return readable(source, i.opcode)
-            if stacked := self._stacked(i, scope):
-                return stacked
-            if i.opcode == "parameter" and i.shape.startswith("("):
-                return "the scan's carry"
+            if i.opcode == "parameter":
+                return "the scan's carry" if i.shape.startswith("(") else i.name
             inside = [scope[o] for o in i.operands if o in scope]
             if not inside:
                 return i.name
             i = max(inside, key=lambda j: j.bytes)
 
     def _stacked(self, i: Instruction, scope: dict[str, Instruction]) -> str | None:
-        """What an update in place writes into a stack: the operand that is a slice of it."""
-        while i.opcode in ("get-tuple-element", "bitcast", "copy") or i.opcode.endswith("-done"):
+        """What an update in place writes into a stack, also where it happens inside a fusion."""
+        index = 0
+        while i.opcode in PASSED_ON or i.opcode.endswith("-done"):
+            index = int(i.attribute(r"index=(\d+)") or index)
             i = scope[i.operands[0]]
-        dims = max((d for _, d in i.arrays), key=len, default=())
-        for operand in i.operands if "dynamic_update" in i.attributes else ():
-            if operand in scope and any(
-                sorted(d) == sorted(dims[1:]) for _, d in scope[operand].arrays
-            ):
-                return f"{self.describe(scope[operand], scope)}, of {dims[0]} layers"
-        return None
+        if i.opcode == "while":
+            return self._carried(i, scope, index)
+        outer, operands = scope, i.operands
+        if i.opcode.startswith("fusion"):
+            scope = self.program.computations[i.callees[0][0]]
+            i = hlo.root(scope)
+            i = scope[i.operands[index]] if i.opcode == "tuple" else i
+            while i.opcode == "bitcast":
+                i = scope[i.operands[0]]
+        if i.opcode != "dynamic-update-slice":
+            return None
+        layers, update = i.arrays[0][1][0], scope[i.operands[1]]
+        while update.opcode in ("bitcast", "reshape", "transpose", "convert"):
+            update = scope[update.operands[0]]
+        if update.opcode == "parameter" and scope is not outer:
+            update, scope = outer[operands[int(update.operands[0])]], outer
+        return f"{self.describe(update, scope)}, of {layers} layers"
 
 
 def readable(op_name: str, opcode: str) -> str:

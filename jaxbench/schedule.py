@@ -160,7 +160,7 @@ def traffic(program: Program, i: Instruction, scope: dict[str, Instruction]) -> 
     body = program.computations[i.callees[0][0]]
     parameters = [j.name for j in body.values() if j.opcode == "parameter"]
     read = sum(_read(name, body, list(body.values())) for name in parameters)
-    return read + _written(list(body.values())[-1], body)
+    return read + _written(hlo.root(body), body)
 
 
 def _read(name: str, body: dict[str, Instruction], users: list[Instruction]) -> int:

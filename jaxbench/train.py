@@ -38,10 +38,9 @@ from jaxbench.config import RecipeError, Run, positive
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
+from jaxbench.systems import MEMORY_FRACTION
 
 DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
-MEMORY_FRACTION = "0.92"
-"""Share of GPU memory that XLA may take; the rest is for NCCL, cuDNN and the CUDA context."""
 
 
 @jax.tree_util.register_dataclass
@@ -136,16 +135,17 @@ def make_program(run: Run) -> Any:
     return jax.jit(step, donate_argnums=0)
 
 
-def compile_program(run: Run) -> tuple[Any, float, float]:
+def compile_program(run: Run, extra: dict[str, Any] | None = None) -> tuple[Any, float, float]:
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
-    The devices of the mesh need not exist (`target.compile_only_devices`).
+    The devices of the mesh need not exist (`target.compile_only_devices`). `extra` compiler options
+    are added to those of the recipe.
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
     lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
-    options = xla_flags.options(run.execution.xla_flags, mesh.platform())
+    options = xla_flags.options(run.execution.xla_flags, mesh.platform()) | (extra or {})
     compiled = lowered.compile(compiler_options=options)
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.cpu_devices is not None:
             positive("--cpu-devices", args.cpu_devices)
         environment.select_platform(args.cpu_devices)
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
         environment.join_job()
         devices, platform = jax.device_count(), jax.devices()[0].platform
         if platform == "cpu" and args.cpu_devices is None and environment.has_nvidia_gpu():

@@ -10,7 +10,10 @@ import pytest
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-LAPTOP = ("config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo")
+LAPTOP = (
+    "config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags",
+    "hlo", "systems", "schedule", "memory", "plan_text",
+)  # fmt: skip
 LAYERS = {
     "mesh": {"config"},
     "ops": {"config", "mesh"},
