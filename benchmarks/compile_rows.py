@@ -1,12 +1,11 @@
-"""Compiles rows for H100s that are not there, and prints what one device holds, executes and sends
-per step.
+"""Compiles the rows that a peer was compiled for, and prints one line of `jaxbench.plan` for each.
 
-    python benchmarks/compile_rows.py                            # the rows a peer was compiled for
+    python benchmarks/compile_rows.py
     python benchmarks/compile_rows.py llama31_8b_bf16:8 [KEY=VALUE ..]
 
-Columns: peak GiB by the compiler; matrix products (`gemm`) and products plus fused attention
-(`all`) over model FLOPs, attention counted unmasked on both sides; ring bytes sent (`wire`);
-kernels of fused attention, forward and backward.
+Columns: peak GiB by the compiler; products and fused attention over model FLOPs, attention counted
+unmasked on both sides (`all`); ring bytes sent (`wire`), and those with no product or attention
+beside them (`uncovered`); the roofline's exposed and whole seconds (docs/plan.md).
 """
 
 import os
@@ -17,9 +16,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from jaxbench import hlo, mesh, metrics, recipes, target
+from jaxbench import plan, systems
 from jaxbench.config import RecipeError, Run
-from jaxbench.train import compile_program
 
 PEER_ROWS = """
 llama2_70b_bf16:64
@@ -41,22 +39,16 @@ llama31_405b_bf16:512
 
 def compile_row(run: Run) -> dict:
     """Figures of one row's program."""
-    with jax.set_mesh(
-        mesh.make_mesh(run.mesh_shape, target.compile_only_devices("h100", run.gpus))
-    ):
-        compiled, lower_s, compile_s = compile_program(run)
-    program = hlo.Program.parse(compiled.as_text())
-    model = metrics.model_flops(run, "full") * run.batch.global_batch / run.gpus
-    gemm, attention = sum(program.gemm_flops().values()), program.attention_flops()
-    calls = program.custom_calls()
+    found = plan.make_plan(run, "h100", systems.SYSTEMS["h100"])
     return {
-        "lower s": f"{lower_s:.1f}",
-        "compile s": f"{compile_s:.1f}",
-        "peak GiB": f"{compiled.memory_analysis().peak_memory_in_bytes / 2**30:.1f}",
-        "gemm": f"{gemm / model:.4f}",
-        "all": f"{(gemm + attention) / model:.4f}",
-        "wire GiB": f"{sum(c.wire_bytes for c in program.collectives()) / 2**30:.0f}",
-        "attention": "+".join(str(calls[name]) for name in hlo.ATTENTION_CALLS),
+        "compile s": f"{found['compile_s']:.0f}",
+        "peak GiB": f"{found['bytes_per_device']['peak'] / 2**30:.1f}",
+        "all": f"{found['flops']['recompute_ratio']:.3f}",
+        "wire GiB": f"{found['wire_bytes'] / 2**30:.0f}",
+        "uncovered GiB": f"{found['uncovered_wire_bytes'] / 2**30:.0f}",
+        "exposed s": f"{found['bound_parts_s']['exposed']:.3f}",
+        "bound s": f"{found['bound_step_s']:.3f}",
+        "launches": str(found["launches"]),
     }
 
 
@@ -66,8 +58,7 @@ def main(arguments: list[str]) -> None:
     rows = [arguments] if arguments else [line.split() for line in PEER_ROWS.strip().splitlines()]
     for row, *overrides in rows:
         name, _, gpus = row.partition(":")
-        recipe = recipes.load(recipes.config_folder() / f"{name}.yaml")
-        run = recipes.resolve(recipe, int(gpus), overrides=recipes.parse_overrides(overrides))
+        run, _ = plan.resolve(name, int(gpus), overrides)
         figures = {"row": " ".join([row, *overrides]), **compile_row(run)}
         if header is None:
             header = f"| {' | '.join(figures)} |\n|{'---|' * len(figures)}"

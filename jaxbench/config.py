@@ -139,13 +139,13 @@ class Execution:
 
     `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
     activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
-    and recomputes it in the rest. `xla_flags` is `tuned` (`xla_flags.py`) or `default` (what the
-    compiler does by itself).
+    and recomputes it in the rest. `xla_flags` is `tuned`, `published` (both in `xla_flags.py`) or
+    `default` (what the compiler does by itself).
     """
 
     remat: str = "full"
     attention: Literal["auto", "cudnn", "xla"] = "auto"
-    xla_flags: Literal["tuned", "default"] = "tuned"
+    xla_flags: Literal["tuned", "published", "default"] = "tuned"
 
     def saved(self, layers: int) -> dict[str, int] | None:
         """For each saved activation the number of layers that keep it; None when remat is off."""

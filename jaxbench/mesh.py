@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 
 import jax
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, PartitionSpec, reshard
 
 from jaxbench.config import AXES
@@ -122,11 +123,27 @@ def accumulating(w: jax.Array) -> jax.Array:
     return reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
-def unshard(w: jax.Array) -> jax.Array:
+def unshard(w: jax.Array, prefetch: bool = True) -> jax.Array:
     """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
-    gradient."""
+    gradient.
+
+    With `prefetch`, XLA may move the gather of a scanned weight into the iteration before, and the
+    scatter of its gradient into the one after (`xla_flags`), for memory of one more such weight.
+    """
     kept = [set(_axes(entry)) & {"tensor"} for entry in partition(w)]
-    return reshard(w, _spec(kept, reduced=set(AXES).difference(*kept)))
+    whole = _spec(kept, reduced=set(AXES).difference(*kept))
+    split = [(d, tuple(a for a in _axes(e) if a != "tensor")) for d, e in enumerate(partition(w))]
+    split = [(dim, axes) for dim, axes in split if axes]
+    if not split:
+        return reshard(w, whole)
+
+    def gather(w):
+        with set_xla_metadata(is_pipelineable=str(prefetch).lower()):
+            for dim, axes in split:
+                w = jax.lax.all_gather(w, axes, axis=dim, tiled=True, to="reduced")
+        return w
+
+    return jax.shard_map(gather, out_specs=whole)(accumulating(w))
 
 
 def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:

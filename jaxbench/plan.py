@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -295,8 +296,9 @@ def resolve(config: str, gpus: int | None, changes: list[str]) -> tuple[Run, rec
 def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, 1 when a plan does not fit, or 2 for a user's mistake."""
     args = parse_arguments(argv)
-    jax.config.update("jax_platforms", "cpu")
     try:
+        xla_flags.check_environment(os.environ.get("XLA_FLAGS", ""))
+        jax.config.update("jax_platforms", "cpu")
         system = systems.with_settings(systems.SYSTEMS[args.gpu], args.system)
         if args.diff:
             print(plan_text.difference(*(plan_spec(s, args.gpu, system) for s in args.diff)))

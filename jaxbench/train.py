@@ -294,6 +294,7 @@ def main(argv: list[str] | None = None) -> int:
         overrides = recipes.parse_overrides(args.set)
         if args.cpu_devices is not None:
             positive("--cpu-devices", args.cpu_devices)
+        xla_flags.check_environment(os.environ.get("XLA_FLAGS", ""))
         environment.select_platform(args.cpu_devices)
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
         environment.join_job()

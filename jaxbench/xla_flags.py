@@ -1,7 +1,20 @@
-"""XLA options for GPUs, passed to the compiler with each program: an unknown one is an error there,
-never an abort."""
+"""Named sets of XLA options for GPUs, passed to the compiler with each program.
 
-TUNED: dict[str, bool | int | str] = {
+An option that the compiler does not know is an error there; one in the variable `XLA_FLAGS` would
+abort the process, so `check_environment` looks first. docs/xla_flags.md has what each option of
+`tuned` changes in a compiled program.
+"""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+from jaxbench.config import RecipeError
+
+Options = dict[str, bool | int | str]
+
+TUNED: Options = {
     # Matrix products by cuBLASLt: autotuning them against Triton needs the GPU at compile time and
     # varies from run to run.
     "xla_gpu_enable_triton_gemm": False,
@@ -13,10 +26,99 @@ TUNED: dict[str, bool | int | str] = {
     # One reduce-scatter per gradient as soon as it is there, instead of all of a layer's at its
     # end.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Queue several collectives: with one at a time in flight, a small gather waits until a large
+    # one is done, and is then exposed.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # Gather the next layer's weights, and scatter the last layer's gradients, behind the products
+    # of this one: those that `mesh.unshard` marks. Two iterations per loop body spare the copies
+    # that the carried weights would need.
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
+    "xla_gpu_enable_while_loop_double_buffering": True,
 }
 
+PUBLISHED: Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_highest_priority_async_stream": True,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 2147483648,
+    "xla_gpu_all_gather_combine_threshold_bytes": 2147483648,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 33554432,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_all_gather_combine_by_dim": False,
+    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+    "xla_gpu_enable_command_buffer": "",
+    "xla_disable_hlo_passes": "rematerialization",
+}
+"""The flags of the published Llama 2 runs (MaxText, DGX Cloud Benchmarking 25.01, bf16, fewer than
+64 nodes), in the names of jax 0.10; the fp8 runs had smaller thresholds."""
 
-def options(name: str, platform: str) -> dict[str, bool | int | str]:
-    """Compiler options of the set `tuned` or `default`; CPUs always take the compiler's
+SETS: dict[str, Options] = {"tuned": TUNED, "published": PUBLISHED, "default": {}}
+
+RENAMED = {
+    "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
+    "xla_gpu_enable_pipelined_reduce_scatter": "xla_gpu_pipeline_reduce_scatter",
+    "xla_gpu_enable_pipelined_all_reduce": "xla_gpu_pipeline_all_reduce",
+}
+"""What jax 0.11 calls these, with a mode in place of a boolean."""
+
+REMOVED = {
+    "xla_gpu_graph_level": "xla_gpu_enable_command_buffer='' (off)",
+    "xla_gpu_enable_triton_softmax_fusion": "nothing: always on",
+    "xla_gpu_enable_custom_fusions": "nothing",
+    "xla_gpu_lhs_enable_gpu_async_tracker": "nothing: always on",
+    "xla_gpu_enable_pipelined_collectives": "xla_gpu_pipeline_all_gather and its siblings",
+    "xla_gpu_enable_nccl_per_stream_comms": "nothing",
+    "xla_gpu_enable_async_collectives": "xla_gpu_disable_async_collectives",
+    "xla_gpu_enable_async_all_gather": "xla_gpu_disable_async_collectives",
+    "xla_gpu_enable_async_reduce_scatter": "xla_gpu_disable_async_collectives",
+    "xla_gpu_enable_async_all_reduce": "xla_gpu_disable_async_collectives",
+}
+"""Options of published recipes that current compilers do not know, and what took their place."""
+
+
+def options(name: str, platform: str) -> Options:
+    """Compiler options of a set in the names of the installed jax; CPUs always take the compiler's
     defaults."""
-    return dict(TUNED) if name == "tuned" and platform == "gpu" else {}
+    if platform != "gpu":
+        return {}
+    chosen = dict(SETS[name])
+    for old, new in RENAMED.items():
+        if _release() < (0, 11):  # knows no marked collectives: all would be pipelined, or none
+            chosen.pop(new, None)
+        elif chosen.pop(old, False):
+            chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
+    return chosen
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("jax").split(".")[:2])
+
+
+def explain(flag: str) -> str:
+    """Why the compiler does not know an option, and what to use in its place."""
+    flag = flag.lstrip("-").partition("=")[0]
+    if flag in REMOVED:
+        return f"{flag} was removed from XLA; use {REMOVED[flag]}"
+    if flag in RENAMED:
+        return f"{flag} was renamed to {RENAMED[flag]} in jax 0.11"
+    return f"the installed compiler does not know {flag}"
+
+
+def check_environment(flags: str) -> None:
+    """Raises RecipeError when `flags`, the value of `XLA_FLAGS`, would abort this process.
+
+    The compiler itself reads them, in a process of its own that may die of it (about a second).
+    """
+    if not flags:
+        return
+    code = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        unknown = re.findall(r"--xla\w+", done.stderr.partition("XLA_FLAGS")[2])
+        reasons = "; ".join(dict.fromkeys(map(explain, unknown))) or "the compiler refuses it"
+        raise RecipeError(f"XLA_FLAGS: {reasons}")

@@ -159,7 +159,10 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
     ) -> Float[Array, "B S D"]:
-        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up[...], "batch seq part ffn")
+        # The widest weight: attention before it hides its gather, and two of it cost memory.
+        gate_up = ops.dot(
+            "BSD,DPF->BSPF", x, self.gate_up[...], "batch seq part ffn", prefetch=False
+        )
         gate = ops.save(gate_up[..., 0, :], "gate")
         up = ops.save(gate_up[..., 1, :], "up")
         return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down[...], "batch seq embed")

@@ -1,0 +1,38 @@
+"""Named flag sets, and flags that the installed compiler does not know."""
+
+import pytest
+
+from jaxbench import xla_flags
+from jaxbench.config import RecipeError
+
+
+@pytest.mark.parametrize(("release", "old"), [((0, 10), True), ((0, 11), False), ((0, 12), False)])
+def test_pipelining_has_the_names_of_the_installed_jax(monkeypatch, release, old):
+    monkeypatch.setattr(xla_flags, "_release", lambda: release)
+    published = xla_flags.options("published", "gpu")
+    tuned = xla_flags.options("tuned", "gpu")
+    for before, after in xla_flags.RENAMED.items():
+        assert (before in published, after in published) == (old, not old)
+    assert ("xla_gpu_pipeline_all_gather" in tuned) is not old
+
+
+def test_a_cpu_takes_the_defaults():
+    assert xla_flags.options("tuned", "cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--xla_gpu_graph_level=0", "xla_gpu_graph_level was removed from XLA; use xla_gpu_enable"),
+        ("--xla_gpu_no_such=1", "the installed compiler does not know xla_gpu_no_such"),
+    ],
+)
+def test_an_unknown_flag_in_the_environment_is_found_before_it_aborts(monkeypatch, flag, message):
+    monkeypatch.setenv("XLA_FLAGS", flag)
+    with pytest.raises(RecipeError, match=message):
+        xla_flags.check_environment(flag)
+
+
+def test_a_known_flag_in_the_environment_is_kept(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true")
+    xla_flags.check_environment("--xla_gpu_enable_latency_hiding_scheduler=true")
