@@ -30,13 +30,19 @@ TUNED: Options = {
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # Gather the next layer's weights, and scatter the last layer's gradients, behind the products
-    # of this one: those that `mesh.unshard` marks. Two iterations per loop body spare the copies
-    # that the carried weights would need.
+}
+
+PIPELINED: Options = {
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
+"""Part of `tuned` from jax 0.11 on, the first to pipeline marked collectives alone.
+
+Gathers the next layer's weights, and scatters the last layer's gradients, behind the products of
+this one: those that `mesh.unshard` marks. Two iterations per loop body spare the copies that the
+carried weights would need.
+"""
 
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -87,11 +93,12 @@ def options(name: str, platform: str) -> Options:
     if platform != "gpu":
         return {}
     chosen = dict(SETS[name])
-    for old, new in RENAMED.items():
-        if _release() < (0, 11):  # knows no marked collectives: all would be pipelined, or none
-            chosen.pop(new, None)
-        elif chosen.pop(old, False):
-            chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
+    if _release() >= (0, 11):
+        for old, new in RENAMED.items():
+            if chosen.pop(old, False):
+                chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
+        if name == "tuned":
+            chosen |= PIPELINED
     return chosen
 
 
