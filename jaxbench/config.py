@@ -88,10 +88,30 @@ class Parallelism:
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """`dtype` of the matrix products; `accumulate` is the dtype in which microbatch gradients are
-    summed."""
+    summed. The rest is for FP8.
+
+    `scaling` takes each tensor's scale from the tensor itself (`current`), or from the largest
+    magnitude of the last `amax_history` steps (`delayed`), and leaves `margin` powers of two of
+    headroom. The products of the first and last layers can stay in bf16. `gather` is the dtype in
+    which weights are all-gathered. `implementation` is Transformer Engine, XLA, or (`auto`)
+    Transformer Engine where it can run.
+    """
 
     dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
     accumulate: Literal["fp32", "bf16"] = "fp32"
+    scaling: Literal["delayed", "current"] = "delayed"
+    amax_history: int = 1024
+    margin: int = 0
+    first_bf16_layers: int = 0
+    last_bf16_layers: int = 0
+    gather: Literal["fp8", "bf16"] = "fp8"
+    implementation: Literal["auto", "te", "xla"] = "auto"
+
+    def __post_init__(self) -> None:
+        positive("precision.amax_history", self.amax_history)
+        for name in ("margin", "first_bf16_layers", "last_bf16_layers"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"precision.{name} = {getattr(self, name)} must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)

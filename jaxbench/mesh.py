@@ -122,6 +122,17 @@ def accumulating(w: jax.Array) -> jax.Array:
     return reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
+def unmarked(w: jax.Array) -> jax.Array:
+    """An `accumulating` weight without its mark, for use outside of differentiation."""
+    return reshard(w, PartitionSpec(*partition(w)))
+
+
+def shards(w: jax.Array) -> list[tuple[int, tuple[str, ...]]]:
+    """The dimensions over which a weight at rest is gathered for use, each with its axes."""
+    split = [tuple(axis for axis in _axes(entry) if axis in SHARDS) for entry in partition(w)]
+    return [(dim, axes) for dim, axes in enumerate(split) if axes]
+
+
 def unshard(w: jax.Array) -> jax.Array:
     """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
     gradient."""
@@ -143,11 +154,20 @@ def _axes(entry: str | Collection[str] | None) -> Collection[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
+def cotangent_spec(x: jax.Array) -> PartitionSpec:
+    """The partition of a cotangent of `x`: unreduced over the axes over which `x` is reduced."""
+    return PartitionSpec(*partition(x), unreduced=jax.typeof(x).sharding.spec.reduced)
+
+
+def per_device() -> PartitionSpec:
+    """The partition of a vector with one entry for each device."""
+    return PartitionSpec(used(*AXES) or None)
+
+
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:
     """Zeros to which gradients of the `accumulating` weight can be added."""
-    marks = jax.typeof(w).sharding.spec.reduced
     zeros = jax.numpy.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
-    return reshard(zeros, PartitionSpec(*partition(w), unreduced=marks))
+    return reshard(zeros, cotangent_spec(w))
 
 
 def sum_replicas(grad: jax.Array, w: jax.Array) -> jax.Array:

@@ -6,10 +6,11 @@ dim, F ffn, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxbench import mesh
+from jaxbench import fp8, mesh
 from jaxbench.config import Execution
 
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
@@ -17,9 +18,9 @@ CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 statistics."""
 
 
-def dot(equation: str, x: jax.Array, w: jax.Array, dims: str) -> jax.Array:
+def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest: all-gather the weight, then
-    multiply.
+    multiply, in FP8 where the weight is an `fp8.Operand`.
 
     `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
@@ -29,12 +30,10 @@ def dot(equation: str, x: jax.Array, w: jax.Array, dims: str) -> jax.Array:
     inputs, out = equation.split("->")
     split_sum = mesh.contracts_tensor(x, inputs.split(",")[0], kept=out)
     unreduced = {"tensor"} if split_sum else set()
-    return jnp.einsum(
-        equation,
-        x,
-        mesh.unshard(w),
-        out_sharding=mesh.spec(dims, mesh.ACTIVATION, unreduced=unreduced),
-    )
+    spec = mesh.spec(dims, mesh.ACTIVATION, unreduced=unreduced)
+    if isinstance(w, fp8.Operand):
+        return fp8.dot(equation, x, w, spec)
+    return jnp.einsum(equation, x, mesh.unshard(w[...]), out_sharding=spec)
 
 
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from jaxbench import (
     data,
     environment,
     flops,
+    fp8,
     hlo,
     mesh,
     metrics,
@@ -39,7 +40,7 @@ from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
 
-DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 MEMORY_FRACTION = "0.92"
 """Share of GPU memory that XLA may take; the rest is for NCCL, cuDNN and the CUDA context."""
 
@@ -50,11 +51,13 @@ class State:
     """Everything that a step changes.
 
     `step`, an int32 scalar, is the number of the next step; data and schedule follow from it alone.
+    `fp8` is the history of delayed scaling.
     """
 
     step: Any
     model: Decoder
     optimizer: optax.OptState
+    fp8: fp8.State
 
 
 class RunFailed(RuntimeError):
@@ -65,9 +68,8 @@ def init_state(run: Run) -> State:
     """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded
     alike."""
     model = Decoder(run.model, key=jax.random.key(run.seed))
-    return State(
-        jnp.zeros((), jnp.int32), model, make_optimizer(run.optimizer, run.steps).init(model)
-    )
+    optimizer = make_optimizer(run.optimizer, run.steps).init(model)
+    return State(jnp.zeros((), jnp.int32), model, optimizer, fp8.init_state(model, run.precision))
 
 
 def train_step(
@@ -75,7 +77,7 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
     step's figures."""
-    loss, grads = gradients(state.model, tokens, targets, run)
+    loss, grads, scaling = gradients(state, tokens, targets, run)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -84,34 +86,47 @@ def train_step(
         "grad_norm": optax.tree.norm(grads),
         "learning_rate": schedule(run.optimizer, run.steps)(state.step),
     }
-    return State(state.step + 1, optax.apply_updates(state.model, updates), optimizer), figures
+    model = optax.apply_updates(state.model, updates)
+    return State(state.step + 1, model, optimizer, scaling), figures
 
 
 def gradients(
-    model: Decoder, tokens: jax.Array, targets: jax.Array, run: Run
-) -> tuple[jax.Array, Decoder]:
-    """Mean loss of the step and its gradient in fp32, sharded like the weights.
+    state: State, tokens: jax.Array, targets: jax.Array, run: Run
+) -> tuple[jax.Array, Decoder, fp8.State]:
+    """Mean loss of the step, its gradient in fp32, sharded like the weights, and the next state of
+    delayed scaling.
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
     """
-    weights = compute_weights(model, DTYPES[run.precision.dtype])
-    value_and_grad = jax.value_and_grad(lambda weights, *batch: weights.loss(*batch, run.execution))
+    weights = compute_weights(state.model, DTYPES[run.precision.dtype])
+    constants = fp8.quantize_weights(weights, state.fp8, run.precision)
+
+    def share_of_loss(weights, observed, *batch):
+        model = fp8.attach(weights, constants, observed, run.precision.margin)
+        return model.loss(*batch, run.execution, run.precision) / run.accumulation
+
+    def one_pass(batch):
+        loss, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1))(
+            weights, fp8.unobserved(state.fp8), *batch
+        )
+        return (loss, grads), observed
 
     def accumulate(total, batch):
-        return jax.tree.map(
-            lambda t, g: t + g.astype(t.dtype), total, value_and_grad(weights, *batch)
-        ), None
+        (total, seen), (new, observed) = total, one_pass(batch)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
+        return (total, jax.tree.map(jnp.maximum, seen, observed)), None
 
     if run.accumulation == 1:
-        total = value_and_grad(weights, tokens[0], targets[0])
+        total, observed = one_pass((tokens[0], targets[0]))
     else:
         dtype = DTYPES[run.precision.accumulate]
         zeros = (jnp.zeros(()), jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights))
-        total, _ = jax.lax.scan(accumulate, zeros, (tokens, targets))
+        start = (zeros, fp8.unobserved(state.fp8))
+        (total, observed), _ = jax.lax.scan(accumulate, start, (tokens, targets))
     loss, grads = total
-    grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, model)
-    return jax.tree.map(lambda x: x / run.accumulation, (loss, grads))
+    grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
+    return loss, grads, fp8.update(state.fp8, weights, observed)
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
@@ -308,10 +323,6 @@ def main(argv: list[str] | None = None) -> int:
             recipe, row, devices=devices, overrides=overrides, steps=args.steps, seed=args.seed
         )
         folder = args.output or Path("results", run.recipe, run.row, time.strftime("%Y%m%d-%H%M%S"))
-        if run.precision.dtype == "fp8":
-            raise RecipeError(
-                "FP8 is not available yet; run the bf16 recipe or add --set precision.dtype=bf16"
-            )
         if (folder / "run.json").exists():
             raise RecipeError(f"--output {folder} already holds a run; name another folder")
         folder.mkdir(parents=True, exist_ok=True)

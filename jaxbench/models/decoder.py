@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import loss, mesh, ops
-from jaxbench.config import Execution, ModelConfig
+from jaxbench import fp8, loss, mesh, ops
+from jaxbench.config import Execution, ModelConfig, Precision
 from jaxbench.models.layers import (
     Attention,
     Embedding,
@@ -70,7 +70,9 @@ class Decoder(nnx.Module):
             normal(k_head, cfg, "embed vocab", shape, fan_in=cfg.embed, truncated=True)
         )
 
-    def __call__(self, tokens: Int[Array, "B S"], execution: Execution) -> Float[Array, "B S D"]:
+    def __call__(
+        self, tokens: Int[Array, "B S"], execution: Execution, precision: Precision
+    ) -> Float[Array, "B S D"]:
         """The normalised last hidden state. The compute dtype is that of the weights."""
         x = self.embedding(tokens, self.head[...].dtype)
         rotary = rotary_tables(self.cfg, tokens.shape[1])
@@ -78,30 +80,41 @@ class Decoder(nnx.Module):
         def apply(x, unit):
             return unit(x, rotary, execution), None
 
-        for layers, saved in remat_segments(execution.saved(self.cfg.layers), self.cfg.layers):
+        count = self.cfg.layers
+        for layers, saved, in_bf16 in segments(execution.saved(count), precision, count):
             units = jax.tree.map(itemgetter(layers), self.units)
+            units = fp8.detach(units) if in_bf16 else units
             x, _ = jax.lax.scan(ops.remat(apply, saved), x, units)
         return self.norm(x)
 
     def loss(
-        self, tokens: Int[Array, "B S"], targets: Int[Array, "B S"], execution: Execution
+        self,
+        tokens: Int[Array, "B S"],
+        targets: Int[Array, "B S"],
+        execution: Execution,
+        precision: Precision,
     ) -> Float[Array, ""]:
         """Mean cross entropy over all tokens, in nats."""
-        hidden = mesh.gather_seq(self(tokens, execution))
+        hidden = mesh.gather_seq(self(tokens, execution, precision))
         return loss.cross_entropy(hidden, self.head[...], targets)
 
 
-def remat_segments(
-    saved: dict[str, int] | None, layers: int
-) -> list[tuple[slice, set[str] | None]]:
-    """Stretches of layers with one remat policy, and the activations that each saves.
+def segments(
+    saved: dict[str, int] | None, precision: Precision, layers: int
+) -> list[tuple[slice, set[str] | None, bool]]:
+    """Stretches of layers that are computed alike: the activations that each saves, and whether its
+    products stay in bf16 in an FP8 run.
 
     `saved` maps activations to the number of first layers that keep them (`Execution.saved`).
     """
-    if saved is None:
-        return [(slice(0, layers), None)]
-    bounds = sorted({0, layers, *saved.values()})
+    first, last = precision.first_bf16_layers, layers - precision.last_bf16_layers
+    counts = {} if saved is None else saved
+    bounds = sorted({0, layers, min(first, layers), max(last, 0), *counts.values()})
     return [
-        (slice(start, stop), {name for name, count in saved.items() if count >= stop})
+        (
+            slice(start, stop),
+            None if saved is None else {name for name, n in saved.items() if n >= stop},
+            start < first or stop > last,
+        )
         for start, stop in pairwise(bounds)
     ]

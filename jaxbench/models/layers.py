@@ -131,14 +131,14 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
     ) -> Float[Array, "B S D"]:
-        qkv = ops.dot("BSD,DKGH->BSKGH", x, self.qkv[...], "batch seq kv_heads group head_dim")
+        qkv = ops.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
         batch, length, kv_heads, group, head_dim = qkv.shape
         query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
         query = ops.save(rotate(query, rotary), "query")
         key = ops.save(rotate(qkv[..., -2, :], rotary), "key")
         value = ops.save(qkv[..., -1, :], "value")
         context = ops.attention(query, key, value, execution)
-        return ops.dot("BSNH,DNH->BSD", context, self.out[...], "batch seq embed")
+        return ops.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
 
 
 class Mlp(nnx.Module):
@@ -159,7 +159,7 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
     ) -> Float[Array, "B S D"]:
-        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up[...], "batch seq part ffn")
+        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
         gate = ops.save(gate_up[..., 0, :], "gate")
         up = ops.save(gate_up[..., 1, :], "up")
-        return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down[...], "batch seq embed")
+        return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down, "batch seq embed")
