@@ -7,6 +7,8 @@ one scaled cuBLASLt product on GPUs, and computes it in bf16 elsewhere.
 """
 
 import math
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxbench import mesh
+from jaxbench import hlo, mesh
 from jaxbench.config import Precision
 
 PRODUCTS = {
@@ -34,6 +36,9 @@ LARGEST = {dtype: float(jnp.finfo(dtype).max) for dtype in (VALUES, GRADIENTS)}
 
 TENSORS = (VALUES, VALUES, GRADIENTS)
 """Types of the three tensors of a product: input, weight, gradient of the output."""
+
+SCOPE = "fp8."
+"""Prefix of a product's name in the program, from where `compiled_products` reads it."""
 
 State = dict[str, jax.Array]
 """Delayed scaling: for each product the largest magnitudes of past steps, `[layers, 3, history]`,
@@ -126,7 +131,7 @@ def _forward(static, x, kernel, observed, stored, inverse):
     current, shards = observed is None, mesh.shards(stored)
 
     def local(x, stored, inverse):
-        with jax.named_scope(f"fp8.{static.name}"):
+        with jax.named_scope(SCOPE + static.name):
             amax = magnitude(x)
             inverse_x = inverse_scale(amax, VALUES, static.margin) if current else inverse[0]
             quantized = quantize(x, inverse_x, VALUES)
@@ -146,13 +151,15 @@ def _backward(static, residuals, dy):
     x, w = inputs.split(",")
 
     def local(dy, quantized, amax, stored, inverse):
-        with jax.named_scope(f"fp8.{static.name}"):
+        with jax.named_scope(SCOPE + static.name):
             amax_dy = magnitude(dy)
             inverse_x, inverse_w, inverse_dy = inverse
             if current:
                 inverse_x = inverse_scale(amax[0], VALUES, static.margin)
                 inverse_dy = inverse_scale(amax_dy, GRADIENTS, static.margin)
             gradient = quantize(dy, inverse_dy, GRADIENTS)
+            # Together: where the largest magnitude is taken later, the bf16 gradient is kept alive.
+            gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = _gather(stored, shards, inverse_w)
             dx = product(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
             dw = product(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
@@ -180,7 +187,7 @@ def _gather(stored, shards, inverse) -> jax.Array:
 def products(model: nnx.Module) -> dict[str, jax.Array]:
     """The weights of `PRODUCTS` in a model by their path, stacked over layers on axis 0."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_variable)
-    return {name: v[...] for path, v in leaves if (name := _product_name(path))}
+    return {name: v.get_value() for path, v in leaves if (name := _product_name(path))}
 
 
 def _is_variable(node: Any) -> bool:
@@ -221,8 +228,8 @@ def quantize_weights(
         )
         stored = kernel
         if precision.gather == "fp8":
-            fp8 = jax.vmap(partial(quantize, dtype=VALUES))(mesh.unmarked(kernel), inverse[:, 1])
-            stored = mesh.accumulating(fp8)
+            in_layers = jax.vmap(partial(quantize, dtype=VALUES))
+            stored = mesh.accumulating(in_layers(mesh.unmarked(kernel), inverse[:, 1]))
         constants[name] = {"stored": stored, "inverse": inverse}
     return constants
 
@@ -279,3 +286,17 @@ def update(state: State, weights: nnx.Module, observed: State) -> State:
         return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)
 
     return {name: push(name, history) for name, history in state.items()}
+
+
+def compiled_products(program: hlo.Program) -> Counter[tuple[str, bool]]:
+    """Runs per step of the products in a compiled program, by name and whether in FP8."""
+    found: Counter[tuple[str, bool]] = Counter()
+    for dtype, _, runs, source in program.gemms():
+        if scope := re.search(rf"{SCOPE}([\w.]+)", source):
+            found[scope.group(1), dtype.startswith("f8")] += runs
+    return found
+
+
+def quantized_layers(precision: Precision, layers: int) -> int:
+    """How many of the layers run their products in FP8."""
+    return max(layers - precision.first_bf16_layers - precision.last_bf16_layers, 0)

@@ -166,12 +166,25 @@ def compile_program(run: Run) -> tuple[Any, float, float]:
 
 
 def check_program(compiled: Any, run: Run) -> None:
-    """Raises RunFailed when the compiled program is not what was asked for."""
+    """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
+    program = hlo.Program.parse(compiled.as_text())
     if ops.attention_implementation(run.execution) == "cudnn":
-        calls = hlo.Program.parse(compiled.as_text()).custom_calls()
+        calls = program.custom_calls()
         missing = [name for name in hlo.ATTENTION_CALLS if not calls[name]]
         if missing:
             raise RunFailed(f"fused attention was asked for, but not compiled: no {missing[0]}")
+    if run.precision.dtype == "fp8" and mesh.platform() == "gpu":
+        model = jax.eval_shape(partial(init_state, run)).model
+        found = fp8.compiled_products(program)
+        for name, weight in fp8.products(model).items():
+            layers = fp8.quantized_layers(run.precision, weight.shape[0])
+            expected = 3 * layers * run.accumulation
+            in_fp8, in_other = found[name, True], found[name, False]
+            if in_fp8 < expected or in_other:
+                raise RunFailed(
+                    f"FP8 was asked for, but product {name} runs {in_fp8} times in FP8 and "
+                    f"{in_other} times otherwise; expected at least {expected} and 0"
+                )
 
 
 def run_steps(run: Run, program: Callable, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
