@@ -62,14 +62,14 @@ class Operand:
     inverse: jax.Array
     observed: jax.Array | None
     name: str = field(metadata={"static": True})
-    margin: int = field(metadata={"static": True})
+    precision: Precision = field(metadata={"static": True})
 
 
 def inverse_scale(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
     """What a tensor of largest magnitude `amax` is divided by: amax 2^margin / (largest value of
     `dtype`); 1 for zeros.
 
-    Rounded up to a bf16 value, so that the bf16 factor in `product` is this very number. An `amax`
+    Rounded up to a bf16 value, so that the bf16 factor in `multiply` is this very number. An `amax`
     that is not finite is passed on, so that the loss is not finite either.
     """
     smallest = jnp.finfo(jnp.float32).tiny
@@ -86,7 +86,7 @@ def quantize(x: jax.Array, inverse: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(x.astype(jnp.float32) * (1 / inverse), -limit, limit).astype(dtype)
 
 
-def product(equation: str, a: jax.Array, inverse_a, b: jax.Array, inverse_b) -> jax.Array:
+def multiply(equation: str, a: jax.Array, inverse_a, b: jax.Array, inverse_b) -> jax.Array:
     """Einsum of two FP8 tensors with their inverse scales, in bf16."""
     return jnp.einsum(equation, _dequantize(a, inverse_a), _dequantize(b, inverse_b))
 
@@ -107,13 +107,13 @@ def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Arr
     Current scaling takes the scale of each device's own part of input and gradient, delayed scaling
     that of past steps on all devices.
     """
-    static = _Static(equation, spec, mesh.cotangent_spec(x), w.name, w.margin)
-    return _dot(static, x, w.kernel, w.observed, w.stored, w.inverse)
+    product = Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin)
+    return _dot(product, x, w.kernel, w.observed, w.stored, w.inverse)
 
 
 @dataclass(frozen=True)
-class _Static:
-    """What the product's forward and backward pass know when traced."""
+class Product:
+    """What forward and backward pass of a product know when they are traced."""
 
     equation: str
     y_spec: PartitionSpec
@@ -121,53 +121,55 @@ class _Static:
     name: str
     margin: int
 
+    def scope(self) -> Any:
+        """Names the operations, for `compiled_products`."""
+        return jax.named_scope(SCOPE + self.name)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static, x, kernel, observed, stored, inverse):
-    return _forward(static, x, kernel, observed, stored, inverse)[0]
+def _dot(product, x, kernel, observed, stored, inverse):
+    return _forward(product, x, kernel, observed, stored, inverse)[0]
 
 
-def _forward(static, x, kernel, observed, stored, inverse):
+def _forward(product, x, kernel, observed, stored, inverse):
     current, shards = observed is None, mesh.shards(stored)
 
     def local(x, stored, inverse):
-        with jax.named_scope(SCOPE + static.name):
+        with product.scope():
             amax = magnitude(x)
-            inverse_x = inverse_scale(amax, VALUES, static.margin) if current else inverse[0]
+            inverse_x = inverse_scale(amax, VALUES, product.margin) if current else inverse[0]
             quantized = quantize(x, inverse_x, VALUES)
-            weight = _gather(stored, shards, inverse[1])
-            y = product(static.equation, quantized, inverse_x, weight, inverse[1])
+            weight = _gathered(stored, shards, inverse[1])
+            y = multiply(product.equation, quantized, inverse_x, weight, inverse[1])
         return y, quantized, amax[None]
 
-    specs = static.y_spec, PartitionSpec(*mesh.partition(x)), mesh.per_device()
+    specs = product.y_spec, PartitionSpec(*mesh.partition(x)), mesh.per_device()
     y, quantized, amax = jax.shard_map(local, out_specs=specs, check_vma=False)(x, stored, inverse)
     return y, (quantized, amax, stored, inverse, observed)
 
 
-def _backward(static, residuals, dy):
+def _backward(product, residuals, dy):
     quantized, amax, stored, inverse, observed = residuals
     current, shards = observed is None, mesh.shards(stored)
-    inputs, y = static.equation.split("->")
+    inputs, y = product.equation.split("->")
     x, w = inputs.split(",")
 
     def local(dy, quantized, amax, stored, inverse):
-        with jax.named_scope(SCOPE + static.name):
+        with product.scope():
             amax_dy = magnitude(dy)
             inverse_x, inverse_w, inverse_dy = inverse
             if current:
-                inverse_x = inverse_scale(amax[0], VALUES, static.margin)
-                inverse_dy = inverse_scale(amax_dy, GRADIENTS, static.margin)
+                inverse_x = inverse_scale(amax[0], VALUES, product.margin)
+                inverse_dy = inverse_scale(amax_dy, GRADIENTS, product.margin)
             gradient = quantize(dy, inverse_dy, GRADIENTS)
             # Together: where the largest magnitude is taken later, the bf16 gradient is kept alive.
             gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
-            weight = _gather(stored, shards, inverse_w)
-            dx = product(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
-            dw = product(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
-        for dim, axes in shards:
-            dw = jax.lax.psum_scatter(dw, axes, scatter_dimension=dim, tiled=True)
-        return dx, dw, jnp.stack([amax, amax_dy[None]])
+            weight = _gathered(stored, shards, inverse_w)
+            dx = multiply(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
+            dw = multiply(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
+        return dx, mesh.scatter(dw, shards), jnp.stack([amax, amax_dy[None]])
 
-    specs = (static.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
+    specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     dx, dw, seen = jax.shard_map(local, out_specs=specs, check_vma=False)(
         dy, quantized, amax, stored, inverse
     )
@@ -177,10 +179,8 @@ def _backward(static, residuals, dy):
 _dot.defvjp(_forward, _backward)
 
 
-def _gather(stored, shards, inverse) -> jax.Array:
-    """The whole weight in FP8, inside a `shard_map`."""
-    for dim, axes in shards:
-        stored = jax.lax.all_gather(stored, axes, axis=dim, tiled=True)
+def _gathered(stored, shards, inverse) -> jax.Array:
+    stored = mesh.gather(stored, shards)
     return stored if stored.dtype == VALUES else quantize(stored, inverse, VALUES)
 
 
@@ -212,7 +212,8 @@ def quantize_weights(
     weights: nnx.Module, state: State, precision: Precision
 ) -> dict[str, dict[str, jax.Array]]:
     """For each product what stays the same over a step's microbatches: `stored` and `inverse` of
-    its `Operand`, stacked over layers. Empty unless precision is FP8.
+    its `Operand`, stacked over layers. Empty unless precision is FP8. Transformer Engine quantizes
+    what it has gathered.
     """
     if precision.dtype != "fp8":
         return {}
@@ -227,7 +228,7 @@ def quantize_weights(
             [inverse_scale(amax[:, i], t, precision.margin) for i, t in enumerate(TENSORS)], axis=1
         )
         stored = kernel
-        if precision.gather == "fp8":
+        if precision.gather == "fp8" and precision.implementation == "xla":
             in_layers = jax.vmap(partial(quantize, dtype=VALUES))
             stored = mesh.accumulating(in_layers(mesh.unmarked(kernel), inverse[:, 1]))
         constants[name] = {"stored": stored, "inverse": inverse}
@@ -250,7 +251,10 @@ def unobserved(state: State) -> State:
 
 
 def attach(
-    weights: nnx.Module, constants: dict[str, dict[str, jax.Array]], observed: State, margin: int
+    weights: nnx.Module,
+    constants: dict[str, dict[str, jax.Array]],
+    observed: State,
+    precision: Precision,
 ) -> nnx.Module:
     """The model with an `Operand` in the place of each weight that `constants` name."""
 
@@ -259,8 +263,8 @@ def attach(
         if name not in constants:
             return variable
         return Operand(
-            kernel=variable[...], observed=observed.get(name), name=name, margin=margin,
-            **constants[name],
+            kernel=variable[...], observed=observed.get(name), name=name,
+            precision=precision, **constants[name],
         )  # fmt: skip
 
     return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=_is_variable)

@@ -127,10 +127,28 @@ def unmarked(w: jax.Array) -> jax.Array:
     return reshard(w, PartitionSpec(*partition(w)))
 
 
-def shards(w: jax.Array) -> list[tuple[int, tuple[str, ...]]]:
+Shards = list[tuple[int, tuple[str, ...]]]
+
+
+def shards(w: jax.Array) -> Shards:
     """The dimensions over which a weight at rest is gathered for use, each with its axes."""
     split = [tuple(axis for axis in _axes(entry) if axis in SHARDS) for entry in partition(w)]
     return [(dim, axes) for dim, axes in enumerate(split) if axes]
+
+
+def gather(w: jax.Array, shards: Shards) -> jax.Array:
+    """The whole of a weight from its parts, inside a `shard_map`."""
+    for dim, axes in shards:
+        w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+    return w
+
+
+def scatter(grad: jax.Array, shards: Shards) -> jax.Array:
+    """This device's part of the sum of a gradient over the ranks of the shards, inside a
+    `shard_map`."""
+    for dim, axes in shards:
+        grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    return grad
 
 
 def unshard(w: jax.Array) -> jax.Array:

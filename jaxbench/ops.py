@@ -4,6 +4,10 @@ Dimension letters: B batch, S sequence, D embed, N heads, K kv heads, G heads of
 dim, F ffn, V vocabulary.
 """
 
+import importlib.util
+from functools import partial
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxbench import fp8, mesh
-from jaxbench.config import Execution
+from jaxbench.config import Execution, Precision, RecipeError
 
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the cuDNN forward kernel. Its results are the attention output and the softmax
@@ -32,8 +36,118 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
     unreduced = {"tensor"} if split_sum else set()
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced=unreduced)
     if isinstance(w, fp8.Operand):
-        return fp8.dot(equation, x, w, spec)
+        product = te_dot if w.precision.implementation == "te" else fp8.dot
+        return product(equation, x, w, spec)
     return jnp.einsum(equation, x, mesh.unshard(w[...]), out_sharding=spec)
+
+
+def fp8_implementation(precision: Precision) -> Literal["te", "xla"]:
+    """Who multiplies in FP8: `te` or `xla`. Raises RecipeError where Transformer Engine is asked
+    for and cannot run.
+
+    It compiles for the GPU of this process only, so never for GPUs that are not there.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    can_run = installed and jax.default_backend() == "gpu"
+    if precision.implementation == "te" and not can_run:
+        raise RecipeError(
+            "precision.implementation = te needs an NVIDIA GPU and Transformer Engine (README: "
+            "Transformer Engine); use auto or xla"
+        )
+    return "te" if can_run and precision.implementation != "xla" else "xla"
+
+
+def kernels(execution: Execution, precision: Precision) -> dict[str, str]:
+    """What computes attention and matrix products on the current mesh, for the record."""
+    products: str = precision.dtype
+    if precision.dtype == "fp8":
+        by = fp8_implementation(precision)
+        products += f" by {by}" if mesh.platform() == "gpu" else ", emulated in bf16"
+    return {"attention": attention_implementation(execution), "products": products}
+
+
+def te_dot(equation: str, x: jax.Array, w: fp8.Operand, spec: PartitionSpec) -> jax.Array:
+    """`fp8.dot` by Transformer Engine: it quantizes and multiplies, we gather, scatter and keep the
+    history."""
+    product = fp8.Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin)
+    return _te_dot(product, x, w.kernel, w.observed, w.inverse)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _te_dot(product, x, kernel, observed, inverse):
+    return _te_forward(product, x, kernel, observed, inverse)[0]
+
+
+def _te_forward(product, x, kernel, observed, inverse):
+    shards, quantizers = mesh.shards(kernel), partial(_te_quantizers, observed is not None)
+
+    def local(x, kernel, inverse):
+        with product.scope():
+            return _te_dense(product.equation, x, mesh.gather(kernel, shards), quantizers(inverse))
+
+    y = jax.shard_map(local, out_specs=product.y_spec, check_vma=False)(x, kernel, inverse)
+    return y, (x, kernel, observed, inverse)
+
+
+def _te_backward(product, residuals, dy):
+    x, kernel, observed, inverse = residuals
+    shards, quantizers = mesh.shards(kernel), partial(_te_quantizers, observed is not None)
+
+    def local(dy, x, kernel, inverse):
+        with product.scope():
+            dense = partial(_te_dense, product.equation)
+            weight = mesh.gather(kernel, shards)
+            dx, dw, seen = jax.vjp(dense, x, weight, quantizers(inverse))[1](dy)
+        if observed is None:
+            return dx, mesh.scatter(dw, shards)
+        # Each tensor's new history holds this one magnitude.
+        amax = jnp.stack([jnp.max(q.amax_history) for q in (seen.x, seen.dgrad)])
+        return dx, mesh.scatter(dw, shards), amax[:, None]
+
+    specs: tuple = (product.dx_spec, mesh.cotangent_spec(kernel))
+    if observed is not None:
+        specs = (*specs, PartitionSpec(None, *mesh.per_device()))
+    dx, dw, *seen = jax.shard_map(local, out_specs=specs, check_vma=False)(dy, x, kernel, inverse)
+    return dx, dw, seen[0] if seen else None, None
+
+
+_te_dot.defvjp(_te_forward, _te_backward)
+
+
+def _te_quantizers(delayed: bool, inverse: jax.Array) -> Any:
+    """Transformer Engine's quantizers of input, weight and gradient."""
+    from transformer_engine.jax import quantize as te
+
+    def quantizer(dtype: Any, inverse: jax.Array) -> Any:
+        if not delayed:
+            return te.CurrentScaleQuantizer(q_dtype=dtype)
+        history = jnp.zeros(2)
+        return te.DelayedScaleQuantizer(
+            q_dtype=dtype, scale=1 / inverse[None], amax_history=history
+        )
+
+    x, kernel, gradient = map(quantizer, fp8.TENSORS, inverse)
+    return te.QuantizerSet(x=x, kernel=kernel, dgrad=gradient)
+
+
+def _te_dense(equation: str, x: jax.Array, w: jax.Array, quantizers: Any) -> jax.Array:
+    """The einsum of local arrays by Transformer Engine's dense layer, which wants the summed
+    dimensions last in `x` and first in `w`."""
+    from transformer_engine.jax.dense import dense
+    from transformer_engine.jax.sharding import MeshResource, global_shard_guard
+
+    inputs, out = equation.split("->")
+    into, through = inputs.split(",")
+    summed = [dim for dim in into if dim not in out]
+    kept = [dim for dim in through if dim in out]
+    assert into.endswith("".join(summed))
+    assert out.endswith("".join(kept))
+    w = jnp.transpose(w, [through.index(dim) for dim in summed + kept])
+    last = tuple(range(x.ndim - len(summed), x.ndim))
+    with global_shard_guard(MeshResource()):
+        return dense(
+            x, w, contracting_dims=(last, tuple(range(len(summed)))), quantizer_set=quantizers
+        )
 
 
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:

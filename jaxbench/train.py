@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,13 @@ def gradients(
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
     """
-    weights = compute_weights(state.model, DTYPES[run.precision.dtype])
-    constants = fp8.quantize_weights(weights, state.fp8, run.precision)
+    precision = replace(run.precision, implementation=ops.fp8_implementation(run.precision))
+    weights = compute_weights(state.model, DTYPES[precision.dtype])
+    constants = fp8.quantize_weights(weights, state.fp8, precision)
 
     def share_of_loss(weights, observed, *batch):
-        model = fp8.attach(weights, constants, observed, run.precision.margin)
-        return model.loss(*batch, run.execution, run.precision) / run.accumulation
+        model = fp8.attach(weights, constants, observed, precision)
+        return model.loss(*batch, run.execution, precision) / run.accumulation
 
     def one_pass(batch):
         loss, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1))(
@@ -120,7 +121,7 @@ def gradients(
     if run.accumulation == 1:
         total, observed = one_pass((tokens[0], targets[0]))
     else:
-        dtype = DTYPES[run.precision.accumulate]
+        dtype = DTYPES[precision.accumulate]
         zeros = (jnp.zeros(()), jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights))
         start = (zeros, fp8.unobserved(state.fp8))
         (total, observed), _ = jax.lax.scan(accumulate, start, (tokens, targets))
@@ -250,6 +251,8 @@ def benchmark(run: Run, folder: Path) -> int:
             record |= {"lower_s": lower_s, "compile_s": compile_s}
             recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
             check_program(compiled, run)
+            record["kernels"] = ops.kernels(run.execution, run.precision)
+            recorder.say(", ".join(f"{part}: {by}" for part, by in record["kernels"].items()))
             recorder.start_steps()
             for step in run_steps(run, compiled, stop=lambda: bool(received)):
                 recorder.step(step)
@@ -336,6 +339,7 @@ def main(argv: list[str] | None = None) -> int:
             recipe, row, devices=devices, overrides=overrides, steps=args.steps, seed=args.seed
         )
         folder = args.output or Path("results", run.recipe, run.row, time.strftime("%Y%m%d-%H%M%S"))
+        ops.fp8_implementation(run.precision)
         if (folder / "run.json").exists():
             raise RecipeError(f"--output {folder} already holds a run; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
