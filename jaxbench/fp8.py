@@ -184,8 +184,9 @@ def _gathered(stored, shards, inverse) -> jax.Array:
     return stored if stored.dtype == VALUES else quantize(stored, inverse, VALUES)
 
 
-def products(model: nnx.Module) -> dict[str, jax.Array]:
-    """The weights of `PRODUCTS` in a model by their path, stacked over layers on axis 0."""
+def products(model: nnx.Module) -> dict[str, Any]:
+    """The weights of `PRODUCTS` in a model, or their shapes, by path; layers are stacked on axis
+    0."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_variable)
     return {name: v.get_value() for path, v in leaves if (name := _product_name(path))}
 

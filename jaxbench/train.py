@@ -57,7 +57,7 @@ class State:
     step: Any
     model: Decoder
     optimizer: optax.OptState
-    fp8: fp8.State
+    fp8: Any
 
 
 class RunFailed(RuntimeError):

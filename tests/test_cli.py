@@ -137,7 +137,10 @@ def test_a_mesh_gives_the_same_losses(smoke, arguments, tmp_path):
         (("--config", CONFIG, *MESH[:2], "--set", "parallelism.fsdp=3"), "must divide"),
         (("--config", CONFIG, "--steps", 0), "steps = 0 must be above 0"),
         (("--config", CONFIG, "--cpu-devices", 0), "--cpu-devices = 0 must be above 0"),
-        (("--config", "configs/llama2_70b_fp8.yaml"), "FP8 is not available yet"),
+        (
+            ("--config", "configs/llama2_70b_fp8.yaml", "--set", "precision.implementation=te"),
+            "precision.implementation = te needs an NVIDIA GPU and Transformer Engine",
+        ),
         (("--config", CONFIG, "--output", "/proc/none"), "/proc/none"),
     ],
 )

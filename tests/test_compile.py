@@ -8,7 +8,7 @@ import importlib.util
 import jax
 import pytest
 
-from jaxbench import flops, hlo, mesh, metrics, recipes, target, xla_flags
+from jaxbench import flops, fp8, hlo, mesh, metrics, recipes, target, xla_flags
 from jaxbench.train import RunFailed, check_program, compile_program
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +78,73 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     gains = 4 * (2 * 80 + 1) * cfg.embed
     assert gains <= received["all-reduce"] < gains + 100
     assert received["collective-permute"] == 0
+
+
+@pytest.fixture(scope="module")
+def llama2_fp8():
+    return Compiled("llama2_70b_fp8", 64)
+
+
+def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
+    """Forward and both gradients in 80 layers; the input of the MLP is computed again in all of
+    them, the output projection of attention in the 60 that do not save the residual."""
+    recomputed = {"0.mixer.qkv": 0, "0.mixer.out": 60, "1.mixer.gate_up": 80, "1.mixer.down": 0}
+    found = fp8.compiled_products(llama2_fp8.program)
+    assert found == {
+        (f"units.layers.{name}", True): 3 * 80 + again for name, again in recomputed.items()
+    }
+    calls = llama2_fp8.program.custom_calls()
+    assert calls["__cublas$lt$matmul$f8"] == sum(found.values()) == 1100
+    # Only the head is left in bf16: logits, their gradient, and the gradient of the head in chunks.
+    assert calls["__cublas$lt$matmul"] + calls["__cublas$gemm"] == 4 + 4 + 1
+    with jax.set_mesh(llama2_fp8.mesh):
+        check_program(llama2_fp8.compiled, llama2_fp8.run)
+
+
+def test_fp8_takes_no_more_memory_than_bf16_and_gathers_half_the_bytes(llama2, llama2_fp8):
+    assert llama2_fp8.peak_gib <= llama2.peak_gib
+    assert llama2_fp8.executed_ratio <= 1.19
+    head = 2 * 8192 * 32000
+    tokens = 4 * 4096 * 128
+    gathered = {
+        row: sum(c.bytes * c.count for c in row.program.collectives() if c.kind == "all-gather")
+        for row in (llama2, llama2_fp8)
+    }
+    assert 2 * (gathered[llama2_fp8] - head - tokens) == gathered[llama2] - head - tokens
+
+
+def test_gathering_in_bf16_is_a_choice():
+    in_bf16, in_fp8 = (
+        Compiled("llama2_70b_fp8", 64, "model.layers=4", f"precision.gather={dtype}")
+        for dtype in ("bf16", "fp8")
+    )
+    largest = [
+        max(c.bytes for c in row.program.collectives() if c.kind == "all-gather" and c.count > 1)
+        for row in (in_bf16, in_fp8)
+    ]
+    assert largest == [2 * 8192 * 2 * 28672, 8192 * 2 * 28672]
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_layers_in_bf16_and_current_scaling(scaling):
+    row = Compiled(
+        "llama31_8b_fp8", 8, "model.layers=4", f"precision.scaling={scaling}",
+        "precision.first_bf16_layers=1", "batch.global_batch=16", "batch.microbatch=1",
+    )  # fmt: skip
+    # Three layers, two microbatches, three products each; nothing is recomputed.
+    found = fp8.compiled_products(row.program)
+    assert set(found.values()) == {3 * 2 * 3}
+    assert all(in_fp8 for _, in_fp8 in found)
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
+def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
+    with (
+        jax.set_mesh(llama2.mesh),
+        pytest.raises(RunFailed, match=r"product units.layers.0.mixer.out runs 0 times in FP8"),
+    ):
+        check_program(llama2.compiled, llama2_fp8.run)
 
 
 def test_no_partitioner_fallback_and_no_compiler_remat(llama2, capfd):

@@ -13,12 +13,13 @@ PACKAGE = Path(jaxbench.__file__).parent
 LAPTOP = ("config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo")
 LAYERS = {
     "mesh": {"config"},
-    "ops": {"config", "mesh"},
+    "fp8": {"config", "hlo", "mesh"},
+    "ops": {"config", "fp8", "mesh"},
     "loss": {"mesh"},
     "data": {"mesh"},
     "target": set(),
     "models.layers": {"config", "mesh", "ops"},
-    "models.decoder": {"config", "mesh", "ops", "loss", "models.layers"},
+    "models.decoder": {"config", "fp8", "mesh", "ops", "loss", "models.layers"},
     "optimizer": {"config", "models.layers"},
 }
 """What the modules above the laptop ones and below the commands may import of the package."""

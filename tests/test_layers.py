@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny import mesh_of, tiny_run
 
-from jaxbench.config import Execution, ModelConfig, RopeScaling
+from jaxbench.config import Execution, ModelConfig, Precision, RopeScaling
 from jaxbench.models import MODELS, layers
-from jaxbench.models.decoder import Decoder, remat_segments
+from jaxbench.models.decoder import Decoder, segments
 
 EPS32 = np.finfo(np.float32).eps
 REFERENCE = Path(__file__).parent / "fixtures" / "llama_reference.npz"
@@ -105,7 +105,7 @@ def test_logits_equal_those_of_a_public_implementation(rope):
         rope_scaling=scaling if rope == "scaled" else None, init_std=0.02,
     )  # fmt: skip
     model = load_reference(cfg, arrays)
-    hidden = model(jnp.asarray(arrays["tokens"]), Execution())
+    hidden = model(jnp.asarray(arrays["tokens"]), Execution(), Precision())
     logits = np.asarray(hidden) @ np.asarray(model.head[...])
     # Two fp32 implementations that sum in different orders; logits reach 4.4.
     np.testing.assert_allclose(logits, arrays[f"logits/{rope}"], atol=2e-5, rtol=0)
@@ -144,12 +144,25 @@ def test_initial_values_follow_maxtext():
         assert (np.abs(sample).max() < 2.3 * std) == truncated
 
 
-def test_remat_segments():
+def test_segments_of_one_remat_policy():
     saved = Execution(remat="query,attention:2,residual:3").saved(5)
-    assert remat_segments(saved, 5) == [
-        (slice(0, 2), {"query", "attention", "residual"}),
-        (slice(2, 3), {"query", "residual"}),
-        (slice(3, 5), {"query"}),
+    assert segments(saved, Precision(), 5) == [
+        (slice(0, 2), {"query", "attention", "residual"}, False),
+        (slice(2, 3), {"query", "residual"}, False),
+        (slice(3, 5), {"query"}, False),
     ]
-    assert remat_segments(Execution(remat="none").saved(5), 5) == [(slice(0, 5), None)]
-    assert remat_segments(Execution(remat="full").saved(5), 5) == [(slice(0, 5), set())]
+    for remat, kept in (("none", None), ("full", set())):
+        saved = Execution(remat=remat).saved(5)
+        assert segments(saved, Precision(), 5) == [(slice(0, 5), kept, False)]
+
+
+def test_segments_of_one_precision():
+    saved = Execution(remat="query:3").saved(5)
+    assert segments(saved, Precision(first_bf16_layers=1, last_bf16_layers=1), 5) == [
+        (slice(0, 1), {"query"}, True),
+        (slice(1, 3), {"query"}, False),
+        (slice(3, 4), set(), False),
+        (slice(4, 5), set(), True),
+    ]
+    everything = Precision(first_bf16_layers=3, last_bf16_layers=9)
+    assert all(in_bf16 for _, _, in_bf16 in segments(None, everything, 5))

@@ -102,6 +102,8 @@ def test_an_override_of_the_work_is_not_the_published_work():
         (["batch.microbatch=1.5"], "expected int, got float"),
         (["optimizer.eps=tiny"], "expected float, got str"),
         (["precision.dtype=fp4"], "expected one of bf16, fp8, fp32"),
+        (["precision.margin=-1"], "precision.margin = -1 must not be negative"),
+        (["precision.amax_history=0"], "precision.amax_history = 0 must be above 0"),
         (["precision.dtype={"], "cannot read the value"),
         (["execution.remat=queries"], "cannot read 'queries'; expected none, full, or some of"),
         (["execution.remat=query:x"], "cannot read 'query:x'"),
