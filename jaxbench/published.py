@@ -24,6 +24,8 @@ ERRATA = {
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
 }
 STATED_FLOPS = {
+    ("nemotron4", "340b"): 1.01e16,
+    ("nemotronh", "56b"): 2.816e15,
     ("llama2", "70b"): 1.82e15,
     ("llama3.1", "8b"): 4.74e14,
     ("llama3.1", "70b"): 3.94e15,
@@ -109,8 +111,20 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
 
     Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what
     `flops.model_flops` counts in full.
+
+    Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
+    be as wide as queries: 17 % above the full count.
+
+    Nemotron-H: the full count, with the scan in chunks of 256.
     """
-    return flops.model_flops(cfg, length, "full")["total"]
+    full = flops.model_flops(cfg, length, "full")
+    if cfg.family == "nemotron4":
+        missing_kv_heads = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
+        return full["total"] + 6 * length * cfg.layers * missing_kv_heads
+    if cfg.mamba is not None:
+        scans = cfg.letters.count("M") * flops.scan_flops(cfg.mamba, length, 256)
+        return full["total"] - full["mamba scan"] + scans
+    return full["total"]
 
 
 def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:

@@ -143,7 +143,8 @@ def compile_program(run: Run) -> tuple[Any, float, float]:
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
-    lowered = make_program(run).lower(state)
+    with ops.kernels_of_target():
+        lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
     options = xla_flags.options(run.execution.xla_flags, mesh.platform())
     compiled = lowered.compile(compiler_options=options)
