@@ -12,8 +12,8 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
 
 ACTIVATIONS = ("query", "key", "value", "attention", "residual", "gate", "up", "mamba")
-"""The activations that a remat policy can save, in the order in which a layer computes them; `mamba`
-is what a Mamba-2 mixer's output projection multiplies."""
+"""The activations that a remat policy can save, in the order in which a layer computes them;
+`mamba` is what a Mamba-2 mixer's output projection multiplies."""
 
 SSD_CHUNK = 128
 """Tokens of a chunk in the Mamba-2 scan: changes the work and roundings, not the result. Megatron's
@@ -38,8 +38,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba:
-    """Dimensions of a Mamba-2 mixer: `heads` of `head_dim` features in `groups` that share the input
-    and output maps of a `state` per feature."""
+    """Dimensions of a Mamba-2 mixer: `heads` of `head_dim` features in `groups` that share the
+    input and output maps of a `state` per feature."""
 
     heads: int
     head_dim: int
@@ -181,8 +181,8 @@ class Execution:
     `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
     activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
     and recomputes it in the rest (in a hybrid, whose letters are the layers, in those repeats of
-    its scanned unit that lie among them). `xla_flags` is `tuned` (`xla_flags.py`) or `default` (what the
-    compiler does by itself).
+    its scanned unit that lie among them). `xla_flags` is `tuned` (`xla_flags.py`) or `default`
+    (what the compiler does by itself).
     """
 
     remat: str = "full"

@@ -68,8 +68,8 @@ def _mamba_projections(cfg: ModelConfig, m: Mamba) -> int:
 
 
 def _mamba_rest(m: Mamba) -> int:
-    """Four taps and a bias for each convolved channel; decay, skip and time-step bias for each head;
-    the norm's gain."""
+    """Four taps and a bias for each convolved channel; decay, skip and time-step bias for each
+    head; the norm's gain."""
     inner, maps = m.groups * m.inner, m.groups * m.state
     return 5 * (inner + 2 * maps) + 3 * m.heads + inner
 

@@ -7,8 +7,9 @@ the code says how to reproduce it.
 """
 
 import csv
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from typing import Any
 
 from jaxbench import flops
 from jaxbench.config import ModelConfig, Run
@@ -77,7 +78,7 @@ def lookup(run: Run) -> Row | None:
     """The published row with the run's model, work, precision and GPU count; None where there is
     none."""
     m, b = run.model, run.batch
-    if all(replace(m, layers=published.layers) != published for published in MODELS.values()):
+    if all(_widths(m) != _widths(published) for published in MODELS.values()):
         return None
     work = (
         m.family,
@@ -92,6 +93,11 @@ def lookup(run: Run) -> Row | None:
         if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
             return row
     return None
+
+
+def _widths(cfg: ModelConfig) -> dict[str, Any]:
+    """A model but for its number of layers."""
+    return {**asdict(cfg), "layers": None}
 
 
 def differences(run: Run, device: str) -> list[str]:

@@ -120,6 +120,29 @@ def test_other_rows_fit_80_gb(name, gpus):
     assert row.executed_ratio < 1.22
 
 
+def test_nemotron4_fits_with_fused_attention_of_head_dim_192():
+    row = Compiled("nemotron4_340b_bf16", 128)
+    calls = row.program.custom_calls()
+    assert [calls[name] for name in hlo.ATTENTION_CALLS] == [96, 96]
+    assert row.peak_gib < 66
+    assert row.executed_ratio < 1.04
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
+def test_nemotronh_fits_and_multiplies_what_a_hand_count_says():
+    """Every product of the scan is found in the program: bf16 ones, and the fp32 pass of states."""
+    row = Compiled("nemotronh_56b_bf16", 32)
+    calls = row.program.custom_calls()
+    assert [calls[name] for name in hlo.ATTENTION_CALLS] == [30, 30]
+    assert row.peak_gib < 66
+    assert row.executed_ratio < 1.20
+    # 54 layers, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, twice recomputed, and
+    # two products backward over 64 chunks and the state after them.
+    scans, heads, features = 54 * 3 * 2 * 4, 32, 64 * 256
+    assert row.program.gemm_flops()["f32"] == 5 * scans * 2 * heads * features * 64 * 65
+
+
 def test_plain_attention_in_place_of_the_fused_one_is_an_error():
     plain = Compiled("llama31_8b_bf16", 8, "execution.attention=xla", "model.layers=1",
                      "batch.sequence_length=256")  # fmt: skip

@@ -10,15 +10,27 @@ import pytest
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-LAPTOP = ("config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo")
+LAPTOP = (
+    "config",
+    "recipes",
+    "flops",
+    "published",
+    "metrics",
+    "models.llama",
+    "models.nemotron",
+    "xla_flags",
+    "hlo",
+)
 LAYERS = {
     "mesh": {"config"},
     "ops": {"config", "mesh"},
     "loss": {"mesh"},
     "data": {"mesh"},
+    "ssd": {"config"},
     "target": set(),
     "models.layers": {"config", "mesh", "ops"},
-    "models.decoder": {"config", "mesh", "ops", "loss", "models.layers"},
+    "models.mamba2": {"config", "mesh", "ops", "ssd", "models.layers"},
+    "models.decoder": {"config", "mesh", "ops", "loss", "models.layers", "models.mamba2"},
     "optimizer": {"config", "models.layers"},
 }
 """What the modules above the laptop ones and below the commands may import of the package."""

@@ -76,7 +76,7 @@ def load_reference(cfg: ModelConfig, weights) -> Decoder:
     q, key, value = (
         stack(f"self_attn.{c}_proj").reshape(cfg.layers, cfg.embed, k, -1, h) for c in "qkv"
     )
-    attention, mlp = model.units.layers
+    attention, mlp = model.units[0].layers
     new = [
         (model.embedding.table, weights["model.embed_tokens.weight"]),
         (model.norm.gain, weights["model.norm.weight"]),

@@ -36,8 +36,9 @@ def normal(
     """A weight drawn as the recipe's source draws it: fp32, sharded by its logical `dims`.
 
     Megatron: normal with `init_std`, divided by the root of the number of residual layers for
-    projections back into the residual stream. MaxText (`init_std` is None): standard deviation `scale`/sqrt(fan in);
-    `truncated` at two standard deviations of the underlying normal for MLP and head.
+    projections back into the residual stream. MaxText (`init_std` is None): standard deviation
+    `scale`/sqrt(fan in); `truncated` at two standard deviations of the underlying normal for MLP
+    and head.
     """
     sharding = mesh.spec(dims, mesh.WEIGHT)
     if cfg.init_std is not None:
@@ -122,8 +123,8 @@ def rotary_tables(cfg: ModelConfig, length: int) -> Rotary | None:
 
 
 def rotate(x: Float[Array, "B S N H"], rotary: Rotary | None) -> Float[Array, "B S N H"]:
-    """Turns each feature pair (i, i + h) by its position's angle, in fp32; features from 2 h on pass
-    through."""
+    """Turns each feature pair (i, i + h) by its position's angle, in fp32; features from 2 h on
+    pass through."""
     if rotary is None:
         return x
     cos, sin = rotary
