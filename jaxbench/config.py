@@ -11,8 +11,13 @@ from typing import Literal
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
 
-ACTIVATIONS = ("query", "key", "value", "attention", "residual", "gate", "up")
-"""The activations that a remat policy can save, in the order in which a layer computes them."""
+ACTIVATIONS = ("query", "key", "value", "attention", "residual", "gate", "up", "mamba")
+"""The activations that a remat policy can save, in the order in which a layer computes them;
+`mamba` is what a Mamba-2 mixer's output projection multiplies."""
+
+SSD_CHUNK = 128
+"""Tokens of a chunk in the Mamba-2 scan: changes the work and roundings, not the result. Megatron's
+default, which the published runs left as it is."""
 
 
 class RecipeError(ValueError):
@@ -32,12 +37,36 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Dimensions of a Mamba-2 mixer: `heads` of `head_dim` features in `groups` that share the
+    input and output maps of a `state` per feature."""
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+
+    @property
+    def inner(self) -> int:
+        """Features of one group."""
+        return self.heads // self.groups * self.head_dim
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "state", "groups"):
+            positive(f"model.mamba.{name}", getattr(self, name))
+        _divides("model.mamba.groups", self.groups, "model.mamba.heads", self.heads)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture. A field exists only because two published models differ in it.
 
-    `family` and `size` are spelled as in configs/published.csv. `pattern` is one published layer in
-    letters: `*` attention, `-` MLP. `init_std` is the standard deviation of Megatron's
-    initialisation; None means MaxText's fan-in scaling.
+    `family` and `size` are spelled as in configs/published.csv. `pattern` spells residual layers in
+    letters: `*` attention, `-` MLP, `M` Mamba-2. A transformer's pattern is one published layer. In
+    a hybrid (a pattern with `M`) each letter is a published layer, and all of them are spelled.
+    `rope_base` is None without position embedding; `rope_fraction` of the head dim is rotated.
+    `init_std` is the standard deviation of Megatron's initialisation; None means MaxText's fan-in
+    scaling.
     """
 
     family: str
@@ -49,21 +78,33 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    rope_base: float
+    rope_base: float | None
     rope_scaling: RopeScaling | None = None
+    rope_fraction: float = 1.0
+    norm: Literal["rms", "layer1p"] = "rms"
+    mlp: Literal["swiglu", "relu2"] = "swiglu"
+    mamba: Mamba | None = None
     init_std: float | None = None
     pattern: str = "*-"
 
     @property
     def letters(self) -> str:
-        """The whole stack, one letter for each residual layer."""
-        return self.pattern * self.layers
+        """The whole stack, one letter for each residual layer: the pattern for each layer, of a
+        hybrid the first `layers` letters."""
+        return self.pattern[: self.layers] if "M" in self.pattern else self.pattern * self.layers
 
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "ffn", "heads", "kv_heads", "head_dim", "vocabulary"):
             positive(f"model.{name}", getattr(self, name))
         _divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
         _divides("2", 2, "model.head_dim", self.head_dim)
+        if unknown := set(self.pattern) - set("*-M"):
+            raise RecipeError(f"model.pattern: {min(unknown)!r} is none of the letters * - M")
+        if "M" in self.pattern and (self.mamba is None or self.layers > len(self.pattern)):
+            raise RecipeError(
+                f"model.pattern with M needs model.mamba, and spells at least model.layers = "
+                f"{self.layers} letters; it has {len(self.pattern)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +200,9 @@ class Execution:
 
     `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
     activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
-    and recomputes it in the rest. `xla_flags` is `tuned` (`xla_flags.py`) or `default` (what the
-    compiler does by itself).
+    and recomputes it in the rest (in a hybrid, whose letters are the layers, in those repeats of
+    its scanned unit that lie among them). `xla_flags` is `tuned` (`xla_flags.py`) or `default`
+    (what the compiler does by itself).
     """
 
     remat: str = "full"
@@ -254,6 +296,11 @@ class Run:
         _divides("context x tensor", inner, "batch.sequence_length", b.sequence_length)
         _divides("parallelism.tensor", p.tensor, "model.ffn", m.ffn)
         _divides("parallelism.tensor", p.tensor, "model.vocabulary", m.vocabulary)
+        if m.mamba is not None:
+            _divides("parallelism.tensor", p.tensor, "model.mamba.groups", m.mamba.groups)
+            shard = b.sequence_length // p.context
+            chunk = min(SSD_CHUNK, shard)
+            _divides("the Mamba chunk", chunk, "batch.sequence_length / context", shard)
         ranks = f"data-parallel ranks (data {self.data} x fsdp {p.fsdp})"
         _divides(ranks, self.batch_ranks, "batch.global_batch", b.global_batch)
         pass_size = self.microbatch * self.batch_ranks

@@ -23,9 +23,11 @@ from jaxbench.config import Precision
 
 PRODUCTS = {
     "qkv": "attention, input projections",
-    "out": "attention, output projection",
+    "out": "attention and Mamba-2, output projection",
     "gate_up": "gated MLP, input projections",
+    "up": "MLP, input projection",
     "down": "MLP, output projection",
+    "in_proj": "Mamba-2, input projection",
 }
 """The products that run in FP8, by the name of their weight in a layer. All others stay in bf16:
 head, attention scores."""
@@ -196,7 +198,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _product_name(path: tuple) -> str | None:
-    """The path as `units.layers.0.mixer.qkv`, for a weight in `PRODUCTS`."""
+    """The path as `units.0.layers.0.mixer.qkv`, for a weight in `PRODUCTS`."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     return name if name.rsplit(".", 1)[-1] in PRODUCTS else None
 
@@ -300,8 +302,3 @@ def compiled_products(program: hlo.Program) -> Counter[tuple[str, bool]]:
         if scope := re.search(rf"{SCOPE}([\w.]+)", source):
             found[scope.group(1), dtype.startswith("f8")] += runs
     return found
-
-
-def quantized_layers(precision: Precision, layers: int) -> int:
-    """How many of the layers run their products in FP8."""
-    return max(layers - precision.first_bf16_layers - precision.last_bf16_layers, 0)

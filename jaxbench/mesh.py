@@ -26,11 +26,13 @@ WEIGHT = {
     "embed": SHARDS,
     "kv_heads": "tensor",
     "heads": "tensor",
+    "groups": "tensor",
     "ffn": "tensor",
     "vocab": "tensor",
     "group": None,
     "part": None,
     "head_dim": None,
+    "inner": None,
 }
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
 copy."""
@@ -38,9 +40,9 @@ copy."""
 TABLE = {"vocab": None, "embed": (*SHARDS, "tensor")}
 """The embedding table, looked up where its columns lie (`ops.embedding`)."""
 
-VECTOR = {"embed": None}
-"""Norm gains: a copy on each device. They are small, and gathering them would cost a collective's
-latency per layer."""
+VECTOR = {"embed": None, "groups": "tensor", "inner": None, "taps": None}
+"""Norm gains, and what a Mamba-2 group keeps per head and channel: not sharded over `SHARDS`. They
+are small, and gathering them would cost a collective's latency per layer."""
 
 ACTIVATION = {
     "batch": BATCH,
@@ -48,11 +50,13 @@ ACTIVATION = {
     "shard_seq": ("context", "tensor"),
     "heads": "tensor",
     "kv_heads": "tensor",
+    "groups": "tensor",
     "ffn": "tensor",
     "embed": None,
     "group": None,
     "part": None,
     "head_dim": None,
+    "inner": None,
     "microbatch": None,
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
@@ -149,6 +153,12 @@ def scatter(grad: jax.Array, shards: Shards) -> jax.Array:
     for dim, axes in shards:
         grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
     return grad
+
+
+def own_copy(vector: jax.Array) -> jax.Array:
+    """Inside `shard_map`: a weight sharded over `tensor` at most, as each device's own; its
+    gradient stays local."""
+    return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != "tensor")), to="varying")
 
 
 def unshard(w: jax.Array) -> jax.Array:

@@ -5,12 +5,16 @@ dim, F ffn, V vocabulary.
 """
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -153,8 +157,17 @@ def _te_dense(equation: str, x: jax.Array, w: jax.Array, quantizers: Any) -> jax
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:
     """`x` times a vector along its last dimension; every rank keeps its own part of the vector's
     gradient."""
+    return x * _along_last(gain, x)
+
+
+def shift(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """`x` plus a vector along its last dimension, with gradients as in `scale`."""
+    return x + _along_last(bias, x)
+
+
+def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
     sharding = PartitionSpec(*mesh.partition(x))
-    return x * jax.lax.broadcast_in_dim(gain, x.shape, (x.ndim - 1,), out_sharding=sharding)
+    return jax.lax.broadcast_in_dim(vector, x.shape, (x.ndim - 1,), out_sharding=sharding)
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
@@ -213,6 +226,27 @@ def attention(
 
     heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)
     return jax.shard_map(local, out_specs=heads)(query, key, value)
+
+
+@contextmanager
+def kernels_of_target() -> Iterator[None]:
+    """While a program is traced: kernels are chosen for the GPU of the current mesh.
+
+    JAX checks head dims (above 128 only from Hopper on) against the GPU of this machine, which a
+    program compiled for absent ones does not have. The check itself stays; only the answer to
+    "which compute capability?" comes from the mesh.
+    """
+    devices = jax.sharding.get_mesh().devices
+
+    def check(capability: str) -> bool:
+        found, wanted = (
+            tuple(map(int, text.split(".")))
+            for text in (devices.flat[0].compute_capability, capability)
+        )
+        return found >= wanted
+
+    with mock.patch.object(fused_attention_stablehlo, "check_compute_capability", check):
+        yield
 
 
 def embedding(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:

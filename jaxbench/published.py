@@ -7,8 +7,9 @@ the code says how to reproduce it.
 """
 
 import csv
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from typing import Any
 
 from jaxbench import flops
 from jaxbench.config import ModelConfig, Run
@@ -24,6 +25,8 @@ ERRATA = {
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
 }
 STATED_FLOPS = {
+    ("nemotron4", "340b"): 1.01e16,
+    ("nemotronh", "56b"): 2.816e15,
     ("llama2", "70b"): 1.82e15,
     ("llama3.1", "8b"): 4.74e14,
     ("llama3.1", "70b"): 3.94e15,
@@ -75,7 +78,7 @@ def lookup(run: Run) -> Row | None:
     """The published row with the run's model, work, precision and GPU count; None where there is
     none."""
     m, b = run.model, run.batch
-    if all(replace(m, layers=published.layers) != published for published in MODELS.values()):
+    if all(_widths(m) != _widths(published) for published in MODELS.values()):
         return None
     work = (
         m.family,
@@ -90,6 +93,11 @@ def lookup(run: Run) -> Row | None:
         if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
             return row
     return None
+
+
+def _widths(cfg: ModelConfig) -> dict[str, Any]:
+    """A model but for its number of layers."""
+    return {**asdict(cfg), "layers": None}
 
 
 def differences(run: Run, device: str) -> list[str]:
@@ -109,8 +117,20 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
 
     Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what
     `flops.model_flops` counts in full.
+
+    Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
+    be as wide as queries: 17 % above the full count.
+
+    Nemotron-H: the full count, with the scan in chunks of 256.
     """
-    return flops.model_flops(cfg, length, "full")["total"]
+    full = flops.model_flops(cfg, length, "full")
+    if cfg.family == "nemotron4":
+        missing_kv_heads = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
+        return full["total"] + 6 * length * cfg.layers * missing_kv_heads
+    if cfg.mamba is not None:
+        scans = cfg.letters.count("M") * flops.scan_flops(cfg.mamba, length, 256)
+        return full["total"] - full["mamba scan"] + scans
+    return full["total"]
 
 
 def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ from jaxbench import (
     xla_flags,
 )
 from jaxbench.config import RecipeError, Run, positive
-from jaxbench.models.decoder import Decoder
+from jaxbench.models.decoder import Decoder, stretches
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
 
@@ -159,7 +160,8 @@ def compile_program(run: Run) -> tuple[Any, float, float]:
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
-    lowered = make_program(run).lower(state)
+    with ops.kernels_of_target():
+        lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
     options = xla_flags.options(run.execution.xla_flags, mesh.platform())
     compiled = lowered.compile(compiler_options=options)
@@ -177,9 +179,11 @@ def check_program(compiled: Any, run: Run) -> None:
     if run.precision.dtype == "fp8" and mesh.platform() == "gpu":
         model = jax.eval_shape(partial(init_state, run)).model
         found = fp8.compiled_products(program)
-        for name, weight in fp8.products(model).items():
-            layers = fp8.quantized_layers(run.precision, weight.shape[0])
-            expected = 3 * layers * run.accumulation
+        repeats = Counter[str]()
+        for stack, span, _, in_bf16 in stretches(run.model, run.execution, run.precision):
+            repeats[f"units.{stack}"] += 0 if in_bf16 else span.stop - span.start
+        for name in fp8.products(model):
+            expected = 3 * repeats[name.partition(".layers.")[0]] * run.accumulation
             in_fp8, in_other = found[name, True], found[name, False]
             if in_fp8 < expected or in_other:
                 raise RunFailed(

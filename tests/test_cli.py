@@ -250,7 +250,7 @@ def test_list_shows_every_row_and_published_step_time():
     assert (status, err) == (0, "")
     assert re.search(r"llama2_70b_bf16 +64 full +80 fsdp 64 +128 6\.999 s, 52\.59 % MFU", out)
     assert re.search(r"llama31_405b_bf16 +32 proxy +8 ", out)
-    assert len(out.splitlines()) == 1 + 62
+    assert len(out.splitlines()) == 1 + 94
 
 
 def test_unknown_command_shows_the_commands():

@@ -243,7 +243,7 @@ def test_what_is_not_finite_reaches_the_loss(scaling, value):
     run = tiny_run(FP8, f"precision.scaling={scaling}", "precision.amax_history=2")
     with mesh_of(run):
         state = jax.jit(lambda: train.init_state(run))()
-        kernel = state.model.units.layers[1].mixer.gate_up
+        kernel = state.model.units[0].layers[1].mixer.gate_up
         kernel[...] = kernel[...].at[1, 3, 0, 5].set(value)
         tokens = jnp.zeros((1, 2, 32), jnp.int32)
         losses = []

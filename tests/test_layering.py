@@ -10,16 +10,36 @@ import pytest
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-LAPTOP = ("config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo")
+LAPTOP = (
+    "config",
+    "recipes",
+    "flops",
+    "published",
+    "metrics",
+    "models.llama",
+    "models.nemotron",
+    "xla_flags",
+    "hlo",
+)
 LAYERS = {
     "mesh": {"config"},
     "fp8": {"config", "hlo", "mesh"},
     "ops": {"config", "fp8", "mesh"},
     "loss": {"mesh"},
     "data": {"mesh"},
+    "ssd": {"config"},
     "target": set(),
     "models.layers": {"config", "mesh", "ops"},
-    "models.decoder": {"config", "fp8", "mesh", "ops", "loss", "models.layers"},
+    "models.mamba2": {"config", "mesh", "ops", "ssd", "models.layers"},
+    "models.decoder": {
+        "config",
+        "fp8",
+        "mesh",
+        "ops",
+        "loss",
+        "models.layers",
+        "models.mamba2",
+    },
     "optimizer": {"config", "models.layers"},
 }
 """What the modules above the laptop ones and below the commands may import of the package."""
