@@ -1,7 +1,7 @@
 """The operators that models are made of, and the only module that names a kernel library.
 
 Dimension letters: B batch, S sequence, D embed, N heads, K kv heads, G heads of a group, H head
-dim, F ffn, V vocabulary.
+dim, F ffn, V vocabulary, E experts, R rows of an expert.
 """
 
 import jax
@@ -24,15 +24,17 @@ def dot(equation: str, x: jax.Array, w: jax.Array, dims: str) -> jax.Array:
     `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
     `mesh.shard` decides how it is summed. In the backward pass the gradient of the weight is
-    reduce-scattered.
+    reduce-scattered. A dimension of experts, the letter E, is a batch of products.
     """
     inputs, out = equation.split("->")
-    split_sum = mesh.contracts_tensor(x, inputs.split(",")[0], kept=out)
+    x_dims, w_dims = inputs.split(",")
+    split_sum = mesh.contracts_tensor(x, x_dims, kept=out)
     unreduced = {"tensor"} if split_sum else set()
+    experts = w_dims.index("E") if "E" in w_dims else None
     return jnp.einsum(
         equation,
         x,
-        mesh.unshard(w),
+        mesh.unshard(w, experts),
         out_sharding=mesh.spec(dims, mesh.ACTIVATION, unreduced=unreduced),
     )
 
@@ -45,7 +47,8 @@ def scale(x: jax.Array, gain: jax.Array) -> jax.Array:
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation (one of `config.ACTIVATIONS`), so that a remat policy can keep it."""
+    """Names an activation, so that a remat policy can keep it: one of `config.ACTIVATIONS`, or
+    `routing`, which every policy keeps."""
     return checkpoint_name(x, name)
 
 
@@ -54,11 +57,12 @@ def remat(body, saved: set[str] | None):
     everything.
 
     The attention output is kept where the kernel makes it, together with its softmax statistics:
-    with both, the backward kernel needs no second forward pass.
+    with both, the backward kernel needs no second forward pass. Routing decisions are always kept:
+    they are small, and made again with another rounding they would differ.
     """
     if saved is None:
         return body
-    named = jax.checkpoint_policies.save_only_these_names(*saved)
+    named = jax.checkpoint_policies.save_only_these_names(*saved, "routing")
 
     def policy(primitive, *args, **params):
         if primitive.name == CUDNN_FORWARD:

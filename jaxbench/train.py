@@ -38,6 +38,7 @@ from jaxbench.config import RecipeError, Run, positive
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
+from jaxbench.routing import Figures
 
 DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
 MEMORY_FRACTION = "0.92"
@@ -75,7 +76,7 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
     step's figures."""
-    loss, grads = gradients(state.model, tokens, targets, run)
+    (loss, routed), grads = gradients(state.model, tokens, targets, run)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -83,20 +84,24 @@ def train_step(
         "loss": loss,
         "grad_norm": optax.tree.norm(grads),
         "learning_rate": schedule(run.optimizer, run.steps)(state.step),
+        **routed,
     }
     return State(state.step + 1, optax.apply_updates(state.model, updates), optimizer), figures
 
 
 def gradients(
     model: Decoder, tokens: jax.Array, targets: jax.Array, run: Run
-) -> tuple[jax.Array, Decoder]:
-    """Mean loss of the step and its gradient in fp32, sharded like the weights.
+) -> tuple[tuple[jax.Array, Figures], Decoder]:
+    """(mean loss, figures of the routing) of the step, and the loss's gradient in fp32, sharded
+    like the weights.
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
     """
     weights = compute_weights(model, DTYPES[run.precision.dtype])
-    value_and_grad = jax.value_and_grad(lambda weights, *batch: weights.loss(*batch, run.execution))
+    value_and_grad = jax.value_and_grad(
+        lambda weights, *batch: weights.loss(*batch, run.execution), has_aux=True
+    )
 
     def accumulate(total, batch):
         return jax.tree.map(
@@ -107,11 +112,15 @@ def gradients(
         total = value_and_grad(weights, tokens[0], targets[0])
     else:
         dtype = DTYPES[run.precision.accumulate]
-        zeros = (jnp.zeros(()), jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights))
+        values = jax.eval_shape(value_and_grad, weights, tokens[0], targets[0])[0]
+        zeros = (
+            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
+            jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
+        )
         total, _ = jax.lax.scan(accumulate, zeros, (tokens, targets))
-    loss, grads = total
+    values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, model)
-    return jax.tree.map(lambda x: x / run.accumulation, (loss, grads))
+    return jax.tree.map(lambda x: x / run.accumulation, (values, grads))
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:

@@ -32,7 +32,7 @@ def loss_and_gradients(run):
         state = jax.jit(lambda: train.init_state(run))()
         shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
         batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
-        loss, grads = jax.jit(train.gradients, static_argnums=3)(state.model, *batch, run)
+        (loss, _), grads = jax.jit(train.gradients, static_argnums=3)(state.model, *batch, run)
         return float(loss), to_numpy(grads)
 
 
@@ -84,7 +84,7 @@ def same_sequences(run):
         spec = data.mesh.spec("microbatch batch seq", data.mesh.ACTIVATION)
         shape = (run.accumulation, -1, 32)
         batch = [jax.device_put(x.reshape(shape), spec) for x in (tokens, targets)]
-        loss, grads = jax.jit(train.gradients, static_argnums=3)(model, *batch, run)
+        (loss, _), grads = jax.jit(train.gradients, static_argnums=3)(model, *batch, run)
         return float(loss), to_numpy(grads)
 
 

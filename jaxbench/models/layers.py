@@ -5,6 +5,7 @@ at rest.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from jaxbench.config import Execution, ModelConfig
 NORM_EPS = 1e-5
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+"""Gates of feed-forward layers by `ModelConfig.activation`."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
@@ -142,13 +146,14 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Gated feed-forward layer, down(silu(gate x) * up x), without biases (SwiGLU; Shazeer 2020).
+    """Gated feed-forward layer, down(act(gate x) * up x), without biases (Shazeer 2020).
 
     The two input projections are one product.
     """
 
     def __init__(self, cfg: ModelConfig, *, key):
         k_gate_up, k_down = jax.random.split(key)
+        self.activation = ACTIVATIONS[cfg.activation]
         dims, inner = "embed part ffn", (cfg.embed, 2, cfg.ffn)
         self.gate_up = Weight(normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True))
         dims, outer = "embed ffn", (cfg.embed, cfg.ffn)
@@ -162,4 +167,4 @@ class Mlp(nnx.Module):
         gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up[...], "batch seq part ffn")
         gate = ops.save(gate_up[..., 0, :], "gate")
         up = ops.save(gate_up[..., 1, :], "up")
-        return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down[...], "batch seq embed")
+        return ops.dot("BSF,DF->BSD", self.activation(gate) * up, self.down[...], "batch seq embed")
