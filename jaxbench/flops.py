@@ -41,16 +41,26 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
     per_letter: dict[str, Callable[[ModelConfig], int]] = {
         "*": _attention_weights,
         "-": _mlp_weights,
+        "E": lambda cfg: cfg.experts * _mlp_weights(cfg),
     }
     letters = cfg.letters
+    norms_per_layer = 2 if cfg.post_norm else 1
     counts = {
         "embedding": cfg.vocabulary * cfg.embed,
         "attention": letters.count("*") * per_letter["*"](cfg),
         "mlp": letters.count("-") * per_letter["-"](cfg),
-        "norms": (len(letters) + 1) * cfg.embed,
-        "head": cfg.vocabulary * cfg.embed,
+        "experts": letters.count("E") * per_letter["E"](cfg),
+        "router": letters.count("E") * cfg.embed * cfg.experts,
+        "norms": (norms_per_layer * len(letters) + 1) * cfg.embed,
+        "head": 0 if cfg.tied else cfg.vocabulary * cfg.embed,
     }
     return {**counts, "total": sum(counts.values())}
+
+
+def active_parameters(cfg: ModelConfig) -> int:
+    """Parameters that one token uses: all but the experts that it does not choose."""
+    idle = cfg.experts - cfg.experts_per_token
+    return parameters(cfg)["total"] - cfg.letters.count("E") * idle * _mlp_weights(cfg)
 
 
 def _attention_weights(cfg: ModelConfig) -> int:
@@ -65,14 +75,17 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     """Training FLOPs of one sequence by component; `total` is their sum.
 
     Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads
-    head_dim per token forward with the `full` matrix.
+    head_dim per token forward with the `full` matrix. Of the experts those count that a token
+    chooses, dropped or not.
     """
-    attention_layers = cfg.letters.count("*")
+    attention_layers, expert_layers = cfg.letters.count("*"), cfg.letters.count("E")
     scores = attention_layers * 12 * length * length * cfg.heads * cfg.head_dim
     flops = {
         "attention projections": attention_layers * 6 * length * _attention_weights(cfg),
         "attention scores": scores // 2 if convention == "causal" else scores,
         "mlp": cfg.letters.count("-") * 6 * length * _mlp_weights(cfg),
+        "experts": expert_layers * 6 * length * cfg.experts_per_token * _mlp_weights(cfg),
+        "router": expert_layers * 6 * length * cfg.embed * cfg.experts,
         "head": 6 * length * cfg.embed * cfg.vocabulary,
     }
     return {**flops, "total": sum(flops.values())}
