@@ -162,7 +162,7 @@ class Optimizer:
 
     `schedule` names the source of warm-up and cosine decay (`optimizer.schedule` has the formulas).
     `warmup` counts steps, or is a fraction of the run when below 1; `constant` are the last steps,
-    at the final rate (Megatron only). `decay_vectors` extends weight decay to norm gains, as
+    at the final rate. `decay_vectors` extends weight decay to norm gains, as
     MaxText does.
     """
 

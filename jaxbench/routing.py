@@ -8,8 +8,8 @@ Dimension letters as in `ops`; T tokens of one device, C its choices (T x expert
 rows it fills for all experts.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ NONE = 2**31 - 1
 """An index beyond every array: a gather fills in zeros."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Which row each choice has, and which choice each row; `NONE` where there is none.
 
     `row` is `"batch shard_seq choice"`, `choice` is `"slots"` and counts a device's own choices. In
