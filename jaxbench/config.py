@@ -16,6 +16,9 @@ ACTIVATIONS = ("query", "key", "value", "attention", "residual", "dispatched", "
 """The activations that a remat policy can save, in the order in which a layer computes them.
 `dispatched` are the rows that the experts of a rank receive."""
 
+MAX_SOFTCAP = 60
+"""e^60, times any number of keys, is a normal fp32 number, and so is e^-60 (`softcap.attention`)."""
+
 
 class RecipeError(ValueError):
     """A user's mistake in a recipe or on the command line. Its text is one line: what is wrong,
@@ -89,6 +92,10 @@ class ModelConfig:
             positive(f"model.{name}", getattr(self, name))
         _divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
         _divides("2", 2, "model.head_dim", self.head_dim)
+        if self.softcap is not None and not 0 < self.softcap <= MAX_SOFTCAP:
+            raise RecipeError(
+                f"model.softcap = {self.softcap} must be above 0 and at most {MAX_SOFTCAP}"
+            )
         if "E" in self.pattern:
             for name in ("experts", "experts_per_token", "capacity_tokens"):
                 positive(f"model.{name}", getattr(self, name))
@@ -190,7 +197,7 @@ class Execution:
     """
 
     remat: str = "full"
-    attention: Literal["auto", "cudnn", "xla", "blockwise"] = "auto"
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
     xla_flags: Literal["tuned", "default"] = "tuned"
 
     def saved(self, layers: int) -> dict[str, int] | None:
@@ -271,10 +278,10 @@ class Run:
     def __post_init__(self) -> None:
         positive("steps", self.steps)
         self.execution.saved(self.model.layers)
-        if self.model.softcap is not None and self.execution.attention in ("cudnn", "xla"):
+        if self.model.softcap is not None and self.execution.attention != "auto":
             raise RecipeError(
                 f"execution.attention = {self.execution.attention} has no soft cap, which "
-                "model.softcap asks for; expected auto or blockwise"
+                "model.softcap asks for; expected auto"
             )
         p, m, b = self.parallelism, self.model, self.batch
         _divides("fsdp x expert x context x tensor", p.ranks, "the number of devices", self.gpus)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxbench import mesh
+from jaxbench import mesh, softcap
 from jaxbench.config import Execution
 
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
@@ -72,32 +72,43 @@ def remat(body, saved: set[str] | None):
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
-def attention_implementation(execution: Execution) -> str:
+def attention_implementation(execution: Execution, cap: float | None = None) -> str:
     """The attention kernel on the current mesh: `cudnn` on GPUs and `xla` elsewhere, unless the
-    recipe names one."""
+    recipe names one; `blocks` with a soft cap (`softcap.attention`)."""
+    if cap is not None:
+        return "blocks"
     if execution.attention != "auto":
         return execution.attention
     return "cudnn" if mesh.platform() == "gpu" else "xla"
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, execution: Execution
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    execution: Execution,
+    cap: float | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention, `"batch seq heads head_dim"` in and out, scores scaled by
-    1/sqrt(head dim).
+    1/sqrt(head dim), and soft-capped if there is a `cap`.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
     kernel's own causal mask: the work is balanced by construction, and sequences stay in their
     natural order.
     """
-    implementation = attention_implementation(execution)
+    implementation = attention_implementation(execution, cap)
     context = mesh.used("context")
 
     def local(q, k, v):
         if context:
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        if cap is not None:
+            out = softcap.attention(q, k, v, cap)
+        else:
+            out = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=implementation
+            )
         if implementation == "xla":
             out = save(out, "attention")
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out

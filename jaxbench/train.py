@@ -161,7 +161,7 @@ def compile_program(run: Run) -> tuple[Any, float, float]:
 
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed when the compiled program is not what was asked for."""
-    if ops.attention_implementation(run.execution) == "cudnn":
+    if ops.attention_implementation(run.execution, run.model.softcap) == "cudnn":
         calls = hlo.Program.parse(compiled.as_text()).custom_calls()
         missing = [name for name in hlo.ATTENTION_CALLS if not calls[name]]
         if missing:

@@ -126,6 +126,7 @@ class Attention(nnx.Module):
         # the scores.
         query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=cfg.head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
+        self.softcap = cfg.softcap
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2))
         shape, fan_in = (cfg.embed, cfg.heads, cfg.head_dim), cfg.heads * cfg.head_dim
         self.out = Weight(
@@ -141,7 +142,7 @@ class Attention(nnx.Module):
         query = ops.save(rotate(query, rotary), "query")
         key = ops.save(rotate(qkv[..., -2, :], rotary), "key")
         value = ops.save(qkv[..., -1, :], "value")
-        context = ops.attention(query, key, value, execution)
+        context = ops.attention(query, key, value, execution, self.softcap)
         return ops.dot("BSNH,DNH->BSD", context, self.out[...], "batch seq embed")
 
 
