@@ -17,7 +17,7 @@ ACTIVATIONS = ("query", "key", "value", "attention", "residual", "dispatched", "
 `dispatched` are the rows that the experts of a rank receive."""
 
 MAX_SOFTCAP = 60
-"""e^60, times any number of keys, is a normal fp32 number, and so is e^-60 (`softcap.attention`)."""
+"""e^60 and e^-60, times any number of keys, are normal fp32 numbers (`softcap.attention`)."""
 
 
 class RecipeError(ValueError):
@@ -298,6 +298,8 @@ class Run:
                 tokens = "the tokens of a sequence on one rank"
                 length = b.sequence_length // inner
                 _divides("model.capacity_tokens", m.capacity_tokens, tokens, length)
+        elif p.expert > 1:
+            raise RecipeError(f"parallelism.expert = {p.expert} needs a model with experts")
         ranks = f"data-parallel ranks (data {self.data} x fsdp {p.fsdp} x expert {p.expert})"
         _divides(ranks, self.batch_ranks, "batch.global_batch", b.global_batch)
         pass_size = self.microbatch * self.batch_ranks

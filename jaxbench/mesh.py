@@ -142,7 +142,7 @@ def accumulating(w: jax.Array) -> jax.Array:
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
     """An `accumulating` array of another table laid out as the weight `dims`, for use as one."""
-    return reshard(w, spec(dims, WEIGHT, reduced=jax.typeof(w).sharding.spec.reduced))
+    return reshard(w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced)))
 
 
 def unshard(w: jax.Array, experts: int | None = None) -> jax.Array:

@@ -9,7 +9,7 @@ rows it fills for all experts.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,9 @@ class Plan(NamedTuple):
     dropless mode `expert` (`"slots"`) names the expert of each block of rows.
     """
 
-    row: jax.Array
-    choice: jax.Array
-    expert: jax.Array | None = None
+    row: Any
+    choice: Any
+    expert: Any = None
 
 
 def choose(
@@ -229,9 +229,7 @@ def block_rows(choices: int, cfg: ModelConfig) -> int:
 Figures = dict[str, Array]
 
 
-def balanced(
-    loss: Array, stretches: list, coefficient: float
-) -> tuple[Float[Array, ""], Figures]:
+def balanced(loss: Array, stretches: list, coefficient: float) -> tuple[Float[Array, ""], Figures]:
     """The loss with the gradient of the load-balance losses of all layers, but without their value;
     and the figures of a step.
 

@@ -121,6 +121,4 @@ def _block(x, i):
 
 
 def _add(total, x, i):
-    return jax.lax.dynamic_update_slice_in_dim(
-        total, _block(total, i) + x, i * x.shape[1], axis=1
-    )
+    return jax.lax.dynamic_update_slice_in_dim(total, _block(total, i) + x, i * x.shape[1], axis=1)

@@ -10,17 +10,33 @@ import pytest
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-LAPTOP = ("config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo")
+LAPTOP = (
+    "config",
+    "recipes",
+    "flops",
+    "published",
+    "metrics",
+    "models.llama",
+    "models.grok",
+    "xla_flags",
+    "hlo",
+)
 LAYERS = {
     "mesh": {"config"},
-    "ops": {"config", "mesh"},
+    "softcap": set(),
+    "ops": {"config", "mesh", "softcap"},
+    "grouped": {"mesh"},
+    "routing": {"config", "mesh", "ops"},
     "loss": {"mesh"},
     "data": {"mesh"},
     "target": set(),
     "models.layers": {"config", "mesh", "ops"},
-    "models.decoder": {"config", "mesh", "ops", "loss", "models.layers"},
+    "models.moe": {"config", "mesh", "ops", "grouped", "routing", "models.layers"},
+    "models.decoder": {
+        "config", "mesh", "ops", "loss", "routing", "models.layers", "models.moe",
+    },
     "optimizer": {"config", "models.layers"},
-}
+}  # fmt: skip
 """What the modules above the laptop ones and below the commands may import of the package."""
 
 

@@ -93,9 +93,7 @@ MESHES = {
 @pytest.mark.parametrize("mesh_name", ["one device", "expert 2 x context 2 x tensor 2"])
 @pytest.mark.parametrize("case", CASES)
 def test_experts_against_a_loop_over_tokens(case, mesh_name):
-    run = tiny_grok(
-        *CASES[case], *MESHES[mesh_name], devices=1 if mesh_name == "one device" else 8
-    )
+    run = tiny_grok(*CASES[case], *MESHES[mesh_name], devices=1 if mesh_name == "one device" else 8)
     x = RNG.normal(size=(8, 32, 64))
     with mesh_of(run):
         layer = jax.jit(lambda: Experts(run.model, key=jax.random.key(0)))()

@@ -41,16 +41,18 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary, execution: Execution
     ) -> tuple[Float[Array, "B S D"], Routed]:
-        y, routed = self.norm(x), ()
+        y = self.norm(x)
+        routed: Routed = ()
         if isinstance(self.mixer, Experts):
-            y, *routed = self.mixer(y)
+            y, figures = self.mixer(y)
+            routed = (figures,)
         else:
             y = mesh.shard(
                 self.mixer(mesh.gather_seq(y), rotary, execution), "batch shard_seq embed"
             )
         if self.post_norm is not None:
             y = self.post_norm(y)
-        return x + y, tuple(routed)
+        return x + y, routed
 
 
 class Unit(nnx.Module):

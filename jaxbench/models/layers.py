@@ -5,6 +5,7 @@ at rest.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -19,7 +20,10 @@ NORM_EPS = 1e-5
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 """Gates of feed-forward layers by `ModelConfig.activation`."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
