@@ -119,6 +119,7 @@ def test_an_override_of_the_work_is_not_the_published_work():
         (["model.rope_scaling=5"], "expected a mapping"),
         (["model.rope_scaling={factor: 2}"], "missing low, high, original_context"),
         (["batch.sequence_length=255", "parallelism.context=2"], "batch.sequence_length = 255"),
+        (["parallelism.expert=2"], "parallelism.expert = 2 needs a model with experts"),
         (["batch.global_batch=12"], "ranks (data 8 x fsdp 1 x expert 1) = 8 must divide"),
         (["batch.microbatch=3"], "must divide batch.global_batch = 8"),
     ],
