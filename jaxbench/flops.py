@@ -27,7 +27,6 @@ tools/utils.py. Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan
 GB200's bf16)."""
 
 
-MLP_MATRICES = {"swiglu": 3, "relu2": 2}
 NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
 
@@ -40,17 +39,29 @@ def peak_tflops(device_kind: str, dtype: str) -> float | None:
 
 def parameters(cfg: ModelConfig) -> dict[str, int]:
     """Parameter count by component; `total` is their sum."""
-    per_letter = {"*": ("attention", _attention_weights(cfg)), "-": ("mlp", _mlp_weights(cfg))}
+    per_letter = {
+        "*": ("attention", _attention_weights(cfg)),
+        "-": ("mlp", _mlp_weights(cfg)),
+        "E": ("experts", cfg.experts * _mlp_weights(cfg)),
+    }
     if cfg.mamba is not None:
         per_letter["M"] = ("mamba", _mamba_projections(cfg, cfg.mamba) + _mamba_rest(cfg.mamba))
     letters, norm = cfg.letters, cfg.embed * NORM_VECTORS[cfg.norm]
+    norms_per_layer = 2 if cfg.post_norm else 1
     counts = {
         "embedding": cfg.vocabulary * cfg.embed,
         **{name: letters.count(letter) * size for letter, (name, size) in per_letter.items()},
-        "norms": (len(letters) + 1) * norm,
-        "head": cfg.vocabulary * cfg.embed,
+        "router": letters.count("E") * cfg.embed * cfg.experts,
+        "norms": (norms_per_layer * len(letters) + 1) * norm,
+        "head": 0 if cfg.tied else cfg.vocabulary * cfg.embed,
     }
     return {**counts, "total": sum(counts.values())}
+
+
+def active_parameters(cfg: ModelConfig) -> int:
+    """Parameters that one token uses: all but the experts that it does not choose."""
+    idle = cfg.experts - cfg.experts_per_token
+    return parameters(cfg)["total"] - cfg.letters.count("E") * idle * _mlp_weights(cfg)
 
 
 def _attention_weights(cfg: ModelConfig) -> int:
@@ -58,7 +69,8 @@ def _attention_weights(cfg: ModelConfig) -> int:
 
 
 def _mlp_weights(cfg: ModelConfig) -> int:
-    return MLP_MATRICES[cfg.mlp] * cfg.embed * cfg.ffn
+    matrices = 2 if cfg.activation == "relu2" else 3
+    return matrices * cfg.embed * cfg.ffn
 
 
 def _mamba_projections(cfg: ModelConfig, m: Mamba) -> int:
@@ -78,9 +90,10 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     """Training FLOPs of one sequence by component; `total` is their sum.
 
     Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads
-    head_dim per token forward with the `full` matrix. The Mamba-2 scan is counted in chunks of
-    `SSD_CHUNK`, which both conventions take as square; its convolution and the decay of states
-    between chunks are not counted.
+    head_dim per token forward with the `full` matrix. Of the experts those count that a token
+    chooses, dropped or not. The Mamba-2 scan is counted in chunks of `SSD_CHUNK`, which both
+    conventions take as square; its convolution and the decay of states between chunks are not
+    counted.
     """
     letters = cfg.letters
     scores = letters.count("*") * 12 * length * length * cfg.heads * cfg.head_dim
@@ -90,6 +103,9 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
         "mlp": letters.count("-") * 6 * length * _mlp_weights(cfg),
         "head": 6 * length * cfg.embed * cfg.vocabulary,
     }
+    if layers := letters.count("E"):
+        flops["experts"] = layers * 6 * length * cfg.experts_per_token * _mlp_weights(cfg)
+        flops["router"] = layers * 6 * length * cfg.embed * cfg.experts
     if (m := cfg.mamba) is not None:
         layers = letters.count("M")
         flops["mamba projections"] = layers * 6 * length * _mamba_projections(cfg, m)

@@ -123,6 +123,12 @@ class Product:
     name: str
     margin: int
 
+    @property
+    def experts(self) -> int | None:
+        """Which dimension of the weight counts experts, of which each rank uses its own."""
+        through = self.equation.split("->")[0].split(",")[1]
+        return through.index("E") if "E" in through else None
+
     def scope(self) -> Any:
         """Names the operations, for `compiled_products`."""
         return jax.named_scope(SCOPE + self.name)
@@ -134,7 +140,7 @@ def _dot(product, x, kernel, observed, stored, inverse):
 
 
 def _forward(product, x, kernel, observed, stored, inverse):
-    current, shards = observed is None, mesh.shards(stored)
+    current, shards = observed is None, mesh.shards(stored, product.experts)
 
     def local(x, stored, inverse):
         with product.scope():
@@ -152,7 +158,7 @@ def _forward(product, x, kernel, observed, stored, inverse):
 
 def _backward(product, residuals, dy):
     quantized, amax, stored, inverse, observed = residuals
-    current, shards = observed is None, mesh.shards(stored)
+    current, shards = observed is None, mesh.shards(stored, product.experts)
     inputs, y = product.equation.split("->")
     x, w = inputs.split(",")
 

@@ -22,6 +22,13 @@ SHARDS = ("fsdp", "expert", "context")
 """Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
 al. 2020)."""
 
+EXPERTS = ("expert", "tensor")
+"""Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices of
+each: every token travels once, and no product is cut."""
+
+TOKENS = (*BATCH, "context", "tensor")
+"""Axes whose ranks hold different tokens outside tensor-parallel regions: all of them."""
+
 WEIGHT = {
     "embed": SHARDS,
     "kv_heads": "tensor",
@@ -33,9 +40,14 @@ WEIGHT = {
     "part": None,
     "head_dim": None,
     "inner": None,
+    "experts": EXPERTS,
+    "expert_embed": ("fsdp", "context"),
+    "expert_ffn": None,
+    "router_embed": None,
+    "router": None,
 }
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
-copy."""
+copy. Those of experts come after `experts`, and are sharded over what that leaves."""
 
 TABLE = {"vocab": None, "embed": (*SHARDS, "tensor")}
 """The embedding table, looked up where its columns lie (`ops.embedding`)."""
@@ -58,9 +70,15 @@ ACTIVATION = {
     "head_dim": None,
     "inner": None,
     "microbatch": None,
+    "experts": EXPERTS,
+    "rows": ("data", "fsdp", "context"),
+    "expert_ffn": None,
+    "choice": None,
+    "slots": TOKENS,
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
-work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022)."""
+work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022). `slots` are the
+places for tokens that each rank fills for all experts, `rows` those that an expert receives."""
 
 
 def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
@@ -134,10 +152,11 @@ def unmarked(w: jax.Array) -> jax.Array:
 Shards = list[tuple[int, tuple[str, ...]]]
 
 
-def shards(w: jax.Array) -> Shards:
-    """The dimensions over which a weight at rest is gathered for use, each with its axes."""
+def shards(w: jax.Array, experts: int | None = None) -> Shards:
+    """The dimensions over which a weight at rest is gathered for use, each with its axes; all but
+    the dimension number `experts`."""
     split = [tuple(axis for axis in _axes(entry) if axis in SHARDS) for entry in partition(w)]
-    return [(dim, axes) for dim, axes in enumerate(split) if axes]
+    return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 
 
 def gather(w: jax.Array, shards: Shards) -> jax.Array:
@@ -161,10 +180,18 @@ def own_copy(vector: jax.Array) -> jax.Array:
     return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != "tensor")), to="varying")
 
 
-def unshard(w: jax.Array) -> jax.Array:
+def as_weight(w: jax.Array, dims: str) -> jax.Array:
+    """An `accumulating` array of another table laid out as the weight `dims`, for use as one."""
+    return reshard(w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced)))
+
+
+def unshard(w: jax.Array, experts: int | None = None) -> jax.Array:
     """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
-    gradient."""
-    kept = [set(_axes(entry)) & {"tensor"} for entry in partition(w)]
+    gradient. The dimension number `experts` stays as it is: each rank uses its own experts."""
+    kept = [
+        _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == "tensor"]
+        for dim, entry in enumerate(partition(w))
+    ]
     return reshard(w, _spec(kept, reduced=set(AXES).difference(*kept)))
 
 

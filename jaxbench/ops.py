@@ -1,7 +1,7 @@
 """The operators that models are made of, and the only module that names a kernel library.
 
 Dimension letters: B batch, S sequence, D embed, N heads, K kv heads, G heads of a group, H head
-dim, F ffn, V vocabulary.
+dim, F ffn, V vocabulary, E experts, R rows of an expert.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxbench import fp8, mesh
+from jaxbench import fp8, mesh, softcap
 from jaxbench.config import Execution, Precision, RecipeError
 
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
@@ -33,16 +33,18 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
     `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
     `mesh.shard` decides how it is summed. In the backward pass the gradient of the weight is
-    reduce-scattered.
+    reduce-scattered. A dimension of experts, the letter E, is a batch of products.
     """
     inputs, out = equation.split("->")
-    split_sum = mesh.contracts_tensor(x, inputs.split(",")[0], kept=out)
+    x_dims, w_dims = inputs.split(",")
+    split_sum = mesh.contracts_tensor(x, x_dims, kept=out)
     unreduced = {"tensor"} if split_sum else set()
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced=unreduced)
     if isinstance(w, fp8.Operand):
         product = te_dot if w.precision.implementation == "te" else fp8.dot
         return product(equation, x, w, spec)
-    return jnp.einsum(equation, x, mesh.unshard(w[...]), out_sharding=spec)
+    experts = w_dims.index("E") if "E" in w_dims else None
+    return jnp.einsum(equation, x, mesh.unshard(w[...], experts), out_sharding=spec)
 
 
 def fp8_implementation(precision: Precision) -> Literal["te", "xla"]:
@@ -83,7 +85,10 @@ def _te_dot(product, x, kernel, observed, inverse):
 
 
 def _te_forward(product, x, kernel, observed, inverse):
-    shards, quantizers = mesh.shards(kernel), partial(_te_quantizers, observed is not None)
+    shards, quantizers = (
+        mesh.shards(kernel, product.experts),
+        partial(_te_quantizers, observed is not None),
+    )
 
     def local(x, kernel, inverse):
         with product.scope():
@@ -95,7 +100,10 @@ def _te_forward(product, x, kernel, observed, inverse):
 
 def _te_backward(product, residuals, dy):
     x, kernel, observed, inverse = residuals
-    shards, quantizers = mesh.shards(kernel), partial(_te_quantizers, observed is not None)
+    shards, quantizers = (
+        mesh.shards(kernel, product.experts),
+        partial(_te_quantizers, observed is not None),
+    )
 
     def local(dy, x, kernel, inverse):
         with product.scope():
@@ -171,7 +179,8 @@ def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation (one of `config.ACTIVATIONS`), so that a remat policy can keep it."""
+    """Names an activation, so that a remat policy can keep it: one of `config.ACTIVATIONS`, or
+    `routing`, which every policy keeps."""
     return checkpoint_name(x, name)
 
 
@@ -180,11 +189,12 @@ def remat(body, saved: set[str] | None):
     everything.
 
     The attention output is kept where the kernel makes it, together with its softmax statistics:
-    with both, the backward kernel needs no second forward pass.
+    with both, the backward kernel needs no second forward pass. Routing decisions are always kept:
+    they are small, and made again with another rounding they would differ.
     """
     if saved is None:
         return body
-    named = jax.checkpoint_policies.save_only_these_names(*saved)
+    named = jax.checkpoint_policies.save_only_these_names(*saved, "routing")
 
     def policy(primitive, *args, **params):
         if primitive.name == CUDNN_FORWARD:
@@ -194,32 +204,43 @@ def remat(body, saved: set[str] | None):
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
-def attention_implementation(execution: Execution) -> str:
+def attention_implementation(execution: Execution, cap: float | None = None) -> str:
     """The attention kernel on the current mesh: `cudnn` on GPUs and `xla` elsewhere, unless the
-    recipe names one."""
+    recipe names one; `blocks` with a soft cap (`softcap.attention`)."""
+    if cap is not None:
+        return "blocks"
     if execution.attention != "auto":
         return execution.attention
     return "cudnn" if mesh.platform() == "gpu" else "xla"
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, execution: Execution
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    execution: Execution,
+    cap: float | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention, `"batch seq heads head_dim"` in and out, scores scaled by
-    1/sqrt(head dim).
+    1/sqrt(head dim), and soft-capped if there is a `cap`.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
     kernel's own causal mask: the work is balanced by construction, and sequences stay in their
     natural order.
     """
-    implementation = attention_implementation(execution)
+    implementation = attention_implementation(execution, cap)
     context = mesh.used("context")
 
     def local(q, k, v):
         if context:
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        if cap is not None:
+            out = softcap.attention(q, k, v, cap)
+        else:
+            out = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=implementation
+            )
         if implementation == "xla":
             out = save(out, "attention")
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out

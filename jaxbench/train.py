@@ -40,6 +40,7 @@ from jaxbench.config import RecipeError, Run, positive
 from jaxbench.models.decoder import Decoder, stretches
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
+from jaxbench.routing import Figures
 
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 MEMORY_FRACTION = "0.92"
@@ -78,7 +79,7 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
     step's figures."""
-    loss, grads, scaling = gradients(state, tokens, targets, run)
+    (loss, routed), grads, scaling = gradients(state, tokens, targets, run)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -86,6 +87,7 @@ def train_step(
         "loss": loss,
         "grad_norm": optax.tree.norm(grads),
         "learning_rate": schedule(run.optimizer, run.steps)(state.step),
+        **routed,
     }
     model = optax.apply_updates(state.model, updates)
     return State(state.step + 1, model, optimizer, scaling), figures
@@ -93,9 +95,9 @@ def train_step(
 
 def gradients(
     state: State, tokens: jax.Array, targets: jax.Array, run: Run
-) -> tuple[jax.Array, Decoder, fp8.State]:
-    """Mean loss of the step, its gradient in fp32, sharded like the weights, and the next state of
-    delayed scaling.
+) -> tuple[tuple[jax.Array, Figures], Decoder, fp8.State]:
+    """(mean loss, figures of the routing) of the step; the loss's gradient in fp32, sharded like
+    the weights; and the next state of delayed scaling.
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
@@ -106,13 +108,14 @@ def gradients(
 
     def share_of_loss(weights, observed, *batch):
         model = fp8.attach(weights, constants, observed, precision)
-        return model.loss(*batch, run.execution, precision) / run.accumulation
+        values = model.loss(*batch, run.execution, precision)
+        return jax.tree.map(lambda value: value / run.accumulation, values)
 
     def one_pass(batch):
-        loss, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1))(
+        values, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1), has_aux=True)(
             weights, fp8.unobserved(state.fp8), *batch
         )
-        return (loss, grads), observed
+        return (values, grads), observed
 
     def accumulate(total, batch):
         (total, seen), (new, observed) = total, one_pass(batch)
@@ -123,12 +126,16 @@ def gradients(
         total, observed = one_pass((tokens[0], targets[0]))
     else:
         dtype = DTYPES[precision.accumulate]
-        zeros = (jnp.zeros(()), jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights))
+        (values, _), _ = jax.eval_shape(one_pass, (tokens[0], targets[0]))
+        zeros = (
+            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
+            jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
+        )
         start = (zeros, fp8.unobserved(state.fp8))
         (total, observed), _ = jax.lax.scan(accumulate, start, (tokens, targets))
-    loss, grads = total
+    values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
-    return loss, grads, fp8.update(state.fp8, weights, observed)
+    return values, grads, fp8.update(state.fp8, weights, observed)
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
@@ -171,7 +178,7 @@ def compile_program(run: Run) -> tuple[Any, float, float]:
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
     program = hlo.Program.parse(compiled.as_text())
-    if ops.attention_implementation(run.execution) == "cudnn":
+    if ops.attention_implementation(run.execution, run.model.softcap) == "cudnn":
         calls = program.custom_calls()
         missing = [name for name in hlo.ATTENTION_CALLS if not calls[name]]
         if missing:

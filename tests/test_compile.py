@@ -178,8 +178,57 @@ def test_replicas_sum_their_gradients_once_per_step():
     assert {c.group for c in scattered} == {8}
 
 
+@pytest.fixture(scope="module")
+def grok1():
+    return Compiled("grok1_314b_bf16", 512)
+
+
+def test_grok1_on_512_gpus_fits_and_recomputes_little(grok1):
+    assert grok1.peak_gib <= 62
+    assert grok1.executed_ratio <= 1.22
+    assert grok1.lower_s + grok1.compile_s < 120
+
+
+def test_only_the_chosen_experts_and_no_dispatch_products(grok1):
+    """Executed products equal the hand count: forward, gradients, and what remat runs again."""
+    cfg, tokens = grok1.run.model, 2 * 8192
+    qkv = cfg.embed * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    out = cfg.embed * cfg.heads * cfg.head_dim
+    chosen = cfg.experts_per_token * cfg.embed * cfg.ffn
+    # Down products never run again; output projections only where `residual` is not kept.
+    layers = 64 * (4 * qkv + 4 * 2 * chosen + 3 * chosen) + (32 * 3 + 32 * 4) * out
+    executed = grok1.program.gemm_flops()
+    assert executed["bf16"] == 2 * tokens * (layers + 3 * cfg.embed * cfg.vocabulary)
+    # Routing decisions are kept: the router runs once.
+    assert executed["f32"] == 2 * tokens * 64 * 3 * cfg.embed * cfg.experts
+
+
+def test_tokens_travel_to_experts_and_weights_of_one_expert_are_gathered(grok1):
+    cfg, tokens = grok1.run.model, 2 * 8192
+    attention = 2 * 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
+    expert = 2 * 3 * cfg.embed * cfg.ffn
+    head = 2 * cfg.embed * cfg.vocabulary
+    received = dict.fromkeys(hlo.COLLECTIVES, 0)
+    for c in grok1.program.collectives():
+        received[c.kind] += c.bytes * c.count
+    assert received["all-gather"] == 2 * 64 * (attention + expert) + head + 4 * tokens * 512
+    assert received["reduce-scatter"] == 64 * (attention // 512 + expert // 64) + head // 512
+    rows = 2 * tokens
+    # Rows: there and back, forward and backward, and there again; gates: there and back.
+    exchanged = 64 * rows * (5 * 2 * cfg.embed + 2 * 4)
+    embedding = 2 * 2 * tokens * cfg.embed
+    assert received["all-to-all"] == exchanged + embedding
+
+
 @pytest.mark.parametrize(
-    ("name", "gpus"), [("llama31_8b_bf16", 8), ("llama31_405b_bf16", 512), ("llama2_70b_bf16", 1)]
+    ("name", "gpus"),
+    [
+        ("llama31_8b_bf16", 8),
+        ("llama31_405b_bf16", 512),
+        ("llama2_70b_bf16", 1),
+        ("grok1_314b_bf16", 1),
+        ("grok1_314b_bf16", 16),
+    ],
 )
 def test_other_rows_fit_80_gb(name, gpus):
     row = Compiled(name, gpus)

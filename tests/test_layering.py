@@ -18,30 +18,30 @@ LAPTOP = (
     "metrics",
     "models.llama",
     "models.nemotron",
+    "models.grok",
     "xla_flags",
     "hlo",
 )
 LAYERS = {
     "mesh": {"config"},
+    "softcap": set(),
     "fp8": {"config", "hlo", "mesh"},
-    "ops": {"config", "fp8", "mesh"},
+    "ops": {"config", "fp8", "mesh", "softcap"},
+    "grouped": {"mesh"},
+    "routing": {"config", "mesh", "ops"},
     "loss": {"mesh"},
     "data": {"mesh"},
     "ssd": {"config"},
     "target": set(),
     "models.layers": {"config", "mesh", "ops"},
     "models.mamba2": {"config", "mesh", "ops", "ssd", "models.layers"},
+    "models.moe": {"config", "mesh", "ops", "grouped", "routing", "models.layers"},
     "models.decoder": {
-        "config",
-        "fp8",
-        "mesh",
-        "ops",
-        "loss",
-        "models.layers",
-        "models.mamba2",
+        "config", "fp8", "mesh", "ops", "loss", "routing",
+        "models.layers", "models.mamba2", "models.moe",
     },
     "optimizer": {"config", "models.layers"},
-}
+}  # fmt: skip
 """What the modules above the laptop ones and below the commands may import of the package."""
 
 

@@ -32,7 +32,7 @@ def loss_and_gradients(run):
         state = jax.jit(lambda: train.init_state(run))()
         shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
         batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
-        loss, grads, _ = jax.jit(train.gradients, static_argnums=3)(state, *batch, run)
+        (loss, _), grads, _ = jax.jit(train.gradients, static_argnums=3)(state, *batch, run)
         return float(loss), to_numpy(grads)
 
 
@@ -84,7 +84,7 @@ def same_sequences(run):
         spec = data.mesh.spec("microbatch batch seq", data.mesh.ACTIVATION)
         shape = (run.accumulation, -1, 32)
         batch = [jax.device_put(x.reshape(shape), spec) for x in (tokens, targets)]
-        loss, grads, _ = jax.jit(train.gradients, static_argnums=3)(state, *batch, run)
+        (loss, _), grads, _ = jax.jit(train.gradients, static_argnums=3)(state, *batch, run)
         return float(loss), to_numpy(grads)
 
 
@@ -161,6 +161,8 @@ def test_three_steps_of_adamw(decay_vectors):
         # 7.496e-06 stands in the log of the Llama 3.1 document, for iteration 49.
         ("llama31_8b_bf16", 49, 3e-4 * 50 / 2001),
         ("llama31_8b_bf16", 0, 3e-4 / 2001),
+        ("grok1_314b_bf16", 0, 0.0),
+        ("grok1_314b_bf16", 49, 1.2e-4 * 49 / 636),
         ("llama2_70b_bf16", 0, 0.0),
         ("llama2_70b_bf16", 5, 3e-5),
         ("llama2_70b_bf16", 49, 3e-6 + 2.7e-5 * 0.5 * (1 + np.cos(np.pi * 44 / 45))),
@@ -169,6 +171,15 @@ def test_three_steps_of_adamw(decay_vectors):
 def test_schedule(name, step, rate):
     run = recipes.resolve(recipes.load(recipes.config_folder() / f"{name}.yaml"), "smoke")
     assert float(schedule(run.optimizer, 50)(step)) == pytest.approx(rate, rel=1e-5, abs=1e-12)
+
+
+def test_schedule_with_a_constant_tail():
+    run = tiny_run("optimizer.warmup=10", "optimizer.constant=20")
+    peak, final = run.optimizer.learning_rate, run.optimizer.final_learning_rate
+    cosine = final + (peak - final) * 0.5 * (1 + np.cos(np.pi * 5 / 20))
+    expected = {0: 0.0, 5: peak / 2, 10: peak, 15: cosine, 30: final, 49: final}
+    for step, rate in expected.items():
+        assert float(schedule(run.optimizer, 50)(step)) == pytest.approx(rate, rel=1e-5, abs=1e-12)
 
 
 def test_tokens_depend_on_seed_and_step_alone():
@@ -213,5 +224,5 @@ def test_every_row_traces_at_its_full_size(recipe, row):
     assert parameters == train.flops.parameters(run.model)["total"]
     shards = run.parallelism.ranks
     for x in jax.tree.leaves(state.model):
-        if x.size > run.model.layers * run.model.embed:
+        if x.size > run.model.layers * run.model.embed * max(run.model.experts, 1):
             assert np.prod(x.sharding.shard_shape(x.shape)) == x.size // shards

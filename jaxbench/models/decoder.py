@@ -6,10 +6,11 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import fp8, loss, mesh, ops
+from jaxbench import fp8, loss, mesh, ops, routing
 from jaxbench.config import Execution, ModelConfig, Precision
 from jaxbench.models.layers import (
     MLPS,
@@ -22,26 +23,42 @@ from jaxbench.models.layers import (
     rotary_tables,
 )
 from jaxbench.models.mamba2 import Mamba2
+from jaxbench.models.moe import Experts
+
+Routed = tuple[tuple[Array, Array, Array], ...]
+"""What `Experts` says of its routing, for each such layer."""
 
 
 def make_mixer(cfg: ModelConfig, letter: str, *, key) -> nnx.Module:
     """The mixer that a letter of the pattern stands for."""
-    mixers = {"*": Attention, "-": MLPS[cfg.mlp], "M": Mamba2}
+    mixers = {"*": Attention, "-": MLPS[cfg.activation], "E": Experts, "M": Mamba2}
     return mixers[letter](cfg, key=key)
 
 
 class Layer(nnx.Module):
-    """x + mixer(norm(x)). Norm and sum work on 1/tensor of the sequence, the mixer on all of it."""
+    """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and sum work on 1/tensor of the
+    sequence, the mixer on all of it; experts take each token where it lies."""
 
     def __init__(self, cfg: ModelConfig, letter: str, *, key):
         self.norm = NORMS[cfg.norm](cfg)
         self.mixer = make_mixer(cfg, letter, key=key)
+        self.post_norm = NORMS[cfg.norm](cfg) if cfg.post_norm else None
 
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
-    ) -> Float[Array, "B S D"]:
-        y = self.mixer(mesh.gather_seq(self.norm(x)), rotary, execution)
-        return x + mesh.shard(y, "batch shard_seq embed")
+    ) -> tuple[Float[Array, "B S D"], Routed]:
+        y = self.norm(x)
+        routed: Routed = ()
+        if isinstance(self.mixer, Experts):
+            y, figures = self.mixer(y)
+            routed = (figures,)
+        else:
+            y = mesh.shard(
+                self.mixer(mesh.gather_seq(y), rotary, execution), "batch shard_seq embed"
+            )
+        if self.post_norm is not None:
+            y = self.post_norm(y)
+        return x + y, routed
 
 
 class Unit(nnx.Module):
@@ -55,16 +72,19 @@ class Unit(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
-    ) -> Float[Array, "B S D"]:
+    ) -> tuple[Float[Array, "B S D"], Routed]:
         *inner, last = self.layers
+        routed: Routed = ()
         for layer in inner:
-            x = ops.save(layer(x, rotary, execution), "residual")
-        return last(x, rotary, execution)
+            x, more = layer(x, rotary, execution)
+            x, routed = ops.save(x, "residual"), routed + more
+        x, more = last(x, rotary, execution)
+        return x, routed + more
 
 
 class Decoder(nnx.Module):
-    """Embedding, the repeating units with their weights stacked on axis 0, final norm and untied
-    head."""
+    """Embedding, the repeating units with their weights stacked on axis 0, final norm, and the
+    head: a matrix of its own or the embedding's."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         k_embedding, k_units, k_head = jax.random.split(key, 3)
@@ -80,27 +100,42 @@ class Decoder(nnx.Module):
             ]
         )
         self.norm = NORMS[cfg.norm](cfg)
-        shape = (cfg.embed, cfg.vocabulary)
-        self.head = Weight(
-            normal(k_head, cfg, "embed vocab", shape, fan_in=cfg.embed, truncated=True)
+        shape, dims = (cfg.embed, cfg.vocabulary), "embed vocab"
+        self.head = (
+            None
+            if cfg.tied
+            else Weight(normal(k_head, cfg, dims, shape, fan_in=cfg.embed, truncated=True))
         )
 
     def __call__(
         self, tokens: Int[Array, "B S"], execution: Execution, precision: Precision
     ) -> Float[Array, "B S D"]:
-        """The normalised last hidden state. The compute dtype is that of the weights."""
-        cfg = self.cfg
-        x = self.embedding(tokens, self.head[...].dtype)
-        rotary = rotary_tables(cfg, tokens.shape[1])
+        """The normalised last hidden state."""
+        return self._hidden(tokens, execution, precision)[0]
+
+    @property
+    def dtype(self):
+        """The compute dtype: that of the weights."""
+        kinds = Weight, fp8.Operand
+        leaves = jax.tree.leaves(self.units, is_leaf=lambda v: isinstance(v, kinds))
+        weight = next(w for w in leaves if isinstance(w, kinds))
+        return (weight.kernel if isinstance(weight, fp8.Operand) else weight[...]).dtype
+
+    def _hidden(self, tokens, execution, precision) -> tuple[Float[Array, "B S D"], list[Routed]]:
+        """(last hidden state, routing of each stretch of layers)."""
+        x = scaled(self.embedding(tokens, self.dtype), self.cfg.embedding_scale)
+        rotary = rotary_tables(self.cfg, tokens.shape[1])
 
         def apply(x, unit):
-            return unit(x, rotary, execution), None
+            return unit(x, rotary, execution)
 
-        for stack, repeats, saved, in_bf16 in stretches(cfg, execution, precision):
+        figures = []
+        for stack, repeats, saved, in_bf16 in stretches(self.cfg, execution, precision):
             units = jax.tree.map(itemgetter(repeats), self.units[stack])
             units = fp8.detach(units) if in_bf16 else units
-            x, _ = jax.lax.scan(ops.remat(apply, saved), x, units)
-        return self.norm(x)
+            x, routed = jax.lax.scan(ops.remat(apply, saved), x, units)
+            figures.append(routed)
+        return self.norm(x), figures
 
     def loss(
         self,
@@ -108,10 +143,24 @@ class Decoder(nnx.Module):
         targets: Int[Array, "B S"],
         execution: Execution,
         precision: Precision,
-    ) -> Float[Array, ""]:
-        """Mean cross entropy over all tokens, in nats."""
-        hidden = mesh.gather_seq(self(tokens, execution, precision))
-        return loss.cross_entropy(hidden, self.head[...], targets)
+    ) -> tuple[Float[Array, ""], routing.Figures]:
+        """(mean cross entropy over all tokens in nats, figures of the routing).
+
+        The load-balance loss of all layers adds its gradient, but not its value.
+        """
+        hidden, figures = self._hidden(tokens, execution, precision)
+        hidden = mesh.gather_seq(scaled(hidden, self.cfg.logit_scale))
+        if self.head is None:
+            head = mesh.as_weight(self.embedding.table[...].T.astype(hidden.dtype), "embed vocab")
+        else:
+            head = self.head[...]
+        value = loss.cross_entropy(hidden, head, targets)
+        return routing.balanced(value, figures, self.cfg.balance_loss)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """`x` times a constant that its dtype may not hold exactly."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def stacked(cfg: ModelConfig, letters: str, keys) -> Unit:

@@ -5,6 +5,8 @@ at rest.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,12 @@ from jaxbench.config import Execution, ModelConfig
 NORM_EPS = 1e-5
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""Gates of feed-forward layers by `ModelConfig.activation`."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
@@ -152,6 +160,7 @@ class Attention(nnx.Module):
         # the scores.
         query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=cfg.head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
+        self.softcap = cfg.softcap
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2))
         shape, fan_in = (cfg.embed, cfg.heads, cfg.head_dim), cfg.heads * cfg.head_dim
         self.out = Weight(
@@ -167,18 +176,19 @@ class Attention(nnx.Module):
         query = ops.save(rotate(query, rotary), "query")
         key = ops.save(rotate(qkv[..., -2, :], rotary), "key")
         value = ops.save(qkv[..., -1, :], "value")
-        context = ops.attention(query, key, value, execution)
+        context = ops.attention(query, key, value, execution, self.softcap)
         return ops.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
 
 
 class Mlp(nnx.Module):
-    """Gated feed-forward layer, down(silu(gate x) * up x), without biases (SwiGLU; Shazeer 2020).
+    """Gated feed-forward layer, down(act(gate x) * up x), without biases (Shazeer 2020).
 
     The two input projections are one product.
     """
 
     def __init__(self, cfg: ModelConfig, *, key):
         k_gate_up, k_down = jax.random.split(key)
+        self.activation = ACTIVATIONS[cfg.activation]
         dims, inner = "embed part ffn", (cfg.embed, 2, cfg.ffn)
         self.gate_up = Weight(normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True))
         dims, outer = "embed ffn", (cfg.embed, cfg.ffn)
@@ -192,7 +202,7 @@ class Mlp(nnx.Module):
         gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
         gate = ops.save(gate_up[..., 0, :], "gate")
         up = ops.save(gate_up[..., 1, :], "up")
-        return ops.dot("BSF,DF->BSD", jax.nn.silu(gate) * up, self.down, "batch seq embed")
+        return ops.dot("BSF,DF->BSD", self.activation(gate) * up, self.down, "batch seq embed")
 
 
 class SquaredReluMlp(nnx.Module):
@@ -211,4 +221,4 @@ class SquaredReluMlp(nnx.Module):
         return ops.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")
 
 
-MLPS = {"swiglu": Mlp, "relu2": SquaredReluMlp}
+MLPS = {"silu": Mlp, "gelu_tanh": Mlp, "relu2": SquaredReluMlp}

@@ -20,7 +20,7 @@ NEMOTRON4_340B = ModelConfig(
     rope_base=10_000.0,
     rope_fraction=0.5,
     norm="layer1p",
-    mlp="relu2",
+    activation="relu2",
     init_std=0.0063,
 )
 NEMOTRONH_56B = ModelConfig(
@@ -34,7 +34,7 @@ NEMOTRONH_56B = ModelConfig(
     head_dim=128,
     vocabulary=131_072,
     rope_base=None,
-    mlp="relu2",
+    activation="relu2",
     mamba=Mamba(heads=256, head_dim=64, state=256, groups=8),
     init_std=0.02,
     pattern=10 * "M-M-M-M*-M-" + "M-M-M-M-",
