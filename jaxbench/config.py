@@ -362,6 +362,11 @@ class Run:
             _divides("the Mamba chunk", chunk, "batch.sequence_length / context", shard)
         if "E" in m.pattern:
             _divides("expert x tensor", p.expert * p.tensor, "model.experts", m.experts)
+            if m.capacity_factor is None and self.precision.dtype == "fp8":
+                raise RecipeError(
+                    "experts without model.capacity_factor have no FP8 products; set one, or "
+                    "precision.dtype=bf16"
+                )
             if m.capacity_factor is not None:
                 tokens = "the tokens of a sequence on one rank"
                 length = b.sequence_length // inner

@@ -24,13 +24,13 @@ from jaxbench.config import Precision
 PRODUCTS = {
     "qkv": "attention, input projections",
     "out": "attention and Mamba-2, output projection",
-    "gate_up": "gated MLP, input projections",
-    "up": "MLP, input projection",
-    "down": "MLP, output projection",
+    "gate_up": "gated MLP and experts, input projections",
+    "up": "MLP without gate, input projection",
+    "down": "MLP and experts, output projection",
     "in_proj": "Mamba-2, input projection",
 }
-"""The products that run in FP8, by the name of their weight in a layer. All others stay in bf16:
-head, attention scores."""
+"""The products that run in FP8, by the name of their weight in a layer. All others do not: head,
+router, attention scores, the scan of Mamba-2."""
 
 VALUES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {dtype: float(jnp.finfo(dtype).max) for dtype in (VALUES, GRADIENTS)}

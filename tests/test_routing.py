@@ -237,6 +237,7 @@ def test_overrides_that_cannot_be():
         ("parallelism.expert=3", "must divide the number of devices = 8"),
         ("model.experts=6", "expert x tensor = 4 must divide model.experts = 6"),
         ("model.capacity_factor=0", "model.capacity_factor = 0.0 must be above 0"),
+        ("model.capacity_factor=null", "experts without model.capacity_factor have no FP8"),
     ):
         with pytest.raises(recipes.RecipeError, match=message):
-            tiny_grok("parallelism.expert=4", text, devices=8)
+            tiny_grok("parallelism.expert=4", "precision.dtype=fp8", text, devices=8)
