@@ -234,8 +234,9 @@ def balanced(loss: Array, stretches: list, coefficient: float) -> tuple[Float[Ar
     and the figures of a step.
 
     `stretches` hold, for each stack of layers, (balance loss `"L B"`, load `"L B E"`, dropped
-    choices `"L B"`). Figures: the mean balance loss; the busiest expert of any layer over a fair
-    share; the share of choices dropped. Without experts there are none.
+    choices `"L B"`). Figures: the mean balance loss; the load of each expert over a fair share, and
+    that of the busiest expert of any layer; the share of choices dropped. Without experts there are
+    none.
     """
     layers = [stack for stretch in stretches for stack in stretch]
     if not layers:
@@ -243,9 +244,11 @@ def balanced(loss: Array, stretches: list, coefficient: float) -> tuple[Float[Ar
     losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
     total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
     load = jnp.sum(load, axis=1)
+    share = load / jnp.mean(load, axis=1, keepdims=True)
     figures = {
         "balance_loss": jnp.mean(losses),
-        "expert_load_max": jnp.max(load / jnp.mean(load, axis=1, keepdims=True)),
+        "expert_load": jnp.mean(share, axis=0),
+        "expert_load_max": jnp.max(share),
         "tokens_dropped": jnp.sum(dropped) / jnp.sum(load),
     }
     return loss + (total - jax.lax.stop_gradient(total)), jax.lax.stop_gradient(figures)

@@ -209,7 +209,7 @@ def run_steps(run: Run, program: Callable, stop: Callable[[], bool]) -> Iterator
     clock = metrics.StepClock()
 
     def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
-        values = {name: float(value) for name, value in jax.device_get(figures).items()}
+        values = {name: value.tolist() for name, value in jax.device_get(figures).items()}
         return {"step": step, **values, "step_time_s": clock.tick(), **environment.memory()}
 
     queued: list[tuple[int, dict[str, jax.Array]]] = []

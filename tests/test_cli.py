@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxbench import recipes
+
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/llama2_70b_bf16.yaml"
 MESH = ("--cpu-devices", "8", "--set", "parallelism.fsdp=4", "--set", "parallelism.tensor=2")
@@ -250,7 +252,9 @@ def test_list_shows_every_row_and_published_step_time():
     assert (status, err) == (0, "")
     assert re.search(r"llama2_70b_bf16 +64 full +80 fsdp 64 +128 6\.999 s, 52\.59 % MFU", out)
     assert re.search(r"llama31_405b_bf16 +32 proxy +8 ", out)
-    assert len(out.splitlines()) == 1 + 94
+    rows = [recipes.load(path).rows for path in recipes.config_folder().glob("*.yaml")]
+    assert len(rows) == 14
+    assert len(out.splitlines()) == 1 + sum(map(len, rows))
 
 
 def test_unknown_command_shows_the_commands():

@@ -21,7 +21,7 @@ REFERENCE = Path(__file__).parent / "fixtures" / "nemotron_reference.npz"
 FAMILIES = ("nemotron4_340b_bf16", "nemotronh_56b_bf16")
 DIMS = {
     "family": "test", "size": "tiny", "embed": 32, "ffn": 48, "heads": 4, "kv_heads": 2,
-    "head_dim": 16, "vocabulary": 64, "mlp": "relu2", "init_std": 0.02,
+    "head_dim": 16, "vocabulary": 64, "activation": "relu2", "init_std": 0.02,
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_the_stack_is_cut_into_few_letters():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pattern": "M-X"}, "model.pattern: 'X' is none of the letters * - M"),
+        ({"pattern": "M-X"}, "model.pattern: 'X' is none of the letters * - E M"),
         ({"mamba": None}, "model.pattern with M needs model.mamba"),
         ({"layers": 119}, "at least model.layers = 119 letters; it has 118"),
     ],

@@ -190,6 +190,8 @@ def test_figures_of_a_step():
         figures = model.loss(*tokens, run.execution, run.precision)[1]
     assert 0 < float(figures["tokens_dropped"]) < 1
     assert 1 < float(figures["expert_load_max"]) <= run.model.experts / 2
+    assert figures["expert_load"].shape == (run.model.experts,)
+    assert float(jnp.mean(figures["expert_load"])) == pytest.approx(1.0)
     assert float(figures["balance_loss"]) > 0.9
 
 
