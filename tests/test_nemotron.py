@@ -38,7 +38,10 @@ def one_device():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp 8", "tensor 4 x data 2", "context 4 x data 2", "fsdp 2 x context 2 x tensor 2"],
+)
 def test_mesh_changes_neither_loss_nor_gradients(name, family, one_device):
     run = tiny_run(*MESHES[name], devices=8, family=family)
     # As for Llama; a gradient of the decay rates sums terms of both signs over 256 tokens.
