@@ -299,6 +299,7 @@ def collect_signals() -> list[int]:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options of `python -m jaxbench.train`."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxbench.train", description="Runs one training benchmark."
     )
