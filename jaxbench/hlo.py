@@ -22,7 +22,12 @@ DTYPE_BYTES = {
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
+TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
+"""Attributes: what a custom call runs, and the JAX operation that an instruction stems from."""
+
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+TE_GEMM = "te_gemm"
+"""How the targets of Transformer Engine's products begin. Their FLOPs are not counted here."""
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
 """cuDNN attention, forward and backward, with its FLOPs in units of the forward pass: two products
 forward, four backward; the scores that the backward kernel computes again are not counted."""
@@ -54,7 +59,7 @@ class Instruction:
     @property
     def target(self) -> str:
         """What a custom call calls; empty for other instructions."""
-        return self.attribute(r'custom_call_target="([^"]*)"') or ""
+        return self.attribute(TARGET) or ""
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression in the attributes."""
@@ -134,16 +139,17 @@ class Program:
             for callee, times in instruction.callees:
                 yield from self._walk(callee, runs * times)
 
-    def products(self) -> Iterator[tuple[str, int, int]]:
-        """(operand dtype, FLOPs of one run, runs per step) of each matrix product."""
+    def gemms(self) -> Iterator[tuple[str, int, int, str]]:
+        """Every matrix product: dtype of its first operand, FLOPs of one run, runs per step, and
+        the JAX operation it stems from."""
         for i, scope, runs in self.walk():
             if product := gemm(i, scope):
-                yield *product, runs
+                yield *product, runs, i.attribute(SOURCE) or ""
 
     def gemm_flops(self) -> Counter[str]:
         """Matrix-product FLOPs per step by operand dtype, one multiply-add being 2."""
         flops: Counter[str] = Counter()
-        for dtype, per_run, runs in self.products():
+        for dtype, per_run, runs, _ in self.gemms():
             flops[dtype] += per_run * runs
         return flops
 

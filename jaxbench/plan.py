@@ -155,8 +155,8 @@ def executed(run: Run, program: hlo.Program) -> dict[str, Any]:
 
 def kernels(program: hlo.Program) -> dict[str, int]:
     """Runs per step of matrix products by dtype, and of fused attention, forward and backward."""
-    fp8 = sum(runs for dtype, _, runs in program.products() if dtype.startswith("f8"))
-    bf16 = sum(runs for dtype, _, runs in program.products() if dtype == "bf16")
+    fp8 = sum(runs for dtype, _, runs, _ in program.gemms() if dtype.startswith("f8"))
+    bf16 = sum(runs for dtype, _, runs, _ in program.gemms() if dtype == "bf16")
     calls = program.custom_calls()
     attention = sum(calls[name] for name in hlo.ATTENTION_CALLS)
     return {"gemm_bf16": bf16, "gemm_fp8": fp8, "attention": attention}
@@ -288,8 +288,6 @@ def resolve(config: str, gpus: int | None, changes: list[str]) -> tuple[Run, rec
     if gpus not in recipe.rows:
         raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
     run = recipes.resolve(recipe, gpus, overrides=recipes.parse_overrides(changes))
-    if run.precision.dtype == "fp8":
-        raise RecipeError("FP8 is not available yet; add --set precision.dtype=bf16")
     return run, recipe
 
 
