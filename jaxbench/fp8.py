@@ -102,16 +102,14 @@ def magnitude(x: jax.Array, axis: Any = None) -> jax.Array:
     return jnp.max(jnp.abs(x), axis).astype(jnp.float32)
 
 
-def dot(
-    equation: str, x: jax.Array, w: Operand, spec: PartitionSpec, prefetch: bool = True
-) -> jax.Array:
+def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Array:
     """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
     both of its gradients in FP8.
 
     Current scaling takes the scale of each device's own part of input and gradient, delayed scaling
-    that of past steps on all devices. `prefetch` is `mesh.gather`'s.
+    that of past steps on all devices.
     """
-    product = Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin, prefetch)
+    product = Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin)
     return _dot(product, x, w.kernel, w.observed, w.stored, w.inverse)
 
 
@@ -124,7 +122,6 @@ class Product:
     dx_spec: PartitionSpec
     name: str
     margin: int
-    prefetch: bool
 
     @property
     def experts(self) -> int | None:
@@ -150,7 +147,7 @@ def _forward(product, x, kernel, observed, stored, inverse):
             amax = magnitude(x)
             inverse_x = inverse_scale(amax, VALUES, product.margin) if current else inverse[0]
             quantized = quantize(x, inverse_x, VALUES)
-            weight = _gathered(stored, shards, inverse[1], product.prefetch)
+            weight = _gathered(stored, shards, inverse[1])
             y = multiply(product.equation, quantized, inverse_x, weight, inverse[1])
         return y, quantized, amax[None]
 
@@ -175,10 +172,10 @@ def _backward(product, residuals, dy):
             gradient = quantize(dy, inverse_dy, GRADIENTS)
             # Together: where the largest magnitude is taken later, the bf16 gradient is kept alive.
             gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
-            weight = _gathered(stored, shards, inverse_w, product.prefetch)
+            weight = _gathered(stored, shards, inverse_w)
             dx = multiply(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
             dw = multiply(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
-        return dx, mesh.scatter(dw, shards, product.prefetch), jnp.stack([amax, amax_dy[None]])
+        return dx, mesh.scatter(dw, shards), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     dx, dw, seen = jax.shard_map(local, out_specs=specs, check_vma=False)(
@@ -190,8 +187,8 @@ def _backward(product, residuals, dy):
 _dot.defvjp(_forward, _backward)
 
 
-def _gathered(stored, shards, inverse, prefetch) -> jax.Array:
-    stored = mesh.gather(stored, shards, prefetch)
+def _gathered(stored, shards, inverse) -> jax.Array:
+    stored = mesh.gather(stored, shards)
     return stored if stored.dtype == VALUES else quantize(stored, inverse, VALUES)
 
 

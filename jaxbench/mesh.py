@@ -24,6 +24,9 @@ SHARDS = ("fsdp", "expert", "context")
 """Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
 al. 2020)."""
 
+PIPELINED = {"is_pipelineable": "true"}
+"""Marks a collective that XLA may move into a neighbouring iteration of a scan."""
+
 EXPERTS = ("expert", "tensor")
 """Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices of
 each: every token travels once, and no product is cut."""
@@ -161,22 +164,22 @@ def shards(w: jax.Array, experts: int | None = None) -> Shards:
     return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 
 
-def gather(w: jax.Array, shards: Shards, prefetch: bool = True, **to: str) -> jax.Array:
+def gather(w: jax.Array, shards: Shards, **to: str) -> jax.Array:
     """The whole of a weight from its parts, inside a `shard_map`.
 
-    With `prefetch`, XLA may move the gather of a scanned weight into the iteration before, and the
-    scatter of its gradient into the one after (`xla_flags`), for memory of one more such weight.
+    XLA may gather a scanned weight in the iteration before, and scatter its gradient in the one
+    after (`xla_flags`).
     """
-    with set_xla_metadata(is_pipelineable=str(prefetch).lower()):
+    with set_xla_metadata(**PIPELINED):
         for dim, axes in shards:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True, **to)
     return w
 
 
-def scatter(grad: jax.Array, shards: Shards, prefetch: bool = True) -> jax.Array:
+def scatter(grad: jax.Array, shards: Shards) -> jax.Array:
     """This device's part of the sum of a gradient over the ranks of the shards, inside a
-    `shard_map`. `prefetch` is `gather`'s."""
-    with set_xla_metadata(is_pipelineable=str(prefetch).lower()):
+    `shard_map`."""
+    with set_xla_metadata(**PIPELINED):
         for dim, axes in shards:
             grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
     return grad
@@ -193,10 +196,9 @@ def as_weight(w: jax.Array, dims: str) -> jax.Array:
     return reshard(w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced)))
 
 
-def unshard(w: jax.Array, experts: int | None = None, prefetch: bool = True) -> jax.Array:
+def unshard(w: jax.Array, experts: int | None = None) -> jax.Array:
     """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
-    gradient. The dimension number `experts` stays as it is: each rank uses its own experts.
-    `prefetch` is `gather`'s."""
+    gradient. The dimension number `experts` stays as it is: each rank uses its own experts."""
     kept = [
         _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == "tensor"]
         for dim, entry in enumerate(partition(w))
@@ -204,7 +206,7 @@ def unshard(w: jax.Array, experts: int | None = None, prefetch: bool = True) -> 
     whole = _spec(kept, reduced=set(AXES).difference(*kept))
     if not (parts := shards(w, experts)):
         return reshard(w, whole)
-    local = partial(gather, shards=parts, prefetch=prefetch, to="reduced")
+    local = partial(gather, shards=parts, to="reduced")
     return jax.shard_map(local, out_specs=whole)(accumulating(w))
 
 

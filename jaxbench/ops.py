@@ -26,26 +26,17 @@ CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the cuDNN forward kernel. Its results are the attention output and the softmax
 statistics."""
 
-
 H100_FLOP_PER_NS = flops.PEAK_TFLOPS["H100"]["bf16"] * 1e3
 
 
-def dot(
-    equation: str,
-    x: jax.Array,
-    w: nnx.Variable | fp8.Operand,
-    dims: str,
-    *,
-    prefetch: bool = True,
-) -> jax.Array:
+def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest: all-gather the weight, then
     multiply, in FP8 where the weight is an `fp8.Operand`.
 
     `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
     `mesh.shard` decides how it is summed. In the backward pass the gradient of the weight is
-    reduce-scattered. A dimension of experts, the letter E, is a batch of products. `prefetch` is
-    `mesh.gather`'s.
+    reduce-scattered. A dimension of experts, the letter E, is a batch of products.
     """
     inputs, out = equation.split("->")
     x_dims, w_dims = inputs.split(",")
@@ -54,9 +45,9 @@ def dot(
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced=unreduced)
     if isinstance(w, fp8.Operand):
         product = te_dot if w.precision.implementation == "te" else fp8.dot
-        return product(equation, x, w, spec, prefetch)
+        return product(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
-    return jnp.einsum(equation, x, mesh.unshard(w[...], experts, prefetch), out_sharding=spec)
+    return jnp.einsum(equation, x, mesh.unshard(w[...], experts), out_sharding=spec)
 
 
 def fp8_implementation(precision: Precision) -> Literal["te", "xla"]:
@@ -84,13 +75,10 @@ def kernels(execution: Execution, precision: Precision, cap: float | None = None
     return {"attention": attention_implementation(execution, cap), "products": products}
 
 
-def te_dot(
-    equation: str, x: jax.Array, w: fp8.Operand, spec: PartitionSpec, prefetch: bool = True
-) -> jax.Array:
+def te_dot(equation: str, x: jax.Array, w: fp8.Operand, spec: PartitionSpec) -> jax.Array:
     """`fp8.dot` by Transformer Engine: it quantizes and multiplies, we gather, scatter and keep the
     history."""
-    margin = w.precision.margin
-    product = fp8.Product(equation, spec, mesh.cotangent_spec(x), w.name, margin, prefetch)
+    product = fp8.Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin)
     return _te_dot(product, x, w.kernel, w.observed, w.inverse)
 
 
@@ -107,12 +95,7 @@ def _te_forward(product, x, kernel, observed, inverse):
 
     def local(x, kernel, inverse):
         with product.scope():
-            return _te_dense(
-                product.equation,
-                x,
-                mesh.gather(kernel, shards, product.prefetch),
-                quantizers(inverse),
-            )
+            return _te_dense(product.equation, x, mesh.gather(kernel, shards), quantizers(inverse))
 
     y = jax.shard_map(local, out_specs=product.y_spec, check_vma=False)(x, kernel, inverse)
     return y, (x, kernel, observed, inverse)
@@ -128,13 +111,13 @@ def _te_backward(product, residuals, dy):
     def local(dy, x, kernel, inverse):
         with product.scope():
             dense = partial(_te_dense, product.equation)
-            weight = mesh.gather(kernel, shards, product.prefetch)
+            weight = mesh.gather(kernel, shards)
             dx, dw, seen = jax.vjp(dense, x, weight, quantizers(inverse))[1](dy)
         if observed is None:
-            return dx, mesh.scatter(dw, shards, product.prefetch)
+            return dx, mesh.scatter(dw, shards)
         # Each tensor's new history holds this one magnitude.
         amax = jnp.stack([jnp.max(q.amax_history) for q in (seen.x, seen.dgrad)])
-        return dx, mesh.scatter(dw, shards, product.prefetch), amax[:, None]
+        return dx, mesh.scatter(dw, shards), amax[:, None]
 
     specs: tuple = (product.dx_spec, mesh.cotangent_spec(kernel))
     if observed is not None:

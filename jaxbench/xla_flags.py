@@ -30,6 +30,9 @@ TUNED: Options = {
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # The scheduler hides nothing any more once it believes 80 % of memory to be full, by an estimate
+    # far above what is then allocated. Whether a row fits is what `plan` says.
+    "xla_gpu_memory_limit_slop_factor": 150,
 }
 
 PIPELINED: Options = {
@@ -40,8 +43,8 @@ PIPELINED: Options = {
 """Part of `tuned` from jax 0.11 on, the first to pipeline marked collectives alone.
 
 Gathers the next layer's weights, and scatters the last layer's gradients, behind the products of
-this one: those that `mesh.unshard` marks. Two iterations per loop body spare the copies that the
-carried weights would need.
+this one: those that `mesh` marks. Two iterations per loop body spare the copies that the carried
+weights would need.
 """
 
 PUBLISHED: Options = {

@@ -199,9 +199,7 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
     ) -> Float[Array, "B S D"]:
-        # The widest weight: attention before it hides its gather, and two of it cost memory.
-        dims = "batch seq part ffn"
-        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up, dims, prefetch=False)
+        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
         gate = ops.save(gate_up[..., 0, :], "gate")
         up = ops.save(gate_up[..., 1, :], "up")
         return ops.dot("BSF,DF->BSD", self.activation(gate) * up, self.down, "batch seq embed")
