@@ -6,10 +6,11 @@ Inputs and weights are e4m3, gradients of outputs e5m2, results bf16. A tensor i
 one scaled cuBLASLt product on GPUs, and computes it in bf16 elsewhere.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -286,6 +287,34 @@ def detach(units: nnx.Module) -> nnx.Module:
         units,
         is_leaf=lambda node: isinstance(node, Operand) or _is_variable(node),
     )
+
+
+def pack(units: nnx.Module) -> tuple[nnx.Module, Any]:
+    """The stacked units without the scales of their products, and these in one array: a scan slices
+    it once, where it would launch a kernel for each product. `unpack` undoes it for one unit."""
+    leaves, tree = jax.tree.flatten(units, is_leaf=_is_operand)
+    operands = [leaf for leaf in leaves if _is_operand(leaf)]
+    small = [{"inverse": w.inverse, "observed": w.observed} for w in operands]
+    scales = jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=1), *small) if small else None
+    without = [replace(w, inverse=None, observed=None) if _is_operand(w) else w for w in leaves]
+    return jax.tree.unflatten(tree, without), scales
+
+
+def unpack(unit: nnx.Module, scales: Any) -> nnx.Module:
+    """A unit with the scales that `pack` took out."""
+    count = itertools.count()
+
+    def put_back(leaf):
+        if not _is_operand(leaf):
+            return leaf
+        product = next(count)
+        return replace(leaf, **jax.tree.map(lambda array: array[product], scales))
+
+    return jax.tree.map(put_back, unit, is_leaf=_is_operand)
+
+
+def _is_operand(node: Any) -> bool:
+    return isinstance(node, Operand)
 
 
 def update(state: State, weights: nnx.Module, observed: State) -> State:

@@ -126,14 +126,14 @@ class Decoder(nnx.Module):
         x = scaled(self.embedding(tokens, self.dtype), self.cfg.embedding_scale)
         rotary = rotary_tables(self.cfg, tokens.shape[1])
 
-        def apply(x, unit):
-            return unit(x, rotary, execution)
+        def apply(x, packed):
+            return fp8.unpack(*packed)(x, rotary, execution)
 
         figures = []
         for stack, repeats, saved, in_bf16 in stretches(self.cfg, execution, precision):
             units = jax.tree.map(itemgetter(repeats), self.units[stack])
             units = fp8.detach(units) if in_bf16 else units
-            x, routed = jax.lax.scan(ops.remat(apply, saved), x, units)
+            x, routed = jax.lax.scan(ops.remat(apply, saved), x, fp8.pack(units))
             figures.append(routed)
         return self.norm(x), figures
 
