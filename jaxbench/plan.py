@@ -81,7 +81,7 @@ def make_plan(run: Run, gpu: str, system: System, dump: Path | None = None) -> d
         "mesh": run.mesh_text(),
         "settings": recipes.describe(run),
         "system": asdict(system),
-        "flags": xla_flags.options(run.execution.xla_flags, "gpu"),
+        "flags": xla_flags.options(run, "gpu"),
         "versions": environment.versions(),
         "parameters": flops.parameters(run.model)["total"],
         "bytes_per_device": {

@@ -107,7 +107,7 @@ def finished(path: Path, run: Run, system: System) -> dict[str, Any] | None:
     plan = json.loads(path.read_text())
     expected = {
         "settings": json.loads(json.dumps(recipes.describe(run))),
-        "flags": xla_flags.options(run.execution.xla_flags, "gpu"),
+        "flags": xla_flags.options(run, "gpu"),
         "system": asdict(system),
         "versions": environment.versions(),
     }

@@ -170,7 +170,7 @@ def compile_program(run: Run, extra: dict[str, Any] | None = None) -> tuple[Any,
     with ops.kernels_of_target():
         lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
-    options = xla_flags.options(run.execution.xla_flags, mesh.platform()) | (extra or {})
+    options = xla_flags.options(run, mesh.platform()) | (extra or {})
     compiled = lowered.compile(compiler_options=options)
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
@@ -243,7 +243,7 @@ def new_record(run: Run) -> dict[str, Any]:
         "hardware": hardware,
         "versions": environment.versions(),
         "flags": {
-            "compiler_options": xla_flags.options(run.execution.xla_flags, hardware["platform"]),
+            "compiler_options": xla_flags.options(run, hardware["platform"]),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         },
         "parameters": flops.parameters(run.model)["total"],

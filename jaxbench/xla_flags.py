@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from jaxbench.config import RecipeError
+from jaxbench.config import RecipeError, Run
 
 Options = dict[str, bool | int | str]
 
@@ -40,12 +40,17 @@ PIPELINED: Options = {
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
-"""Part of `tuned` from jax 0.11 on, the first to pipeline marked collectives alone.
+"""Part of `tuned` for transformers from jax 0.11 on, the first to pipeline marked collectives
+alone.
 
 Gathers the next layer's weights, and scatters the last layer's gradients, behind the products of
 this one: those that `mesh` marks. Two iterations per loop body spare the copies that the carried
 weights would need.
 """
+
+UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
+"""The same for hybrids. They scan units of many layers, which hide their collectives behind each
+other; a second unit would only take memory."""
 
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -90,18 +95,19 @@ REMOVED = {
 """Options of published recipes that current compilers do not know, and what took their place."""
 
 
-def options(name: str, platform: str) -> Options:
-    """Compiler options of a set in the names of the installed jax; CPUs always take the compiler's
+def options(run: Run, platform: str) -> Options:
+    """Compiler options of a run, in the names of the installed jax; CPUs always take the compiler's
     defaults."""
     if platform != "gpu":
         return {}
+    name = run.execution.xla_flags
     chosen = dict(SETS[name])
     if _release() >= (0, 11):
         for old, new in RENAMED.items():
             if chosen.pop(old, False):
                 chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
         if name == "tuned":
-            chosen |= PIPELINED
+            chosen |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
     return chosen
 
 

@@ -2,22 +2,30 @@
 
 import pytest
 
-from jaxbench import xla_flags
-from jaxbench.config import RecipeError
+from jaxbench import recipes, xla_flags
+from jaxbench.config import RecipeError, Run
+
+
+def smoke_run(recipe: str, flags: str = "tuned") -> Run:
+    loaded = recipes.load(recipes.config_folder() / f"{recipe}.yaml")
+    overrides = recipes.parse_overrides([f"execution.xla_flags={flags}"])
+    return recipes.resolve(loaded, "smoke", devices=1, overrides=overrides)
 
 
 @pytest.mark.parametrize(("release", "old"), [((0, 10), True), ((0, 11), False), ((0, 12), False)])
 def test_pipelining_has_the_names_of_the_installed_jax(monkeypatch, release, old):
     monkeypatch.setattr(xla_flags, "_release", lambda: release)
-    published = xla_flags.options("published", "gpu")
-    tuned = xla_flags.options("tuned", "gpu")
+    published = xla_flags.options(smoke_run("llama31_8b_bf16", "published"), "gpu")
+    tuned = xla_flags.options(smoke_run("llama31_8b_bf16"), "gpu")
+    hybrid = xla_flags.options(smoke_run("nemotronh_56b_bf16"), "gpu")
     for before, after in xla_flags.RENAMED.items():
         assert (before in published, after in published) == (old, not old)
     assert ("xla_gpu_pipeline_all_gather" in tuned) is not old
+    assert "xla_gpu_pipeline_all_gather" not in hybrid
 
 
 def test_a_cpu_takes_the_defaults():
-    assert xla_flags.options("tuned", "cpu") == {}
+    assert xla_flags.options(smoke_run("llama31_8b_bf16"), "cpu") == {}
 
 
 @pytest.mark.parametrize(
