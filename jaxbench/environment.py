@@ -38,6 +38,16 @@ def join_job() -> None:
         jax.distributed.initialize()
 
 
+def check_local_devices(expected: int) -> None:
+    """Raises RecipeError, naming the node, when this process sees another number of devices."""
+    found = jax.local_device_count()
+    if found != expected:
+        raise RecipeError(
+            f"node {platform.node()}, process {jax.process_index()}: sees {found} devices, "
+            f"{expected} were expected"
+        )
+
+
 def select_platform(cpu_devices: int | None) -> None:
     """Takes `cpu_devices` virtual CPU devices, or the CPU on a machine without an NVIDIA GPU.
 
