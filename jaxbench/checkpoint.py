@@ -7,6 +7,7 @@ and renames it when every process is done.
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,19 +63,26 @@ def check(path: Path, recipe: dict[str, Any]) -> None:
 class Checkpoints:
     """Saves the state of one run into `<folder>/checkpoints`, and keeps the last ones.
 
-    `every` is the number of steps between saves; None saves at the end only. `say` takes the
+    The run begins after `start` steps, which are saved somewhere or are none. `every` is the number
+    of steps between saves; None saves at the end only. `say` takes the
     published log lines. `saved` has one entry per save: completed steps, bytes, the seconds for
     which training stood still, the seconds until the checkpoint was complete, and the rate in GB/s.
     """
 
     def __init__(
-        self, folder: Path, recipe: dict, every: int | None, keep: int, say: Callable[[str], None]
+        self,
+        folder: Path,
+        recipe: dict[str, Any],
+        start: int,
+        every: int | None,
+        keep: int,
+        say: Callable[[str], None],
     ):
         self.saved: list[dict[str, Any]] = []
         self._recipe, self._every, self._say = recipe, every, say
         self._folder = folder.absolute() / FOLDER
         self._started = 0.0
-        self._last: int | None = None
+        self._last = start
         with _reported(f"{self._folder} cannot be used"):
             self._manager = ocp.CheckpointManager(
                 epath.Path(self._folder),
@@ -88,7 +96,7 @@ class Checkpoints:
     def due(self, step: int, ending: bool) -> bool:
         """Whether the state after `step` steps is to be saved."""
         periodic = self._every is not None and step % self._every == 0
-        return step > 0 and step != self._last and (periodic or ending)
+        return step != self._last and (periodic or ending)
 
     def act(self, step: int, state: Any, ending: bool) -> None:
         """Saves the state after `step` steps; returns when it is copied from the devices, or when
@@ -112,8 +120,14 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits for the save that is under way. Raises RunFailed if it failed."""
         with _reported(f"the checkpoint of step {self._last} was not saved{self._good()}"):
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+            try:
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+            except Exception:
+                # What was written of it may fill the disk that the record is to be written to.
+                for part in self._folder.glob(f"{self._last}.*-tmp*"):
+                    shutil.rmtree(part, ignore_errors=True)
+                raise
 
     def _completed(self) -> None:
         entry, seconds = self.saved[-1], time.time() - self._started
@@ -137,15 +151,16 @@ def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dic
     read.
     """
     started, start = time.time(), time.perf_counter()
-    wanted = _abstract(like)
+    wanted, folder = _abstract(like), epath.Path(path.absolute())
+    handlers = {STATE: ocp.StandardCheckpointHandler(), RECIPE: ocp.JsonCheckpointHandler()}
     with (
         _reported(f"{path} cannot be restored"),
         jax.transfer_guard("allow"),
-        ocp.StandardCheckpointer() as reader,
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader,
     ):
-        folder = epath.Path(path.absolute()) / STATE
-        _same_arrays(path, reader.metadata(folder).item_metadata.tree, wanted)
-        arrays = jax.block_until_ready(reader.restore(folder, wanted))
+        _same_arrays(path, reader.metadata(folder).item_metadata[STATE].tree, wanted)
+        items = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(wanted)})
+        arrays = jax.block_until_ready(reader.restore(folder, items)[STATE])
     seconds = time.perf_counter() - start
     size = sum(x.nbytes for x in arrays.values())
     say(
@@ -192,5 +207,10 @@ def _reported(what: str) -> Iterator[None]:
     except RunFailed:
         raise
     except Exception as error:  # Orbax, TensorStore and the system each raise their own
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        if len(reason) > 400:
+            reason = f"{reason[:200]} ... {reason[-200:]}"
         raise RunFailed(f"{what}: {reason}") from error

@@ -20,6 +20,7 @@ class Heartbeat:
     """
 
     def __init__(self, path: Path | None = None, interval: float = 10.0):
+        self.path = path
         self.phase = "starting"
         self.started: int | None = None
         self.completed: int | None = None

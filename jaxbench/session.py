@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from jaxbench import (
     xla_flags,
 )
 from jaxbench.config import Run, RunFailed
-from jaxbench.heartbeat import Heartbeat
+from jaxbench.heartbeat import Heartbeat, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ class Session:
     keep: int = 2
     restore: Path | None = None
     watchdog: float | None = None
+
+    @property
+    def start(self) -> int:
+        """Steps that are completed before the first one of this session."""
+        return int(self.restore.name) if self.restore else 0
 
 
 def new_record(run: Run, session: Session) -> dict[str, Any]:
@@ -89,8 +95,7 @@ def resumed_at(session: Session) -> list[int]:
     path = session.folder / "run.json"
     if not (session.resume and path.exists()):
         return []
-    step = int(session.restore.name) if session.restore else 0
-    return [*json.loads(path.read_text())["resumed_at"], step]
+    return [*json.loads(path.read_text())["resumed_at"], session.start]
 
 
 def benchmark(run: Run, session: Session) -> int:
@@ -99,15 +104,21 @@ def benchmark(run: Run, session: Session) -> int:
     record = new_record(run, session)
     recorder: metrics.Recorder | metrics.Silent = metrics.Silent()
     if jax.process_index() == 0:
-        start = int(session.restore.name) if session.restore else 0
-        recorder = metrics.Recorder(session.folder, run, record, start)
+        recorder = metrics.Recorder(session.folder, run, record, session.start)
     with heartbeat(session) as beat:
         status, reason = attempt(run, session, record, recorder, signals, beat)
     peak = flops.peak_tflops(record["hardware"]["device"], run.precision.dtype)
     recorder.finish(status, reason, peak)
     if status == "interrupted":
-        return 128 + (signals.agreed or signal.SIGINT)
-    return int(status == "failed")
+        code = 128 + (signals.agreed or signal.SIGINT)
+    else:
+        code = int(status == "failed")
+    if status != "completed" and not signals.agreed and jax.process_count() > 1:
+        # This process is alone with its failure: to leave the job in order, it would wait for the
+        # others, and they wait for it.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def attempt(
@@ -135,7 +146,8 @@ def attempt(
         return "interrupted", "SIGINT"
     except Exception as error:
         traceback.print_exc()
-        return "failed", traceback.format_exception_only(error)[0].splitlines()[0]
+        lost = beat.path and watchdog.dead(read(beat.path.parent))
+        return "failed", lost or traceback.format_exception_only(error)[0].splitlines()[0]
 
 
 def steps(
@@ -163,8 +175,8 @@ def steps(
             state, record["restored"] = checkpoint.restore(session.restore, like, recorder.say)
         if session.checkpoint:
             saver = checkpoint.Checkpoints(
-                session.folder, record["recipe"], session.checkpoint_every, session.keep,
-                recorder.say,
+                session.folder, record["recipe"], session.start, session.checkpoint_every,
+                session.keep, recorder.say,
             )  # fmt: skip
             record["checkpoints"] = saver.saved
             pauses.append(Phase(saver, "saving", beat))

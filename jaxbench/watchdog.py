@@ -31,7 +31,7 @@ def start(run_folder: Path, beats: Path, processes: int, timeout: float) -> subp
     end."""
     return subprocess.Popen([
         sys.executable, "-m", "jaxbench.watchdog", str(run_folder), str(beats), str(processes),
-        str(timeout), str(os.getpid()),
+        str(timeout),
     ], stdin=subprocess.DEVNULL)  # fmt: skip
 
 
@@ -86,6 +86,22 @@ def _name(beats: list[dict[str, Any]]) -> str:
     return ", ".join(texts) + (f" and {len(beats) - 8} more" if len(beats) > 8 else "")
 
 
+def dead(beats: list[dict[str, Any]]) -> str | None:
+    """Which processes of this host are gone without having ended; None if all are there."""
+    gone = [beat for beat in beats
+            if beat["host"] == platform.node() and beat["phase"] != "ended"
+            and not _runs(beat["pid"])]  # fmt: skip
+    return f"lost {_name(gone)}" if gone else None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
 def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str) -> None:
     """Records the failure, then kills the job's processes on this host."""
     print(f"watchdog: {reason}; ending the job", file=sys.stderr, flush=True)
@@ -105,7 +121,6 @@ def main() -> int:
     parser.add_argument("beats", type=Path)
     parser.add_argument("processes", type=int)
     parser.add_argument("timeout", type=float)
-    parser.add_argument("parent", type=int)
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # meant for the job, which still has to be watched
@@ -113,11 +128,7 @@ def main() -> int:
     while True:
         time.sleep(min(1.0, args.timeout / 10))
         beats = read(args.beats)
-        if os.getppid() != args.parent:
-            dead = [beat for beat in beats if beat["pid"] == args.parent]
-            end_job(args.run_folder, beats, f"died without a word: {_name(dead)}")
-            return 1
-        if reason := watch.verdict(beats, time.monotonic()):
+        if reason := dead(beats) or watch.verdict(beats, time.monotonic()):
             end_job(args.run_folder, beats, reason)
             return 1
 

@@ -17,7 +17,7 @@ FSDP_TENSOR = ("parallelism.fsdp=4", "parallelism.tensor=2")
 
 
 def saver(folder, run, **options):
-    options = {"every": None, "keep": 2, "say": lambda line: None} | options
+    options = {"start": 0, "every": None, "keep": 2, "say": lambda line: None} | options
     return checkpoint.Checkpoints(folder, recipes.describe(run), **options)
 
 
