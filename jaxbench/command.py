@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxbench import environment, job, recipes, session
+from jaxbench import environment, job, profiling, recipes, session
 from jaxbench.config import RecipeError, Run, positive
 from jaxbench.session import Session
 
@@ -56,7 +56,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--keep", type=int, default=2, metavar="K", help="checkpoints that stay (default 2)")
     add(
         "--resume", action="store_true",
-        help="continue the run in --output from its last checkpoint, or begin it; save as it goes",
+        help="continue the run in --output from its last checkpoint, or begin it",
     )  # fmt: skip
     add(
         "--restore", type=Path, metavar="PATH",
@@ -66,7 +66,45 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--watchdog", type=float, metavar="SECONDS",
         help="end the job when a process gives no sign of life, or completes no step, for so long",
     )  # fmt: skip
+    add_observation(parser)
     return parser.parse_args(argv)
+
+
+def add_observation(parser: argparse.ArgumentParser) -> None:
+    """Options that look into a run, and exclude each other."""
+    group = parser.add_argument_group("profile")
+    add = group.add_argument
+    add("--profile", choices=("jax", "nsys"), help="profile some steps")
+    add(
+        "--profile-steps", type=profile_steps, default=(20, 25), metavar="FIRST-STOP",
+        help="from before step FIRST to before step STOP (default 20-25)",
+    )  # fmt: skip
+    add(
+        "--profile-ranks", default="0,1,2,3,4,5,6,7", metavar="N,N", type=ranks,
+        help="processes that are profiled (default 0 to 7)",
+    )  # fmt: skip
+    add("--nccl-trace", action="store_true", help="let NCCL write what it does")
+    add(
+        "--pgle", action="store_true",
+        help="profile some steps, compile again with their times (profile-guided latencies), train",
+    )  # fmt: skip
+    add(
+        "--compilation-cache", type=Path, metavar="FOLDER",
+        help="keep compiled programs here; safe for all processes of all jobs",
+    )  # fmt: skip
+
+
+def profile_steps(text: str) -> tuple[int, int]:
+    """`20-25` as numbers."""
+    first, last = map(int, text.split("-"))
+    if not first < last:
+        raise ValueError
+    return first, last
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """`0,1` as numbers."""
+    return tuple(map(int, text.split(",")))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,6 +134,8 @@ def main(argv: list[str] | None = None) -> int:
             raise RecipeError(
                 "FP8 is not available yet; run the bf16 recipe or add --set precision.dtype=bf16"
             )
+        if args.pgle and platform != "gpu":
+            raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
         run, plan = prepare(run, args)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -111,6 +151,14 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("steps", "cpu_devices", "local_devices", "checkpoint_every", "keep", "watchdog"):
         if getattr(args, name) is not None:
             positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    observations = {"--profile": args.profile, "--nccl-trace": args.nccl_trace, "--pgle": args.pgle}
+    chosen = [name for name, value in observations.items() if value]
+    if len(chosen) > 1:
+        raise RecipeError(f"{' and '.join(chosen)} exclude each other")
+    if args.profile == "nsys":
+        profiling.check_nsys()
+    if args.profile and args.profile_steps[0] >= (args.steps or STEPS):
+        raise RecipeError(f"--profile-steps {args.profile_steps[0]} is beyond the last step")
     if args.resume and args.output is None:
         raise RecipeError("--resume needs --output, the folder of the run to continue")
 
@@ -126,12 +174,20 @@ def prepare(run: Run, args: argparse.Namespace) -> tuple[Run, Session | None]:
     plan = Session(
         folder=Path(decided["folder"]),
         resume=args.resume,
-        checkpoint=args.checkpoint or args.checkpoint_every is not None or args.resume,
+        checkpoint=args.checkpoint or args.checkpoint_every is not None,
         checkpoint_every=args.checkpoint_every,
         keep=args.keep,
         restore=decided["restore"] and Path(decided["restore"]),
         watchdog=args.watchdog,
+        profile=args.profile,
+        profile_steps=args.profile_steps,
+        profile_ranks=args.profile_ranks,
+        nccl_trace=args.nccl_trace,
+        pgle=args.pgle,
+        compilation_cache=args.compilation_cache,
     )
+    if plan.nccl_trace:
+        profiling.trace_nccl(plan.folder)
     return replace(run, steps=decided["steps"]), plan
 
 

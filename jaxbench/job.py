@@ -57,6 +57,12 @@ def gather(name: str, text: str) -> list[str]:
             for i in range(count)]  # fmt: skip
 
 
+def all_agree(name: str, yes: bool) -> bool:
+    """Whether every process says yes, in every process."""
+    answers = gather(name, str(yes))
+    return from_first(f"{name} agreed", lambda: str(set(answers) == {"True"})) == "True"
+
+
 class Signals:
     """SIGINT and SIGTERM to any process, answered by all of them at the same step.
 

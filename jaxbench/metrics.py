@@ -237,6 +237,8 @@ def summary_lines(record: dict[str, Any]) -> list[str]:
             f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
             f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
         ]
+        if pgle := record.get("pgle"):
+            lines.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s before")
     if row := record["published"]:
         lines.append(
             f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU, {row['gpus']} H100"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -27,6 +27,7 @@ from jaxbench import (
     job,
     mesh,
     metrics,
+    profiling,
     published,
     recipes,
     train,
@@ -45,6 +46,10 @@ class Session:
     at the end and before a stop, `checkpoint_every` also every so many steps; the last `keep` stay.
     `restore` is the checkpoint to start from. `watchdog` is the number of seconds without progress
     after which the job is ended.
+
+    `profile` is a profiler, for the steps of `profile_steps` (first, and the one behind the last)
+    in the processes of `profile_ranks`. `pgle` compiles the step with a profile of itself.
+    `compilation_cache` is the folder in which compiled programs stay.
     """
 
     folder: Path
@@ -54,6 +59,12 @@ class Session:
     keep: int = 2
     restore: Path | None = None
     watchdog: float | None = None
+    profile: Literal["jax", "nsys"] | None = None
+    profile_steps: tuple[int, int] = (20, 25)
+    profile_ranks: tuple[int, ...] = ()
+    nccl_trace: bool = False
+    pgle: bool = False
+    compilation_cache: Path | None = None
 
     @property
     def start(self) -> int:
@@ -67,6 +78,10 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
     reasons = published.differences(run, hardware["device"])
     if session.checkpoint_every is not None:
         reasons.append("checkpoints are written while it trains")
+    if session.profile:
+        reasons.append(f"it was profiled ({session.profile})")
+    if session.nccl_trace:
+        reasons.append("NCCL wrote a trace")
     resumed = resumed_at(session)
     if resumed:
         reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
@@ -104,6 +119,7 @@ def benchmark(run: Run, session: Session) -> int:
     record = new_record(run, session)
     recorder: metrics.Recorder | metrics.Silent = metrics.Silent()
     if jax.process_index() == 0:
+        metrics.write_json(session.folder / "environment.json", environment.variables())
         recorder = metrics.Recorder(session.folder, run, record, session.start)
     with heartbeat(session) as beat:
         status, reason = attempt(run, session, record, recorder, signals, beat)
@@ -161,12 +177,19 @@ def steps(
     """Compiles, restores, trains and saves as the session asks; yields completed steps."""
     beat.phase = "compiling"
     recorder.say(f"compiling {run.recipe}, row {run.row}, mesh {run.mesh_text()} ...")
-    compiled, lower_s, compile_s = train.compile_program(run)
-    record |= {"lower_s": lower_s, "compile_s": compile_s}
+    with environment.program_cache(session.compilation_cache, cached_by(record)) as cached:
+        compiled, lower_s, compile_s = train.compile_program(run)
+    record |= {"lower_s": lower_s, "compile_s": compile_s, "compiled_before": cached}
     recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
     train.check_program(compiled, run)
+    if session.pgle:
+        compiled, record["pgle"] = profiling.guided(run, compiled, session.folder, recorder.say)
+        train.check_program(compiled, run)
     beat.phase = "loading"
-    state, pauses = None, []
+    state: train.State | None = None
+    pauses: list[train.Pause] = []
+    if session.profile and jax.process_index() in session.profile_ranks:
+        pauses.append(profiling.window(session.profile, *session.profile_steps, session.folder))
     if session.restore or session.checkpoint:
         from jaxbench import checkpoint  # Orbax, which no other run needs
 
@@ -191,9 +214,15 @@ def steps(
         beat.completed = step["step"]
         times.append((step["step_time_s"], step["wait_s"]))
         yield step
-    if pauses:
+    if session.checkpoint:
         saver.wait()
     record["ranks"] = stragglers(times)
+
+
+def cached_by(record: dict[str, Any]) -> dict[str, Any]:
+    """What a compiled program depends on; JAX's own key is finer, this one chooses a folder."""
+    hardware = {k: v for k, v in record["hardware"].items() if k != "host"}
+    return {"hardware": hardware, **{k: record[k] for k in ("recipe", "versions", "flags")}}
 
 
 @dataclass

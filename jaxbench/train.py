@@ -114,17 +114,20 @@ def make_program(run: Run) -> Any:
     return jax.jit(step, donate_argnums=0)
 
 
-def compile_program(run: Run) -> tuple[Any, float, float]:
+def compile_program(
+    run: Run, extra_options: dict[str, Any] | None = None
+) -> tuple[Any, float, float]:
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
-    The devices of the mesh need not exist (`target.compile_only_devices`).
+    `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
+    (`target.compile_only_devices`).
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
     lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
     options = xla_flags.options(run.execution.xla_flags, mesh.platform())
-    compiled = lowered.compile(compiler_options=options)
+    compiled = lowered.compile(compiler_options=options | (extra_options or {}))
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
 
