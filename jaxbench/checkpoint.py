@@ -29,8 +29,13 @@ STATE, RECIPE = "state", "recipe"
 
 def steps(folder: Path) -> list[int]:
     """Completed steps of the complete checkpoints in a folder, in order."""
-    found = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    return sorted(int(p.name) for p in found if ocp.utils.is_checkpoint_finalized(epath.Path(p)))
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in found if _complete(path))
+
+
+def _complete(path: Path) -> bool:
+    named = path.name.isdigit() and (path / RECIPE).is_dir()
+    return named and ocp.utils.is_checkpoint_finalized(epath.Path(path))
 
 
 def find(path: Path) -> Path:
@@ -39,7 +44,7 @@ def find(path: Path) -> Path:
 
     Raises RecipeError where there is none.
     """
-    if path.name.isdigit() and int(path.name) in steps(path.parent):
+    if _complete(path):
         return path
     for folder in (path / FOLDER, path):
         if there := steps(folder):

@@ -94,6 +94,8 @@ def program_cache(folder: Path | None, identity: dict[str, Any]) -> Iterator[boo
     compilation_cache.reset_cache()  # JAX decides once whether it uses one
     jax.config.update("jax_compilation_cache_dir", str(chosen))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    # XLA's own caches are written by every rank, and their paths would be part of the key.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     yield there
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
