@@ -8,6 +8,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
+import re
 import shutil
 import statistics
 from collections.abc import Callable
@@ -24,6 +25,11 @@ from jaxbench.config import RecipeError, Run, RunFailed
 
 NCCL_TRACE = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET"}
 """What the published trace sets."""
+
+PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+
+COVERAGE = 0.5
+"""Smallest share of a program's kernels and collectives that a useful profile has times of."""
 
 TIMED, PROFILED = 10, 3
 """PGLE: steps for the step time before, whose first half warms up, and steps that are profiled."""
@@ -96,8 +102,9 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     Some steps are timed with `program`, some are profiled without command buffers, which hide the
     kernels. One process profiles, and all read its file: several collectors on a host disturb each
     other, and programs compiled from different profiles order their collectives differently and
-    hang, as JAX's automatic PGLE does with several processes (marin issue 7344, pull request 8209).
-    Every process compiles before any trains on. Raises RunFailed if the profile is empty.
+    hang, as JAX's automatic PGLE was seen to (marin issue 7344, pull request 8209).
+    Every process compiles before any trains on. Raises RunFailed if the profile is not of this
+    program.
     """
     say(f"PGLE: timing {TIMED} steps, profiling {PROFILED}")
     before = [s["step_time_s"] for s in train.run_steps(replace(run, steps=TIMED), program)]
@@ -109,24 +116,34 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     pauses = [profiler] if jax.process_index() == 0 else []
     for _ in train.run_steps(replace(run, steps=1 + PROFILED), collecting, pauses=pauses):
         pass
-    size = int(job.from_first("pgle", partial(_collect, trace, path)))
-    if size == 0:
-        raise RunFailed("PGLE collected an empty profile; does another tool use CUPTI?")
-    options = {"xla_gpu_pgle_profile_file_or_directory_path": str(path)}
-    compiled, _, compile_s = train.compile_program(run, options)
-    if compiled.as_text() == program.as_text():
-        say("PGLE: the profile changed nothing in the schedule")
+    coverage = float(job.from_first("pgle", partial(_collect, trace, path, program.as_text())))
+    if coverage < COVERAGE:
+        raise RunFailed(
+            f"PGLE: the profile has the times of {coverage:.0%} of the instructions; does another "
+            f"tool use CUPTI?"
+        )
+    compiled, _, compile_s = train.compile_program(run, {PGLE_OPTION: str(path)})
     return compiled, {
-        "profile": str(path), "profile_bytes": size, "compile_s": compile_s,
+        "profile": str(path), "coverage": coverage, "compile_s": compile_s,
         "step_time_before_s": statistics.fmean(before[TIMED // 2 :]),
-        "changed": compiled.as_text() != program.as_text(),
     }  # fmt: skip
 
 
-def _collect(trace: Path, path: Path) -> str:
-    """Writes the profile of a trace to `path`, and returns its size in bytes."""
+def _collect(trace: Path, path: Path, program: str) -> str:
+    """Writes the profile of a trace to `path`; returns `coverage` of it."""
     found = [p.parent for p in trace.glob("plugins/profile/*/*.xplane.pb")]
     profile = get_profiled_instructions_proto(str(found[-1])) if found else b""
     path.write_bytes(profile)
     shutil.rmtree(trace / "plugins", ignore_errors=True)
-    return str(len(profile))
+    return str(coverage(profile, program))
+
+
+def coverage(profile: bytes, program: str) -> float:
+    """The share of a scheduled program's products, kernels and collectives that a profile names.
+
+    XLA compiles without a word when the profile is of another program, or none at all. The profile
+    is a protocol buffer, in which names are plain bytes behind their length.
+    """
+    names = re.findall(r"%?([\w.-]+) = .* (?:custom-call|[a-z-]+-start)\(", program)
+    named = [name for name in names if bytes([0x0A, len(name) % 128]) + name.encode() in profile]
+    return len(named) / len(names) if names else 0.0

@@ -10,13 +10,21 @@ import pytest
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-LAPTOP = ("config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo")
+LAPTOP = (
+    "config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo",
+    "heartbeat", "watchdog",
+)  # fmt: skip
 LAYERS = {
     "mesh": {"config"},
     "ops": {"config", "mesh"},
     "loss": {"mesh"},
     "data": {"mesh"},
     "target": set(),
+    "job": {"config"},
+    "environment": {"config", "job"},
+    "checkpoint": {"config"},
+    "heartbeat": {"metrics"},
+    "watchdog": {"heartbeat", "metrics"},
     "models.layers": {"config", "mesh", "ops"},
     "models.decoder": {"config", "mesh", "ops", "loss", "models.layers"},
     "optimizer": {"config", "models.layers"},
@@ -71,4 +79,4 @@ def test_only_ops_names_a_kernel_library():
 
 def test_only_the_commands_read_the_environment():
     readers = {p.stem for p in PACKAGE.rglob("*.py") if "os.environ" in p.read_text()}
-    assert readers <= {"train", "environment"}
+    assert readers <= {"command", "session", "environment", "profiling"}
