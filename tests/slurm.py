@@ -36,12 +36,13 @@ class Cluster:
         self._start_munge()
         self._hosts("n0", "n1")
         host = os.uname().nodename
+        # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
         (self.folder / "slurm.conf").write_text(f"""
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={self.folder}/munge.socket
+AuthInfo=socket={self.folder}/munge.socket,cred_expire=15
 CredType=cred/munge
 SlurmctldPort=16817
 SlurmctldParameters=enable_configless
