@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STEPS, EVERY = 3000, 5
+STEPS, EVERY = 2000, 5
 TRAIN = [
     sys.executable, "-m", "jaxbench.train", "--config", "configs/llama31_8b_bf16.yaml",
     "--steps", str(STEPS), "--cpu-devices", "2", "--set", "parallelism.fsdp=2",
@@ -63,7 +63,8 @@ def main() -> None:
         began = time.monotonic()
         finish(start("--output", str(whole)))
         print(f"undisturbed: {STEPS} steps in {time.monotonic() - began:.1f} s", flush=True)
-        resuming = ("--output", str(killed), "--resume", "--checkpoint-every", str(EVERY))
+        cache = ("--compilation-cache", f"{temporary}/cache")
+        resuming = (*cache, "--output", str(killed), "--resume", "--checkpoint-every", str(EVERY))
         during = 0
         for kill in range(args.kills):
             process, before = start(*resuming), recorded(killed)
@@ -73,7 +74,7 @@ def main() -> None:
                 while recorded(killed) <= before and process.poll() is None:
                     before = min(before, recorded(killed))  # a resumed run drops what it repeats
                     time.sleep(0.001)
-                time.sleep(draw.uniform(0, 0.5))
+                time.sleep(draw.uniform(0, 2))
             if process.poll() is not None:
                 sys.exit(f"the run ended before kill {kill + 1}; it needs more steps")
             process.send_signal(signal.SIGKILL)

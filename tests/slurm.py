@@ -75,6 +75,8 @@ PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
         return self
 
     def __exit__(self, *_):
+        self.run("scancel", "--me")
+        self._wait(lambda: not self.run("squeue", "--noheader"), 60)
         for process in reversed(self._daemons):
             process.terminate()
         for process in self._daemons:
