@@ -123,7 +123,7 @@ def encode(costs):
 )
 def test_a_profile_reaches_the_scheduler(tmp_path):
     """For absent GPUs: long gathers are started earlier or waited for later."""
-    overrides = ("parallelism.fsdp=8", "precision.dtype=bf16", "model.layers=2")
+    overrides = ("parallelism.fsdp=8", "precision.dtype=bf16")
     tiny = tiny_run(*overrides, devices=8)
     instruction = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ", re.MULTILINE)
     with jax.set_mesh(mesh.make_mesh(tiny.mesh_shape, target.compile_only_devices("h100", 8))):
