@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
 
 Checks cuDNN attention, forward and backward, against plain fp32 attention at real shapes. Measures
-the ceiling of bf16 products at the recipes' shapes, and the step of every recipe's row for one GPU.
+products at the recipes' shapes with their gradients, in bf16 and in FP8 by each implementation, and
+the step of every recipe's row for one GPU.
 Run from the source tree; nothing is installed.
 """
 
@@ -19,17 +20,18 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from jaxbench import environment, flops, mesh, metrics, ops, recipes, target, train
-from jaxbench.config import Execution, Run
+from jaxbench import environment, flops, fp8, mesh, metrics, ops, recipes, target, train
+from jaxbench.config import Execution, Precision, Run
 
-BF16_RECIPES = sorted(path.stem for path in recipes.config_folder().glob("*_bf16.yaml"))
+RECIPES = sorted(path.stem for path in recipes.config_folder().glob("*.yaml"))
 SEQUENCE = {"batch": 1, "length": 4096, "heads": 16, "kv_heads": 4, "head_dim": 128}
 
 
 def one_gpu_runs(steps: int = 1) -> list[Run]:
-    """The row `1` of every bf16 recipe."""
-    loaded = [recipes.load(recipes.config_folder() / f"{name}.yaml") for name in BF16_RECIPES]
+    """The row `1` of every recipe."""
+    loaded = [recipes.load(recipes.config_folder() / f"{name}.yaml") for name in RECIPES]
     return [recipes.resolve(recipe, 1, steps=steps) for recipe in loaded]
 
 
@@ -79,7 +81,7 @@ def check_attention() -> list[tuple[str, ...]]:
 
 
 def product_shapes(run: Run) -> dict[str, tuple[int, int, int]]:
-    """(tokens, inputs, outputs) of each product of a layer, and of the head."""
+    """(tokens, inputs, outputs) of each product of a layer."""
     m, tokens = run.model, run.microbatch * run.batch.sequence_length
     return {
         "qkv": (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
@@ -89,16 +91,54 @@ def product_shapes(run: Run) -> dict[str, tuple[int, int, int]]:
     }
 
 
+def fp8_implementations() -> list[str]:
+    """Those that can run on this machine."""
+    best = ops.fp8_implementation(Precision())
+    return ["xla"] if best == "xla" else ["xla", best]
+
+
+def product_with_gradients(implementation: str | None):
+    """(x, w, dy) to (y, dx, dw) of one product, in bf16 (None) or in FP8 under delayed scaling."""
+
+    def run(x, w, dy):
+        kernels = nnx.Dict(qkv=nnx.Param(w[None]))
+        if implementation is None:
+            y, vjp = jax.vjp(lambda x, w: ops.dot("BSD,DF->BSF", x, w, "batch seq ffn"), x, w)
+            return y, vjp(dy)
+        precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
+        state = {"qkv": jnp.full((1, 3, 4), 6.0)}
+        constants = fp8.quantize_weights(kernels, state, precision)
+
+        def product(x, kernels, observed):
+            attached = fp8.attach(kernels, constants, observed, precision)
+            operand = jax.tree.map(lambda leaf: leaf[0], attached)["qkv"]
+            return ops.dot("BSD,DF->BSF", x, operand, "batch seq ffn")
+
+        y, vjp = jax.vjp(product, x, kernels, fp8.unobserved(state))
+        return y, vjp(dy)
+
+    return jax.jit(run)
+
+
 def measure_products() -> list[tuple[str, ...]]:
-    """TFLOP/s of bf16 products of random matrices at the shapes of every recipe."""
+    """TFLOP/s of a product with both gradients at the shapes of every recipe, quantization
+    included, and the ratio to bf16."""
     rows = []
-    for run in one_gpu_runs():
-        for name, (m, k, n) in product_shapes(run).items():
-            x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16)
-                    for i, s in enumerate(((m, k), (k, n))))  # fmt: skip
-            elapsed = seconds(jax.jit(jnp.matmul), x, w)
-            rate = 2 * m * k * n / elapsed / 1e12
-            rows.append((f"{run.recipe} {name}", f"{m} x {k} x {n}", f"{rate:.0f} TFLOP/s"))
+    shapes = {shape for run in one_gpu_runs() for shape in product_shapes(run).values()}
+    for m, k, n in sorted(shapes):
+        keys = jax.random.split(jax.random.key(0), 3)
+        dims = ((1, m, k), (k, n), (1, m, n))
+        arrays = [jax.random.normal(*a, jnp.bfloat16) for a in zip(keys, dims, strict=True)]
+        times = {
+            name or "bf16": seconds(product_with_gradients(name), *arrays)
+            for name in (None, *fp8_implementations())
+        }
+        rates = {name: 3 * 2 * m * k * n / t / 1e12 for name, t in times.items()}
+        rows.append((
+            f"product {m} x {k} x {n} with gradients",
+            ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in rates.items()),
+            ", ".join(f"{name} / bf16 {rate / rates['bf16']:.2f}" for name, rate in rates.items()),
+        ))  # fmt: skip
     return rows
 
 
@@ -139,6 +179,11 @@ def compile_everything() -> list[tuple[str, ...]]:
         for name, dtype in (("cudnn", jnp.bfloat16), ("xla", jnp.float32)):
             attention_with_gradients(Execution(attention=name), dtype).lower(*inputs).compile()
             rows.append((f"attention {name}", "compiled", ""))
+        x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 4096, 8192), (8192, 10240)))
+        dy = jax.ShapeDtypeStruct((1, 4096, 10240), jnp.bfloat16)
+        for name in (None, "xla"):
+            product_with_gradients(name).lower(x, w, dy).compile()
+            rows.append((f"product {name or 'bf16'}", "compiled", ""))
     return rows
 
 

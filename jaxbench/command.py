@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxbench import environment, job, profiling, recipes, session
+from jaxbench import environment, job, ops, profiling, recipes, session
 from jaxbench.config import RecipeError, Run, positive
 from jaxbench.session import Session
 
@@ -130,10 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             recipe, row, devices=devices, overrides=overrides, steps=args.steps or STEPS,
             seed=args.seed,
         )  # fmt: skip
-        if run.precision.dtype == "fp8":
-            raise RecipeError(
-                "FP8 is not available yet; run the bf16 recipe or add --set precision.dtype=bf16"
-            )
+        ops.fp8_implementation(run.precision)
         if args.pgle and platform != "gpu":
             raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
         run, plan = prepare(run, args)

@@ -119,18 +119,23 @@ class Program:
             for callee, times in instruction.callees:
                 yield from self._walk(callee, runs * times)
 
-    def gemm_flops(self) -> Counter[str]:
-        """Matrix-product FLOPs per step by operand dtype, one multiply-add being 2."""
-        flops: Counter[str] = Counter()
+    def gemms(self) -> Iterator[tuple[str, int, int, str]]:
+        """Every matrix product: dtype of its first operand, FLOPs of one run (a multiply-add is 2),
+        runs per step, and the JAX operation it stems from."""
         for i, scope, runs in self.walk():
             if i.opcode == "dot" or i.attribute(r'custom_call_target="([^"]*)"') in GEMM_CALLS:
                 dtype, lhs = scope[i.operands[0]].arrays[0]
                 contracting = _ints(
                     i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]')
                 )
-                flops[dtype] += (
-                    2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting) * runs
-                )
+                flops = 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting)
+                yield dtype, flops, runs, i.attribute(r'op_name="([^"]*)"') or ""
+
+    def gemm_flops(self) -> Counter[str]:
+        """Matrix-product FLOPs per step by operand dtype."""
+        flops: Counter[str] = Counter()
+        for dtype, each, runs, _ in self.gemms():
+            flops[dtype] += each * runs
         return flops
 
     def attention_flops(self) -> int:

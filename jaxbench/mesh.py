@@ -22,25 +22,39 @@ SHARDS = ("fsdp", "expert", "context")
 """Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
 al. 2020)."""
 
+EXPERTS = ("expert", "tensor")
+"""Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices of
+each: every token travels once, and no product is cut."""
+
+TOKENS = (*BATCH, "context", "tensor")
+"""Axes whose ranks hold different tokens outside tensor-parallel regions: all of them."""
+
 WEIGHT = {
     "embed": SHARDS,
     "kv_heads": "tensor",
     "heads": "tensor",
+    "groups": "tensor",
     "ffn": "tensor",
     "vocab": "tensor",
     "group": None,
     "part": None,
     "head_dim": None,
+    "inner": None,
+    "experts": EXPERTS,
+    "expert_embed": ("fsdp", "context"),
+    "expert_ffn": None,
+    "router_embed": None,
+    "router": None,
 }
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
-copy."""
+copy. Those of experts come after `experts`, and are sharded over what that leaves."""
 
 TABLE = {"vocab": None, "embed": (*SHARDS, "tensor")}
 """The embedding table, looked up where its columns lie (`ops.embedding`)."""
 
-VECTOR = {"embed": None}
-"""Norm gains: a copy on each device. They are small, and gathering them would cost a collective's
-latency per layer."""
+VECTOR = {"embed": None, "groups": "tensor", "inner": None, "taps": None}
+"""Norm gains, and what a Mamba-2 group keeps per head and channel: not sharded over `SHARDS`. They
+are small, and gathering them would cost a collective's latency per layer."""
 
 ACTIVATION = {
     "batch": BATCH,
@@ -48,15 +62,23 @@ ACTIVATION = {
     "shard_seq": ("context", "tensor"),
     "heads": "tensor",
     "kv_heads": "tensor",
+    "groups": "tensor",
     "ffn": "tensor",
     "embed": None,
     "group": None,
     "part": None,
     "head_dim": None,
+    "inner": None,
     "microbatch": None,
+    "experts": EXPERTS,
+    "rows": ("data", "fsdp", "context"),
+    "expert_ffn": None,
+    "choice": None,
+    "slots": TOKENS,
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
-work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022)."""
+work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022). `slots` are the
+places for tokens that each rank fills for all experts, `rows` those that an expert receives."""
 
 
 def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
@@ -122,10 +144,54 @@ def accumulating(w: jax.Array) -> jax.Array:
     return reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
-def unshard(w: jax.Array) -> jax.Array:
+def unmarked(w: jax.Array) -> jax.Array:
+    """An `accumulating` weight without its mark, for use outside of differentiation."""
+    return reshard(w, PartitionSpec(*partition(w)))
+
+
+Shards = list[tuple[int, tuple[str, ...]]]
+
+
+def shards(w: jax.Array, experts: int | None = None) -> Shards:
+    """The dimensions over which a weight at rest is gathered for use, each with its axes; all but
+    the dimension number `experts`."""
+    split = [tuple(axis for axis in _axes(entry) if axis in SHARDS) for entry in partition(w)]
+    return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
+
+
+def gather(w: jax.Array, shards: Shards) -> jax.Array:
+    """The whole of a weight from its parts, inside a `shard_map`."""
+    for dim, axes in shards:
+        w = jax.lax.all_gather(w, axes, axis=dim, tiled=True)
+    return w
+
+
+def scatter(grad: jax.Array, shards: Shards) -> jax.Array:
+    """This device's part of the sum of a gradient over the ranks of the shards, inside a
+    `shard_map`."""
+    for dim, axes in shards:
+        grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    return grad
+
+
+def own_copy(vector: jax.Array) -> jax.Array:
+    """Inside `shard_map`: a weight sharded over `tensor` at most, as each device's own; its
+    gradient stays local."""
+    return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != "tensor")), to="varying")
+
+
+def as_weight(w: jax.Array, dims: str) -> jax.Array:
+    """An `accumulating` array of another table laid out as the weight `dims`, for use as one."""
+    return reshard(w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced)))
+
+
+def unshard(w: jax.Array, experts: int | None = None) -> jax.Array:
     """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
-    gradient."""
-    kept = [set(_axes(entry)) & {"tensor"} for entry in partition(w)]
+    gradient. The dimension number `experts` stays as it is: each rank uses its own experts."""
+    kept = [
+        _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == "tensor"]
+        for dim, entry in enumerate(partition(w))
+    ]
     return reshard(w, _spec(kept, reduced=set(AXES).difference(*kept)))
 
 
@@ -143,11 +209,20 @@ def _axes(entry: str | Collection[str] | None) -> Collection[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
+def cotangent_spec(x: jax.Array) -> PartitionSpec:
+    """The partition of a cotangent of `x`: unreduced over the axes over which `x` is reduced."""
+    return PartitionSpec(*partition(x), unreduced=jax.typeof(x).sharding.spec.reduced)
+
+
+def per_device() -> PartitionSpec:
+    """The partition of a vector with one entry for each device."""
+    return PartitionSpec(used(*AXES) or None)
+
+
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:
     """Zeros to which gradients of the `accumulating` weight can be added."""
-    marks = jax.typeof(w).sharding.spec.reduced
     zeros = jax.numpy.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
-    return reshard(zeros, PartitionSpec(*partition(w), unreduced=marks))
+    return reshard(zeros, cotangent_spec(w))
 
 
 def sum_replicas(grad: jax.Array, w: jax.Array) -> jax.Array:

@@ -41,15 +41,16 @@ def schedule(cfg: Optimizer, steps: int):
 
     Both decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2. MaxText warms up from 0 as
     peak t/W (max_utils.py at 02a8f5c), Megatron from its first step as peak (t + 1)/(W + 1), up to
-    and including t = W (NeMo's lr_scheduler.py at d2b2155).
+    and including t = W; with a constant tail of C steps from 0, as peak t/W, and the decay ends at
+    T - C (NeMo's lr_scheduler.py at d2b2155).
     """
     peak, final, warmup = cfg.learning_rate, cfg.final_learning_rate, cfg.warmup_steps(steps)
 
     def rate(t):
         t = jnp.asarray(t, jnp.float32)
-        progress = jnp.clip((t - warmup) / max(steps - warmup, 1), 0.0, 1.0)
+        progress = jnp.clip((t - warmup) / max(steps - cfg.constant - warmup, 1), 0.0, 1.0)
         cosine = final + (peak - final) * 0.5 * (1 + jnp.cos(math.pi * progress))
-        if cfg.schedule == "megatron":
+        if cfg.schedule == "megatron" and not cfg.constant:
             return jnp.where(t <= warmup, peak * (t + 1) / (warmup + 1), cosine)
         return jnp.where(t < warmup, peak * t / max(warmup, 1), cosine)
 

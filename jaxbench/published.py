@@ -7,8 +7,9 @@ the code says how to reproduce it.
 """
 
 import csv
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from typing import Any
 
 from jaxbench import flops
 from jaxbench.config import ModelConfig, Run
@@ -24,12 +25,15 @@ ERRATA = {
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
 }
 STATED_FLOPS = {
-    ("llama2", "70b"): 1.82e15,
-    ("llama3.1", "8b"): 4.74e14,
-    ("llama3.1", "70b"): 3.94e15,
+    ("grok1", "314b", 64): 4.27e15,
+    ("nemotron4", "340b", 96): 1.01e16,
+    ("nemotronh", "56b", 118): 2.816e15,
+    ("llama2", "70b", 80): 1.82e15,
+    ("llama3.1", "8b", 32): 4.74e14,
+    ("llama3.1", "70b", 80): 3.94e15,
 }
-"""Model FLOPs per sequence as the source rounds them. For 405B it states none and the tables use
-the unrounded formula."""
+"""Model FLOPs per sequence as the source rounds them, by workload, size and layers. For 405B and
+the shortened Grok-1 it states none and the tables use the unrounded formula."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ def lookup(run: Run) -> Row | None:
     """The published row with the run's model, work, precision and GPU count; None where there is
     none."""
     m, b = run.model, run.batch
-    if all(replace(m, layers=published.layers) != published for published in MODELS.values()):
+    if all(_widths(m) != _widths(published) for published in MODELS.values()):
         return None
     work = (
         m.family,
@@ -90,6 +94,11 @@ def lookup(run: Run) -> Row | None:
         if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
             return row
     return None
+
+
+def _widths(cfg: ModelConfig) -> dict[str, Any]:
+    """A model but for its number of layers."""
+    return {**asdict(cfg), "layers": None}
 
 
 def differences(run: Run, device: str) -> list[str]:
@@ -109,18 +118,45 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
 
     Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what
     `flops.model_flops` counts in full.
+
+    Grok-1: S (12 L h^2 (1 + kv/heads + S/h/2) + 18 L f h k + 6 V h), the causal count without the
+    router.
+
+    Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
+    be as wide as queries: 17 % above the full count.
+
+    Nemotron-H: the full count, with the scan in chunks of 256.
     """
-    return flops.model_flops(cfg, length, "full")["total"]
+    full = flops.model_flops(cfg, length, "full")
+    if cfg.family == "grok1":
+        causal = flops.model_flops(cfg, length, "causal")
+        return causal["total"] - causal["router"]
+    if cfg.family == "nemotron4":
+        missing_kv_heads = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
+        return full["total"] + 6 * length * cfg.layers * missing_kv_heads
+    if cfg.mamba is not None:
+        scans = cfg.letters.count("M") * flops.scan_flops(cfg.mamba, length, 256)
+        return full["total"] - full["mamba scan"] + scans
+    return full["total"]
 
 
 def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:
     """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules
     and the row's errata."""
-    tokens_per_s = row.seq_len * row.gbs / row.step_time_s
-    per_sequence = STATED_FLOPS.get((row.workload, row.size)) or source_flops(cfg, row.seq_len)
+    exact_step_s = row.step_time_s
+    if "RND" in row.errata or "STEP" in row.errata:
+        exact_step_s = row.seq_len * row.gbs / row.tokens_per_s
+    tokens_per_s = row.seq_len * row.gbs / exact_step_s
+    stated = STATED_FLOPS.get((row.workload, row.size, row.layers))
+    per_sequence = stated or source_flops(cfg, row.seq_len)
     if "GQA16" in row.errata:
         extra_groups = 2 * cfg.embed * cfg.kv_heads * cfg.head_dim
         per_sequence += 6 * row.seq_len * cfg.layers * extra_groups
-    peak = 989.5 if "PEAK" in row.errata else flops.PEAK_TFLOPS["H100"][row.dtype]
-    mfu = row.gbs * per_sequence / row.step_time_s / row.gpus / (peak * 1e12)
-    return tokens_per_s, 100 * mfu, flops.days_per_1t_tokens(tokens_per_s)
+    peak, step_s = flops.PEAK_TFLOPS["H100"][row.dtype], exact_step_s
+    if "PEAK" in row.errata:  # inferred from the steps as they are printed
+        peak, step_s = 989.5, row.step_time_s
+    mfu = row.gbs * per_sequence / step_s / row.gpus / (peak * 1e12)
+    if "STEP" in row.errata:  # its days follow from the misprint
+        exact_step_s = row.step_time_s
+    days = flops.days_per_1t_tokens(row.seq_len * row.gbs / exact_step_s)
+    return tokens_per_s, 100 * mfu, days

@@ -37,6 +37,7 @@ SECTIONS = {
 ROW_KEYS = {
     "layers": ("model", "layers"),
     "fsdp": ("parallelism", "fsdp"),
+    "expert": ("parallelism", "expert"),
     "context": ("parallelism", "context"),
     "tensor": ("parallelism", "tensor"),
     "sequence_length": ("batch", "sequence_length"),

@@ -27,6 +27,7 @@ from jaxbench import (
     job,
     mesh,
     metrics,
+    ops,
     profiling,
     published,
     recipes,
@@ -182,6 +183,8 @@ def steps(
     record |= {"lower_s": lower_s, "compile_s": compile_s, "compiled_before": cached}
     recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
     train.check_program(compiled, run)
+    record["kernels"] = ops.kernels(run.execution, run.precision)
+    recorder.say(", ".join(f"{part}: {by}" for part, by in record["kernels"].items()))
     if session.pgle:
         compiled, record["pgle"] = profiling.guided(run, compiled, session.folder, recorder.say)
         train.check_program(compiled, run)

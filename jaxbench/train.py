@@ -7,8 +7,9 @@ read in `command`, and `session` surrounds the loop with records, checkpoints an
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxbench import data, environment, hlo, mesh, metrics, ops, xla_flags
+from jaxbench import data, environment, fp8, hlo, mesh, metrics, ops, xla_flags
 from jaxbench.config import Run, RunFailed
-from jaxbench.models.decoder import Decoder
+from jaxbench.models.decoder import Decoder, stretches
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
+from jaxbench.routing import Figures
 
-DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 
 
 @jax.tree_util.register_dataclass
@@ -32,20 +34,21 @@ class State:
     """Everything that a step changes.
 
     `step`, an int32 scalar, is the number of the next step; data and schedule follow from it alone.
+    `fp8` is the history of delayed scaling.
     """
 
     step: Any
     model: Decoder
     optimizer: optax.OptState
+    fp8: Any
 
 
 def init_state(run: Run) -> State:
     """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded
     alike."""
     model = Decoder(run.model, key=jax.random.key(run.seed))
-    return State(
-        jnp.zeros((), jnp.int32), model, make_optimizer(run.optimizer, run.steps).init(model)
-    )
+    optimizer = make_optimizer(run.optimizer, run.steps).init(model)
+    return State(jnp.zeros((), jnp.int32), model, optimizer, fp8.init_state(model, run.precision))
 
 
 def train_step(
@@ -53,7 +56,7 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
     step's figures."""
-    loss, grads = gradients(state.model, tokens, targets, run)
+    (loss, routed), grads, scaling = gradients(state, tokens, targets, run)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -61,35 +64,55 @@ def train_step(
         "loss": loss,
         "grad_norm": optax.tree.norm(grads),
         "learning_rate": schedule(run.optimizer, run.steps)(state.step),
+        **routed,
     }
-    return State(state.step + 1, optax.apply_updates(state.model, updates), optimizer), figures
+    model = optax.apply_updates(state.model, updates)
+    return State(state.step + 1, model, optimizer, scaling), figures
 
 
 def gradients(
-    model: Decoder, tokens: jax.Array, targets: jax.Array, run: Run
-) -> tuple[jax.Array, Decoder]:
-    """Mean loss of the step and its gradient in fp32, sharded like the weights.
+    state: State, tokens: jax.Array, targets: jax.Array, run: Run
+) -> tuple[tuple[jax.Array, Figures], Decoder, fp8.State]:
+    """(mean loss, figures of the routing) of the step; the loss's gradient in fp32, sharded like
+    the weights; and the next state of delayed scaling.
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
     """
-    weights = compute_weights(model, DTYPES[run.precision.dtype])
-    value_and_grad = jax.value_and_grad(lambda weights, *batch: weights.loss(*batch, run.execution))
+    precision = replace(run.precision, implementation=ops.fp8_implementation(run.precision))
+    weights = compute_weights(state.model, DTYPES[precision.dtype])
+    constants = fp8.quantize_weights(weights, state.fp8, precision)
+
+    def share_of_loss(weights, observed, *batch):
+        model = fp8.attach(weights, constants, observed, precision)
+        values = model.loss(*batch, run.execution, precision)
+        return jax.tree.map(lambda value: value / run.accumulation, values)
+
+    def one_pass(batch):
+        values, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1), has_aux=True)(
+            weights, fp8.unobserved(state.fp8), *batch
+        )
+        return (values, grads), observed
 
     def accumulate(total, batch):
-        return jax.tree.map(
-            lambda t, g: t + g.astype(t.dtype), total, value_and_grad(weights, *batch)
-        ), None
+        (total, seen), (new, observed) = total, one_pass(batch)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
+        return (total, jax.tree.map(jnp.maximum, seen, observed)), None
 
     if run.accumulation == 1:
-        total = value_and_grad(weights, tokens[0], targets[0])
+        total, observed = one_pass((tokens[0], targets[0]))
     else:
-        dtype = DTYPES[run.precision.accumulate]
-        zeros = (jnp.zeros(()), jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights))
-        total, _ = jax.lax.scan(accumulate, zeros, (tokens, targets))
-    loss, grads = total
-    grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, model)
-    return jax.tree.map(lambda x: x / run.accumulation, (loss, grads))
+        dtype = DTYPES[precision.accumulate]
+        (values, _), _ = jax.eval_shape(one_pass, (tokens[0], targets[0]))
+        zeros = (
+            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
+            jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
+        )
+        start = (zeros, fp8.unobserved(state.fp8))
+        (total, observed), _ = jax.lax.scan(accumulate, start, (tokens, targets))
+    values, grads = total
+    grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
+    return values, grads, fp8.update(state.fp8, weights, observed)
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
@@ -124,7 +147,8 @@ def compile_program(
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
-    lowered = make_program(run).lower(state)
+    with ops.kernels_of_target():
+        lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
     options = xla_flags.options(run.execution.xla_flags, mesh.platform())
     compiled = lowered.compile(compiler_options=options | (extra_options or {}))
@@ -132,12 +156,27 @@ def compile_program(
 
 
 def check_program(compiled: Any, run: Run) -> None:
-    """Raises RunFailed when the compiled program is not what was asked for."""
-    if ops.attention_implementation(run.execution) == "cudnn":
-        calls = hlo.Program.parse(compiled.as_text()).custom_calls()
+    """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
+    program = hlo.Program.parse(compiled.as_text())
+    if ops.attention_implementation(run.execution, run.model.softcap) == "cudnn":
+        calls = program.custom_calls()
         missing = [name for name in hlo.ATTENTION_CALLS if not calls[name]]
         if missing:
             raise RunFailed(f"fused attention was asked for, but not compiled: no {missing[0]}")
+    if run.precision.dtype == "fp8" and mesh.platform() == "gpu":
+        model = jax.eval_shape(partial(init_state, run)).model
+        found = fp8.compiled_products(program)
+        repeats = Counter[str]()
+        for stack, span, _, in_bf16 in stretches(run.model, run.execution, run.precision):
+            repeats[f"units.{stack}"] += 0 if in_bf16 else span.stop - span.start
+        for name in fp8.products(model):
+            expected = 3 * repeats[name.partition(".layers.")[0]] * run.accumulation
+            in_fp8, in_other = found[name, True], found[name, False]
+            if in_fp8 < expected or in_other:
+                raise RunFailed(
+                    f"FP8 was asked for, but product {name} runs {in_fp8} times in FP8 and "
+                    f"{in_other} times otherwise; expected at least {expected} and 0"
+                )
 
 
 @runtime_checkable
@@ -171,7 +210,7 @@ def run_steps(
 
     def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
         asked = time.perf_counter()
-        values = {name: float(value) for name, value in jax.device_get(figures).items()}
+        values = {name: value.tolist() for name, value in jax.device_get(figures).items()}
         times = {"wait_s": time.perf_counter() - asked, "step_time_s": clock.tick()}
         return {"step": step, **values, **times, **environment.memory()}
 

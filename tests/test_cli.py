@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxbench import recipes
+
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/llama2_70b_bf16.yaml"
 MESH = ("--cpu-devices", "8", "--set", "parallelism.fsdp=4", "--set", "parallelism.tensor=2")
@@ -137,7 +139,10 @@ def test_a_mesh_gives_the_same_losses(smoke, arguments, tmp_path):
         (("--config", CONFIG, *MESH[:2], "--set", "parallelism.fsdp=3"), "must divide"),
         (("--config", CONFIG, "--steps", 0), "steps = 0 must be above 0"),
         (("--config", CONFIG, "--cpu-devices", 0), "--cpu-devices = 0 must be above 0"),
-        (("--config", "configs/llama2_70b_fp8.yaml"), "FP8 is not available yet"),
+        (
+            ("--config", "configs/llama2_70b_fp8.yaml", "--set", "precision.implementation=te"),
+            "precision.implementation = te needs an NVIDIA GPU and Transformer Engine",
+        ),
         (("--config", CONFIG, "--output", "/proc/none"), "/proc/none"),
     ],
 )
@@ -247,7 +252,9 @@ def test_list_shows_every_row_and_published_step_time():
     assert (status, err) == (0, "")
     assert re.search(r"llama2_70b_bf16 +64 full +80 fsdp 64 +128 6\.999 s, 52\.59 % MFU", out)
     assert re.search(r"llama31_405b_bf16 +32 proxy +8 ", out)
-    assert len(out.splitlines()) == 1 + 62
+    rows = [recipes.load(path).rows for path in recipes.config_folder().glob("*.yaml")]
+    assert len(rows) == 14
+    assert len(out.splitlines()) == 1 + sum(map(len, rows))
 
 
 def test_unknown_command_shows_the_commands():

@@ -8,7 +8,7 @@ import importlib.util
 import jax
 import pytest
 
-from jaxbench import flops, hlo, mesh, metrics, recipes, target, xla_flags
+from jaxbench import flops, fp8, hlo, mesh, metrics, recipes, target, xla_flags
 from jaxbench.train import RunFailed, check_program, compile_program
 
 pytestmark = pytest.mark.skipif(
@@ -80,6 +80,73 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     assert received["collective-permute"] == 0
 
 
+@pytest.fixture(scope="module")
+def llama2_fp8():
+    return Compiled("llama2_70b_fp8", 64)
+
+
+def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
+    """Forward and both gradients in 80 layers; the input of the MLP is computed again in all of
+    them, the output projection of attention in the 62 that do not save the residual."""
+    recomputed = {"0.mixer.qkv": 0, "0.mixer.out": 62, "1.mixer.gate_up": 80, "1.mixer.down": 0}
+    found = fp8.compiled_products(llama2_fp8.program)
+    assert found == {
+        (f"units.0.layers.{name}", True): 3 * 80 + again for name, again in recomputed.items()
+    }
+    calls = llama2_fp8.program.custom_calls()
+    assert calls["__cublas$lt$matmul$f8"] == sum(found.values()) == 1102
+    # Only the head is left in bf16: logits, their gradient, and the gradient of the head in chunks.
+    assert calls["__cublas$lt$matmul"] + calls["__cublas$gemm"] == 4 + 4 + 1
+    with jax.set_mesh(llama2_fp8.mesh):
+        check_program(llama2_fp8.compiled, llama2_fp8.run)
+
+
+def test_fp8_takes_no_more_memory_than_bf16_and_gathers_half_the_bytes(llama2, llama2_fp8):
+    assert llama2_fp8.peak_gib <= llama2.peak_gib
+    assert llama2_fp8.executed_ratio <= 1.19
+    head = 2 * 8192 * 32000
+    tokens = 4 * 4096 * 128
+    gathered = {
+        row: sum(c.bytes * c.count for c in row.program.collectives() if c.kind == "all-gather")
+        for row in (llama2, llama2_fp8)
+    }
+    assert 2 * (gathered[llama2_fp8] - head - tokens) == gathered[llama2] - head - tokens
+
+
+def test_gathering_in_bf16_is_a_choice():
+    in_bf16, in_fp8 = (
+        Compiled("llama2_70b_fp8", 64, "model.layers=4", f"precision.gather={dtype}")
+        for dtype in ("bf16", "fp8")
+    )
+    largest = [
+        max(c.bytes for c in row.program.collectives() if c.kind == "all-gather" and c.count > 1)
+        for row in (in_bf16, in_fp8)
+    ]
+    assert largest == [2 * 8192 * 2 * 28672, 8192 * 2 * 28672]
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_layers_in_bf16_and_current_scaling(scaling):
+    row = Compiled(
+        "llama31_8b_fp8", 8, "model.layers=4", f"precision.scaling={scaling}",
+        "precision.first_bf16_layers=1", "batch.global_batch=16", "batch.microbatch=1",
+    )  # fmt: skip
+    # Three layers, two microbatches, three products each; nothing is recomputed.
+    found = fp8.compiled_products(row.program)
+    assert set(found.values()) == {3 * 2 * 3}
+    assert all(in_fp8 for _, in_fp8 in found)
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
+def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
+    with (
+        jax.set_mesh(llama2.mesh),
+        pytest.raises(RunFailed, match=r"product units.0.layers.0.mixer.out runs 0 times in FP8"),
+    ):
+        check_program(llama2.compiled, llama2_fp8.run)
+
+
 def test_no_partitioner_fallback_and_no_compiler_remat(llama2, capfd):
     """XLA warns on stderr when the partitioner replicates an array or memory is too tight."""
     with jax.set_mesh(llama2.mesh):
@@ -111,13 +178,85 @@ def test_replicas_sum_their_gradients_once_per_step():
     assert {c.group for c in scattered} == {8}
 
 
+@pytest.fixture(scope="module")
+def grok1():
+    return Compiled("grok1_314b_bf16", 512)
+
+
+def test_grok1_on_512_gpus_fits_and_recomputes_little(grok1):
+    assert grok1.peak_gib <= 62
+    assert grok1.executed_ratio <= 1.22
+    assert grok1.lower_s + grok1.compile_s < 120
+
+
+def test_only_the_chosen_experts_and_no_dispatch_products(grok1):
+    """Executed products equal the hand count: forward, gradients, and what remat runs again."""
+    cfg, tokens = grok1.run.model, 2 * 8192
+    qkv = cfg.embed * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    out = cfg.embed * cfg.heads * cfg.head_dim
+    chosen = cfg.experts_per_token * cfg.embed * cfg.ffn
+    # Down products never run again; output projections only where `residual` is not kept.
+    layers = 64 * (4 * qkv + 4 * 2 * chosen + 3 * chosen) + (32 * 3 + 32 * 4) * out
+    executed = grok1.program.gemm_flops()
+    assert executed["bf16"] == 2 * tokens * (layers + 3 * cfg.embed * cfg.vocabulary)
+    # Routing decisions are kept: the router runs once.
+    assert executed["f32"] == 2 * tokens * 64 * 3 * cfg.embed * cfg.experts
+
+
+def test_tokens_travel_to_experts_and_weights_of_one_expert_are_gathered(grok1):
+    cfg, tokens = grok1.run.model, 2 * 8192
+    attention = 2 * 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
+    expert = 2 * 3 * cfg.embed * cfg.ffn
+    head = 2 * cfg.embed * cfg.vocabulary
+    received = dict.fromkeys(hlo.COLLECTIVES, 0)
+    for c in grok1.program.collectives():
+        received[c.kind] += c.bytes * c.count
+    assert received["all-gather"] == 2 * 64 * (attention + expert) + head + 4 * tokens * 512
+    assert received["reduce-scatter"] == 64 * (attention // 512 + expert // 64) + head // 512
+    rows = 2 * tokens
+    # Rows: there and back, forward and backward, and there again; gates: there and back.
+    exchanged = 64 * rows * (5 * 2 * cfg.embed + 2 * 4)
+    embedding = 2 * 2 * tokens * cfg.embed
+    assert received["all-to-all"] == exchanged + embedding
+
+
 @pytest.mark.parametrize(
-    ("name", "gpus"), [("llama31_8b_bf16", 8), ("llama31_405b_bf16", 512), ("llama2_70b_bf16", 1)]
+    ("name", "gpus"),
+    [
+        ("llama31_8b_bf16", 8),
+        ("llama31_405b_bf16", 512),
+        ("llama2_70b_bf16", 1),
+        ("grok1_314b_bf16", 1),
+        ("grok1_314b_bf16", 16),
+    ],
 )
 def test_other_rows_fit_80_gb(name, gpus):
     row = Compiled(name, gpus)
     assert row.peak_gib < 68
     assert row.executed_ratio < 1.22
+
+
+def test_nemotron4_fits_with_fused_attention_of_head_dim_192():
+    row = Compiled("nemotron4_340b_bf16", 128)
+    calls = row.program.custom_calls()
+    assert [calls[name] for name in hlo.ATTENTION_CALLS] == [96, 96]
+    assert row.peak_gib < 66
+    assert row.executed_ratio < 1.04
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
+def test_nemotronh_fits_and_multiplies_what_a_hand_count_says():
+    """Every product of the scan is found in the program: bf16 ones, and the fp32 pass of states."""
+    row = Compiled("nemotronh_56b_bf16", 32)
+    calls = row.program.custom_calls()
+    assert [calls[name] for name in hlo.ATTENTION_CALLS] == [30, 30]
+    assert row.peak_gib < 66
+    assert row.executed_ratio < 1.20
+    # 54 layers, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, twice recomputed, and
+    # two products backward over 64 chunks and the state after them.
+    scans, heads, features = 54 * 3 * 2 * 4, 32, 64 * 256
+    assert row.program.gemm_flops()["f32"] == 5 * scans * 2 * heads * features * 64 * 65
 
 
 def test_plain_attention_in_place_of_the_fused_one_is_an_error():

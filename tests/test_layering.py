@@ -11,14 +11,19 @@ import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
 LAPTOP = (
-    "config", "recipes", "flops", "published", "metrics", "models.llama", "xla_flags", "hlo",
-    "heartbeat", "watchdog",
+    "config", "recipes", "flops", "published", "metrics",
+    "models.llama", "models.nemotron", "models.grok", "xla_flags", "hlo", "heartbeat", "watchdog",
 )  # fmt: skip
 LAYERS = {
     "mesh": {"config"},
-    "ops": {"config", "mesh"},
+    "softcap": set(),
+    "fp8": {"config", "hlo", "mesh"},
+    "ops": {"config", "fp8", "mesh", "softcap"},
+    "grouped": {"mesh"},
+    "routing": {"config", "mesh", "ops"},
     "loss": {"mesh"},
     "data": {"mesh"},
+    "ssd": {"config"},
     "target": set(),
     "job": {"config"},
     "environment": {"config", "job"},
@@ -26,9 +31,14 @@ LAYERS = {
     "heartbeat": {"metrics"},
     "watchdog": {"heartbeat", "metrics"},
     "models.layers": {"config", "mesh", "ops"},
-    "models.decoder": {"config", "mesh", "ops", "loss", "models.layers"},
+    "models.mamba2": {"config", "mesh", "ops", "ssd", "models.layers"},
+    "models.moe": {"config", "mesh", "ops", "grouped", "routing", "models.layers"},
+    "models.decoder": {
+        "config", "fp8", "mesh", "ops", "loss", "routing",
+        "models.layers", "models.mamba2", "models.moe",
+    },
     "optimizer": {"config", "models.layers"},
-}
+}  # fmt: skip
 """What the modules above the laptop ones and below the commands may import of the package."""
 
 

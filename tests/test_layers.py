@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny import mesh_of, tiny_run
 
-from jaxbench.config import Execution, ModelConfig, RopeScaling
+from jaxbench.config import Execution, ModelConfig, Precision, RopeScaling
 from jaxbench.models import MODELS, layers
-from jaxbench.models.decoder import Decoder, remat_segments
+from jaxbench.models.decoder import Decoder, stretches
 
 EPS32 = np.finfo(np.float32).eps
 REFERENCE = Path(__file__).parent / "fixtures" / "llama_reference.npz"
@@ -76,7 +76,7 @@ def load_reference(cfg: ModelConfig, weights) -> Decoder:
     q, key, value = (
         stack(f"self_attn.{c}_proj").reshape(cfg.layers, cfg.embed, k, -1, h) for c in "qkv"
     )
-    attention, mlp = model.units.layers
+    attention, mlp = model.units[0].layers
     new = [
         (model.embedding.table, weights["model.embed_tokens.weight"]),
         (model.norm.gain, weights["model.norm.weight"]),
@@ -105,7 +105,7 @@ def test_logits_equal_those_of_a_public_implementation(rope):
         rope_scaling=scaling if rope == "scaled" else None, init_std=0.02,
     )  # fmt: skip
     model = load_reference(cfg, arrays)
-    hidden = model(jnp.asarray(arrays["tokens"]), Execution())
+    hidden = model(jnp.asarray(arrays["tokens"]), Execution(), Precision())
     logits = np.asarray(hidden) @ np.asarray(model.head[...])
     # Two fp32 implementations that sum in different orders; logits reach 4.4.
     np.testing.assert_allclose(logits, arrays[f"logits/{rope}"], atol=2e-5, rtol=0)
@@ -144,12 +144,39 @@ def test_initial_values_follow_maxtext():
         assert (np.abs(sample).max() < 2.3 * std) == truncated
 
 
-def test_remat_segments():
-    saved = Execution(remat="query,attention:2,residual:3").saved(5)
-    assert remat_segments(saved, 5) == [
-        (slice(0, 2), {"query", "attention", "residual"}),
-        (slice(2, 3), {"query", "residual"}),
-        (slice(3, 5), {"query"}),
+def test_stretches_of_one_remat_policy():
+    cfg = replace(MODELS["llama31_8b"], layers=5)
+    assert stretches(cfg, Execution(remat="query,attention:2,residual:3"), Precision()) == [
+        (0, slice(0, 2), {"query", "attention", "residual"}, False),
+        (0, slice(2, 3), {"query", "residual"}, False),
+        (0, slice(3, 5), {"query"}, False),
     ]
-    assert remat_segments(Execution(remat="none").saved(5), 5) == [(slice(0, 5), None)]
-    assert remat_segments(Execution(remat="full").saved(5), 5) == [(slice(0, 5), set())]
+    for remat, kept in (("none", None), ("full", set())):
+        found = stretches(cfg, Execution(remat=remat), Precision())
+        assert found == [(0, slice(0, 5), kept, False)]
+
+
+def test_stretches_of_one_precision():
+    cfg = replace(MODELS["llama31_8b"], layers=5)
+    precision = Precision(first_bf16_layers=1, last_bf16_layers=1)
+    assert stretches(cfg, Execution(remat="query:3"), precision) == [
+        (0, slice(0, 1), {"query"}, True),
+        (0, slice(1, 3), {"query"}, False),
+        (0, slice(3, 4), set(), False),
+        (0, slice(4, 5), set(), True),
+    ]
+    everything = Precision(first_bf16_layers=3, last_bf16_layers=9)
+    assert all(in_bf16 for *_, in_bf16 in stretches(cfg, Execution(remat="none"), everything))
+
+
+def test_stretches_of_units_of_several_layers():
+    cfg = MODELS["nemotronh_56b"]
+    precision = Precision(first_bf16_layers=2, last_bf16_layers=2)
+    assert stretches(cfg, Execution(remat="up:43,mamba:114"), precision) == [
+        (0, slice(0, 1), {"mamba", "up"}, True),
+        (0, slice(1, 3), {"mamba", "up"}, False),
+        (0, slice(3, 10), {"mamba"}, False),
+        (1, slice(0, 2), {"mamba"}, False),
+        (1, slice(2, 3), set(), False),
+        (1, slice(3, 4), set(), True),
+    ]

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import mesh_of, tiny_run
 
-from jaxbench import mesh, ops
+from jaxbench import mesh, ops, softcap
 from jaxbench.config import Execution
 
 EPS32 = np.finfo(np.float32).eps
@@ -29,7 +30,7 @@ def put(x, dims: str, rules=mesh.ACTIVATION, dtype=jnp.float32):
     return jax.device_put(jnp.asarray(x, dtype), mesh.spec(dims, rules))
 
 
-def attention_reference(q, k, v):
+def attention_reference(q, k, v, cap=None):
     """Causal grouped-query attention in float64, one query position at a time."""
     batch, length, heads, dim = q.shape
     out = np.zeros_like(q)
@@ -38,32 +39,38 @@ def attention_reference(q, k, v):
             group = h // (heads // k.shape[2])
             for t in range(length):
                 scores = k[b, : t + 1, group] @ q[b, t, h] / np.sqrt(dim)
+                if cap is not None:
+                    scores = cap * np.tanh(scores / cap)
                 weights = np.exp(scores - scores.max())
                 out[b, t, h] = weights / weights.sum() @ v[b, : t + 1, group]
     return out
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
-def test_attention_and_its_gradient(mesh_name):
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "capped"])
+def test_attention_and_its_gradient(mesh_name, cap, monkeypatch):
+    monkeypatch.setattr(softcap, "BLOCK", 4)
     q, k, v = (RNG.normal(size=(8, 16, heads, 8)) for heads in (8, 4, 4))
     cotangent = RNG.normal(size=q.shape)
 
     def loss(q, k, v, cotangent):
-        return jnp.sum(ops.attention(q, k, v, Execution()) * cotangent)
+        return jnp.sum(ops.attention(q, k, v, Execution(), cap) * cotangent)
 
     with on(mesh_name):
         dims = "batch seq heads head_dim"
         arrays = [put(x, dims) for x in (q, k, v, cotangent)]
-        out = jax.jit(ops.attention, static_argnums=3)(*arrays[:3], Execution())
+        out = jax.jit(ops.attention, static_argnums=(3, 4))(*arrays[:3], Execution(), cap)
         grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
     # Sums of at most 16 products of numbers around 1, and a softmax: a few dozen roundings.
-    np.testing.assert_allclose(out, attention_reference(q, k, v), atol=50 * EPS32, rtol=0)
+    np.testing.assert_allclose(out, attention_reference(q, k, v, cap), atol=50 * EPS32, rtol=0)
     # The gradient along a random direction against central differences of the float64 reference.
     directions = [RNG.normal(size=x.shape) for x in (q, k, v)]
     step = 1e-5
     ends = [
         np.sum(
-            attention_reference(*(x + s * d for x, d in zip((q, k, v), directions, strict=True)))
+            attention_reference(
+                *(x + s * d for x, d in zip((q, k, v), directions, strict=True)), cap
+            )
             * cotangent
         )
         for s in (step, -step)
@@ -109,8 +116,8 @@ def test_dot_and_its_gradients(mesh_name, split_sum):
 
     def product(x, w):
         if not split_sum:
-            return ops.dot(equation, mesh.gather_seq(x), w, out_dims)
-        return mesh.shard(ops.dot(equation, x, w, out_dims), "batch shard_seq embed")
+            return ops.dot(equation, mesh.gather_seq(x), nnx.Param(w), out_dims)
+        return mesh.shard(ops.dot(equation, x, nnx.Param(w), out_dims), "batch shard_seq embed")
 
     with on(mesh_name):
         arrays = (
@@ -139,6 +146,22 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
     exact = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))
     # Weights and result are rounded to 8 bits each; scores and sums are fp32.
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=3 * 2**-8 * np.abs(v).max())
+
+
+def test_capped_attention_needs_memory_linear_in_the_sequence():
+    """Temporaries of the compiled loss and gradients, at twice and four times the sequence."""
+    sizes = []
+    for length in (1024, 2048, 4096):
+        shapes = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (2, 1, 1)]
+
+        def loss(q, k, v):
+            return jnp.sum(softcap.attention(q, k, v, 30.0) ** 2)
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert 0 < sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0])
+    # One head's scores alone would be 64 MiB.
+    assert sizes[2] < 16 * 2**20
 
 
 def test_unknown_dimension_is_an_error():

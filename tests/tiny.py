@@ -1,4 +1,4 @@
-"""A Llama small enough for a unit test, with every mesh axis divisible by 2 and 4."""
+"""Models small enough for a unit test, with every mesh axis divisible by 2 and 4."""
 
 from contextlib import contextmanager
 
@@ -7,18 +7,27 @@ import numpy as np
 
 from jaxbench import mesh, recipes
 
-SMOKE = recipes.load(recipes.config_folder() / "llama31_8b_bf16.yaml")
 DIMS = (
-    "model.layers=3", "model.embed=64", "model.ffn=96", "model.heads=8", "model.kv_heads=4",
+    "model.embed=64", "model.ffn=96", "model.heads=8", "model.kv_heads=4",
     "model.head_dim=8", "model.vocabulary=64", "model.init_std=0.2", "batch.sequence_length=32",
-    "batch.global_batch=8", "precision.dtype=fp32", "execution.remat=query,attention,residual:1",
+    "batch.global_batch=8", "precision.dtype=fp32",
 )  # fmt: skip
+FAMILIES = {
+    "llama31_8b_bf16": ("model.layers=3", "execution.remat=query,attention,residual:1"),
+    "nemotron4_340b_bf16": ("model.layers=3", "execution.remat=attention,up:2"),
+    "nemotronh_56b_bf16": (
+        "model.layers=10", "model.pattern=M*-M*-M-M-", "execution.remat=residual,up:6,mamba:8",
+        "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
+    ),
+}  # fmt: skip
+"""Recipes whose smoke row is shrunk, and how. The hybrid's units are scanned twice each."""
 
 
-def tiny_run(*overrides: str, devices: int = 1, steps: int = 50):
-    """The tiny run with `section.key=value` overrides."""
-    parsed = recipes.parse_overrides([*DIMS, *overrides])
-    return recipes.resolve(SMOKE, "smoke", devices=devices, overrides=parsed, steps=steps)
+def tiny_run(*overrides: str, devices: int = 1, steps: int = 50, family: str = "llama31_8b_bf16"):
+    """The tiny run of a family with `section.key=value` overrides."""
+    recipe = recipes.load(recipes.config_folder() / f"{family}.yaml")
+    parsed = recipes.parse_overrides([*DIMS, *FAMILIES[family], *overrides])
+    return recipes.resolve(recipe, "smoke", devices=devices, overrides=parsed, steps=steps)
 
 
 @contextmanager

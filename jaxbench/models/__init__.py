@@ -1,5 +1,8 @@
 """Model architectures. The family files are data and import no JAX; `MODELS` is their registry."""
 
-from jaxbench.models import llama
+from jaxbench.models import grok, llama, nemotron
 
-MODELS = {f"{cfg.family.replace('.', '')}_{cfg.size}": cfg for cfg in llama.MODELS}
+MODELS = {
+    f"{cfg.family.replace('.', '')}_{cfg.size}": cfg
+    for cfg in (*llama.MODELS, *grok.MODELS, *nemotron.MODELS)
+}
