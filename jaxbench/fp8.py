@@ -303,8 +303,17 @@ def update(state: State, weights: nnx.Module, observed: State) -> State:
 
 def compiled_products(program: hlo.Program) -> Counter[tuple[str, bool]]:
     """Runs per step of the products in a compiled program, by name and whether in FP8."""
+    products = [
+        (source, dtype.startswith("f8"), runs) for dtype, _, runs, source in program.gemms()
+    ]
+    # A product of Transformer Engine is in FP8 when its first operand is.
+    products += [
+        (i.attribute(hlo.SOURCE) or "", scope[i.operands[0]].arrays[0][0].startswith("f8"), runs)
+        for i, scope, runs in program.walk()
+        if (i.attribute(hlo.TARGET) or "").startswith(hlo.TE_GEMM)
+    ]
     found: Counter[tuple[str, bool]] = Counter()
-    for dtype, _, runs, source in program.gemms():
-        if scope := re.search(rf"{SCOPE}([\w.]+)", source):
-            found[scope.group(1), dtype.startswith("f8")] += runs
+    for source, in_fp8, runs in products:
+        if scope_name := re.search(rf"{SCOPE}([\w.]+)", source):
+            found[scope_name.group(1), in_fp8] += runs
     return found

@@ -62,9 +62,8 @@ def _sharded(local, rows, weights, expert, gate_up, down, *cotangent, activation
     if cotangent:
         specs.append(PartitionSpec(*mesh.partition(weights)))
         for w in (gate_up, down):
-            marks = jax.typeof(w).sharding.spec.reduced
-            assert marks == set(mesh.used("data"))
-            specs.append(PartitionSpec(*mesh.partition(w), unreduced=marks))
+            assert jax.typeof(w).sharding.spec.reduced == set(mesh.used("data"))
+            specs.append(mesh.cotangent_spec(w))
     run = jax.shard_map(
         partial(local, activation=activation), out_specs=tuple(specs), check_vma=False
     )

@@ -19,7 +19,12 @@ DTYPE_BYTES = {
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
+TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
+"""Attributes: what a custom call runs, and the JAX operation that an instruction stems from."""
+
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+TE_GEMM = "te_gemm"
+"""How the targets of Transformer Engine's products begin. Their FLOPs are not counted here."""
 ATTENTION_CALLS = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
 """cuDNN attention, forward and backward, with its FLOPs in units of the forward pass: two products
 forward, four backward; the scores that the backward kernel computes again are not counted."""
@@ -123,13 +128,13 @@ class Program:
         """Every matrix product: dtype of its first operand, FLOPs of one run (a multiply-add is 2),
         runs per step, and the JAX operation it stems from."""
         for i, scope, runs in self.walk():
-            if i.opcode == "dot" or i.attribute(r'custom_call_target="([^"]*)"') in GEMM_CALLS:
+            if i.opcode == "dot" or i.attribute(TARGET) in GEMM_CALLS:
                 dtype, lhs = scope[i.operands[0]].arrays[0]
                 contracting = _ints(
                     i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]')
                 )
                 flops = 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[d] for d in contracting)
-                yield dtype, flops, runs, i.attribute(r'op_name="([^"]*)"') or ""
+                yield dtype, flops, runs, i.attribute(SOURCE) or ""
 
     def gemm_flops(self) -> Counter[str]:
         """Matrix-product FLOPs per step by operand dtype."""
@@ -143,7 +148,7 @@ class Program:
         that backward."""
         flops = 0
         for i, scope, runs in self.walk():
-            if weight := ATTENTION_CALLS.get(i.attribute(r'custom_call_target="([^"]*)"') or ""):
+            if weight := ATTENTION_CALLS.get(i.attribute(TARGET) or ""):
                 batch, heads, length, head_dim = i.arrays[0][1]
                 key_length = scope[i.operands[1]].arrays[0][1][1]
                 flops += 4 * batch * heads * length * key_length * head_dim * weight * runs
@@ -153,7 +158,7 @@ class Program:
         """Runs per step of each custom call target."""
         calls: Counter[str] = Counter()
         for i, _, runs in self.walk():
-            if target := i.attribute(r'custom_call_target="([^"]*)"'):
+            if target := i.attribute(TARGET):
                 calls[target] += runs
         return calls
 
@@ -167,7 +172,7 @@ class Program:
             start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
             group = group_size(start.attributes)
             if group > 1:
-                source = start.attribute(r'op_name="([^"]*)"') or ""
+                source = start.attribute(SOURCE) or ""
                 found.append(Collective(kind, i.name, i.bytes, group, runs, source))
         return found
 

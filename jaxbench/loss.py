@@ -54,11 +54,7 @@ def _sharded(hidden, head, targets, *, gradients: bool):
     # What a primal is reduced over, its gradient is unreduced over: nothing is summed across these.
     copies = [jax.typeof(x).sharding.spec.reduced for x in (hidden, head)]
     assert copies == [set(mesh.used("tensor")), set(mesh.used("data"))]
-    d_specs = [
-        PartitionSpec(*mesh.partition(x), unreduced=axes)
-        for x, axes in zip((hidden, head), copies, strict=True)
-        if gradients
-    ]
+    d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
     local = partial(_local, total=targets.size, gradients=gradients)
     out_specs = (PartitionSpec(), *d_specs)
     return jax.shard_map(local, out_specs=out_specs, check_vma=False)(hidden, head, targets)

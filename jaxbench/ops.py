@@ -63,13 +63,13 @@ def fp8_implementation(precision: Precision) -> Literal["te", "xla"]:
     return "te" if can_run and precision.implementation != "xla" else "xla"
 
 
-def kernels(execution: Execution, precision: Precision) -> dict[str, str]:
+def kernels(execution: Execution, precision: Precision, cap: float | None = None) -> dict[str, str]:
     """What computes attention and matrix products on the current mesh, for the record."""
     products: str = precision.dtype
     if precision.dtype == "fp8":
         by = fp8_implementation(precision)
         products += f" by {by}" if mesh.platform() == "gpu" else ", emulated in bf16"
-    return {"attention": attention_implementation(execution), "products": products}
+    return {"attention": attention_implementation(execution, cap), "products": products}
 
 
 def te_dot(equation: str, x: jax.Array, w: fp8.Operand, spec: PartitionSpec) -> jax.Array:

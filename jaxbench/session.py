@@ -183,7 +183,7 @@ def steps(
     record |= {"lower_s": lower_s, "compile_s": compile_s, "compiled_before": cached}
     recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
     train.check_program(compiled, run)
-    record["kernels"] = ops.kernels(run.execution, run.precision)
+    record["kernels"] = ops.kernels(run.execution, run.precision, run.model.softcap)
     recorder.say(", ".join(f"{part}: {by}" for part, by in record["kernels"].items()))
     if session.pgle:
         compiled, record["pgle"] = profiling.guided(run, compiled, session.folder, recorder.say)

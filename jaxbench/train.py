@@ -157,13 +157,17 @@ def compile_program(
 
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
+    fused = ops.attention_implementation(run.execution, run.model.softcap) == "cudnn"
+    in_fp8 = run.precision.dtype == "fp8" and mesh.platform() == "gpu"
+    if not (fused or in_fp8):
+        return
     program = hlo.Program.parse(compiled.as_text())
-    if ops.attention_implementation(run.execution, run.model.softcap) == "cudnn":
+    if fused:
         calls = program.custom_calls()
         missing = [name for name in hlo.ATTENTION_CALLS if not calls[name]]
         if missing:
             raise RunFailed(f"fused attention was asked for, but not compiled: no {missing[0]}")
-    if run.precision.dtype == "fp8" and mesh.platform() == "gpu":
+    if in_fp8:
         model = jax.eval_shape(partial(init_state, run)).model
         found = fp8.compiled_products(program)
         repeats = Counter[str]()
@@ -171,11 +175,11 @@ def check_program(compiled: Any, run: Run) -> None:
             repeats[f"units.{stack}"] += 0 if in_bf16 else span.stop - span.start
         for name in fp8.products(model):
             expected = 3 * repeats[name.partition(".layers.")[0]] * run.accumulation
-            in_fp8, in_other = found[name, True], found[name, False]
-            if in_fp8 < expected or in_other:
+            runs, others = found[name, True], found[name, False]
+            if runs < expected or others:
                 raise RunFailed(
-                    f"FP8 was asked for, but product {name} runs {in_fp8} times in FP8 and "
-                    f"{in_other} times otherwise; expected at least {expected} and 0"
+                    f"FP8 was asked for, but product {name} runs {runs} times in FP8 and "
+                    f"{others} times otherwise; expected at least {expected} and 0"
                 )
 
 

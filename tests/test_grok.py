@@ -10,7 +10,7 @@ from test_routing import SMOKE, reference, softmax, tiny_grok
 from test_train import assert_same, loss_and_gradients
 from tiny import mesh_of
 
-from jaxbench import mesh, recipes, train
+from jaxbench import mesh, ops, recipes, train
 from jaxbench.config import RecipeError
 from jaxbench.models import MODELS
 from jaxbench.models.decoder import Decoder
@@ -77,6 +77,14 @@ def test_loss_of_the_original_against_numpy(overrides):
     expected = -np.log(np.take_along_axis(shares, targets[..., None], -1)).mean()
     # Two layers of fp32 sums over 64 numbers; the loss is a mean over 256 tokens.
     assert abs(float(loss) - expected) < 50 * EPS32 * expected
+
+
+def test_the_record_names_the_blocks_of_capped_attention():
+    for overrides, expected in ((ORIGINAL, "blocks"), ((), "xla")):
+        run = tiny_grok(*overrides)
+        with mesh_of(run):
+            kernels = ops.kernels(run.execution, run.precision, run.model.softcap)
+        assert kernels["attention"] == expected
 
 
 def different_gains(run):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxbench import hlo
+from jaxbench import fp8, hlo
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -124,3 +124,24 @@ def test_a_real_program():
     x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
     program = hlo.Program.parse(jax.jit(step).lower(x, w).compile().as_text())
     assert program.gemm_flops() == {"f32": 2 * 8 * 16 * 16 * 21}
+
+
+def test_products_by_name():
+    """In FP8 and not, by XLA and by Transformer Engine, in a loop of three."""
+    text = """
+body (p: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
+  %p = (f8e4m3fn[4,8], bf16[8,2]) parameter(0)
+  %a = f8e4m3fn[4,8] get-tuple-element(%p), index=0
+  %b = bf16[8,2] get-tuple-element(%p), index=1
+  %te = bf16[4,2] custom-call(%a, %b), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.units.0.qkv/x"}
+  %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/fp8.units.0.out/dot_general"}
+  ROOT %t = (f8e4m3fn[4,8], bf16[8,2]) tuple(%a, %b)
+}
+
+ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
+  %x = (f8e4m3fn[4,8], bf16[8,2]) parameter(0)
+  ROOT %w = (f8e4m3fn[4,8], bf16[8,2]) while(%x), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""  # noqa: E501
+    found = fp8.compiled_products(hlo.Program.parse(text))
+    assert found == {("units.0.qkv", True): 3, ("units.0.out", False): 3}
