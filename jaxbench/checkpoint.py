@@ -6,8 +6,11 @@ and renames it when every process is done.
 """
 
 import contextlib
+import functools
 import json
+import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,6 +210,7 @@ def _same_arrays(path: Path, theirs: Any, ours: dict[str, jax.ShapeDtypeStruct])
 @contextlib.contextmanager
 def _reported(what: str) -> Iterator[None]:
     """Turns what Orbax and the file system raise into a line that begins with `what`."""
+    _hush()
     try:
         yield
     except RunFailed:
@@ -219,3 +223,17 @@ def _reported(what: str) -> Iterator[None]:
         if len(reason) > 400:
             reason = f"{reason[:200]} ... {reason[-200:]}"
         raise RunFailed(f"{what}: {reason}") from error
+
+
+@functools.cache
+def _hush() -> None:
+    """Orbax closes its event loop at the first array that fails. What becomes of the others is no
+    news, but Python would print a page about each."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(left: Any) -> None:
+        if str(left.exc_value) != "Event loop is closed":
+            before(left)
+
+    sys.unraisablehook = hook
