@@ -5,6 +5,7 @@ A checkpoint is a folder named by the number of completed steps; Orbax writes it
 and renames it when every process is done.
 """
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -227,13 +228,14 @@ def _reported(what: str) -> Iterator[None]:
 
 @functools.cache
 def _hush() -> None:
-    """Orbax closes its event loop at the first array that fails. What becomes of the others is no
-    news, but Python would print a page about each."""
+    """Orbax closes its event loop at the first array that fails, and drops the others' coroutines.
+    What becomes of them is no news, but Python would print a page about each."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(left: Any) -> None:
-        if str(left.exc_value) != "Event loop is closed":
+        dropped = asyncio.iscoroutine(left.object)
+        if not dropped and str(left.exc_value) != "Event loop is closed":
             before(left)
 
     sys.unraisablehook = hook
