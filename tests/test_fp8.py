@@ -263,7 +263,7 @@ def loss_curve(name, dtype):
         overrides.append("model.capacity_tokens=64")
     recipe = recipes.load(recipes.config_folder() / f"{name}.yaml")
     parsed = recipes.parse_overrides(overrides)
-    run = recipes.resolve(recipe, "smoke", devices=1, overrides=parsed, steps=12)
+    run = recipes.resolve(recipe, "smoke", devices=1, overrides=parsed, steps=6)
     with mesh_of(run):
         expected = {"bf16": "bf16", "fp8": "fp8, emulated in bf16"}[dtype]
         assert ops.kernels(run.execution, run.precision)["products"] == expected
@@ -271,7 +271,9 @@ def loss_curve(name, dtype):
         return [step["loss"] for step in train.run_steps(run, compiled)]
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in recipes.config_folder().glob("*_fp8.yaml")))
+@pytest.mark.parametrize(
+    "name", ["llama31_8b_fp8", "nemotron4_340b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8"]
+)
 def test_smoke_loss_curve_of_fp8_is_that_of_bf16(name):
     bf16, in_fp8 = (loss_curve(name, dtype) for dtype in ("bf16", "fp8"))
     # Rounding errors of 2^-4 are independent, and average out over 256 tokens and 256 columns.

@@ -9,7 +9,7 @@ import pytest
 from test_train import assert_same, loss_and_gradients
 from tiny import mesh_of, tiny_run, to_numpy
 
-from jaxbench import flops, hlo, mesh, recipes, routing, train
+from jaxbench import flops, hlo, mesh, published, recipes, routing, train
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.moe import Experts
 
@@ -170,7 +170,7 @@ def test_balanced_routing_drops_nothing_and_is_no_published_work():
         "tokens_dropped": 0.0, "expert_load_max": 1.0, "balance_loss": pytest.approx(1.0),
     }  # fmt: skip
     row = recipes.resolve(SMOKE, 512, overrides=recipes.parse_overrides(["model.routing=balanced"]))
-    assert train.published.lookup(row) is None
+    assert published.lookup(row) is None
 
 
 def test_figures_of_a_step():
