@@ -228,9 +228,10 @@ def _reported(what: str) -> Iterator[None]:
 
 @functools.cache
 def _hush() -> None:
-    """Orbax closes its event loop at the first array that fails, and drops the others' coroutines.
-    What becomes of them is no news, but Python would print a page about each."""
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    """Orbax logs a page about what it raises too. It closes its event loop at the first array that
+    fails, and drops the others' coroutines: Python would print another page about each."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(left: Any) -> None:

@@ -42,7 +42,7 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={self.folder}/munge.socket,cred_expire=15
+AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
 CredType=cred/munge
 SlurmctldPort=16817
 SlurmctldParameters=enable_configless

@@ -56,15 +56,18 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message, caps
 
 
 def test_pgle_and_wrong_devices_are_refused_in_a_line():
-    assert run("--pgle")[::2] == (2, "error: --pgle needs GPUs: a CPU has no latencies to hide\n")
-    status, _, err = run("--local-devices", 3)
+    assert run(*TINY, "--pgle")[::2] == (
+        2,
+        "error: --pgle needs GPUs: a CPU has no latencies to hide\n",
+    )
+    status, _, err = run(*TINY, "--local-devices", 3)
     assert status == 2
     assert re.fullmatch(r"error: node \S+, process 0: sees 2 devices, 3 were expected\n", err)
 
 
 def test_a_profiled_run_is_marked_and_its_program_cached(tmp_path):
     """Both in one run, for its start-up time; the second run finds the program."""
-    cache = ("--compilation-cache", tmp_path / "cache", "--steps", 6)
+    cache = (*TINY, "--compilation-cache", tmp_path / "cache", "--steps", 6)
     profile = ("--profile", "jax", "--profile-steps", "2-4")
     status, _, err = run(*cache, *profile, "--output", tmp_path / "first")
     assert (status, err) == (0, "")
