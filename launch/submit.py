@@ -135,12 +135,14 @@ def observation(
         return [], {}, None
     first, last, length = PROFILED_STEPS.get(workload, LLAMA_PROFILED_STEPS)
     first = variables.number("PROFILE_START_STEP", "RUN_CONF_PROFILE_START_STEP") or first
-    if stop := variables.number("PROFILE_STOP_STEP"):
-        last = length = stop  # the run ends with the profile, as published
-    last = variables.number("RUN_CONF_PROFILE_STOP_STEP") or last
+    last = variables.number("PROFILE_STOP_STEP", "RUN_CONF_PROFILE_STOP_STEP") or last
+    if variables.number("PROFILE_STOP_STEP"):
+        length = last  # the run ends with the profile, as published
     ranks = variables.text("RUN_CONF_PROFILE_RANKS") or "0,1,2,3,4,5,6,7"
     if first >= last:
         raise RecipeError(f"profiling from step {first} to step {last} profiles nothing")
+    if not all(rank.isdigit() for rank in ranks.split(",")):
+        raise RecipeError(f"RUN_CONF_PROFILE_RANKS={ranks}: expected numbers, such as 0,1")
     settings = {"JAXBENCH_NSYS_RANKS": ranks}
     for name in ("RUN_CONF_PROFILE_GPU_METRICS", "RUN_CONF_PROFILE_CPU"):
         settings[name] = str(variables.flag(name)).lower()
@@ -163,69 +165,91 @@ def saving(args: argparse.Namespace, variables: Variables, stage: Path) -> list[
     return arguments
 
 
-def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """The job of options and environment. Raises RecipeError for all that can be known now."""
-    variables = Variables(environment)
-    recipe = recipes.load(recipe_path(args.config, variables))
+def layout(args: argparse.Namespace, variables: Variables, recipe: recipes.Recipe):
+    """(GPUs, GPUs of a node, processes of a node)."""
     asked = {"--gpus": args.gpus, "JOB_TOTAL_GPUS": variables.number("JOB_TOTAL_GPUS")}
     counts = {count for count in asked.values() if count is not None}
     if len(counts) != 1:
         raise RecipeError("--gpus and JOB_TOTAL_GPUS contradict" if counts else "name --gpus")
     (gpus,) = counts
-    overrides = recipes.parse_overrides(args.set)
     if not args.cpu and gpus not in recipe.rows:
         raise RecipeError(f"{recipe.name} has no row for {gpus} GPUs: {recipe.row_names()}")
-    row = recipes.SMOKE if args.cpu else gpus
-    per_node = variables.number("GPUS_PER_NODE") or 8
-    per_node = min(per_node, gpus)
+    per_node = min(variables.number("GPUS_PER_NODE") or 8, gpus)
+    if gpus % per_node:
+        raise RecipeError(f"{gpus} GPUs do not fill nodes of {per_node}")
     processes = args.processes_per_node or per_node
-    if gpus % per_node or per_node % processes:
-        raise RecipeError(f"{gpus} GPUs do not fill nodes of {per_node} with {processes} processes")
+    if processes not in (1, per_node):
+        raise RecipeError(f"--processes-per-node {processes}: expected 1 or {per_node}")
+    return gpus, per_node, processes
+
+
+def run_length(variables: Variables, observed: int | None) -> int | None:
+    """Steps of the run where something names them; an observed run has its own number."""
+    steps = variables.number("MAX_STEPS")
+    if observed and steps and steps != observed:
+        raise RecipeError(f"MAX_STEPS={steps} contradicts a profiled or traced run of {observed}")
+    return observed or steps
+
+
+def slurm_options(variables: Variables, exclusive: bool) -> tuple[str, ...]:
+    """What sbatch needs beyond the size of the job."""
+    gpus = variables.number("SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
+    options = {
+        "account": variables.text("SBATCH_ACCOUNT", "SLURM_ACCOUNT"),
+        "partition": variables.text("SBATCH_PARTITION", "SLURM_PARTITION"),
+        "gres": gpus and f"gpu:{gpus}",
+        "mem": "0" if exclusive else None,
+    }
+    given = tuple(f"--{name}={value}" for name, value in options.items() if value)
+    return (*given, "--exclusive") if exclusive else given
+
+
+def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
+    """The job of options and environment. Raises RecipeError for all that can be known now."""
+    variables = Variables(environment)
+    path = recipe_path(args.config, variables)
+    recipe = recipes.load(path)
+    gpus, per_node, processes = layout(args, variables, recipe)
+    if args.system and not (ROOT / "launch" / "env" / f"{args.system}.sh").exists():
+        raise RecipeError(f"--system {args.system}: there is no launch/env/{args.system}.sh")
     workload = recipe.name.split("_")[0]
     stage = stage_folder(variables, workload)
     observed, observed_settings, length = observation(variables, workload)
-    steps = length or variables.number("MAX_STEPS")
+    steps = run_length(variables, length)
     run = recipes.resolve(
-        recipe, row, devices=gpus, overrides=overrides, steps=steps or 50, seed=args.seed
-    )
-    version = jaxbench.__version__ + ("-nccl-trace" if "--nccl-trace" in observed else "")
+        recipe, recipes.SMOKE if args.cpu else gpus, devices=gpus, steps=steps or 50,
+        overrides=recipes.parse_overrides(args.set), seed=args.seed,
+    )  # fmt: skip
+    traced = "--nccl-trace" in observed
+    version = jaxbench.__version__ + ("-nccl-trace" if traced else "")
     results = stage / "results" / version / run.precision.dtype / run.model.size / str(gpus)
     local = per_node // processes
-    keep = saving(args, variables, stage)
-    arguments = [
-        "--config", str(recipe_path(args.config, variables)),
+    saved = saving(args, variables, stage)
+    arguments = (
+        "--config", str(path),
         *(["--cpu-devices", str(local)] if args.cpu else ["--gpus", str(gpus)]),
         "--local-devices", str(local), "--seed", str(args.seed),
         *([] if steps is None else ["--steps", str(steps)]),
         *(part for text in args.set for part in ("--set", text)),
         "--watchdog", str(args.watchdog), "--compilation-cache", str(stage / "cache"),
-        *keep, *observed,
-    ]  # fmt: skip
+        *saved, *observed,
+    )  # fmt: skip
     settings = {
         "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_STAGE": str(stage), "JAXBENCH_RESULTS": str(results),
         "JAXBENCH_NAME": f"{run.recipe}_{gpus}", "JAXBENCH_SYSTEM": args.system or "",
         "JAXBENCH_LOCAL_DEVICES": str(local), "JAXBENCH_RESTARTS": str(args.restarts),
-        "JAXBENCH_RESUME": str("--checkpoint" in keep).lower(), **observed_settings,
+        "JAXBENCH_RESUME": str("--checkpoint" in saved).lower(), **observed_settings,
     }  # fmt: skip
-    gres = variables.number("SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
     return Job(
         run=run,
         nodes=gpus // per_node,
         processes_per_node=processes,
-        time_limit=variables.text("TIME_LIMIT") or ("00:15:00" if length == 5 else "00:30:00"),
+        time_limit=variables.text("TIME_LIMIT") or ("00:15:00" if traced else "00:30:00"),
         results=results,
-        arguments=tuple(arguments),
+        arguments=arguments,
         settings=settings,
-        sbatch=tuple(
-            f"--{name}={value}"
-            for name, value in (
-                ("account", variables.text("SBATCH_ACCOUNT", "SLURM_ACCOUNT")),
-                ("partition", variables.text("SBATCH_PARTITION", "SLURM_PARTITION")),
-                ("gres", gres and f"gpu:{gres}"),
-            )
-            if value
-        ) + (() if args.cpu else ("--exclusive", "--mem=0")),
-    )  # fmt: skip
+        sbatch=slurm_options(variables, exclusive=not args.cpu),
+    )
 
 
 def submit(job: Job) -> str:

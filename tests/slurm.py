@@ -1,7 +1,9 @@
 """A real Slurm controller with virtual nodes on this host, for tests."""
 
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +18,15 @@ def missing() -> str | None:
     if absent:
         return f"needs Debian's slurm-wlm and munge: no {', '.join(absent)}"
     return None if os.geteuid() == 0 else "needs root, to start munged, slurmctld and slurmd"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 class Cluster:
@@ -35,7 +46,8 @@ class Cluster:
         self.folder.chmod(0o755)
         self._start_munge()
         self._hosts("n0", "n1")
-        host = os.uname().nodename
+        host, ports = os.uname().nodename, free_ports(3)
+        # JAX derives its coordinator's port from the job's number: one that no other cluster uses.
         # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
         (self.folder / "slurm.conf").write_text(f"""
 ClusterName=test
@@ -44,7 +56,8 @@ SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
 CredType=cred/munge
-SlurmctldPort=16817
+SlurmctldPort={ports[0]}
+FirstJobId={os.getpid()}
 SlurmctldParameters=enable_configless
 SlurmdParameters=config_overrides
 StateSaveLocation={self.folder}/state
@@ -64,8 +77,8 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=20
 MinJobAge=3600
 JobRequeue=1
-NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port=16818 CPUs=2 RealMemory=1000
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port=16819 CPUs=2 RealMemory=1000
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
 PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
 """)
         self._daemon("slurmctld", "-D")

@@ -11,6 +11,7 @@ import submit
 import sweep
 
 import jaxbench
+from jaxbench import environment
 from jaxbench.config import RecipeError
 
 STAGE = {"STAGE_PATH": "/stage"}
@@ -113,6 +114,28 @@ def test_checkpoints(tmp_path):
         (("--gpus", "512"), LLAMA | {"ENABLE_PROFILE": "yes"}, "expected true or false"),
         (("--gpus", "512"), LLAMA | {"MAX_STEPS": "0"}, "MAX_STEPS=0: expected a whole number"),
         (("--gpus", "512"), LLAMA | {"GPUS_PER_NODE": "7"}, "do not fill nodes"),
+        (("--gpus", "512", "--processes-per-node", "2"), LLAMA, "expected 1 or 8"),
+        (("--gpus", "512", "--system", "mars"), LLAMA, "there is no launch/env/mars.sh"),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_NCCLTRACE": "true", "MAX_STEPS": "50"},
+            "MAX_STEPS=50 contradicts a profiled or traced run of 5",
+        ),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_PROFILE": "true", "RUN_CONF_PROFILE_RANKS": "0-7"},
+            "RUN_CONF_PROFILE_RANKS=0-7: expected numbers",
+        ),
+        (
+            ("--gpus", "512"),
+            LLAMA
+            | {
+                "ENABLE_PROFILE": "true",
+                "PROFILE_STOP_STEP": "30",
+                "RUN_CONF_PROFILE_STOP_STEP": "40",
+            },
+            "PROFILE_STOP_STEP=30 and RUN_CONF_PROFILE_STOP_STEP=40 contradict",
+        ),
         (("--gpus", "512"), LLAMA | {"LOAD_CHECKPOINT_PATH": "none"}, "is no folder"),
         (
             ("--gpus", "512"),
@@ -150,6 +173,16 @@ def test_a_dry_run_prints_the_script_and_the_recipe(monkeypatch, capsys):
     script, recipe = capsys.readouterr().out.split("# the resolved recipe:\n")
     assert script.rstrip() == job(**LLAMA, JOB_TOTAL_GPUS="512").script().rstrip()
     assert submit.yaml.safe_load(recipe)["model"]["layers"] == 126
+
+
+def test_secrets_of_the_environment_are_redacted(monkeypatch):
+    secret = {"HF_TOKEN": "a", "MY_PASSWORD": "b", "AWS_ACCESS_KEY_ID": "c", "WANDB_API_KEY": "d"}
+    harmless = {"STAGE_PATH": "/stage", "https_proxy": "http://me:e@proxy:80/x"}
+    monkeypatch.setattr(environment.os, "environ", secret | harmless)
+    assert environment.variables() == {
+        **dict.fromkeys(secret, "REDACTED"),
+        "STAGE_PATH": "/stage", "https_proxy": "http://REDACTED@proxy:80/x",
+    }  # fmt: skip
 
 
 def test_a_sweep_skips_what_is_done(tmp_path, monkeypatch, capsys):

@@ -100,7 +100,8 @@ def test_results_lie_where_they_are_published_to_lie(saved, stage):
     number, folder = saved.number, saved.folder
     assert folder == stage / "results" / "0.1.0" / "bf16" / "8b" / "4" / number
     assert sorted(p.name for p in folder.iterdir()) == sorted([
-        "checkpoints", "environment.json", "heartbeats", "log-jaxbench_llama31_8b_bf16_4_1.out",
+        "checkpoints", "environment.json", "heartbeats",
+        f"log-jaxbench_llama31_8b_bf16_4_{number}.out",
         "log-llama31_8b_bf16_smoke.out", "ranks", "run.json", "steps.jsonl",
     ])  # fmt: skip
     assert sorted(p.name for p in (folder / "ranks").iterdir()) == [
