@@ -1,11 +1,11 @@
 """Signs of life of each process, in small files that the watchdog reads."""
 
+import contextlib
 import json
 import os
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,14 @@ class Heartbeat:
 
     def _write(self, path: Path) -> None:
         self._beats += 1
-        write_json(path, {
-            "rank": int(path.stem), "host": platform.node(), "pid": os.getpid(),
-            "beats": self._beats,
-            "phase": self.phase, "started": self.started, "completed": self.completed,
-        })  # fmt: skip
+        with contextlib.suppress(OSError):  # a full disk may have room again at the next beat
+            write_json(path, {
+                "rank": int(path.stem), "host": platform.node(), "pid": os.getpid(),
+                "beats": self._beats,
+                "phase": self.phase, "started": self.started, "completed": self.completed,
+            })  # fmt: skip
 
-    @contextmanager
+    @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """The process is in this phase for a while."""
         before, self.phase = self.phase, phase

@@ -12,7 +12,7 @@ import time
 import pytest
 from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_steps
 
-from jaxbench import checkpoint, command, recipes
+from jaxbench import checkpoint, command, heartbeat, recipes
 from jaxbench.config import RecipeError
 
 STEPS = 400
@@ -123,6 +123,8 @@ def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
     )
     try:
         wait_for_steps(processes[0], tmp_path, 10)
+        while heartbeat.read(next(tmp_path.glob("heartbeats/*")))[1]["completed"] is None:
+            time.sleep(0.05)
         processes[1].send_signal(number)
         at = time.monotonic()
         processes[0].wait(timeout=60)
