@@ -117,11 +117,13 @@ def test_results_lie_where_they_are_published_to_lie(saved, stage):
     assert len(record["ranks"]) == 4
 
 
-def test_a_saved_job_is_loaded_for_one_step(cluster, stage, saved):
+def test_a_saved_job_is_loaded_for_one_step_by_one_process_per_node(cluster, stage, saved):
     path = saved.folder.relative_to(stage)
-    number, folder = submit(cluster, stage, LOAD_CHECKPOINT_PATH=str(path))
+    one = ("--processes-per-node", "1")
+    number, folder = submit(cluster, stage, *one, LOAD_CHECKPOINT_PATH=str(path))
     assert wait(cluster, number, ended)["JobState"] == "COMPLETED"
     record, steps = read(folder)
+    assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
     assert [step["step"] for step in steps] == [STEPS]
     assert record["restored"]["step"] == STEPS
     log = (folder / "ranks" / "rank-0.log").read_text()
