@@ -149,7 +149,7 @@ def measure_rows(steps: int) -> list[tuple[str, ...]]:
         with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
             compiled, _, compile_s = train.compile_program(run)
             train.check_program(compiled, run)
-            done = list(train.run_steps(run, compiled, stop=lambda: False))
+            done = list(train.run_steps(run, compiled))
         times = metrics.spread([s["step_time_s"] for s in done[len(done) // 2 :]])
         peak = flops.peak_tflops(jax.devices()[0].device_kind, run.precision.dtype)
         rates = metrics.throughput(run, times["mean"], peak)

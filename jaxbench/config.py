@@ -32,6 +32,10 @@ class RecipeError(ValueError):
     what is expected."""
 
 
+class RunFailed(RuntimeError):
+    """The run cannot give a valid result. Its text is one line for run.json and the terminal."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Stretches the rotary wavelengths as Llama 3.1 does; `models.layers.rotary_tables` has the

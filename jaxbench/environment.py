@@ -1,16 +1,25 @@
 """What a run ran on: devices, versions, memory, and the job's other processes."""
 
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import resource
+import shutil
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxbench
+from jaxbench import job
 from jaxbench.config import RecipeError
 
 PACKAGES = (
@@ -38,6 +47,16 @@ def join_job() -> None:
         jax.distributed.initialize()
 
 
+def check_local_devices(expected: int) -> None:
+    """Raises RecipeError, naming the node, when this process sees another number of devices."""
+    found = jax.local_device_count()
+    if found != expected:
+        raise RecipeError(
+            f"node {platform.node()}, process {jax.process_index()}: sees {found} devices, "
+            f"{expected} were expected"
+        )
+
+
 def select_platform(cpu_devices: int | None) -> None:
     """Takes `cpu_devices` virtual CPU devices, or the CPU on a machine without an NVIDIA GPU.
 
@@ -52,6 +71,52 @@ def select_platform(cpu_devices: int | None) -> None:
 def has_nvidia_gpu() -> bool:
     """Whether this machine has an NVIDIA driver's devices, whatever JAX can use."""
     return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+
+
+@contextmanager
+def program_cache(folder: Path | None, identity: dict[str, Any]) -> Iterator[bool]:
+    """Keeps what is compiled inside in `folder`, if there is one, for later runs of this identity;
+    yields whether it was there.
+
+    Ranks that find a program and ranks that do not must not meet: while it autotunes, XLA waits for
+    the results of every rank. So an identity's folder appears whole, when its first job has
+    compiled, and a job uses it only if all of its processes see it.
+    """
+    if folder is None:
+        yield False
+        return
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    whole, fresh = folder / name, folder / f"{name}.{os.getpid()}-{time.time_ns()}"
+    there = job.all_agree("compilation cache", whole.is_dir())
+    chosen = Path(
+        job.from_first("compilation cache folder", lambda: str(whole if there else fresh))
+    )
+    compilation_cache.reset_cache()  # JAX decides once whether it uses one
+    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    # XLA's own caches are written by every rank, and their paths would be part of the key.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    yield there
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    if jax.process_index() == 0 and not there and chosen.is_dir():
+        try:
+            chosen.rename(whole)
+        except OSError:  # another job was faster
+            shutil.rmtree(chosen)
+
+
+SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE", re.I)
+"""Names of variables whose values are nobody's business."""
+
+
+def variables() -> dict[str, str]:
+    """The environment as this process sees it, with secrets redacted: variables named like one, and
+    user and password in addresses."""
+    return {
+        name: "REDACTED" if SECRET.search(name) else re.sub(r"://[^/\s]*@", "://REDACTED@", value)
+        for name, value in sorted(os.environ.items())
+    }
 
 
 def hardware() -> dict[str, Any]:

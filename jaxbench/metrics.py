@@ -83,6 +83,19 @@ class StepClock:
         return elapsed
 
 
+def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
+    """The recorded steps up to `start`; those that a killed run recorded beyond are to be
+    repeated."""
+    steps = []
+    for line in path.read_text().splitlines() if start and path.exists() else ():
+        if not line.endswith("}"):
+            break  # cut off by the end of the process or of the disk
+        step = json.loads(line)
+        if step["step"] < start:
+            steps.append(step)
+    return steps
+
+
 class Silent:
     """The recorder of every process but the first: does nothing."""
 
@@ -96,15 +109,17 @@ class Recorder:
     """Writes the records of one run into its folder and reports to the terminal.
 
     Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. On
-    a terminal a progress bar shows the last step; elsewhere the log lines are printed too.
+    a terminal a progress bar shows the last step; elsewhere the log lines are printed too. A run
+    that is resumed at step `start` keeps what is recorded of the steps before.
     """
 
-    def __init__(self, folder: Path, run: Run, record: dict[str, Any]):
+    def __init__(self, folder: Path, run: Run, record: dict[str, Any], start: int = 0):
         self.folder, self.run, self.record = folder, run, record
-        self.steps: list[dict[str, Any]] = []
+        self.steps = steps_before(start, folder / "steps.jsonl")
         write_json(folder / "run.json", record)
-        self._log: TextIO = (folder / f"log-{run.recipe}_{run.row}.out").open("w", buffering=1)
+        self._log: TextIO = (folder / f"log-{run.recipe}_{run.row}.out").open("a", buffering=1)
         self._jsonl: TextIO = (folder / "steps.jsonl").open("w", buffering=1)
+        self._jsonl.writelines(json.dumps(step) + "\n" for step in self.steps)
         self._bar: Any = None
         if run.label == "smoke":
             self.say(WARNING)
@@ -124,7 +139,7 @@ class Recorder:
 
             self._bar = Progress(MofNCompleteColumn(), *Progress.get_default_columns())
             self._bar.start()
-            self._bar.add_task("training", total=self.run.steps)
+            self._bar.add_task("training", total=self.run.steps, completed=len(self.steps))
 
     def step(self, values: dict[str, Any]) -> None:
         """Records a completed step: number, loss, gradient norm, learning rate, time, memory."""
@@ -222,6 +237,8 @@ def summary_lines(record: dict[str, Any]) -> list[str]:
             f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
             f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
         ]
+        if pgle := record.get("pgle"):
+            lines.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s before")
     if row := record["published"]:
         lines.append(
             f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU, {row['gpus']} H100"

@@ -1,47 +1,29 @@
 """`python -m jaxbench.train --config configs/llama2_70b_bf16.yaml`: one benchmark run, from recipe
 to record.
 
-Reads top to bottom: the state, the train step, its compiled program, the loop, the command.
+Reads top to bottom: the state, the train step, its compiled program, the loop. The command line is
+read in `command`, and `session` surrounds the loop with records, checkpoints and profiles.
 """
 
-import argparse
-import math
-import os
-import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxbench import (
-    data,
-    environment,
-    flops,
-    fp8,
-    hlo,
-    mesh,
-    metrics,
-    ops,
-    published,
-    recipes,
-    xla_flags,
-)
-from jaxbench.config import RecipeError, Run, positive
+from jaxbench import data, environment, fp8, hlo, mesh, metrics, ops, xla_flags
+from jaxbench.config import Run, RunFailed
 from jaxbench.models.decoder import Decoder, stretches
 from jaxbench.models.layers import Weight
 from jaxbench.optimizer import make_optimizer, schedule
 from jaxbench.routing import Figures
-from jaxbench.systems import MEMORY_FRACTION
 
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 
@@ -59,10 +41,6 @@ class State:
     model: Decoder
     optimizer: optax.OptState
     fp8: Any
-
-
-class RunFailed(RuntimeError):
-    """The run cannot give a valid result. Its text is one line for run.json and the terminal."""
 
 
 def init_state(run: Run) -> State:
@@ -159,19 +137,21 @@ def make_program(run: Run) -> Any:
     return jax.jit(step, donate_argnums=0)
 
 
-def compile_program(run: Run, extra: dict[str, Any] | None = None) -> tuple[Any, float, float]:
+def compile_program(
+    run: Run, extra_options: dict[str, Any] | None = None
+) -> tuple[Any, float, float]:
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
-    The devices of the mesh need not exist (`target.compile_only_devices`). `extra` compiler options
-    are added to those of the recipe.
+    `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
+    (`target.compile_only_devices`).
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
     with ops.kernels_of_target():
         lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
-    options = xla_flags.options(run, mesh.platform()) | (extra or {})
-    compiled = lowered.compile(compiler_options=options)
+    options = xla_flags.options(run, mesh.platform())
+    compiled = lowered.compile(compiler_options=options | (extra_options or {}))
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
 
@@ -203,167 +183,62 @@ def check_program(compiled: Any, run: Run) -> None:
                 )
 
 
-def run_steps(run: Run, program: Callable, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Trains from the initial state, and yields the figures of each step once it is completed.
+@runtime_checkable
+class Pause(Protocol):
+    """Something that is done between steps while the device is idle, such as a save."""
+
+    def due(self, step: int, ending: bool) -> bool:
+        """Whether `act` is to be called after `step` steps of training."""
+
+    def act(self, step: int, state: State, ending: bool) -> None:
+        """Does it, with the state after `step` steps. Its time is in no step time."""
+
+
+def run_steps(
+    run: Run,
+    program: Callable,
+    stop: Callable[[int], bool] = lambda step: False,
+    state: State | None = None,
+    pauses: Sequence[Pause] = (),
+) -> Iterator[dict[str, Any]]:
+    """Trains from `state`, or the initial one, and yields the figures of each step once it is
+    completed.
 
     A step is queued before the figures of the one before are awaited, so the device never waits for
-    the host; step times are from completion to completion. After `stop()` no step is started.
+    the host; step times are from completion to completion, and `wait_s` is the part for which the
+    host waited. No step n is started after `stop(n)`.
     """
-    state = jax.block_until_ready(jax.jit(partial(init_state, run))())
+    if state is None:
+        state = jax.block_until_ready(jax.jit(partial(init_state, run))())
     clock = metrics.StepClock()
 
     def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
+        asked = time.perf_counter()
         values = {name: value.tolist() for name, value in jax.device_get(figures).items()}
-        return {"step": step, **values, "step_time_s": clock.tick(), **environment.memory()}
+        times = {"wait_s": time.perf_counter() - asked, "step_time_s": clock.tick()}
+        return {"step": step, **values, **times, **environment.memory()}
 
     queued: list[tuple[int, dict[str, jax.Array]]] = []
-    for step in range(run.steps):
-        if stop():
-            break
+    for step in range(int(jax.device_get(state.step)), run.steps + 1):
+        ending = step == run.steps or stop(step)
+        due = [pause for pause in pauses if pause.due(step, ending)]
+        while queued and (due or ending or len(queued) > 1):
+            yield completed(*queued.pop(0))
+        for pause in due:
+            pause.act(step, state, ending)
+        if ending:
+            return
+        if due:
+            clock.tick()
         state, figures = program(state)
         queued.append((step, figures))
-        if len(queued) > 1:
-            yield completed(*queued.pop(0))
-    for step, figures in queued:
-        yield completed(step, figures)
-
-
-def new_record(run: Run) -> dict[str, Any]:
-    """run.json as it stands before the first step."""
-    hardware = environment.hardware()
-    reasons = published.differences(run, hardware["device"])
-    row = published.lookup(run)
-    return {
-        "status": "running",
-        "reason": None,
-        "label": run.label,
-        "comparable": not reasons,
-        "not_comparable_because": reasons,
-        "recipe": recipes.describe(run),
-        "hardware": hardware,
-        "versions": environment.versions(),
-        "flags": {
-            "compiler_options": xla_flags.options(run, hardware["platform"]),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        },
-        "parameters": flops.parameters(run.model)["total"],
-        "published": row and asdict(row),
-    }
-
-
-def benchmark(run: Run, folder: Path) -> int:
-    """Runs and records; returns the exit status. Only the first process of a job writes."""
-    received = collect_signals()
-    record = new_record(run)
-    recorder = (
-        metrics.Recorder(folder, run, record) if jax.process_index() == 0 else metrics.Silent()
-    )
-    status, reason = "failed", None
-    try:
-        with jax.set_mesh(mesh.make_mesh(run.mesh_shape)), jax.transfer_guard("disallow"):
-            recorder.say(f"compiling {run.recipe}, row {run.row}, mesh {run.mesh_text()} ...")
-            compiled, lower_s, compile_s = compile_program(run)
-            record |= {"lower_s": lower_s, "compile_s": compile_s}
-            recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
-            check_program(compiled, run)
-            record["kernels"] = ops.kernels(run.execution, run.precision, run.model.softcap)
-            recorder.say(", ".join(f"{part}: {by}" for part, by in record["kernels"].items()))
-            recorder.start_steps()
-            for step in run_steps(run, compiled, stop=lambda: bool(received)):
-                recorder.step(step)
-                for name in ("loss", "grad_norm"):
-                    if not math.isfinite(step[name]):
-                        raise RunFailed(f"{name} is {step[name]} at step {step['step']}")
-        status = "interrupted" if received else "completed"
-        reason = signal.Signals(received[0]).name if received else None
-    except RunFailed as error:
-        reason = str(error)
-    except KeyboardInterrupt:
-        status, reason = "interrupted", "SIGINT"
-    except Exception as error:
-        reason = traceback.format_exception_only(error)[0].splitlines()[0]
-        traceback.print_exc()
-    peak = flops.peak_tflops(record["hardware"]["device"], run.precision.dtype)
-    recorder.finish(status, reason, peak)
-    return 128 + received[0] if status == "interrupted" else int(status == "failed")
-
-
-def collect_signals() -> list[int]:
-    """The list to which SIGINT and SIGTERM go from now on; a second one interrupts at once."""
-    received: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    return received
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options of `python -m jaxbench.train`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxbench.train", description="Runs one training benchmark."
-    )
-    parser.add_argument(
-        "--config", required=True, help="recipe file, such as configs/llama2_70b_bf16.yaml"
-    )
-    parser.add_argument("--gpus", type=int, help="fail unless the job has exactly this many GPUs")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting of the row: parallelism.fsdp=4",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=50, help="optimizer steps (default 50, as published)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and tokens")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="new folder for the records (default results/<recipe>/<row>/<time>)",
-    )
-    parser.add_argument(
-        "--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh"
-    )
-    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, 1 for a failed run, 2 for a user's mistake, or 128 + a signal."""
-    args = parse_arguments(argv)
-    try:
-        recipe = recipes.load(args.config)
-        overrides = recipes.parse_overrides(args.set)
-        if args.cpu_devices is not None:
-            positive("--cpu-devices", args.cpu_devices)
-        xla_flags.check_environment(os.environ.get("XLA_FLAGS", ""))
-        environment.select_platform(args.cpu_devices)
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-        environment.join_job()
-        devices, platform = jax.device_count(), jax.devices()[0].platform
-        if platform == "cpu" and args.cpu_devices is None and environment.has_nvidia_gpu():
-            print(
-                "warning: JAX does not see this machine's GPU: pip install '.[gpu]'",
-                file=sys.stderr,
-            )
-        row = recipes.choose_row(recipe, platform, devices, args.gpus)
-        run = recipes.resolve(
-            recipe, row, devices=devices, overrides=overrides, steps=args.steps, seed=args.seed
-        )
-        folder = args.output or Path("results", run.recipe, run.row, time.strftime("%Y%m%d-%H%M%S"))
-        ops.fp8_implementation(run.precision)
-        if (folder / "run.json").exists():
-            raise RecipeError(f"--output {folder} already holds a run; name another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-    except (RecipeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return benchmark(run, folder)
+    """The command, which `command.main` reads and `session.benchmark` runs."""
+    from jaxbench import command
+
+    return command.main(argv)
 
 
 if __name__ == "__main__":

@@ -15,3 +15,8 @@ jaxtyping.install_import_hook("jaxbench", "typecheck.check")
 
 def pytest_addoption(parser):
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
+
+
+def pytest_collection_modifyitems(items):
+    """Slurm's tests first: one worker takes them all, and they wait while the other computes."""
+    items.sort(key=lambda item: item.path.name != "test_slurm.py")

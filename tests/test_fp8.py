@@ -18,6 +18,8 @@ from jaxbench.config import Precision
 
 FP8 = "precision.dtype=fp8"
 CURRENT = "precision.scaling=current"
+FULL = "execution.remat=full"
+"""One scan in place of two: compiles faster."""
 RNG = np.random.default_rng(0)
 
 
@@ -210,7 +212,9 @@ def test_history_is_newest_first_and_its_maximum_is_the_scale():
 
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_gathering_in_fp8_changes_nothing(scaling):
-    overrides = (FP8, f"precision.scaling={scaling}", "parallelism.fsdp=2", "parallelism.tensor=2")
+    overrides = (
+        FP8, f"precision.scaling={scaling}", "parallelism.fsdp=2", "parallelism.tensor=2", FULL,
+    )  # fmt: skip
     runs = [
         tiny_run(*overrides, f"precision.gather={dtype}", devices=8) for dtype in ("fp8", "bf16")
     ]
@@ -225,7 +229,7 @@ def test_gathering_in_fp8_changes_nothing(scaling):
 
 def test_layers_kept_in_bf16():
     bf16, kept, fp8_run = (
-        same_sequences(tiny_run(*overrides))[0]
+        same_sequences(tiny_run(*overrides, FULL))[0]
         for overrides in (
             ("precision.dtype=bf16",),
             (FP8, CURRENT, "precision.first_bf16_layers=1", "precision.last_bf16_layers=2"),
@@ -239,7 +243,7 @@ def test_layers_kept_in_bf16():
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_what_is_not_finite_reaches_the_loss(scaling, value):
-    run = tiny_run(FP8, f"precision.scaling={scaling}", "precision.amax_history=2")
+    run = tiny_run(FP8, f"precision.scaling={scaling}", "precision.amax_history=2", FULL)
     with mesh_of(run):
         state = jax.jit(lambda: train.init_state(run))()
         kernel = state.model.units[0].layers[1].mixer.gate_up
@@ -263,15 +267,17 @@ def loss_curve(name, dtype):
         overrides.append("model.capacity_tokens=64")
     recipe = recipes.load(recipes.config_folder() / f"{name}.yaml")
     parsed = recipes.parse_overrides(overrides)
-    run = recipes.resolve(recipe, "smoke", devices=1, overrides=parsed, steps=12)
+    run = recipes.resolve(recipe, "smoke", devices=1, overrides=parsed, steps=6)
     with mesh_of(run):
         expected = {"bf16": "bf16", "fp8": "fp8, emulated in bf16"}[dtype]
         assert ops.kernels(run.execution, run.precision)["products"] == expected
         compiled, _, _ = train.compile_program(run)
-        return [step["loss"] for step in train.run_steps(run, compiled, stop=lambda: False)]
+        return [step["loss"] for step in train.run_steps(run, compiled)]
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in recipes.config_folder().glob("*_fp8.yaml")))
+@pytest.mark.parametrize(
+    "name", ["llama31_8b_fp8", "nemotron4_340b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8"]
+)
 def test_smoke_loss_curve_of_fp8_is_that_of_bf16(name):
     bf16, in_fp8 = (loss_curve(name, dtype) for dtype in ("bf16", "fp8"))
     # Rounding errors of 2^-4 are independent, and average out over 256 tokens and 256 columns.

@@ -13,6 +13,7 @@ PACKAGE = Path(jaxbench.__file__).parent
 LAPTOP = (
     "config", "recipes", "flops", "published", "metrics", "models.llama", "models.nemotron",
     "models.grok", "xla_flags", "hlo", "systems", "schedule", "memory", "plan_text",
+    "heartbeat", "watchdog",
 )  # fmt: skip
 LAYERS = {
     "mesh": {"config"},
@@ -25,6 +26,11 @@ LAYERS = {
     "data": {"mesh"},
     "ssd": {"config"},
     "target": set(),
+    "job": {"config"},
+    "environment": {"config", "job"},
+    "checkpoint": {"config"},
+    "heartbeat": {"metrics"},
+    "watchdog": {"heartbeat", "metrics"},
     "models.layers": {"config", "mesh", "ops"},
     "models.mamba2": {"config", "mesh", "ops", "ssd", "models.layers"},
     "models.moe": {"config", "mesh", "ops", "grouped", "routing", "models.layers"},
@@ -84,4 +90,4 @@ def test_only_ops_names_a_kernel_library():
 
 def test_only_the_commands_read_the_environment():
     readers = {p.stem for p in PACKAGE.rglob("*.py") if "os.environ" in p.read_text()}
-    assert readers <= {"train", "plan", "environment"}
+    assert readers <= {"command", "session", "plan", "environment", "profiling"}

@@ -1,31 +1,22 @@
 """Routing and dispatch against loops over tokens, and every mesh and mode against one device."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train import assert_same, loss_and_gradients
-from tiny import mesh_of, to_numpy
+from tiny import mesh_of, tiny_run, to_numpy
 
-from jaxbench import flops, hlo, mesh, recipes, routing, train
+from jaxbench import flops, hlo, mesh, published, recipes, routing, train
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.moe import Experts
 
 EPS32 = np.finfo(np.float32).eps
 RNG = np.random.default_rng(0)
 SMOKE = recipes.load(recipes.config_folder() / "grok1_314b_bf16.yaml")
-DIMS = (
-    "model.layers=2", "model.embed=64", "model.ffn=48", "model.heads=8", "model.kv_heads=4",
-    "model.head_dim=8", "model.vocabulary=64", "model.init_std=0.2", "model.capacity_tokens=8",
-    "batch.sequence_length=32", "batch.global_batch=8", "precision.dtype=fp32",
-    "execution.remat=attention,residual:1",
-)  # fmt: skip
-
-
-def tiny_grok(*overrides, devices=1):
-    """A Grok-1 with every mesh axis divisible by 2 and 4."""
-    parsed = recipes.parse_overrides([*DIMS, *overrides])
-    return recipes.resolve(SMOKE, "smoke", devices=devices, overrides=parsed)
+tiny_grok = partial(tiny_run, family="grok1_314b_bf16")
 
 
 def softmax(x):
@@ -179,7 +170,7 @@ def test_balanced_routing_drops_nothing_and_is_no_published_work():
         "tokens_dropped": 0.0, "expert_load_max": 1.0, "balance_loss": pytest.approx(1.0),
     }  # fmt: skip
     row = recipes.resolve(SMOKE, 512, overrides=recipes.parse_overrides(["model.routing=balanced"]))
-    assert train.published.lookup(row) is None
+    assert published.lookup(row) is None
 
 
 def test_figures_of_a_step():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from tiny import mesh_of, tiny_run, to_numpy
 
-from jaxbench import data, recipes, train
+from jaxbench import data, flops, recipes, train
 from jaxbench.config import AXES
 from jaxbench.models.layers import Vector
 from jaxbench.optimizer import schedule
@@ -221,7 +221,7 @@ def test_every_row_traces_at_its_full_size(recipe, row):
         assert new.sharding == old.sharding or new.shape == ()
     assert figures["loss"].shape == ()
     parameters = sum(x.size for x in jax.tree.leaves(state.model))
-    assert parameters == train.flops.parameters(run.model)["total"]
+    assert parameters == flops.parameters(run.model)["total"]
     shards = run.parallelism.ranks
     for x in jax.tree.leaves(state.model):
         if x.size > run.model.layers * run.model.embed * max(run.model.experts, 1):

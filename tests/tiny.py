@@ -14,6 +14,10 @@ DIMS = (
 )  # fmt: skip
 FAMILIES = {
     "llama31_8b_bf16": ("model.layers=3", "execution.remat=query,attention,residual:1"),
+    "grok1_314b_bf16": (
+        "model.layers=2", "model.ffn=48", "model.capacity_tokens=8",
+        "execution.remat=attention,residual:1",
+    ),
     "nemotron4_340b_bf16": ("model.layers=3", "execution.remat=attention,up:2"),
     "nemotronh_56b_bf16": (
         "model.layers=10", "model.pattern=M*-M*-M-M-", "execution.remat=residual,up:6,mamba:8",

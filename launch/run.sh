@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What one process of a job runs: one srun task, or, without Slurm, the only process of one host:
+#   launch/run.sh --config configs/llama31_8b_bf16.yaml --output results/first
+# Any launcher will do that sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -z "${JAXBENCH_SYSTEM:-}" ] || . "$root/launch/env/$JAXBENCH_SYSTEM.sh"
+
+venv=${JAXBENCH_VENV:-$root/.venv}
+python=python3 # in a container
+[ ! -x "$venv/bin/python" ] || python=$venv/bin/python
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
+# JAX gives a Slurm task one device, that of its local id; a process per node has to ask for all of them.
+if [ "${JAXBENCH_LOCAL_DEVICES:-1}" -gt 1 ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]; then
+  export JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((JAXBENCH_LOCAL_DEVICES - 1)))
+fi
+
+rank=${SLURM_PROCID:-${JAX_PROCESS_ID:-0}}
+command=("$python" -m jaxbench.train "$@")
+if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
+  nsys=(nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop --trace=cuda,nvtx --nic-metrics=true
+    --cpuctxsw=none --kill=none --force-overwrite=true
+    --output="$JAXBENCH_RESULTS/$SLURM_JOB_ID/nsys/${JAXBENCH_NAME}g_${SLURM_JOB_ID}_${SLURM_NODEID}_${SLURM_LOCALID}")
+  if [ "${RUN_CONF_PROFILE_CPU:-false}" = true ]; then nsys+=(--sample=process-tree); else nsys+=(--sample=none); fi
+  # Only one process of a node can read the GPUs' counters.
+  if [ "${RUN_CONF_PROFILE_GPU_METRICS:-false}" = true ] && [ "$SLURM_LOCALID" = 0 ]; then
+    nsys+=(--gpu-metrics-devices=all)
+  fi
+  mkdir -p "$JAXBENCH_RESULTS/$SLURM_JOB_ID/nsys"
+  command=("${nsys[@]}" "${command[@]}")
+fi
+exec "${command[@]}"

@@ -1,0 +1,81 @@
+"""The commands as child processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "--config", "configs/llama31_8b_bf16.yaml", "--set", "model.layers=1", "--set",
+    "model.embed=64", "--set", "model.ffn=64", "--set", "model.vocabulary=128", "--set",
+    "batch.sequence_length=32", "--cpu-devices", "2", "--set", "parallelism.fsdp=2",
+)  # fmt: skip
+"""A run on two devices that starts in seconds."""
+
+FAST = "--xla_backend_optimization_level=0"
+"""Two thirds of the compile time; what is computed stays the same."""
+
+
+def start(*arguments, module="jaxbench.train", **environment):
+    """The command in the source tree; on `communicate` everything it printed."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SLURM_"))}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        env=clean | {"XLA_FLAGS": FAST} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_two(*arguments):
+    """The command as two processes of one job."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    return [
+        start(
+            *arguments,
+            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+
+
+def run(*arguments, **options):
+    """(exit status, standard output, standard error) of the command."""
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def read(folder):
+    """(run.json, the complete lines of steps.jsonl) of a run, empty where there is none yet."""
+    steps = folder / "steps.jsonl"
+    lines = steps.read_text().splitlines(keepends=True) if steps.exists() else []
+    record = folder / "run.json"
+    return (
+        json.loads(record.read_text()) if record.exists() else {},
+        [json.loads(line) for line in lines if line.endswith("\n")],
+    )
+
+
+def wait_for_steps(process, folder, count):
+    """Returns when the run has recorded so many steps."""
+    while len(read(folder)[1]) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def kill(processes):
+    """Ends what a failed test has left."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()

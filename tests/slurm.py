@@ -1,0 +1,143 @@
+"""A real Slurm controller with virtual nodes on this host, for tests."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+
+
+def missing() -> str | None:
+    """Why no Slurm can be started here; None if one can."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    if absent:
+        return f"needs Debian's slurm-wlm and munge: no {', '.join(absent)}"
+    return None if os.geteuid() == 0 else "needs root, to start munged, slurmctld and slurmd"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
+
+
+class Cluster:
+    """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{os.environ['PATH']}:/usr/sbin",
+        }
+        self._daemons: list[subprocess.Popen] = []
+
+    def __enter__(self):
+        for name in ("state", "spool-n0", "spool-n1"):
+            (self.folder / name).mkdir(parents=True)
+        self.folder.chmod(0o755)
+        self._start_munge()
+        self._hosts("n0", "n1")
+        host, ports = os.uname().nodename, free_ports(3)
+        # JAX derives its coordinator's port from the job's number: one that no other cluster uses.
+        # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
+        (self.folder / "slurm.conf").write_text(f"""
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
+CredType=cred/munge
+SlurmctldPort={ports[0]}
+FirstJobId={os.getpid()}
+SlurmctldParameters=enable_configless
+SlurmdParameters=config_overrides
+StateSaveLocation={self.folder}/state
+SlurmdSpoolDir={self.folder}/spool-%n
+SlurmctldPidFile={self.folder}/slurmctld.pid
+SlurmdPidFile={self.folder}/slurmd-%n.pid
+SlurmctldLogFile={self.folder}/slurmctld.log
+SlurmdLogFile={self.folder}/slurmd-%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+KillWait=20
+MinJobAge=3600
+JobRequeue=1
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
+PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
+""")
+        self._daemon("slurmctld", "-D")
+        for node in ("n0", "n1"):
+            self._daemon("slurmd", "-D", "-N", node)
+        self._wait(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", 60)
+        return self
+
+    def __exit__(self, *_):
+        self.run("scancel", "--me")
+        self._wait(lambda: not self.run("squeue", "--noheader"), 60)
+        for process in reversed(self._daemons):
+            process.terminate()
+        for process in self._daemons:
+            process.wait(timeout=30)
+            process.stderr.close()
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        folder.mkdir(mode=0o700)
+        subprocess.run(["mungekey", "-c", "-k", folder / "key"], check=True, env=self.environment)
+        self._daemon(
+            "munged", "--foreground", "--force", f"--key-file={folder}/key",
+            f"--socket={self.folder}/munge.socket", f"--pid-file={folder}/pid",
+            f"--log-file={folder}/log", f"--seed-file={folder}/seed",
+        )  # fmt: skip
+        self._wait((self.folder / "munge.socket").exists, 20)
+
+    @staticmethod
+    def _hosts(*names: str) -> None:
+        """The name of the first node is the address of JAX's coordinator."""
+        path = Path("/etc/hosts")
+        known = path.read_text().split()
+        with path.open("a") as hosts:
+            hosts.writelines(f"127.0.0.1 {name}\n" for name in names if name not in known)
+
+    def _daemon(self, *command: str) -> None:
+        self._daemons.append(subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ))  # fmt: skip
+
+    def _wait(self, condition, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            for process in self._daemons:
+                assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.2)
+
+    def run(self, *command: str) -> str:
+        """What a Slurm command prints."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        return done.stdout
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says about a job."""
+        words = self.run("scontrol", "show", "job", number).split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def log(self) -> str:
+        """All logs of the daemons."""
+        return "\n".join(path.read_text() for path in self.folder.glob("slurm*.log"))

@@ -1,0 +1,153 @@
+"""launch/submit.sh on a real Slurm: two virtual nodes with two tasks each, and FSDP across them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import slurm
+from commands import ROOT, read
+
+pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+
+TINY = (
+    "model.layers=1", "model.embed=64", "model.ffn=64", "model.vocabulary=128",
+    "batch.sequence_length=32", "parallelism.fsdp=4",
+)  # fmt: skip
+STEPS = 80
+TOLERANCE = 1e-3
+"""Four processes add up in another order than four devices of one: roundings of bf16."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm.Cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    return tmp_path_factory.mktemp("stage")
+
+
+def submit(cluster, stage, *options, **variables):
+    """(job id, run folder) of a submitted job."""
+    overrides = [part for text in TINY for part in ("--set", text)]
+    done = subprocess.run(
+        ["launch/submit.sh", "configs/llama31_8b_bf16.yaml", "--cpu", *overrides, *options],
+        cwd=ROOT, capture_output=True, text=True,
+        env=cluster.environment | {
+            "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "4", "GPUS_PER_NODE": "2",
+            "JAXBENCH_VENV": sys.prefix, "HF_TOKEN": "hf_secret", **variables,
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    number, folder = done.stdout.removeprefix("job ").strip().split(": ")
+    return number, Path(folder)
+
+
+def wait(cluster, number, condition, seconds=150):
+    """Waits for a condition on what Slurm says about the job."""
+    end = time.monotonic() + seconds
+    while not condition(job := cluster.job(number)):
+        assert time.monotonic() < end, (job, cluster.log()[-3000:])
+        time.sleep(0.3)
+    return job
+
+
+def ended(job):
+    return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def steps_of(folder):
+    return read(folder)[1]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The losses of the same run in one process with four devices."""
+    folder = tmp_path_factory.mktemp("one")
+    subprocess.run(
+        [ROOT / "launch/run.sh", "--config", "configs/llama31_8b_bf16.yaml", "--cpu-devices", "4",
+         "--steps", str(STEPS), "--output", folder,
+         *(part for text in TINY for part in ("--set", text))],
+        cwd=ROOT, check=True, capture_output=True, env=os.environ | {"JAXBENCH_VENV": sys.prefix},
+    )  # fmt: skip
+    return [step["loss"] for step in steps_of(folder)]
+
+
+@pytest.fixture(scope="module")
+def saved(cluster, stage):
+    """A job that saved its end."""
+    number, folder = submit(cluster, stage, ENABLE_CHECKPOINT="true", MAX_STEPS=str(STEPS))
+    return SimpleNamespace(number=number, folder=folder, job=wait(cluster, number, ended))
+
+
+def test_four_processes_on_two_nodes_have_the_losses_of_one(saved, one_process):
+    assert saved.job["JobState"] == "COMPLETED", (saved.folder / "ranks/rank-0.log").read_text()
+    record, steps = read(saved.folder)
+    assert record["status"] == "completed"
+    assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (4, 4)
+    assert [s["loss"] for s in steps] == pytest.approx(one_process, abs=TOLERANCE)
+
+
+def test_results_lie_where_they_are_published_to_lie(saved, stage):
+    number, folder = saved.number, saved.folder
+    assert folder == stage / "results" / "0.1.0" / "bf16" / "8b" / "4" / number
+    assert sorted(p.name for p in folder.iterdir()) == sorted([
+        "checkpoints", "environment.json", "heartbeats",
+        f"log-jaxbench_llama31_8b_bf16_4_{number}.out",
+        "log-llama31_8b_bf16_smoke.out", "ranks", "run.json", "steps.jsonl",
+    ])  # fmt: skip
+    assert sorted(p.name for p in (folder / "ranks").iterdir()) == [
+        f"rank-{n}.log" for n in range(4)
+    ]
+    text = (folder / "environment.json").read_text()
+    assert json.loads(text)["HF_TOKEN"] == "REDACTED"
+    assert json.loads(text)["SLURM_JOB_ID"] == number
+    assert "hf_secret" not in text
+    main = (folder / f"log-jaxbench_llama31_8b_bf16_4_{number}.out").read_text()
+    assert "completed: llama31_8b_bf16, row smoke (smoke)" in main
+    record, _ = read(folder)
+    assert len(record["ranks"]) == 4
+
+
+def test_a_saved_job_is_loaded_for_one_step_by_one_process_per_node(cluster, stage, saved):
+    path = saved.folder.relative_to(stage)
+    one = ("--processes-per-node", "1")
+    number, folder = submit(cluster, stage, *one, LOAD_CHECKPOINT_PATH=str(path))
+    assert wait(cluster, number, ended)["JobState"] == "COMPLETED"
+    record, steps = read(folder)
+    assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
+    assert [step["step"] for step in steps] == [STEPS]
+    assert record["restored"]["step"] == STEPS
+    log = (folder / "ranks" / "rank-0.log").read_text()
+    assert "Global Checkpoint Load : Rank : 0 : Start time : " in log
+
+
+def test_a_job_that_is_requeued_and_loses_a_process_ends_with_the_same_losses(
+    cluster, stage, one_process
+):
+    number, folder = submit(cluster, stage, "--checkpoint-every", "10", MAX_STEPS=str(STEPS))
+    wait(cluster, number, lambda job: len(steps_of(folder)) > 15)
+    cluster.run("scontrol", "requeue", number)
+    wait(cluster, number, lambda job: job["Restarts"] == "1" and job["JobState"] == "RUNNING")
+    wait(cluster, number, lambda job: len(read(folder)[0]["resumed_at"]) == 1)
+    assert "interrupted: llama31_8b_bf16" in (folder / "ranks/rank-0.log").read_text()
+    first = read(folder)[0]["resumed_at"][0]
+    assert first > 15  # saved when it was stopped
+    wait(cluster, number, lambda job: len(steps_of(folder)) > first + 15)
+    heartbeat = max((folder / "heartbeats").iterdir()) / "3.json"
+    os.kill(json.loads(heartbeat.read_text())["pid"], signal.SIGKILL)
+    job = wait(cluster, number, ended)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2")
+    record, steps = read(folder)
+    assert record["status"] == "completed"
+    assert len(record["resumed_at"]) == 2
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert [s["loss"] for s in steps] == pytest.approx(one_process, abs=TOLERANCE)
