@@ -22,19 +22,21 @@ from jaxbench.config import RecipeError, Run
 PEER_ROWS = """
 llama2_70b_bf16:64
 llama2_70b_bf16:64 execution.remat=full
-llama2_70b_bf16:512
-llama2_70b_bf16:2048
+llama2_70b_bf16:512 execution.remat=query,key,value,attention,residual:4
+llama2_70b_bf16:2048 execution.remat=query,key,value,attention,residual:4
+llama2_70b_fp8:64
+llama2_70b_fp8:512 execution.remat=query,key,value,attention,residual:4
 llama31_8b_bf16:8 batch.global_batch=8
-llama31_8b_bf16:8
+llama31_8b_fp8:8 batch.global_batch=8 execution.remat=query,key,value,attention
 llama31_70b_bf16:64 batch.global_batch=64
-llama31_70b_bf16:64
 llama31_405b_bf16:512 parallelism.fsdp=512 parallelism.context=1 batch.global_batch=512 \
     execution.remat=full
 llama31_405b_bf16:512 parallelism.fsdp=64 parallelism.context=1 parallelism.tensor=8 \
     batch.microbatch=4 execution.remat=full
-llama31_405b_bf16:512
+grok1_314b_bf16:512 execution.remat=full
+grok1_314b_bf16:512
 """
-"""Published rows, and what was compiled of a peer: its meshes, its remat, one pass per step."""
+"""What was compiled of a peer: its meshes, about its remat, one pass per step."""
 
 
 def compile_row(run: Run) -> dict:

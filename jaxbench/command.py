@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             seed=args.seed,
         )  # fmt: skip
         ops.fp8_implementation(run.precision)
+        xla_flags.options(run, platform)
         if args.pgle and platform != "gpu":
             raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
         run, plan = prepare(run, args)

@@ -259,13 +259,13 @@ class Execution:
     `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
     activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
     and recomputes it in the rest (in a hybrid, whose letters are the layers, in those repeats of
-    its scanned unit that lie among them). `xla_flags` is `tuned`, `published` (both in
-    `xla_flags.py`) or `default` (what the compiler does by itself).
+    its scanned unit that lie among them). `xla_flags` is a named set of
+    compiler options (`xla_flags.SETS`), and changes to it: `tuned,xla_gpu_some_flag=false`.
     """
 
     remat: str = "full"
     attention: Literal["auto", "cudnn", "xla"] = "auto"
-    xla_flags: Literal["tuned", "published", "default"] = "tuned"
+    xla_flags: str = "tuned"
 
     def saved(self, layers: int) -> dict[str, int] | None:
         """For each saved activation the number of layers that keep it; None when remat is off."""

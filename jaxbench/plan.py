@@ -37,7 +37,7 @@ from jaxbench import (
     train,
     xla_flags,
 )
-from jaxbench.config import RecipeError, Run
+from jaxbench.config import RecipeError, Run, RunFailed
 from jaxbench.systems import System
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dump:
             args.dump.mkdir(parents=True, exist_ok=True)
         plan = make_plan(run, args.gpu, system, args.dump)
-    except (RecipeError, OSError) as error:
+    except (RecipeError, RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.dump:

@@ -5,6 +5,7 @@ Reads top to bottom: the state, the train step, its compiled program, the loop. 
 read in `command`, and `session` surrounds the loop with records, checkpoints and profiles.
 """
 
+import re
 import sys
 import time
 from collections import Counter
@@ -143,15 +144,20 @@ def compile_program(
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
     `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
-    (`target.compile_only_devices`).
+    (`target.compile_only_devices`). Raises RunFailed for an option that the compiler does not know.
     """
     start = time.perf_counter()
     state = jax.eval_shape(partial(init_state, run))
     with ops.kernels_of_target():
         lowered = make_program(run).lower(state)
     lowered_at = time.perf_counter()
-    options = xla_flags.options(run, mesh.platform())
-    compiled = lowered.compile(compiler_options=options | (extra_options or {}))
+    options = xla_flags.options(run, mesh.platform()) | (extra_options or {})
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
+            raise RunFailed(xla_flags.explain(unknown.group(1))) from error
+        raise
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
 

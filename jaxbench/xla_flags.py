@@ -97,10 +97,13 @@ REMOVED = {
 
 def options(run: Run, platform: str) -> Options:
     """Compiler options of a run, in the names of the installed jax; CPUs always take the compiler's
-    defaults."""
+    defaults. Raises RecipeError for an unknown set or a change that cannot be read."""
+    name, *changes = run.execution.xla_flags.replace(" ", "").split(",")
+    if name not in SETS:
+        raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
+    changed = dict(_flag(change) for change in changes)
     if platform != "gpu":
         return {}
-    name = run.execution.xla_flags
     chosen = dict(SETS[name])
     if _release() >= (0, 11):
         for old, new in RENAMED.items():
@@ -108,7 +111,17 @@ def options(run: Run, platform: str) -> Options:
                 chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
         if name == "tuned":
             chosen |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
-    return chosen
+    return chosen | changed
+
+
+def _flag(text: str) -> tuple[str, bool | int | str]:
+    """`xla_gpu_some_flag=false` as a name and a value."""
+    name, equals, value = text.partition("=")
+    if not (equals and name.startswith("xla_")):
+        raise RecipeError(f"execution.xla_flags: cannot read {text!r}; expected xla_..=value")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if re.fullmatch(r"-?\d+", value) else value
 
 
 def _release() -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from jaxbench import (
     schedule,
     systems,
     target,
-    xla_flags,
 )
 from jaxbench.train import RunFailed, check_program, compile_program
 
@@ -287,7 +286,7 @@ def test_plain_attention_in_place_of_the_fused_one_is_an_error():
         check_program(plain.compiled, asked)
 
 
-def test_an_unknown_compiler_option_is_an_error_and_no_abort(monkeypatch):
-    monkeypatch.setitem(xla_flags.TUNED, "xla_gpu_no_such", True)
-    with pytest.raises(Exception, match="No such compile option: 'xla_gpu_no_such'"):
-        Compiled("llama31_8b_bf16", 8, "model.layers=1", "batch.sequence_length=256")
+def test_an_unknown_compiler_option_is_an_error_and_no_abort():
+    changes = "execution.xla_flags=tuned,xla_gpu_graph_level=0", "model.layers=1"
+    with pytest.raises(RunFailed, match="xla_gpu_graph_level was removed from XLA; use"):
+        Compiled("llama31_8b_bf16", 8, *changes, "batch.sequence_length=256")

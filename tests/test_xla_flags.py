@@ -24,6 +24,20 @@ def test_pipelining_has_the_names_of_the_installed_jax(monkeypatch, release, old
     assert "xla_gpu_pipeline_all_gather" not in hybrid
 
 
+def test_a_set_can_be_changed():
+    run = smoke_run("llama31_8b_bf16", "default,xla_gpu_a=false,xla_gpu_b=4,xla_gpu_c=x")
+    assert xla_flags.options(run, "gpu") == {"xla_gpu_a": False, "xla_gpu_b": 4, "xla_gpu_c": "x"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("best", "'best' is none of tuned"), ("tuned,gpu_a=1", "cannot read 'gpu_a=1'")],
+)
+def test_an_unknown_set_or_change_is_an_error(text, message):
+    with pytest.raises(RecipeError, match=message):
+        xla_flags.options(smoke_run("llama31_8b_bf16", text), "cpu")
+
+
 def test_a_cpu_takes_the_defaults():
     assert xla_flags.options(smoke_run("llama31_8b_bf16"), "cpu") == {}
 
