@@ -7,10 +7,11 @@ Here every instruction is counted as often as it runs: trip counts of nested loo
 """
 
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,6 +26,17 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
 """Attributes: what a custom call runs, and the JAX operation that an instruction stems from."""
 
+TRIPS = r'"known_trip_count":\{"n":"(\d+)"'
+COUNTER = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
+"""Attributes of a loop: how often its body runs, and which element of its state counts."""
+
+SCALARS: dict[str, Callable[..., int]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne,
+    "copy": int, "bitcast": int, "convert": int,
+}  # fmt: skip
+"""Operations of loop counters, comparisons by their direction."""
+
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 TE_GEMM = "te_gemm"
 """How the targets of Transformer Engine's products begin. Their FLOPs are not counted here."""
@@ -36,7 +48,7 @@ forward, four backward; the scores that the backward kernel computes again are n
 @dataclass(frozen=True)
 class Instruction:
     """One line of HLO: `name = shape opcode(operands), attributes`. A parameter's operand is its
-    number."""
+    number, a scalar constant's its value."""
 
     name: str
     shape: str
@@ -72,8 +84,15 @@ class Instruction:
         called = re.findall(r"(?:calls|body|condition)=%?([\w.\-]+)", self.attributes)
         if branches := self.attribute(r"branch_computations=\{([^}]*)\}"):
             called += re.findall(r"%?([\w.\-]+)", branches)
-        trips = int(self.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
-        return [(name, trips) for name in called]
+        return [(name, self.trips) for name in called]
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs its body; 1 for all else."""
+        known = self.attribute(TRIPS)
+        if self.opcode == "while" and known is None:
+            raise ValueError(f"cannot tell how often the loop {self.name} runs")
+        return int(known or 1)
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,46 @@ class Program:
                 entry = header.group(2) if header.group(1) else entry
             elif current is not None and (instruction := _parse_line(line)):
                 current[instruction.name] = instruction
-        return cls(entry, computations)
+        program = cls(entry, computations)
+        for scope in computations.values():
+            for i in scope.values():
+                if i.opcode == "while" and not i.attribute(TRIPS):
+                    scope[i.name] = program._counted(i, scope)
+        return program
+
+    def _counted(self, loop: Instruction, scope: dict[str, Instruction]) -> Instruction:
+        """A loop whose trip count a pass of the compiler has lost, with the count that its counter
+        gives; unchanged where the counter cannot be followed."""
+        counter = loop.attribute(COUNTER)
+        condition = self.computations.get(loop.attribute(r"condition=%?([\w.\-]+)") or "")
+        body = self.computations.get(loop.attribute(r"body=%?([\w.\-]+)") or "")
+        if counter is None or condition is None or body is None:
+            return loop
+        index, trips = int(counter), 0
+        try:
+            value = self._scalar(scope[loop.operands[0]].operands[index], scope, {})
+            while self._scalar(root(condition).name, condition, _element(condition, index, value)):
+                following = root(body).operands[index]
+                value = self._scalar(following, body, _element(body, index, value))
+                trips += 1
+        except (KeyError, IndexError):
+            return loop
+        return replace(loop, attributes=f'{loop.attributes} "known_trip_count":{{"n":"{trips}"}}')
+
+    def _scalar(self, name: str, scope: dict[str, Instruction], given: dict[str, int]) -> int:
+        """An integer that a computation makes from those given by name. Raises KeyError."""
+        if name in given:
+            return given[name]
+        i = scope[name]
+        if i.opcode == "constant":
+            return int(i.operands[0])
+        operands = [self._scalar(operand, scope, given) for operand in i.operands]
+        if i.opcode == "fusion":
+            inner = self.computations[i.callees[0][0]]
+            parameters = [j for j in inner.values() if j.opcode == "parameter"]
+            values = {j.name: operands[int(j.operands[0])] for j in parameters}
+            return self._scalar(root(inner).name, inner, values)
+        return SCALARS[i.attribute(r"direction=(\w+)") or i.opcode](*operands)
 
     def walk(self) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
         """Every instruction with its computation and how often it runs per step."""
@@ -224,6 +282,12 @@ def first_group(attributes: str) -> tuple[int, ...]:
     return tuple(_ints(listed.group(1))) if listed else (0,)
 
 
+def _element(scope: dict[str, Instruction], index: int, value: int) -> dict[str, int]:
+    """The names under which a computation reads an element of its state, with its value."""
+    read = (i for i in scope.values() if i.opcode == "get-tuple-element")
+    return {i.name: value for i in read if i.attribute(r"\bindex=(\d+)") == str(index)}
+
+
 def _ints(text: str | None) -> list[int]:
     return [int(d) for d in re.findall(r"\d+", text or "")]
 
@@ -238,7 +302,8 @@ def _parse_line(line: str) -> Instruction | None:
     opening = rest.index("(")
     closing = _closing(rest, opening)
     inside = rest[opening:closing]
-    found = re.findall(r"\d+" if rest[:opening] == "parameter" else r"%([\w.\-]+)", inside)
+    numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
+    found = re.findall(r"-?\d+" if numbered else r"%([\w.\-]+)", inside)
     root, name = match.groups()
     return Instruction(
         name, shape, rest[:opening], tuple(found), rest[closing + 1 :], is_root=root is not None

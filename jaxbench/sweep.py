@@ -2,7 +2,7 @@
 
 Each row is planned in a process of its own, a few at a time, and kept as soon as it is there; a
 sweep that was interrupted goes on where it stopped. A row is planned again when its settings, its
-flags or a version has changed.
+flags or the version of a package has changed; after a change of this code, remove `results/plan`.
 """
 
 import csv
@@ -111,6 +111,7 @@ def finished(path: Path, run: Run, system: System) -> dict[str, Any] | None:
         "system": asdict(system),
         "versions": environment.versions(),
     }
+    expected["versions"]["commit"] = plan["versions"]["commit"]
     return plan if all(plan[name] == value for name, value in expected.items()) else None
 
 

@@ -149,3 +149,53 @@ ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
 """  # noqa: E501
     found = fp8.compiled_products(hlo.Program.parse(text))
     assert found == {("units.0.qkv", True): 3, ("units.0.out", False): 3}
+
+
+LOST_COUNT = """
+%less (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %limit = s32[] constant(16)
+  ROOT %lt = pred[] compare(%p, %limit), direction=LT
+}
+
+%next (q: s32[]) -> s32[] {
+  %q = s32[] parameter(0)
+  %two = s32[] constant(2)
+  ROOT %add = s32[] add(%q, %two)
+}
+
+%condition (c: (f32[], s32[])) -> pred[] {
+  %c = (f32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=1
+  ROOT %fused = pred[] fusion(%i), kind=kLoop, calls=%less
+}
+
+%body (b: (f32[], s32[])) -> (f32[], s32[]) {
+  %b = (f32[], s32[]) parameter(0)
+  %x = f32[] get-tuple-element(%b), index=0
+  %i = s32[] get-tuple-element(%b), index=1
+  %copied = s32[] copy(%i)
+  %added = s32[] fusion(%copied), kind=kLoop, calls=%next
+  ROOT %state = (f32[], s32[]) tuple(%x, %added)
+}
+
+ENTRY %main (x: f32[]) -> (f32[], s32[]) {
+  %x = f32[] parameter(0)
+  %one = s32[] constant(1)
+  %start = (f32[], s32[]) tuple(%x, %one)
+  ROOT %loop = (f32[], s32[]) while(%start), condition=%condition, body=%body, \
+backend_config={"known_induction_variable":{"tuple_index":"1"}}
+}
+"""
+
+
+def test_a_lost_trip_count_is_found_by_counting():
+    """1, 3, .. 15: eight times."""
+    program = hlo.Program.parse(LOST_COUNT)
+    assert program.computations["main"]["loop"].trips == 8
+
+
+def test_a_loop_that_cannot_be_counted_is_an_error():
+    text = LOST_COUNT.replace("add(%q, %two)", "remainder(%q, %two)")
+    with pytest.raises(ValueError, match="cannot tell how often the loop loop runs"):
+        list(hlo.Program.parse(text).walk())
