@@ -50,7 +50,7 @@ def rows() -> list[Run]:
 def sweep(gpu: str, system: System, settings: list[str], output: Path) -> int:
     """Plans all rows and writes the tables; 1 when a row fails or does not fit."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    runs, start = rows(), time.perf_counter()
+    runs = rows()
     plans: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     console = Console(stderr=True)
@@ -67,7 +67,7 @@ def sweep(gpu: str, system: System, settings: list[str], output: Path) -> int:
                     plans[key(run)] = plan
                 bar.update(task, advance=1, description=f"{run.recipe} {run.row}")
     ordered = [plans[key(run)] for run in runs if key(run) in plans]
-    write_tables(ordered, failures, output, time.perf_counter() - start)
+    write_tables(ordered, failures, output)
     too_big = [plan for plan in ordered if not plan["fits"]]
     for plan in too_big:
         console.print(f"{plan['recipe']}:{plan['row']} does not fit", highlight=False)
@@ -139,16 +139,14 @@ def cells(plan: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def write_tables(
-    plans: list[dict[str, Any]], failures: list[str], output: Path, seconds: float
-) -> None:
+def write_tables(plans: list[dict[str, Any]], failures: list[str], output: Path) -> None:
     """Replaces the table of `plan.md` behind its mark, and `plan.csv`."""
     output.mkdir(parents=True, exist_ok=True)
     table = [cells(plan) for plan in plans]
-    versions = environment.versions()
+    versions = environment.versions() | {"commit": None}
     names = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
     lines = [
-        f"{time.strftime('%Y-%m-%d')}, {len(plans)} rows, {seconds / 60:.0f} minutes. {names}.",
+        f"{time.strftime('%Y-%m-%d')}, {len(plans)} rows. {names}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",

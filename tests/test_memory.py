@@ -32,7 +32,8 @@ ENTRY %main (w: f32[8,8], g: bf16[8,8]) -> bf16[4,2,8] {
   %gathered = bf16[8,8]{1,0} copy(%w), \
 metadata={op_name="jit(step)/transpose(jvp())/shard_map/all_gather"}
   %carry = (s32[], bf16[4,2,8]{2,1,0}) tuple(%zero, %empty)
-  %loop = (s32[], bf16[4,2,8]{2,1,0}) while(%carry), condition=%body, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %loop = (s32[], bf16[4,2,8]{2,1,0}) while(%carry), condition=%body, body=%body, \
+backend_config={"known_trip_count":{"n":"4"}}
   ROOT %kept.2 = bf16[4,2,8]{2,1,0} get-tuple-element(%loop), index=1
 }
 """
