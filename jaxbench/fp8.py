@@ -57,12 +57,12 @@ class Operand:
     gathers: its FP8 form, or the kernel itself. `inverse` are the inverse scales of input, weight
     and gradient; under current scaling the first and the last are unused. `observed` is zeros
     `[2, devices]`, whose cotangent is the largest magnitude of input and gradient on each device;
-    None under current scaling.
+    None under current scaling. Both are None while `pack` has taken them out.
     """
 
     kernel: jax.Array
     stored: jax.Array
-    inverse: jax.Array
+    inverse: jax.Array | None
     observed: jax.Array | None
     name: str = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})

@@ -8,6 +8,7 @@ abort the process, so `check_environment` looks first. docs/xla_flags.md has wha
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 
 from jaxbench.config import RecipeError, Run
@@ -138,6 +139,7 @@ def explain(flag: str) -> str:
     return f"the installed compiler does not know {flag}"
 
 
+@cache
 def check_environment(flags: str) -> None:
     """Raises RecipeError when `flags`, the value of `XLA_FLAGS`, would abort this process.
 

@@ -27,6 +27,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+LIMIT_GIB = systems.SYSTEMS["h100"].memory_limit / 2**30
+
+
 class Compiled:
     """A row compiled for H100s."""
 
@@ -203,7 +206,7 @@ def grok1():
 
 
 def test_grok1_on_512_gpus_fits_and_recomputes_little(grok1):
-    assert grok1.peak_gib <= 62
+    assert grok1.peak_gib <= LIMIT_GIB
     assert grok1.executed_ratio <= 1.22
     assert grok1.lower_s + grok1.compile_s < 120
 
@@ -251,7 +254,7 @@ def test_tokens_travel_to_experts_and_weights_of_one_expert_are_gathered(grok1):
 )
 def test_other_rows_fit_80_gb(name, gpus):
     row = Compiled(name, gpus)
-    assert row.peak_gib < 68
+    assert row.peak_gib <= LIMIT_GIB
     assert row.executed_ratio < 1.22
 
 
@@ -259,7 +262,7 @@ def test_nemotron4_fits_with_fused_attention_of_head_dim_192():
     row = Compiled("nemotron4_340b_bf16", 128)
     calls = row.program.custom_calls()
     assert [calls[name] for name in hlo.ATTENTION_CALLS] == [96, 96]
-    assert row.peak_gib < 66
+    assert row.peak_gib <= LIMIT_GIB
     assert row.executed_ratio < 1.04
     with jax.set_mesh(row.mesh):
         check_program(row.compiled, row.run)
@@ -270,7 +273,7 @@ def test_nemotronh_fits_and_multiplies_what_a_hand_count_says():
     row = Compiled("nemotronh_56b_bf16", 32)
     calls = row.program.custom_calls()
     assert [calls[name] for name in hlo.ATTENTION_CALLS] == [30, 30]
-    assert row.peak_gib < 66
+    assert row.peak_gib <= LIMIT_GIB
     assert row.executed_ratio < 1.20
     # 54 layers, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, twice recomputed, and
     # two products backward over 64 chunks and the state after them.
