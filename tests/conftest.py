@@ -13,6 +13,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jaxtyping.install_import_hook("jaxbench", "typecheck.check")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """One more than cores: the worker that runs Slurm's tests mostly waits."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_addoption(parser):
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
 

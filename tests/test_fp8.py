@@ -275,9 +275,7 @@ def loss_curve(name, dtype):
         return [step["loss"] for step in train.run_steps(run, compiled)]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama31_8b_fp8", "nemotron4_340b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8"]
-)
+@pytest.mark.parametrize("name", ["llama31_8b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8"])
 def test_smoke_loss_curve_of_fp8_is_that_of_bf16(name):
     bf16, in_fp8 = (loss_curve(name, dtype) for dtype in ("bf16", "fp8"))
     # Rounding errors of 2^-4 are independent, and average out over 256 tokens and 256 columns.
