@@ -236,6 +236,7 @@ def find_remedy(
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; `--help` is their documentation."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxbench.plan",
         description="Compiles a benchmark for GPUs that are not there, and describes its step.",
