@@ -283,9 +283,9 @@ def attach(
 def detach(units: nnx.Module) -> nnx.Module:
     """The model with bf16 kernels in the place of every `Operand`."""
     return jax.tree.map(
-        lambda w: nnx.Param(w.kernel) if isinstance(w, Operand) else w,
+        lambda w: nnx.Param(w.kernel) if _is_operand(w) else w,
         units,
-        is_leaf=lambda node: isinstance(node, Operand) or _is_variable(node),
+        is_leaf=lambda node: _is_operand(node) or _is_variable(node),
     )
 
 

@@ -260,7 +260,7 @@ def collective(i: Instruction, scope: dict[str, Instruction], runs: int) -> Coll
         return None
     start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
     devices = first_group(start.attributes)
-    source = start.attribute(r'op_name="([^"]*)"') or ""
+    source = start.attribute(SOURCE) or ""
     return Collective(kind, i.name, i.bytes, devices, runs, source) if len(devices) > 1 else None
 
 

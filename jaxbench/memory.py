@@ -95,7 +95,7 @@ class _Names:
         while True:
             if stacked := self._stacked(i, scope):
                 return stacked
-            source = i.attribute(r'op_name="([^"]*)"')
+            source = i.attribute(hlo.SOURCE)
             if source and not source.endswith("dynamic_update_slice"):
                 return readable(source, i.opcode)
             if i.opcode == "parameter":
