@@ -16,8 +16,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from jaxbench import plan, systems
-from jaxbench.config import RecipeError, Run
+from jaxbench.errors import RecipeError
+from jaxbench.hardware import H100
+from jaxbench.plan.command import resolve
+from jaxbench.plan.plan import make_plan
+from jaxbench.recipe.settings import Run
 
 PEER_ROWS = """
 llama2_70b_bf16:64
@@ -41,16 +44,16 @@ grok1_314b_bf16:512
 
 def compile_row(run: Run) -> dict:
     """Figures of one row's program."""
-    found = plan.make_plan(run, "h100", systems.SYSTEMS["h100"])
+    found = make_plan(run, H100)
     return {
-        "compile s": f"{found['compile_s']:.0f}",
-        "peak GiB": f"{found['bytes_per_device']['peak'] / 2**30:.1f}",
-        "all": f"{found['flops']['recompute_ratio']:.3f}",
-        "wire GiB": f"{found['wire_bytes'] / 2**30:.0f}",
-        "uncovered GiB": f"{found['uncovered_wire_bytes'] / 2**30:.0f}",
-        "exposed s": f"{found['bound_parts_s']['exposed']:.3f}",
-        "bound s": f"{found['bound_step_s']:.3f}",
-        "launches": str(found["launches"]),
+        "compile s": f"{found.compile_s:.0f}",
+        "peak GiB": f"{found.bytes_per_device.peak / 2**30:.1f}",
+        "all": f"{found.flops.recompute_ratio:.3f}",
+        "wire GiB": f"{found.wire_bytes / 2**30:.0f}",
+        "uncovered GiB": f"{found.uncovered_wire_bytes / 2**30:.0f}",
+        "exposed s": f"{found.bound_parts_s.exposed:.3f}",
+        "bound s": f"{found.bound_step_s:.3f}",
+        "launches": str(found.launches),
     }
 
 
@@ -60,7 +63,7 @@ def main(arguments: list[str]) -> None:
     rows = [arguments] if arguments else [line.split() for line in PEER_ROWS.strip().splitlines()]
     for row, *overrides in rows:
         name, _, gpus = row.partition(":")
-        run, _ = plan.resolve(name, int(gpus), overrides)
+        run, _ = resolve(name, int(gpus), overrides)
         figures = {"row": " ".join([row, *overrides]), **compile_row(run)}
         if header is None:
             header = f"| {' | '.join(figures)} |\n|{'---|' * len(figures)}"

@@ -22,17 +22,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbench import environment, flops, fp8, mesh, metrics, ops, recipes, target, train
-from jaxbench.config import Execution, Precision, Run
+from jaxbench import hardware, mesh
+from jaxbench.models.layers import Weight
+from jaxbench.ops import dense, fp8
+from jaxbench.ops.attention import attend
+from jaxbench.plan.absent import compile_only_devices
+from jaxbench.recipe import recipes
+from jaxbench.recipe.settings import Precision, Run
+from jaxbench.recipe.throughput import throughput
+from jaxbench.run import devices, summary
+from jaxbench.train.loop import run_steps
+from jaxbench.train.program import check_program, compile_program
+from jaxbench.versions import versions
 
-RECIPES = sorted(path.stem for path in recipes.config_folder().glob("*.yaml"))
 SEQUENCE = {"batch": 1, "length": 4096, "heads": 16, "kv_heads": 4, "head_dim": 128}
 
 
 def one_gpu_runs(steps: int = 1) -> list[Run]:
     """The row `1` of every recipe."""
-    loaded = [recipes.load(recipes.config_folder() / f"{name}.yaml") for name in RECIPES]
-    return [recipes.resolve(recipe, 1, steps=steps) for recipe in loaded]
+    return [recipes.resolve(recipe, 1, steps=steps) for recipe in recipes.load_all()]
 
 
 def seconds(function, *arguments, repeats: int = 20) -> float:
@@ -45,12 +53,12 @@ def seconds(function, *arguments, repeats: int = 20) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def attention_with_gradients(execution: Execution, dtype):
+def attention_with_gradients(kernel: str, dtype):
     """(query, key, value, cotangent) to (output, gradients) with one implementation."""
 
     def run(*arrays):
         q, k, v, cotangent = (x.astype(dtype) for x in arrays)
-        out, vjp = jax.vjp(lambda q, k, v: ops.attention(q, k, v, execution), q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, kernel), q, k, v)
         return out, vjp(cotangent)
 
     return jax.jit(run)
@@ -70,8 +78,8 @@ def attention_inputs():
 def check_attention() -> list[tuple[str, ...]]:
     """Largest error of cuDNN's bf16 results over the largest exact value; bf16 rounds to 2^-8."""
     arrays = attention_inputs()
-    fused = attention_with_gradients(Execution(attention="cudnn"), jnp.bfloat16)
-    exact = attention_with_gradients(Execution(attention="xla"), jnp.float32)
+    fused = attention_with_gradients("cudnn", jnp.bfloat16)
+    exact = attention_with_gradients("xla", jnp.float32)
     rows = []
     actual, expected = jax.tree.leaves(fused(*arrays)), jax.tree.leaves(exact(*arrays))
     for name, a, e in zip(("output", "d query", "d key", "d value"), actual, expected, strict=True):
@@ -93,28 +101,35 @@ def product_shapes(run: Run) -> dict[str, tuple[int, int, int]]:
 
 def fp8_implementations() -> list[str]:
     """Those that can run on this machine."""
-    best = ops.fp8_implementation(Precision())
+    best = fp8.choose(Precision(), jax.default_backend())
     return ["xla"] if best == "xla" else ["xla", best]
+
+
+class OneProduct(nnx.Module):
+    """A unit with a single weight."""
+
+    def __init__(self, kernel):
+        self.w = Weight(kernel, fp8=True)
 
 
 def product_with_gradients(implementation: str | None):
     """(x, w, dy) to (y, dx, dw) of one product, in bf16 (None) or in FP8 under delayed scaling."""
 
     def run(x, w, dy):
-        kernels = nnx.Dict(qkv=nnx.Param(w[None]))
         if implementation is None:
-            y, vjp = jax.vjp(lambda x, w: ops.dot("BSD,DF->BSF", x, w, "batch seq ffn"), x, w)
+            y, vjp = jax.vjp(lambda x, w: dense.dot("BSD,DF->BSF", x, w, "batch seq ffn"), x, w)
             return y, vjp(dy)
         precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
-        state = {"qkv": jnp.full((1, 3, 4), 6.0)}
-        constants = fp8.quantize_weights(kernels, state, precision)
+        histories = [jnp.full((1, 1, 3, 4), 6.0)]
+        stack = OneProduct(w[None])
+        scaled = fp8.scale([stack], histories, precision)
 
-        def product(x, kernels, observed):
-            attached = fp8.attach(kernels, constants, observed, precision)
-            operand = jax.tree.map(lambda leaf: leaf[0], attached)["qkv"]
-            return ops.dot("BSD,DF->BSF", x, operand, "batch seq ffn")
+        def product(x, stack, observed):
+            (observing,) = fp8.observing(scaled, observed)
+            unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
+            return dense.dot("BSD,DF->BSF", x, unit.w, "batch seq ffn")
 
-        y, vjp = jax.vjp(product, x, kernels, fp8.unobserved(state))
+        y, vjp = jax.vjp(product, x, stack, fp8.unobserved(histories))
         return y, vjp(dy)
 
     return jax.jit(run)
@@ -147,12 +162,12 @@ def measure_rows(steps: int) -> list[tuple[str, ...]]:
     rows = []
     for run in one_gpu_runs(steps):
         with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
-            compiled, _, compile_s = train.compile_program(run)
-            train.check_program(compiled, run)
-            done = list(train.run_steps(run, compiled))
-        times = metrics.spread([s["step_time_s"] for s in done[len(done) // 2 :]])
-        peak = flops.peak_tflops(jax.devices()[0].device_kind, run.precision.dtype)
-        rates = metrics.throughput(run, times["mean"], peak)
+            compiled, _, compile_s = compile_program(run)
+            check_program(compiled, run)
+            done = list(run_steps(run, compiled))
+        times = summary.spread([s["step_time_s"] for s in done[len(done) // 2 :]])
+        peak = hardware.peak_tflops(jax.devices()[0].device_kind, run.precision.dtype)
+        rates = throughput(run, times["mean"], peak)
         mfu = {c: f"{100 * value:.1f} %" for c, value in rates["mfu"].items() if value}
         rows.append((
             f"{run.recipe} row 1, {run.model.layers} layers",
@@ -166,18 +181,18 @@ def measure_rows(steps: int) -> list[tuple[str, ...]]:
 
 def compile_everything() -> list[tuple[str, ...]]:
     """The same programs compiled for one absent H100."""
-    device = target.compile_only_devices("h100", 1)
+    device = compile_only_devices(hardware.H100, 1)
     rows = []
     for run in one_gpu_runs():
         with jax.set_mesh(mesh.make_mesh(run.mesh_shape, device)):
-            compiled, _, compile_s = train.compile_program(run)
-            train.check_program(compiled, run)
+            compiled, _, compile_s = compile_program(run)
+            check_program(compiled, run)
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         rows.append((f"{run.recipe} row 1", f"compiled in {compile_s:.1f} s", f"{peak:.1f} GiB"))
     with jax.set_mesh(mesh.make_mesh((1,) * 6, device)):
         inputs = jax.eval_shape(attention_inputs)
         for name, dtype in (("cudnn", jnp.bfloat16), ("xla", jnp.float32)):
-            attention_with_gradients(Execution(attention=name), dtype).lower(*inputs).compile()
+            attention_with_gradients(name, dtype).lower(*inputs).compile()
             rows.append((f"attention {name}", "compiled", ""))
         x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 4096, 8192), (8192, 10240)))
         dy = jax.ShapeDtypeStruct((1, 4096, 10240), jnp.bfloat16)
@@ -202,7 +217,7 @@ def main() -> None:
             rows = check_attention() if "attention" in args.only else []
         rows += measure_products() if "products" in args.only else []
         rows += measure_rows(args.steps) if "rows" in args.only else []
-    print(f"\n{environment.hardware()}\n{environment.versions()}\n")
+    print(f"\n{devices.hardware()}\n{versions()}\n")
     print("| what | result | |\n|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")

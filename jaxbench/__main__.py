@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from jaxbench import published, recipes
+from jaxbench.recipe import published, recipes
 
 USAGE = """usage: python -m jaxbench COMMAND
 
@@ -17,8 +17,7 @@ def list_recipes() -> int:
     """Prints a table of all recipes and rows."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends quietly
     print(f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':28} {'batch':>6} published")
-    for path in sorted(recipes.config_folder().glob("*.yaml")):
-        recipe = recipes.load(path)
+    for recipe in recipes.load_all():
         for name in recipe.rows:
             run = recipes.resolve(recipe, name)
             row = published.lookup(run)
@@ -36,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
         case ["list"]:
             return list_recipes()
         case ["train", *rest]:
-            from jaxbench import train
+            from jaxbench.run import command as train
 
             return train.main(rest)
         case ["plan", *rest]:
-            from jaxbench import plan
+            from jaxbench.plan import command as plan
 
             return plan.main(rest)
     print(USAGE, file=sys.stderr)

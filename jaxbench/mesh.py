@@ -13,40 +13,43 @@ from functools import partial
 import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import AxisType, Mesh, PartitionSpec, reshard
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxbench.config import AXES
+from jaxbench.recipe.settings import AXES
 
 BATCH = ("data", "fsdp", "expert")
 """Axes whose ranks hold different sequences."""
 
-SHARDS = ("fsdp", "expert", "context")
+CONTEXT, TENSOR = "context", "tensor"
+"""The axis that splits sequences, and the one that splits heads, features and vocabulary."""
+
+REPLICAS = ("data",)
+"""Axes whose ranks hold copies of all weights."""
+
+AT_REST = ("fsdp", "expert", CONTEXT)
 """Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
 al. 2020)."""
 
-PIPELINED = {"is_pipelineable": "true"}
-"""Marks a collective that XLA may move into a neighbouring iteration of a scan."""
-
-EXPERTS = ("expert", "tensor")
+EXPERTS = ("expert", TENSOR)
 """Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices of
 each: every token travels once, and no product is cut."""
 
-TOKENS = (*BATCH, "context", "tensor")
-"""Axes whose ranks hold different tokens outside tensor-parallel regions: all of them."""
+EXPERT_AT_REST = ("fsdp", CONTEXT)
+"""What `EXPERTS` leaves of `AT_REST` for the weights of one expert."""
 
 WEIGHT = {
-    "embed": SHARDS,
-    "kv_heads": "tensor",
-    "heads": "tensor",
-    "groups": "tensor",
-    "ffn": "tensor",
-    "vocab": "tensor",
+    "embed": AT_REST,
+    "kv_heads": TENSOR,
+    "heads": TENSOR,
+    "groups": TENSOR,
+    "ffn": TENSOR,
+    "vocab": TENSOR,
     "group": None,
     "part": None,
     "head_dim": None,
     "inner": None,
     "experts": EXPERTS,
-    "expert_embed": ("fsdp", "context"),
+    "expert_embed": EXPERT_AT_REST,
     "expert_ffn": None,
     "router_embed": None,
     "router": None,
@@ -54,21 +57,22 @@ WEIGHT = {
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
 copy. Those of experts come after `experts`, and are sharded over what that leaves."""
 
-TABLE = {"vocab": None, "embed": (*SHARDS, "tensor")}
-"""The embedding table, looked up where its columns lie (`ops.embedding`)."""
+TABLE_EMBED = (*AT_REST, TENSOR)
+TABLE = {"vocab": None, "embed": TABLE_EMBED}
+"""The embedding table, looked up where its columns lie (`ops.embedding.look_up`)."""
 
-VECTOR = {"embed": None, "groups": "tensor", "inner": None, "taps": None}
-"""Norm gains, and what a Mamba-2 group keeps per head and channel: not sharded over `SHARDS`. They
+VECTOR = {"embed": None, "groups": TENSOR, "inner": None, "taps": None}
+"""Norm gains, and what a Mamba-2 group keeps per head and channel: not sharded at rest. They
 are small, and gathering them would cost a collective's latency per layer."""
 
 ACTIVATION = {
     "batch": BATCH,
-    "seq": "context",
-    "shard_seq": ("context", "tensor"),
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "groups": "tensor",
-    "ffn": "tensor",
+    "seq": CONTEXT,
+    "shard_seq": (CONTEXT, TENSOR),
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "groups": TENSOR,
+    "ffn": TENSOR,
     "embed": None,
     "group": None,
     "part": None,
@@ -76,10 +80,10 @@ ACTIVATION = {
     "inner": None,
     "microbatch": None,
     "experts": EXPERTS,
-    "rows": ("data", "fsdp", "context"),
+    "rows": ("data", "fsdp", CONTEXT),
     "expert_ffn": None,
     "choice": None,
-    "slots": TOKENS,
+    "slots": (*BATCH, CONTEXT, TENSOR),
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
 work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022). `slots` are the
@@ -127,15 +131,21 @@ def partition(x: jax.Array) -> tuple:
     return jax.typeof(x).sharding.spec.partitions
 
 
-def shard(x: jax.Array, dims: str) -> jax.Array:
+def axes(dim: str, among: Collection[str] = AXES) -> tuple[str, ...]:
+    """The axes over which a logical dimension of an activation is split: those that have more than
+    one rank and are `among` others."""
+    return used(*(axis for axis in _axes(ACTIVATION[dim]) if axis in among))
+
+
+def reshard(x: jax.Array, dims: str) -> jax.Array:
     """The activation resharded to its logical dimensions; an unreduced one is summed on the way."""
-    return reshard(x, spec(dims, ACTIVATION))
+    return jax.sharding.reshard(x, spec(dims, ACTIVATION))
 
 
 def gather_seq(x: jax.Array) -> jax.Array:
     """Enters a tensor-parallel region: `"batch shard_seq embed"` to `"batch seq embed"`, a copy on
     each tensor rank."""
-    return reshard(x, spec("batch seq embed", ACTIVATION, reduced={"tensor"}))
+    return jax.sharding.reshard(x, spec("batch seq embed", ACTIVATION, reduced={TENSOR}))
 
 
 def accumulating(w: jax.Array) -> jax.Array:
@@ -146,41 +156,46 @@ def accumulating(w: jax.Array) -> jax.Array:
     those axes.
     """
     sharded = {axis for entry in partition(w) for axis in _axes(entry)}
-    return reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
+    return jax.sharding.reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
 def unmarked(w: jax.Array) -> jax.Array:
     """An `accumulating` weight without its mark, for use outside of differentiation."""
-    return reshard(w, PartitionSpec(*partition(w)))
+    return jax.sharding.reshard(w, PartitionSpec(*partition(w)))
 
 
-Shards = list[tuple[int, tuple[str, ...]]]
+Gathered = list[tuple[int, tuple[str, ...]]]
+"""Dimensions of a weight that are gathered for use, each with its axes."""
 
 
-def shards(w: jax.Array, experts: int | None = None) -> Shards:
-    """The dimensions over which a weight at rest is gathered for use, each with its axes; all but
-    the dimension number `experts`."""
-    split = [tuple(axis for axis in _axes(entry) if axis in SHARDS) for entry in partition(w)]
+def gathered_dims(w: jax.Array, experts: int | None = None) -> Gathered:
+    """The dimensions over which a weight at rest is gathered for use; the dimension number
+    `experts` stays as it is, since each rank uses its own experts."""
+    split = [tuple(axis for axis in _axes(entry) if axis in AT_REST) for entry in partition(w)]
     return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 
 
-def gather(w: jax.Array, shards: Shards, **to: str) -> jax.Array:
+MOVABLE = {"is_pipelineable": "true"}
+"""Marks a collective that XLA may move into a neighbouring iteration of a scan (`xla.flags`)."""
+
+
+def gather(w: jax.Array, dims: Gathered, **to: str) -> jax.Array:
     """The whole of a weight from its parts, inside a `shard_map`.
 
     XLA may gather a scanned weight in the iteration before, and scatter its gradient in the one
-    after (`xla_flags`).
+    after.
     """
-    with set_xla_metadata(**PIPELINED):
-        for dim, axes in shards:
+    with set_xla_metadata(**MOVABLE):
+        for dim, axes in dims:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True, **to)
     return w
 
 
-def scatter(grad: jax.Array, shards: Shards) -> jax.Array:
-    """This device's part of the sum of a gradient over the ranks of the shards, inside a
+def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
+    """This device's part of the sum of a gradient over the ranks that gathered its weight, inside a
     `shard_map`."""
-    with set_xla_metadata(**PIPELINED):
-        for dim, axes in shards:
+    with set_xla_metadata(**MOVABLE):
+        for dim, axes in dims:
             grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
     return grad
 
@@ -188,25 +203,27 @@ def scatter(grad: jax.Array, shards: Shards) -> jax.Array:
 def own_copy(vector: jax.Array) -> jax.Array:
     """Inside `shard_map`: a weight sharded over `tensor` at most, as each device's own; its
     gradient stays local."""
-    return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != "tensor")), to="varying")
+    return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != TENSOR)), to="varying")
 
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
     """An `accumulating` array of another table laid out as the weight `dims`, for use as one."""
-    return reshard(w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced)))
+    return jax.sharding.reshard(
+        w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced))
+    )
 
 
-def unshard(w: jax.Array, experts: int | None = None) -> jax.Array:
-    """All-gathers a weight over the `SHARDS` axes for use; the transpose reduce-scatters its
-    gradient. The dimension number `experts` stays as it is: each rank uses its own experts."""
+def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
+    """All-gathers a weight at rest for use; the transpose reduce-scatters its gradient. Each rank
+    uses its own of the `experts`, a dimension's number."""
     kept = [
-        _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == "tensor"]
+        _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == TENSOR]
         for dim, entry in enumerate(partition(w))
     ]
     whole = _spec(kept, reduced=set(AXES).difference(*kept))
-    if not (parts := shards(w, experts)):
-        return reshard(w, whole)
-    local = partial(gather, shards=parts, to="reduced")
+    if not (dims := gathered_dims(w, experts)):
+        return jax.sharding.reshard(w, whole)
+    local = partial(gather, dims=dims, to="reduced")
     return jax.shard_map(local, out_specs=whole)(accumulating(w))
 
 
@@ -214,7 +231,7 @@ def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:
     """Whether a sum over the dimensions of `x` that are not `kept` crosses tensor ranks; one letter
     per dimension."""
     return any(
-        "tensor" in _axes(entry)
+        TENSOR in _axes(entry)
         for dim, entry in zip(dims, partition(x), strict=True)
         if dim not in kept
     )
@@ -237,10 +254,10 @@ def per_device() -> PartitionSpec:
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:
     """Zeros to which gradients of the `accumulating` weight can be added."""
     zeros = jax.numpy.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
-    return reshard(zeros, cotangent_spec(w))
+    return jax.sharding.reshard(zeros, cotangent_spec(w))
 
 
 def sum_replicas(grad: jax.Array, w: jax.Array) -> jax.Array:
     """The gradient of an `accumulating` weight summed over the axes that replicate it, and sharded
     like the weight."""
-    return reshard(grad, jax.typeof(w).sharding.spec)
+    return jax.sharding.reshard(grad, jax.typeof(w).sharding.spec)

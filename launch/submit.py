@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import jaxbench  # noqa: E402
-from jaxbench import recipes  # noqa: E402
-from jaxbench.config import RecipeError, Run  # noqa: E402
+from jaxbench.errors import RecipeError  # noqa: E402
+from jaxbench.recipe import recipes  # noqa: E402
+from jaxbench.recipe.settings import STEPS, Run  # noqa: E402
 
 PROFILED_STEPS = {"grok1": (20, 30, 50), "nemotron4": (20, 30, 50), "nemotronh": (45, 50, 50)}
 """First and last profiled step and run length by workload, as published; Llama's stand below."""
@@ -217,7 +218,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     observed, observed_settings, length = observation(variables, workload)
     steps = run_length(variables, length)
     run = recipes.resolve(
-        recipe, recipes.SMOKE if args.cpu else gpus, devices=gpus, steps=steps or 50,
+        recipe, recipes.SMOKE if args.cpu else gpus, devices=gpus, steps=steps or STEPS,
         overrides=recipes.parse_overrides(args.set), seed=args.seed,
     )  # fmt: skip
     traced = "--nccl-trace" in observed

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import submit
 
-from jaxbench.config import RecipeError
-from jaxbench.metrics import write_json
+from jaxbench.errors import RecipeError
+from jaxbench.files import write_json
 
 DONE = ("completed", "running", "pending")
 """States of which no second job is wanted."""

@@ -1,8 +1,10 @@
-"""Imports point downward only (the map of the house is in CONTRIBUTING.md)."""
+"""Imports point one way: wings as the table in CONTRIBUTING.md says, modules without circles."""
 
 import ast
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,84 +12,103 @@ import pytest
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-LAPTOP = (
-    "config", "recipes", "flops", "published", "metrics", "models.llama", "models.nemotron",
-    "models.grok", "xla_flags", "hlo", "systems", "schedule", "memory", "plan_text",
-    "heartbeat", "watchdog",
-)  # fmt: skip
-LAYERS = {
-    "mesh": {"config"},
-    "softcap": set(),
-    "fp8": {"config", "hlo", "mesh"},
-    "ops": {"config", "flops", "fp8", "mesh", "softcap"},
-    "grouped": {"mesh"},
-    "routing": {"config", "mesh", "ops"},
-    "loss": {"mesh"},
-    "data": {"mesh"},
-    "ssd": {"config"},
-    "target": set(),
-    "job": {"config"},
-    "environment": {"config", "job"},
-    "checkpoint": {"config"},
-    "heartbeat": {"metrics"},
-    "watchdog": {"heartbeat", "metrics"},
-    "models.layers": {"config", "mesh", "ops"},
-    "models.mamba2": {"config", "mesh", "ops", "ssd", "models.layers"},
-    "models.moe": {"config", "mesh", "ops", "grouped", "routing", "models.layers"},
-    "models.decoder": {
-        "config", "fp8", "mesh", "ops", "loss", "routing",
-        "models.layers", "models.mamba2", "models.moe",
-    },
-    "optimizer": {"config", "models.layers"},
-}  # fmt: skip
-"""What the modules above the laptop ones and below the commands may import of the package."""
+ROOT = PACKAGE.parent
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def wings() -> dict[str, set[str]]:
+    """What each wing may import, from the table."""
+    table = re.findall(
+        r"^\| `(\w+)/?` \|[^|]*\| (.*?) ?\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    return {wing: set(re.findall(r"`(\w+)`", allowed)) for wing, allowed in table}
+
+
+def wing(module: str) -> str:
+    """The wing of a module; empty for the package itself."""
+    return [*module.split("."), ""][1]
 
 
 def imports(module: str) -> set[str]:
-    """Top-level names that a module imports; jaxbench's own modules without the prefix."""
-    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
+    """Everything that a module imports, modules of the package by their full names."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            name = node.module.removeprefix("jaxbench").removeprefix(".")
-            if not node.module.startswith("jaxbench"):
-                found.add(node.module.split(".")[0])
-            elif name in ("", "models"):
-                names = {alias.name for alias in node.names if alias.name.islower()}
-                found |= {f"{name}.{n}" if name else n for n in names}
-            else:
-                found.add(name)
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else node.module)
     return found
 
 
-@pytest.mark.parametrize(("module", "allowed"), LAYERS.items())
-def test_imports_point_downward(module, allowed):
-    own = {p.relative_to(PACKAGE).with_suffix("").as_posix() for p in PACKAGE.rglob("*.py")}
-    assert imports(module) & {name.replace("/", ".") for name in own} <= allowed
+def test_the_table_has_a_line_for_every_wing():
+    assert set(wings()) == {wing(module) for module in MODULES} - {"", "__main__"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith("__main__")])
+def test_imports_point_downward(module):
+    own = {wing(found) for found in imports(module) if found.startswith("jaxbench.")}
+    if wing(module):
+        assert own <= wings()[wing(module)] | {wing(module)}
+    else:
+        assert own == set()
+
+
+def test_there_are_no_circles():
+    package = {module: imports(module) & MODULES.keys() for module in MODULES}
+    # A package's __init__ is not imported by what it imports.
+    TopologicalSorter(package).prepare()
+    by_wing = {name: allowed - {name} for name, allowed in wings().items()}
+    TopologicalSorter(by_wing).prepare()
+
+
+def test_a_wing_says_what_lives_there():
+    for module, path in MODULES.items():
+        if path.name == "__init__.py" and module.count(".") == 1:
+            assert re.search(r"\bImports? ", ast.get_docstring(ast.parse(path.read_text()))), module
 
 
 def test_models_know_no_run_optimizer_or_environment():
-    for path in (PACKAGE / "models").glob("*.py"):
-        names = imports(f"models.{path.stem}")
-        assert not names & {"optax", "orbax", "os", "recipes", "train"}
-        assert "Run" not in path.read_text().split()
+    for module in MODULES:
+        if wing(module) == "models":
+            assert not {name.split(".")[0] for name in imports(module)} & {"optax", "orbax", "os"}
+            assert "Run" not in MODULES[module].read_text().split()
 
 
-def test_laptop_modules_load_without_jax():
-    modules = ", ".join(f"jaxbench.{name}" for name in LAPTOP)
-    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+def test_laptop_wings_load_without_jax():
+    laptop = ("errors", "files", "hardware", "versions", "recipe", "xla")
+    modules = [m for m in MODULES if wing(m) in laptop]
+    modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog"]
+    code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_only_ops_names_a_kernel_library():
-    for path in PACKAGE.rglob("*.py"):
-        names = ("dot_product_attention", "transformer_engine", "pallas")
-        found = [name for name in names if name in path.read_text()]
-        assert not found or path.name == "ops.py"
+    names = (
+        "dot_product_attention",
+        "import transformer_engine",
+        "from transformer_engine",
+        "pallas",
+    )
+    for module, path in MODULES.items():
+        if wing(module) != "ops":
+            assert not [name for name in names if name in path.read_text()], module
+
+
+def test_only_the_mesh_names_its_axes():
+    """Strings of axes stand in the mesh and in what describes it to people."""
+    allowed = {"jaxbench.mesh", "jaxbench.recipe.settings", "jaxbench.recipe.recipes"}
+    axes = r'"(data|fsdp|expert|context|tensor|pipeline)"'
+    for module, path in MODULES.items():
+        assert module in allowed or not re.search(axes, path.read_text()), module
 
 
 def test_only_the_commands_read_the_environment():
-    readers = {p.stem for p in PACKAGE.rglob("*.py") if "os.environ" in p.read_text()}
-    assert readers <= {"command", "session", "plan", "environment", "profiling"}
+    readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
+    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "plan.command",
+               "cluster.job"}  # fmt: skip
+    assert readers <= {f"jaxbench.{name}" for name in allowed}

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 
-from jaxbench import mesh, recipes
+from jaxbench import mesh
+from jaxbench.recipe import recipes
 
 DIMS = (
     "model.embed=64", "model.ffn=96", "model.heads=8", "model.kv_heads=4",

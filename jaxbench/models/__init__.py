@@ -1,8 +1,6 @@
-"""Model architectures. The family files are data and import no JAX; `MODELS` is their registry."""
+"""One decoder for all families, as NNX modules that are used as plain pytrees.
 
-from jaxbench.models import grok, llama, nemotron
-
-MODELS = {
-    f"{cfg.family.replace('.', '')}_{cfg.size}": cfg
-    for cfg in (*llama.MODELS, *grok.MODELS, *nemotron.MODELS)
-}
+Imports `ops`, `mesh` and `recipe`; knows no Run, optimizer, file or environment variable. Start
+with `decoder.Decoder`. A *mixer* is what a letter of the pattern stands for: attention, a
+feed-forward layer, experts, Mamba-2 (`decoder.MIXERS`).
+"""

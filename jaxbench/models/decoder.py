@@ -1,6 +1,8 @@
 """One decoder for all families: residual layers spelled in letters, repeating units scanned over
 stacked weights."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -10,52 +12,40 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import fp8, loss, mesh, ops, routing
-from jaxbench.config import Execution, ModelConfig, Precision
-from jaxbench.models.layers import (
-    MLPS,
-    NORMS,
-    Attention,
-    Embedding,
-    Rotary,
-    Weight,
-    normal,
-    rotary_tables,
-)
+from jaxbench import mesh
+from jaxbench.models.attention import Attention
+from jaxbench.models.experts import Experts
+from jaxbench.models.layers import NORMS, Embedding, Pass, Routed, Weight, normal, rotary_tables
 from jaxbench.models.mamba2 import Mamba2
-from jaxbench.models.moe import Experts
+from jaxbench.models.mlp import make_mlp
+from jaxbench.ops import attention, fp8, remat, routing
+from jaxbench.ops.loss import cross_entropy
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Execution, Precision
 
-Routed = tuple[tuple[Array, Array, Array], ...]
-"""What `Experts` says of its routing, for each such layer."""
-
-
-def make_mixer(cfg: ModelConfig, letter: str, *, key) -> nnx.Module:
-    """The mixer that a letter of the pattern stands for."""
-    mixers = {"*": Attention, "-": MLPS[cfg.activation], "E": Experts, "M": Mamba2}
-    return mixers[letter](cfg, key=key)
+MIXERS: dict[str, Callable[..., nnx.Module]] = {
+    "*": Attention,
+    "-": make_mlp,
+    "E": Experts,
+    "M": Mamba2,
+}
+"""What the letters of a pattern stand for. A mixer takes `"batch shard_seq embed"` and a `Pass`,
+and returns the like and what it `Routed`."""
 
 
 class Layer(nnx.Module):
     """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and sum work on 1/tensor of the
-    sequence, the mixer on all of it; experts take each token where it lies."""
+    sequence."""
 
     def __init__(self, cfg: ModelConfig, letter: str, *, key):
         self.norm = NORMS[cfg.norm](cfg)
-        self.mixer = make_mixer(cfg, letter, key=key)
+        self.mixer = MIXERS[letter](cfg, key=key)
         self.post_norm = NORMS[cfg.norm](cfg) if cfg.post_norm else None
 
     def __call__(
-        self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
+        self, x: Float[Array, "B S D"], shared: Pass
     ) -> tuple[Float[Array, "B S D"], Routed]:
-        y = self.norm(x)
-        routed: Routed = ()
-        if isinstance(self.mixer, Experts):
-            y, figures = self.mixer(y)
-            routed = (figures,)
-        else:
-            y = mesh.shard(
-                self.mixer(mesh.gather_seq(y), rotary, execution), "batch shard_seq embed"
-            )
+        y, routed = self.mixer(self.norm(x), shared)
         if self.post_norm is not None:
             y = self.post_norm(y)
         return x + y, routed
@@ -71,14 +61,14 @@ class Unit(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
+        self, x: Float[Array, "B S D"], shared: Pass
     ) -> tuple[Float[Array, "B S D"], Routed]:
         *inner, last = self.layers
         routed: Routed = ()
         for layer in inner:
-            x, more = layer(x, rotary, execution)
-            x, routed = ops.save(x, "residual"), routed + more
-        x, more = last(x, rotary, execution)
+            x, more = layer(x, shared)
+            x, routed = remat.save(x, "residual"), routed + more
+        x, more = last(x, shared)
         return x, routed + more
 
 
@@ -90,7 +80,7 @@ class Decoder(nnx.Module):
         k_embedding, k_units, k_head = jax.random.split(key, 3)
         self.cfg = cfg
         self.embedding = Embedding(cfg, key=k_embedding)
-        units = repeating_units(cfg.letters)
+        units = repeating_units(cfg)
         keys = jax.random.split(k_units, sum(times for _, times in units))
         ends = accumulate(times for _, times in units)
         self.units = nnx.List(
@@ -107,35 +97,39 @@ class Decoder(nnx.Module):
             else Weight(normal(k_head, cfg, dims, shape, fan_in=cfg.embed, truncated=True))
         )
 
-    def __call__(
-        self, tokens: Int[Array, "B S"], execution: Execution, precision: Precision
-    ) -> Float[Array, "B S D"]:
-        """The normalised last hidden state."""
-        return self._hidden(tokens, execution, precision)[0]
-
     @property
     def dtype(self):
         """The compute dtype: that of the weights."""
-        kinds = Weight, fp8.Operand
-        leaves = jax.tree.leaves(self.units, is_leaf=lambda v: isinstance(v, kinds))
-        weight = next(w for w in leaves if isinstance(w, kinds))
-        return (weight.kernel if isinstance(weight, fp8.Operand) else weight[...]).dtype
+        leaves = jax.tree.leaves(self.units, is_leaf=lambda v: isinstance(v, Weight))
+        return next(w for w in leaves if isinstance(w, Weight))[...].dtype
 
-    def _hidden(self, tokens, execution, precision) -> tuple[Float[Array, "B S D"], list[Routed]]:
-        """(last hidden state, routing of each stretch of layers)."""
-        x = scaled(self.embedding(tokens, self.dtype), self.cfg.embedding_scale)
-        rotary = rotary_tables(self.cfg, tokens.shape[1])
+    def hidden(
+        self,
+        tokens: Int[Array, "B S"],
+        execution: Execution,
+        precision: Precision,
+        scaled: Sequence[fp8.Scaled] = (),
+    ) -> tuple[Float[Array, "B S D"], list[Routed]]:
+        """(the normalised last hidden state, routing of each stretch of layers); `scaled` are the
+        scales of an FP8 run, for each stack of units."""
+        cfg, length = self.cfg, tokens.shape[1]
+        x = times_constant(self.embedding(tokens, self.dtype), cfg.embedding_scale)
+        kernel = attention.choose(execution, cfg, length, mesh.platform())
+        shared = Pass(rotary_tables(cfg, length), kernel)
 
-        def apply(x, packed):
-            return fp8.unpack(*packed)(x, rotary, execution)
+        def apply(x, operands):
+            unit, scales = operands
+            return (fp8.attach(unit, scales) if scales is not None else unit)(x, shared)
 
-        figures = []
-        for stack, repeats, saved, in_bf16 in stretches(self.cfg, execution, precision):
-            units = jax.tree.map(itemgetter(repeats), self.units[stack])
-            units = fp8.detach(units) if in_bf16 else units
-            x, routed = jax.lax.scan(ops.remat(apply, saved), x, fp8.pack(units))
-            figures.append(routed)
-        return self.norm(x), figures
+        routed = []
+        for stretch in stretches(cfg, execution, precision):
+            scales = scaled[stretch.stack] if scaled and not stretch.bf16 else None
+            operands = jax.tree.map(
+                itemgetter(stretch.repeats), (self.units[stretch.stack], scales)
+            )
+            x, figures = jax.lax.scan(remat.recomputed(apply, stretch.saved), x, operands)
+            routed.append(figures)
+        return self.norm(x), routed
 
     def loss(
         self,
@@ -143,22 +137,23 @@ class Decoder(nnx.Module):
         targets: Int[Array, "B S"],
         execution: Execution,
         precision: Precision,
+        scaled: Sequence[fp8.Scaled] = (),
     ) -> tuple[Float[Array, ""], routing.Figures]:
         """(mean cross entropy over all tokens in nats, figures of the routing).
 
         The load-balance loss of all layers adds its gradient, but not its value.
         """
-        hidden, figures = self._hidden(tokens, execution, precision)
-        hidden = mesh.gather_seq(scaled(hidden, self.cfg.logit_scale))
+        hidden, routed = self.hidden(tokens, execution, precision, scaled)
+        hidden = mesh.gather_seq(times_constant(hidden, self.cfg.logit_scale))
         if self.head is None:
             head = mesh.as_weight(self.embedding.table[...].T.astype(hidden.dtype), "embed vocab")
         else:
             head = self.head[...]
-        value = loss.cross_entropy(hidden, head, targets)
-        return routing.balanced(value, figures, self.cfg.balance_loss)
+        value = cross_entropy(hidden, head, targets)
+        return routing.with_balance_loss(value, routed, self.cfg.balance_loss)
 
 
-def scaled(x: Array, factor: float) -> Array:
+def times_constant(x: Array, factor: float) -> Array:
     """`x` times a constant that its dtype may not hold exactly."""
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
@@ -168,13 +163,19 @@ def stacked(cfg: ModelConfig, letters: str, keys) -> Unit:
     return jax.vmap(lambda key: Unit(cfg, letters, key=key))(keys)
 
 
-@cache
-def repeating_units(letters: str) -> list[tuple[str, int]]:
-    """The stack as units, each with the number of times that it repeats.
+def repeating_units(cfg: ModelConfig) -> list[tuple[str, int]]:
+    """The stack as units, each with the number of times that it repeats: the pattern of a
+    transformer, `cut` letters of a hybrid."""
+    return cut(cfg.letters) if "M" in cfg.pattern else [(cfg.pattern, cfg.layers)]
 
-    Of all ways to cut it, one with the fewest letters in its units, since these are what is
-    compiled, and then with the fewest units: `*-` for a transformer; `M-M-M-M*-M-` ten times and
-    `M-` four times for the 118 letters of Nemotron-H 56B.
+
+@cache
+def cut(letters: str) -> list[tuple[str, int]]:
+    """Letters as repeating units.
+
+    Of all ways to cut them, one with the fewest letters in its units, since these are what is
+    compiled, and then with the fewest units: `M-M-M-M*-M-` ten times and `M-` four times for the
+    118 letters of Nemotron-H 56B.
     """
     best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(letters): (0, [])}
     for start in reversed(range(len(letters))):
@@ -189,18 +190,27 @@ def repeating_units(letters: str) -> list[tuple[str, int]]:
     return best[0][1]
 
 
-def stretches(
-    cfg: ModelConfig, execution: Execution, precision: Precision
-) -> list[tuple[int, slice, set[str] | None, bool]]:
-    """The repeats of each unit that are computed alike: the index of the unit, the repeats, the
-    activations that they save (None: all), and whether their products stay in bf16 in an FP8 run.
+@dataclass(frozen=True)
+class Stretch:
+    """Repeats of a unit that are computed alike: the number of its stack, the repeats, the
+    activations that they save (None: all), and whether their products stay in bf16 in an FP8
+    run."""
+
+    stack: int
+    repeats: slice
+    saved: set[str] | None
+    bf16: bool
+
+
+def stretches(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Stretch]:
+    """The whole stack of layers as stretches, in order.
 
     Settings count published layers. A unit of several layers saves an activation when all of its
     layers do, and stays in bf16 when any of them does.
     """
     found, first = [], 0
     kept = execution.saved(cfg.layers)
-    for stack, (letters, times) in enumerate(repeating_units(cfg.letters)):
+    for stack, (letters, times) in enumerate(repeating_units(cfg)):
         size = len(letters) * cfg.layers // len(cfg.letters)
 
         def repeats(layers: int, first=first, times=times, size=size) -> int:
@@ -212,6 +222,6 @@ def stretches(
         for start, stop in pairwise(sorted({0, times, start_fp8, stop_fp8, *saving.values()})):
             saved = None if kept is None else {n for n, count in saving.items() if count >= stop}
             in_bf16 = start < start_fp8 or stop > stop_fp8
-            found.append((stack, slice(start, stop), saved, in_bf16))
+            found.append(Stretch(stack, slice(start, stop), saved, in_bf16))
         first += times * size
     return found

@@ -1,4 +1,4 @@
-"""Layers shared by the model families, as NNX modules used as plain pytrees.
+"""What the mixers share: weights, norms, rotary positions, and what each is called with.
 
 Dimension letters as in `ops`. Weights keep `embed` as their first dimension and are sharded over it
 at rest.
@@ -7,30 +7,43 @@ at rest.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import mesh, ops
-from jaxbench.config import Execution, ModelConfig
+from jaxbench import mesh
+from jaxbench.ops import dense, embedding
+from jaxbench.recipe.model import ModelConfig
 
 NORM_EPS = 1e-5
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+GATES: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-"""Gates of feed-forward layers by `ModelConfig.activation`."""
+"""Of feed-forward layers, by `ModelConfig.activation`."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
+Routed = tuple[tuple[Array, Array, Array], ...]
+"""What experts say of their routing (`experts.Experts`), for each such layer; of others nothing."""
+
+
+class Pass(NamedTuple):
+    """What all layers of a pass over the model share: rotary tables, and the attention kernel."""
+
+    rotary: Rotary | None
+    kernel: str
+
 
 class Weight(nnx.Param):
-    """A matrix that `ops.dot` multiplies with: cast to the compute dtype once per step."""
+    """A matrix that `dense.dot` multiplies with: cast to the compute dtype once per step. With
+    `fp8=True` its product runs in FP8 where the recipe asks for it."""
 
 
 class Vector(nnx.Param):
@@ -71,7 +84,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
-        return ops.scale(y, self.gain[...]).astype(x.dtype)
+        return dense.scale(y, self.gain[...]).astype(x.dtype)
 
 
 class LayerNorm1P(nnx.Module):
@@ -87,7 +100,7 @@ class LayerNorm1P(nnx.Module):
         y = x.astype(jnp.float32)
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
-        return ops.shift(ops.scale(y, 1 + self.gain[...]), self.bias[...]).astype(x.dtype)
+        return dense.shift(dense.scale(y, 1 + self.gain[...]), self.bias[...]).astype(x.dtype)
 
 
 NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}
@@ -104,7 +117,7 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
-        return ops.embedding(self.table[...], tokens, dtype)
+        return embedding.look_up(self.table[...], tokens, dtype)
 
 
 def rotary_tables(cfg: ModelConfig, length: int) -> Rotary | None:
@@ -141,84 +154,3 @@ def rotate(x: Float[Array, "B S N H"], rotary: Rotary | None) -> Float[Array, "B
     a, b = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.size else turned
-
-
-class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions if the model has
-    any.
-
-    One fused input projection. Its columns are ordered by kv head: the query heads of the group,
-    its key, its value, so that a tensor rank holds whole groups.
-    """
-
-    def __init__(self, cfg: ModelConfig, *, key):
-        k_query, k_kv, k_out = jax.random.split(key, 3)
-        dims = "embed kv_heads group head_dim"
-        queries = (cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim)
-        keys_values = (cfg.embed, cfg.kv_heads, 2, cfg.head_dim)
-        # MaxText folds 1/sqrt(head dim) into the initial query projection, on top of the scale of
-        # the scores.
-        query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=cfg.head_dim**-0.5)
-        key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
-        self.softcap = cfg.softcap
-        self.qkv = Weight(jnp.concatenate([query, key_value], axis=2))
-        shape, fan_in = (cfg.embed, cfg.heads, cfg.head_dim), cfg.heads * cfg.head_dim
-        self.out = Weight(
-            normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
-        )
-
-    def __call__(
-        self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
-    ) -> Float[Array, "B S D"]:
-        qkv = ops.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
-        batch, length, kv_heads, group, head_dim = qkv.shape
-        query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
-        query = ops.save(rotate(query, rotary), "query")
-        key = ops.save(rotate(qkv[..., -2, :], rotary), "key")
-        value = ops.save(qkv[..., -1, :], "value")
-        context = ops.attention(query, key, value, execution, self.softcap)
-        return ops.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
-
-
-class Mlp(nnx.Module):
-    """Gated feed-forward layer, down(act(gate x) * up x), without biases (Shazeer 2020).
-
-    The two input projections are one product.
-    """
-
-    def __init__(self, cfg: ModelConfig, *, key):
-        k_gate_up, k_down = jax.random.split(key)
-        self.activation = ACTIVATIONS[cfg.activation]
-        dims, inner = "embed part ffn", (cfg.embed, 2, cfg.ffn)
-        self.gate_up = Weight(normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True))
-        dims, outer = "embed ffn", (cfg.embed, cfg.ffn)
-        self.down = Weight(
-            normal(k_down, cfg, dims, outer, fan_in=cfg.ffn, truncated=True, residual=True)
-        )
-
-    def __call__(
-        self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
-    ) -> Float[Array, "B S D"]:
-        gate_up = ops.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
-        gate = ops.save(gate_up[..., 0, :], "gate")
-        up = ops.save(gate_up[..., 1, :], "up")
-        return ops.dot("BSF,DF->BSD", self.activation(gate) * up, self.down, "batch seq embed")
-
-
-class SquaredReluMlp(nnx.Module):
-    """Feed-forward layer down(relu(up x)^2), without gate and biases (So et al. 2021)."""
-
-    def __init__(self, cfg: ModelConfig, *, key):
-        k_up, k_down = jax.random.split(key)
-        dims, shape = "embed ffn", (cfg.embed, cfg.ffn)
-        self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed))
-        self.down = Weight(normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, residual=True))
-
-    def __call__(
-        self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
-    ) -> Float[Array, "B S D"]:
-        up = ops.save(ops.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
-        return ops.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")
-
-
-MLPS = {"silu": Mlp, "gelu_tanh": Mlp, "relu2": SquaredReluMlp}

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxbench import mesh, ops, ssd
-from jaxbench.config import Execution, Mamba, ModelConfig
-from jaxbench.models.layers import NORM_EPS, Rotary, Vector, Weight, normal
+from jaxbench import mesh
+from jaxbench.models.layers import NORM_EPS, Pass, Routed, Vector, Weight, normal
+from jaxbench.ops import dense, ssd
+from jaxbench.ops.remat import save
+from jaxbench.recipe.model import Mamba, ModelConfig
 
 TAPS = 4
 """Width of the causal convolution."""
@@ -66,17 +68,18 @@ class Mamba2(nnx.Module):
         k_in, k_groups, k_out = jax.random.split(key, 3)
         columns = 2 * mamba.inner + 2 * mamba.state + mamba.heads // mamba.groups
         shape = (cfg.embed, mamba.groups, columns)
-        self.in_proj = Weight(normal(k_in, cfg, "embed groups inner", shape, fan_in=cfg.embed))
+        in_proj = normal(k_in, cfg, "embed groups inner", shape, fan_in=cfg.embed)
+        self.in_proj = Weight(in_proj, fp8=True)
         self.groups = GroupParameters(mamba, key=k_groups)
         shape, fan_in = (cfg.embed, mamba.groups, mamba.inner), mamba.groups * mamba.inner
-        self.out = Weight(
-            normal(k_out, cfg, "embed groups inner", shape, fan_in=fan_in, residual=True)
-        )
+        out = normal(k_out, cfg, "embed groups inner", shape, fan_in=fan_in, residual=True)
+        self.out = Weight(out, fp8=True)
 
     def __call__(
-        self, x: Float[Array, "B S D"], rotary: Rotary | None, execution: Execution
-    ) -> Float[Array, "B S D"]:
-        projected = ops.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
+        self, x: Float[Array, "B S D"], shared: Pass
+    ) -> tuple[Float[Array, "B S D"], Routed]:
+        x = mesh.gather_seq(x)
+        projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
 
         def local(projected, groups):
             one = jax.checkpoint(lambda inputs: self.group(*inputs), prevent_cse=False)
@@ -86,8 +89,8 @@ class Mamba2(nnx.Module):
 
         out_specs = mesh.spec("batch seq groups inner", mesh.ACTIVATION)
         y = jax.shard_map(local, out_specs=out_specs)(projected, self.groups)
-        y = ops.save(y, "mamba")
-        return ops.dot("BSGI,DGI->BSD", y, self.out, "batch seq embed")
+        y = dense.dot("BSGI,DGI->BSD", save(y, "mamba"), self.out, "batch seq embed")
+        return mesh.reshard(y, "batch shard_seq embed"), ()
 
     def group(
         self, projected: Float[Array, "B S I"], group: GroupParameters
@@ -95,7 +98,7 @@ class Mamba2(nnx.Module):
         """One group's features, from its columns of the input projection to those of the output
         projection. Gate before norm; all but the products of the scan in fp32."""
         inner, state = self.mamba.inner, self.mamba.state
-        context = mesh.used("context")
+        context = mesh.axes("seq")
         z, convolved, dt = jnp.split(projected, [inner, 2 * inner + 2 * state], axis=-1)
         convolved = ssd.causal_conv(convolved, group.taps[...], group.bias[...], context)
         convolved = jax.nn.silu(convolved).astype(projected.dtype)

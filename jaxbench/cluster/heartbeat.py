@@ -1,0 +1,68 @@
+"""Signs of life of each process, in small files that the watchdog reads."""
+
+import contextlib
+import json
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxbench.files import write_json
+
+
+class Heartbeat:
+    """What one process is doing, written to the file `<rank>.json` by a thread while it lives.
+
+    `phase` is `training` or something that may take longer than steps do; `started` and `completed`
+    are the last steps that were queued and finished. Without a file nothing is written.
+    """
+
+    def __init__(self, path: Path | None = None, interval: float = 10.0):
+        self.path = path
+        self.phase = "starting"
+        self.started: int | None = None
+        self.completed: int | None = None
+        self._beats = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(path)
+            self._thread = threading.Thread(target=self._beat, args=(path, interval), daemon=True)
+            self._thread.start()
+
+    def _beat(self, path: Path, interval: float) -> None:
+        while not self._ended.wait(interval):
+            self._write(path)
+        self._write(path)
+
+    def _write(self, path: Path) -> None:
+        self._beats += 1
+        with contextlib.suppress(OSError):  # a full disk may have room again at the next beat
+            write_json(path, {
+                "rank": int(path.stem), "host": platform.node(), "pid": os.getpid(),
+                "beats": self._beats,
+                "phase": self.phase, "started": self.started, "completed": self.completed,
+            })  # fmt: skip
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """The process is in this phase for a while."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    def end(self) -> None:
+        """The last sign: the process ends in good order."""
+        self.phase = "ended"
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The last heartbeat of every process that has given one."""
+    beats = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(beats, key=lambda beat: beat["rank"])

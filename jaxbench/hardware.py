@@ -1,0 +1,119 @@
+"""The GPUs that are known, one entry for each: peaks, memory, links, and XLA's description of it.
+
+A new GPU is a new entry in `GPUS`. Entries without `target` are known by their peaks alone: `train`
+runs on them, `plan` cannot compile for them.
+"""
+
+from dataclasses import dataclass
+
+MEMORY_FRACTION = 0.92
+"""Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
+the CUDA context."""
+
+RESERVE_BYTES = 2 * 2**30
+"""Kept free inside that share: fragmentation of the allocator, and the buffers that kernels take at
+run time."""
+
+HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{device}"
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+  device_interconnect_info {{ active_links: 18 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{device}"
+"""
+"""XLA's description of a Hopper GPU, a text proto (`GpuTargetConfigProto`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU in its node.
+
+    `name` is a word of the driver's name for it. `tflops` are dense peaks by dtype. `memory` is
+    what the driver reports, in bytes; bandwidths are in GB/s (1e9 bytes), links in one direction:
+    `nvlink` joins the `node` GPUs of a node, `nic` is each GPU's share of the network between
+    nodes.
+    """
+
+    name: str
+    tflops: dict[str, float]
+    device: str = ""
+    memory: int = 0
+    bandwidth: float = 0.0
+    nvlink: float = 0.0
+    nic: float = 0.0
+    node: int = 8
+    target: str = ""
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that a program may use."""
+        return int(self.memory * MEMORY_FRACTION) - RESERVE_BYTES
+
+    @property
+    def description(self) -> str:
+        """What XLA compiles for."""
+        bandwidth = round(self.bandwidth * 1e9)
+        return self.target.format(device=self.device, memory=self.memory, bandwidth=bandwidth)
+
+
+H100 = Gpu(
+    name="H100",
+    tflops={"bf16": 989.0, "fp8": 1979.0},
+    device="NVIDIA H100 80GB HBM3",
+    memory=84942979072,
+    bandwidth=3352.32,
+    nvlink=450.0,
+    nic=50.0,
+    target=HOPPER,
+)
+"""What the published rows were measured on."""
+
+GPUS = (
+    Gpu(name="A100", tflops={"bf16": 312.0}),
+    H100,
+    Gpu(
+        name="H200",
+        tflops={"bf16": 989.0, "fp8": 1979.0},
+        device="NVIDIA H200",
+        memory=151397597184,
+        bandwidth=4800.0,
+        nvlink=450.0,
+        nic=50.0,
+        target=HOPPER,
+    ),
+    Gpu(name="B200", tflops={"bf16": 2250.0, "fp8": 4500.0}),
+    Gpu(name="B300", tflops={"bf16": 2250.0, "fp8": 4500.0}),
+    Gpu(name="GB200", tflops={"bf16": 2450.0, "fp8": 4900.0}),
+    Gpu(name="GB300", tflops={"bf16": 2450.0, "fp8": 4900.0}),
+)
+"""Peaks of A100, H100 and H200: published benchmark documents and pytorch/torchtitan
+tools/utils.py; of Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
+GB200's bf16). Links of H100 and H200 SXM in DGX nodes: NVLink 4 with 900 GB/s in both directions
+together, and one 400 Gb/s adapter per GPU (NVIDIA DGX H100 data sheet)."""
+
+PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.target}
+"""Those that programs can be compiled for without having one, by the name that a user gives."""
+
+
+def identify(device: str) -> Gpu | None:
+    """The GPU that a driver calls `device`; None for one that is not known."""
+    words = device.replace("-", " ").split()
+    return next((gpu for gpu in GPUS if gpu.name in words), None)
+
+
+def peak_tflops(device: str, dtype: str) -> float | None:
+    """Dense peak in TFLOP/s of one device by the driver's name; None where none is known."""
+    gpu = identify(device)
+    return gpu.tflops.get(dtype) if gpu else None

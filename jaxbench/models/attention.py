@@ -1,0 +1,50 @@
+"""The attention mixer."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxbench import mesh
+from jaxbench.models.layers import Pass, Routed, Weight, normal, rotate
+from jaxbench.ops import attention, dense
+from jaxbench.ops.remat import save
+from jaxbench.recipe.model import ModelConfig
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions if the model has
+    any.
+
+    One fused input projection. Its columns are ordered by kv head: the query heads of the group,
+    its key, its value, so that a tensor rank holds whole groups.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, key):
+        k_query, k_kv, k_out = jax.random.split(key, 3)
+        dims = "embed kv_heads group head_dim"
+        queries = (cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim)
+        keys_values = (cfg.embed, cfg.kv_heads, 2, cfg.head_dim)
+        # MaxText folds 1/sqrt(head dim) into the initial query projection, on top of the scale of
+        # the scores.
+        query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=cfg.head_dim**-0.5)
+        key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
+        self.softcap = cfg.softcap
+        self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), fp8=True)
+        shape, fan_in = (cfg.embed, cfg.heads, cfg.head_dim), cfg.heads * cfg.head_dim
+        out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
+        self.out = Weight(out, fp8=True)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], shared: Pass
+    ) -> tuple[Float[Array, "B S D"], Routed]:
+        x = mesh.gather_seq(x)
+        qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
+        batch, length, kv_heads, group, head_dim = qkv.shape
+        query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
+        query = save(rotate(query, shared.rotary), "query")
+        key = save(rotate(qkv[..., -2, :], shared.rotary), "key")
+        value = save(qkv[..., -1, :], "value")
+        context = attention.attend(query, key, value, shared.kernel, self.softcap)
+        y = dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
+        return mesh.reshard(y, "batch shard_seq embed"), ()

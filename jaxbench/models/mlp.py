@@ -1,0 +1,62 @@
+"""The feed-forward mixers."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxbench import mesh
+from jaxbench.models.layers import GATES, Pass, Routed, Weight, normal
+from jaxbench.ops import dense
+from jaxbench.ops.remat import save
+from jaxbench.recipe.model import ModelConfig
+
+
+class GatedMlp(nnx.Module):
+    """Gated feed-forward layer, down(act(gate x) * up x), without biases (Shazeer 2020).
+
+    The two input projections are one product.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, key):
+        k_gate_up, k_down = jax.random.split(key)
+        self.activation = GATES[cfg.activation]
+        dims, inner = "embed part ffn", (cfg.embed, 2, cfg.ffn)
+        gate_up = normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True)
+        self.gate_up = Weight(gate_up, fp8=True)
+        dims, outer = "embed ffn", (cfg.embed, cfg.ffn)
+        down = normal(k_down, cfg, dims, outer, fan_in=cfg.ffn, truncated=True, residual=True)
+        self.down = Weight(down, fp8=True)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], shared: Pass
+    ) -> tuple[Float[Array, "B S D"], Routed]:
+        x = mesh.gather_seq(x)
+        gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
+        gate, up = save(gate_up[..., 0, :], "gate"), save(gate_up[..., 1, :], "up")
+        y = dense.dot("BSF,DF->BSD", self.activation(gate) * up, self.down, "batch seq embed")
+        return mesh.reshard(y, "batch shard_seq embed"), ()
+
+
+class SquaredReluMlp(nnx.Module):
+    """Feed-forward layer down(relu(up x)^2), without gate and biases (So et al. 2021)."""
+
+    def __init__(self, cfg: ModelConfig, *, key):
+        k_up, k_down = jax.random.split(key)
+        dims, shape = "embed ffn", (cfg.embed, cfg.ffn)
+        self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed), fp8=True)
+        down = normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, residual=True)
+        self.down = Weight(down, fp8=True)
+
+    def __call__(
+        self, x: Float[Array, "B S D"], shared: Pass
+    ) -> tuple[Float[Array, "B S D"], Routed]:
+        x = mesh.gather_seq(x)
+        up = save(dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
+        y = dense.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")
+        return mesh.reshard(y, "batch shard_seq embed"), ()
+
+
+def make_mlp(cfg: ModelConfig, *, key) -> nnx.Module:
+    """The feed-forward layer with the model's activation."""
+    return (GatedMlp if cfg.activation in GATES else SquaredReluMlp)(cfg, key=key)

@@ -1,0 +1,97 @@
+"""Causal attention: one file for each kernel, and the registry that chooses among them.
+
+A new kernel is a file and an entry in `KERNELS` (and its name in `settings.Execution.attention`).
+From the entry remat policies, the check of compiled programs, and the plan learn of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxbench import mesh
+from jaxbench.errors import RecipeError
+from jaxbench.ops.attention import blocks, cudnn, plain
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Execution
+from jaxbench.xla.hlo import Rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One way to compute attention.
+
+    `call` takes query, key, value (`B S N H`, one device's) and the soft cap. `platforms` are those
+    on which it runs (None: all), `capped` says whether it is for scores with a soft cap. `rules`
+    tell the work of its custom calls, all of which a compiled step has to hold; without any it
+    compiles to plain products. `refusal` says why it cannot compute a model at a sequence length.
+    `saved` is the primitive whose results a remat policy keeps as `attention`; without one, `call`
+    names them.
+    """
+
+    call: Callable[[jax.Array, jax.Array, jax.Array, float | None], jax.Array]
+    platforms: tuple[str, ...] | None = None
+    capped: bool = False
+    rules: Rules = field(default_factory=dict)
+    refusal: Callable[[ModelConfig, int], str | None] = lambda cfg, length: None
+    saved: str | None = None
+
+
+KERNELS = {
+    "cudnn": Kernel(
+        call=cudnn.call,
+        platforms=("gpu",),
+        rules=dict.fromkeys(cudnn.PRODUCTS, cudnn.work),
+        refusal=cudnn.refusal,
+        saved=cudnn.FORWARD,
+    ),
+    "xla": Kernel(call=plain.call),
+    "blocks": Kernel(call=blocks.call, capped=True),
+}
+"""By name; `auto` takes the first that runs."""
+
+
+def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -> str:
+    """The name of the kernel that computes a model's attention.
+
+    Raises RecipeError where the one that is asked for cannot.
+    """
+    capped = cfg.softcap is not None
+    names = [name for name, kernel in KERNELS.items() if kernel.capped == capped]
+    if execution.attention != "auto":
+        names = [name for name in names if name == execution.attention]
+    names = [name for name in names if platform in (KERNELS[name].platforms or (platform,))]
+    if not names:
+        raise RecipeError(
+            f"execution.attention = {execution.attention} does not run on a {platform}"
+        )
+    if "*" in cfg.pattern and (refused := KERNELS[names[0]].refusal(cfg, length)):
+        raise RecipeError(f"{refused}; or execution.attention=xla")
+    return names[0]
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    kernel: str,
+    cap: float | None = None,
+) -> jax.Array:
+    """Causal grouped-query attention, `"batch seq heads head_dim"` in and out, scores scaled by
+    1/sqrt(head dim), and soft-capped if there is a `cap`, by one of `KERNELS`.
+
+    Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
+    (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
+    kernel's own causal mask: the work is balanced by construction, and sequences stay in their
+    natural order.
+    """
+    context = mesh.axes("seq")
+
+    def local(q, k, v):
+        if context:
+            q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
+        out = KERNELS[kernel].call(q, k, v, cap)
+        return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out
+
+    heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)
+    return jax.shard_map(local, out_specs=heads)(query, key, value)

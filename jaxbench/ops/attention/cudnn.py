@@ -1,0 +1,79 @@
+"""Attention by cuDNN's fused kernels, through JAX."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jaxbench import hardware
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.xla.hlo import Instruction, Scope, Work
+
+FORWARD = "dot_product_attention_fwd_wrapper"
+"""JAX's primitive of the forward kernel. Its results are the attention output and the softmax
+statistics: kept, the backward kernel needs no second forward pass."""
+
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
+"""Of a head that the kernels take, on Hopper and later."""
+
+PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 4}
+"""Targets of the compiled calls, with the products of each: QK^T and PV forward, and two gradients
+of both backward. The scores that the backward kernel computes again are not counted."""
+
+FLOP_PER_NS = hardware.H100.tflops["bf16"] * 1e3
+
+
+def call(query: jax.Array, key: jax.Array, value: jax.Array, cap: float | None) -> jax.Array:
+    """Attention of one device's heads over whole sequences."""
+    batch, length, heads, head_dim = query.shape
+    # XLA's scheduler takes a custom call for free unless told; told the time at the H100's peak, it
+    # places collectives beside attention.
+    least_ns = 4 * batch * heads * length * length * head_dim / FLOP_PER_NS
+    with set_xla_metadata(latency_metadata=str(round(least_ns))):
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation="cudnn"
+        )
+
+
+def refusal(cfg: ModelConfig, length: int) -> str | None:
+    """Why the kernels cannot compute a model's attention; None if they can."""
+    if cfg.head_dim % HEAD_DIM_STEP or cfg.head_dim > MAX_HEAD_DIM:
+        return (
+            f"model.head_dim = {cfg.head_dim}: cuDNN attention takes multiples of {HEAD_DIM_STEP} "
+            f"up to {MAX_HEAD_DIM}"
+        )
+    if length % 2:
+        return f"batch.sequence_length = {length}: cuDNN attention takes even lengths"
+    return None
+
+
+def work(i: Instruction, scope: Scope) -> Work:
+    """Counted unmasked: 2 B N S^2 H for each product."""
+    dtype, (batch, heads, length, head_dim) = i.arrays[0]
+    key_length = scope[i.operands[1]].arrays[0][1][1]
+    per_product = 2 * batch * heads * length * key_length * head_dim
+    return Work("attention", dtype, PRODUCTS[i.target] * per_product)
+
+
+@contextmanager
+def of_target() -> Iterator[None]:
+    """While a program is traced: head dims are checked for the GPU of the current mesh.
+
+    JAX checks them (above 128 only from Hopper on) against the GPU of this machine, which a program
+    compiled for absent ones does not have. The check itself stays; only the answer to "which
+    compute capability?" comes from the mesh.
+    """
+    devices = jax.sharding.get_mesh().devices
+
+    def check(capability: str) -> bool:
+        found, wanted = (
+            tuple(map(int, text.split(".")))
+            for text in (devices.flat[0].compute_capability, capability)
+        )
+        return found >= wanted
+
+    with mock.patch.object(fused_attention_stablehlo, "check_compute_capability", check):
+        yield

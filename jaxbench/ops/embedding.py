@@ -1,0 +1,32 @@
+"""The lookup of a table that is never gathered."""
+
+import jax
+
+from jaxbench import mesh
+
+
+def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
+    """The rows of `table` (`"vocab embed"`) for `tokens` (`"batch seq"`), as `"batch shard_seq
+    embed"` of `dtype`.
+
+    The table is split over `embed` and never gathered. Each rank looks up everyone's tokens in its
+    columns; an all-to-all then turns some columns of all tokens into all columns of its own tokens.
+    That moves activations instead of the table, and its transpose brings every token's gradient to
+    the owner of the columns, with nothing left to reduce.
+    """
+    batch, seq, shard_seq = (
+        mesh.axes(dim, among=mesh.TABLE_EMBED) for dim in ("batch", "seq", "shard_seq")
+    )
+
+    def local(table, tokens):
+        for dim, axes in ((0, batch), (1, seq)):
+            if axes:
+                tokens = jax.lax.all_gather(tokens, axes, axis=dim, tiled=True)
+        x = table[tokens].astype(dtype)
+        for dim, axes in ((1, shard_seq), (0, batch)):
+            if axes:
+                x = jax.lax.all_to_all(x, axes, dim, 2, tiled=True)
+        return x
+
+    out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
+    return jax.shard_map(local, out_specs=out)(table, tokens)

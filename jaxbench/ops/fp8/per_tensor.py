@@ -1,0 +1,48 @@
+"""The FP8 format: one scale for a whole tensor (Micikevicius et al. 2022).
+
+Inputs and weights are e4m3, gradients of outputs e5m2. A tensor is held as `x / inverse scale`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+VALUES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST = {dtype: float(jnp.finfo(dtype).max) for dtype in (VALUES, GRADIENTS)}
+"""The largest finite value: 448 for e4m3, 57344 for e5m2."""
+
+TENSORS = (VALUES, VALUES, GRADIENTS)
+"""Types of the three tensors of a product: input, weight, gradient of the output."""
+
+
+def inverse_scale(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
+    """What a tensor of largest magnitude `amax` is divided by: amax 2^margin / (largest value of
+    `dtype`); 1 for zeros.
+
+    Rounded up to a bf16 value, so that the bf16 factor in `xla.multiply` is this very number. An
+    `amax` that is not finite is passed on, so that the loss is not finite either.
+    """
+    smallest = jnp.finfo(jnp.float32).tiny
+    exact = jnp.maximum(amax * (2.0**margin / LARGEST[dtype]), smallest)
+    bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + jnp.uint32(0xFFFF)
+    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(amax == 0, 1.0, jnp.where(jnp.isfinite(amax), rounded, amax))
+
+
+def inverse_scales(amax: jax.Array, margin: int) -> jax.Array:
+    """`inverse_scale` of input, weight and gradient, the last dimension of `amax`."""
+    each = [inverse_scale(amax[..., i], dtype, margin) for i, dtype in enumerate(TENSORS)]
+    return jnp.stack(each, axis=-1)
+
+
+def quantize(x: jax.Array, inverse: jax.Array, dtype: Any) -> jax.Array:
+    """`x / inverse` rounded to FP8. What is out of range saturates at the largest value; NaN
+    stays."""
+    limit = LARGEST[dtype]
+    return jnp.clip(x.astype(jnp.float32) * (1 / inverse), -limit, limit).astype(dtype)
+
+
+def magnitude(x: jax.Array, axis: Any = None) -> jax.Array:
+    """The largest magnitude in `x`, fp32."""
+    return jnp.max(jnp.abs(x), axis).astype(jnp.float32)

@@ -1,0 +1,122 @@
+"""Products of rows with the weights of different experts, a block of rows at a time.
+
+For dropless routing, where the number of rows of an expert is known only at run time. Work and
+memory follow the rows that there are. (`jax.lax.ragged_dot` lowers on GPUs to dense masked
+products: experts x the work.)
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxbench import mesh
+
+
+def gated(gate: Array, up: Array, weights: Array, activation: Callable) -> Array:
+    """act(gate) * up * weight in fp32, in the dtype of `gate`; one weight for each row."""
+    f32 = jnp.float32
+    return (activation(gate.astype(f32)) * up.astype(f32) * weights[..., None]).astype(gate.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def mlp(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, " R"],
+    expert: Int[Array, " blocks"],
+    gate_up: Float[Array, "E D P F"],
+    down: Float[Array, "E D F"],
+    activation: Callable,
+) -> Float[Array, "R D"]:
+    """down_e(gated(gate_up_e row)) for rows that lie in equal blocks, each of one `expert`.
+
+    Rows stay where they are; the weights, sharded at rest, are gathered for all experts. Gradients
+    of weights are summed in fp32 over blocks, and reduce-scattered.
+    """
+    return _sharded(_forward, rows, weights, expert, gate_up, down, activation=activation)[0]
+
+
+def _save(rows, weights, expert, gate_up, down, activation):
+    operands = rows, weights, expert, gate_up, down
+    return mlp(*operands, activation), operands
+
+
+def _transpose(activation, operands, cotangent):
+    d_rows, d_weights, *d_matrices = _sharded(
+        _backward, *operands, cotangent, activation=activation
+    )
+    return d_rows, d_weights, None, *d_matrices
+
+
+mlp.defvjp(_save, _transpose)
+
+
+def _sharded(local, rows, weights, expert, gate_up, down, *cotangent, activation):
+    specs = [PartitionSpec(*mesh.partition(rows))]
+    if cotangent:
+        specs.append(PartitionSpec(*mesh.partition(weights)))
+        for w in (gate_up, down):
+            assert jax.typeof(w).sharding.spec.reduced == set(mesh.used(*mesh.REPLICAS))
+            specs.append(mesh.cotangent_spec(w))
+    run = jax.shard_map(
+        partial(local, activation=activation), out_specs=tuple(specs), check_vma=False
+    )
+    return run(rows, weights, expert, gate_up, down, *cotangent)
+
+
+def _gather(w: Array) -> Array:
+    w = jax.lax.all_gather(w, mesh.EXPERT_AT_REST, axis=1, tiled=True)
+    return jax.lax.all_gather(w, mesh.EXPERTS, axis=0, tiled=True)
+
+
+def _scatter(grad: Array) -> Array:
+    grad = jax.lax.psum_scatter(grad, mesh.EXPERTS, scatter_dimension=0, tiled=True)
+    return jax.lax.psum_scatter(grad, mesh.EXPERT_AT_REST, scatter_dimension=1, tiled=True)
+
+
+def _blocks(expert, *arrays):
+    return expert, *(x.reshape(expert.size, -1, *x.shape[1:]) for x in arrays)
+
+
+def _forward(rows, weights, expert, gate_up, down, *, activation):
+    gate_up, down = _gather(gate_up), _gather(down)
+
+    def step(_, block):
+        e, x, weight = block
+        y = jnp.einsum("RD,DPF->RPF", x, gate_up[e])
+        hidden = gated(y[:, 0], y[:, 1], weight, activation)
+        return None, jnp.einsum("RF,DF->RD", hidden, down[e])
+
+    _, out = jax.lax.scan(step, None, _blocks(expert, rows, weights))
+    return (out.reshape(rows.shape),)
+
+
+def _backward(rows, weights, expert, gate_up, down, cotangent, *, activation):
+    gate_up, down = _gather(gate_up), _gather(down)
+
+    def step(totals, block):
+        e, x, weight, d_out = block
+        y = jnp.einsum("RD,DPF->RPF", x, gate_up[e])
+        hidden, transpose = jax.vjp(
+            lambda y, weight: gated(y[:, 0], y[:, 1], weight, activation), y, weight
+        )
+        d_y, d_weight = transpose(jnp.einsum("RD,DF->RF", d_out, down[e]))
+        f32 = {"preferred_element_type": jnp.float32}
+        grads = (
+            jnp.einsum("RD,RPF->DPF", x, d_y, **f32),
+            jnp.einsum("RD,RF->DF", d_out, hidden, **f32),
+        )
+        totals = tuple(
+            jax.lax.dynamic_update_index_in_dim(total, total[e] + grad, e, 0)
+            for total, grad in zip(totals, grads, strict=True)
+        )
+        return totals, (jnp.einsum("RPF,DPF->RD", d_y, gate_up[e]), d_weight)
+
+    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in (gate_up, down))
+    blocks = _blocks(expert, rows, weights, cotangent)
+    totals, (d_rows, d_weights) = jax.lax.scan(step, zeros, blocks)
+    d_matrices = (_scatter(t.astype(gate_up.dtype)) for t in totals)
+    return d_rows.reshape(rows.shape), d_weights.reshape(weights.shape), *d_matrices

@@ -1,0 +1,97 @@
+"""Cross entropy over a vocabulary that may be sharded, fused with the head's matrix product.
+
+The head is the widest layer (128k columns) and its fp32 logits would be the largest array of the
+whole step. Here the tokens are taken in chunks: logits of one chunk, its loss, and at once the
+gradient of its logits in bf16. So the logits are computed once, never all held, and the backward
+pass only scales what is already there.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxbench import mesh
+
+CHUNK_TOKENS = 2048
+"""Tokens per chunk: enough rows for an efficient product, 1 GB of fp32 logits at 128k columns."""
+
+
+@jax.custom_vjp
+def cross_entropy(
+    hidden: Float[Array, "B S D"], head: Float[Array, "D V"], targets: Int[Array, "B S"]
+) -> Float[Array, ""]:
+    """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32.
+
+    `hidden` is `"batch seq embed"`, `head` a weight at rest `"embed vocab"`, `targets` `"batch
+    seq"`.
+    """
+    return _sharded(hidden, head, targets, gradients=False)[0]
+
+
+def _forward(hidden, head, targets):
+    loss, d_hidden, d_head = _sharded(hidden, head, targets, gradients=True)
+    return loss, (d_hidden, d_head)
+
+
+def _backward(residuals, cotangent):
+    def scaled(d):
+        # A factor of an unreduced array has to be reduced over the same axes: every rank scales its
+        # part of the sum.
+        marks = PartitionSpec(reduced=jax.typeof(d).sharding.spec.unreduced)
+        return d * jax.sharding.reshard(cotangent.astype(d.dtype), marks)
+
+    return *map(scaled, residuals), None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _sharded(hidden, head, targets, *, gradients: bool):
+    """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
+    # What a primal is reduced over, its gradient is unreduced over: nothing is summed across these.
+    copies = [jax.typeof(x).sharding.spec.reduced for x in (hidden, head)]
+    assert copies == [set(mesh.used(mesh.TENSOR)), set(mesh.used(*mesh.REPLICAS))]
+    d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
+    local = partial(_local, total=targets.size, gradients=gradients)
+    out_specs = (PartitionSpec(), *d_specs)
+    return jax.shard_map(local, out_specs=out_specs, check_vma=False)(hidden, head, targets)
+
+
+def _local(hidden, head, targets, *, total: int, gradients: bool):
+    """One device's share: its tokens against its columns of the vocabulary."""
+    head = jax.lax.all_gather(head, mesh.AT_REST, axis=0, tiled=True)
+    columns = head.shape[1]
+    first_column = jax.lax.axis_index(mesh.TENSOR) * columns
+
+    def step(loss, tokens):
+        hidden, targets = tokens
+        logits = jnp.einsum("TD,DV->TV", hidden, head, preferred_element_type=jnp.float32)
+        logits -= jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), mesh.TENSOR)
+        exp = jnp.exp(logits)
+        partition = jax.lax.psum(jnp.sum(exp, axis=-1, keepdims=True), mesh.TENSOR)
+        is_target = jnp.arange(columns) == (targets - first_column)[:, None]
+        target = jax.lax.psum(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), mesh.TENSOR)
+        loss += jnp.sum(jnp.log(partition[:, 0]) - target)
+        if not gradients:
+            return loss, None
+        d_logits = ((exp / partition - is_target) / total).astype(hidden.dtype)
+        return loss, (d_logits, jnp.einsum("TV,DV->TD", d_logits, head))
+
+    chunk = largest_divisor(targets.size, CHUNK_TOKENS)
+    chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
+    loss, grads = jax.lax.scan(step, jnp.zeros(()), chunks)
+    loss = jax.lax.psum(loss, (*mesh.BATCH, mesh.CONTEXT)) / total
+    if not gradients:
+        return (loss,)
+    d_logits, d_hidden = grads
+    d_head = jnp.einsum("CTD,CTV->DV", chunks[0], d_logits)
+    d_head = jax.lax.psum_scatter(d_head, mesh.AT_REST, scatter_dimension=0, tiled=True)
+    return loss, d_hidden.reshape(hidden.shape), d_head
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of `n` that is at most `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)

@@ -1,0 +1,8 @@
+"""`python -m jaxbench.plan --config configs/llama2_70b_bf16.yaml --gpus 64`."""
+
+import sys
+
+from jaxbench.plan.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

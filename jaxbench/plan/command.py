@@ -1,0 +1,177 @@
+"""The command line of `python -m jaxbench.plan`: compiles the program that `train` would run, for
+GPUs that are not there, and says whether it fits, what it sends, what it runs, and its least time.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxbench import hardware, mesh
+from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.files import write_json
+from jaxbench.hardware import Gpu
+from jaxbench.plan import sweep, text
+from jaxbench.plan.absent import check_compiler, compile_only_devices
+from jaxbench.plan.plan import Plan, make_plan, read
+from jaxbench.recipe import recipes
+from jaxbench.recipe.settings import Run
+from jaxbench.train.program import check_run, compile_program
+from jaxbench.xla import flags
+
+KEYS = (
+    "recipe", "gpus", "target", "fits", "parameters", "bytes_per_device", "flops", "collectives",
+    "kernels", "lower_s", "compile_s", "bound_step_s", "published",
+)  # fmt: skip
+"""What `--json` prints. A plan has more, for people and for `--diff`."""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; `--help` is their documentation."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxbench.plan",
+        description="Compiles a benchmark for GPUs that are not there, and describes its step.",
+    )
+    add = parser.add_argument
+    add("--config", help="recipe file or name, such as llama2_70b_bf16")
+    add("--gpus", type=int, help="the row: number of GPUs")
+    add("--gpu", choices=list(hardware.PLANNED), default="h100", help="default h100")
+    add(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting of the row: batch.microbatch=4",
+    )  # fmt: skip
+    add(
+        "--system", action="append", default=[], metavar="KEY=VALUE",
+        help="change the system: nvlink=450 and nic=50 (GB/s per GPU, one direction), node=8 (GPUs "
+        "in an NVLink domain)",
+    )  # fmt: skip
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the whole plan")
+    add(
+        "--diff", nargs=2, metavar=("A", "B"),
+        help="what moved between two plans: JSON files of --dump, or rows with settings, as in "
+        "'llama2_70b_bf16:64 execution.remat=full'",
+    )  # fmt: skip
+    add("--all", action="store_true", help="plan every row of every recipe")
+    add("--output", type=Path, default=Path("docs"), help="folder of --all's table (default docs)")
+    return parser.parse_args(argv)
+
+
+def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
+    """The GPU with `key=value` settings of its links applied, such as `nic=25`. Raises
+    RecipeError."""
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        try:
+            number = int(value) if key == "node" else float(value)
+        except ValueError:
+            number = 0
+        if key not in ("nvlink", "nic", "node") or not 0 < number < float("inf"):
+            raise RecipeError(f"--system {setting}: expected nvlink=N, nic=N or node=N, N above 0")
+        changes: dict[str, Any] = {key: number}
+        gpu = replace(gpu, **changes)
+    return gpu
+
+
+def resolve(config: str, gpus: int | None, changes: list[str]) -> tuple[Run, recipes.Recipe]:
+    """The run of a row, and its recipe. Raises RecipeError for what cannot run on GPUs."""
+    recipe = recipes.load(config)
+    if gpus not in recipe.rows:
+        raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
+    run = recipes.resolve(recipe, gpus, overrides=recipes.parse_overrides(changes))
+    check_run(run, "gpu")
+    return run, recipe
+
+
+def plan_spec(spec: str, gpu: Gpu) -> Plan:
+    """The plan of `recipe:gpus key=value ..`, or of a file that `--dump` left."""
+    path = Path(spec)
+    if path.is_dir() or path.suffix == ".json":
+        return read(path / "plan.json" if path.is_dir() else path)
+    row, *changes = spec.split() or [""]
+    name, _, gpus = row.partition(":")
+    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes)
+    check_compiler()
+    return make_plan(run, gpu)
+
+
+def public(plan: Plan) -> dict[str, Any]:
+    """The part of a plan that `--json` prints."""
+    names = ("kind", "axes", "count", "bytes", "exposed_s")
+    values = asdict(plan)
+    chosen = {key: values[key] for key in KEYS}
+    return chosen | {"collectives": [{n: c[n] for n in names} for c in values["collectives"]]}
+
+
+def remedies(run: Run) -> list[tuple[str, ...]]:
+    """Changes that may make a run fit, the mildest first: smaller passes, more ranks for the
+    weights, recomputation, and these together."""
+    smaller = [
+        f"batch.microbatch={n}"
+        for n in sorted({run.microbatch // 2, 1}, reverse=True)
+        if 0 < n < run.microbatch
+    ]
+    wider = [f"parallelism.fsdp={run.parallelism.fsdp * n}" for n in (2, 4, 8)]
+    full = [] if run.execution.remat == "full" else ["execution.remat=full"]
+    least = [*full, *smaller[-1:]]
+    single = [(change,) for change in (*smaller, *wider, *full)]
+    together = [tuple(least), (*least, "parallelism.tensor=8")]
+    return [*single, *(changes for changes in together if len(changes) > 1)]
+
+
+def find_remedy(run: Run, recipe: recipes.Recipe, row: int | str, gpu: Gpu) -> Iterator[str]:
+    """Compiles the run with each of `remedies` until one fits; says what was tried."""
+    for changes in remedies(run):
+        try:
+            overrides = recipes.parse_overrides([*run.overrides, *changes])
+            changed = recipes.resolve(recipe, row, overrides=overrides)
+        except RecipeError:
+            continue
+        with jax.set_mesh(mesh.make_mesh(changed.mesh_shape, compile_only_devices(gpu, run.gpus))):
+            compiled, _, _ = compile_program(changed)
+        peak = compiled.memory_analysis().peak_memory_in_bytes
+        fits = peak <= gpu.memory_limit
+        asked = " ".join(f"--set {change}" for change in changes)
+        yield f"  {'it fits' if fits else 'still too big'}, {text.gib(peak)}, with {asked}"
+        if fits:
+            return
+    yield "  none of these settings makes it fit: it needs more GPUs or fewer layers"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns 0, 1 when a plan does not fit, or 2 for a user's mistake."""
+    args = parse_arguments(argv)
+    try:
+        flags.check_environment(os.environ.get("XLA_FLAGS", ""))
+        jax.config.update("jax_platforms", "cpu")
+        gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
+        if args.diff:
+            print(text.difference(*(plan_spec(spec, gpu) for spec in args.diff)))
+            return 0
+        if args.all:
+            check_compiler()
+            return sweep.sweep(args.gpu, gpu, args.system, args.output)
+        if not args.config or args.gpus is None:
+            raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
+        run, recipe = resolve(args.config, args.gpus, args.set)
+        check_compiler()
+        if args.dump:
+            args.dump.mkdir(parents=True, exist_ok=True)
+        plan = make_plan(run, gpu, args.dump)
+        if args.dump:
+            write_json(args.dump / "plan.json", asdict(plan))
+    except (RecipeError, RunFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(public(plan), indent=2) if args.json else text.report(plan))
+    if not plan.fits:
+        print(text.too_big(plan), file=sys.stderr)
+        for line in find_remedy(run, recipe, args.gpus, gpu):
+            print(line, file=sys.stderr, flush=True)
+    return 0 if plan.fits else 1

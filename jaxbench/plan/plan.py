@@ -1,0 +1,292 @@
+"""A plan: what one step of a run needs, sends and executes on GPUs that are not there.
+
+`docs/plan.md` explains the model behind the step-time bound.
+"""
+
+import json
+import math
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxbench import mesh
+from jaxbench.errors import RecipeError
+from jaxbench.hardware import Gpu
+from jaxbench.plan.absent import compile_only_devices
+from jaxbench.recipe import flops, published, recipes
+from jaxbench.recipe.settings import AXES, Run
+from jaxbench.recipe.throughput import model_flops, throughput
+from jaxbench.train.program import RULES, check_program, compile_program
+from jaxbench.train.step import abstract_state
+from jaxbench.versions import versions
+from jaxbench.xla import flags, memory, schedule
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.memory import Buffer
+
+SHOWN_BUFFERS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device."""
+
+    arguments: int
+    temporaries: int
+    peak: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes on one device of the train state, by part, and of the gradients that a step sums up."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one device and step: the model's in two conventions, and those compiled.
+
+    `recompute_ratio` is compiled over `model_full`, since compiled attention is counted unmasked.
+    """
+
+    model_causal: float
+    model_full: float
+    compiled: float
+    recompute_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Runs per step of matrix products by dtype, and of fused attention, forward and backward."""
+
+    gemm_bf16: int
+    gemm_fp8: int
+    attention: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Collectives of one step of a kind over some mesh axes; `bytes` are sent by one device."""
+
+    kind: str
+    axes: str
+    across_nodes: bool
+    count: int = 0
+    bytes: int = 0
+    least_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Seconds of the bound: products and attention, other kernels, waiting for collectives."""
+
+    compute: float
+    memory: float
+    exposed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything about one row; FLOPs and bytes are per device and step. `mfu` (full attention) is
+    that of the bound and of the published step time."""
+
+    recipe: str
+    row: str
+    gpus: int
+    target: str
+    fits: bool
+    mesh: str
+    settings: dict[str, Any]
+    system: dict[str, Any]
+    flags: flags.Options
+    versions: dict[str, str | None]
+    parameters: int
+    bytes_per_device: Memory
+    state_bytes: StateBytes
+    largest_buffers: list[Buffer]
+    flops: Flops
+    collectives: list[Traffic]
+    wire_bytes: int
+    uncovered_wire_bytes: int
+    kernels: Kernels
+    launches: int
+    lower_s: float
+    compile_s: float
+    bound_parts_s: Bound
+    bound_step_s: float
+    mfu: dict[str, float | None]
+    published: dict[str, Any] | None
+
+
+NESTED = {
+    "bytes_per_device": Memory, "state_bytes": StateBytes, "flops": Flops, "kernels": Kernels,
+    "bound_parts_s": Bound,
+}  # fmt: skip
+LISTS = {"largest_buffers": Buffer, "collectives": Traffic}
+
+
+def read(path: Path) -> Plan:
+    """A plan that `--dump` left. Raises RecipeError where it is none."""
+    try:
+        values = json.loads(path.read_text())
+        nested = {name: cls(**values[name]) for name, cls in NESTED.items()}
+        lists = {name: [cls(**v) for v in values[name]] for name, cls in LISTS.items()}
+        return Plan(**(values | nested | lists))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RecipeError(f"{path}: cannot read a plan: {error}") from error
+
+
+def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
+    """Compiles one step of the run for absent GPUs, and describes it. The scheduled program is kept
+    in `dump`."""
+    devices = compile_only_devices(gpu, run.gpus)
+    with (
+        jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)),
+        tempfile.TemporaryDirectory() as tmp,
+    ):
+        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
+        compiled, lower_s, compile_s = compile_program(run, options)
+        check_program(compiled, run)
+        state = state_bytes(run)
+        live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
+    text = compiled.as_text()
+    if dump is not None:
+        (dump / "program.hlo.txt").write_text(text)
+    program, stats = Program.parse(text, RULES), compiled.memory_analysis()
+    timeline = schedule.analyse(program, gpu)
+    row = published.lookup(run)
+    bytes_per_device = Memory(
+        arguments=stats.argument_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+        limit=gpu.memory_limit,
+    )
+    return Plan(
+        recipe=run.recipe,
+        row=run.row,
+        gpus=run.gpus,
+        target=gpu.name.lower(),
+        fits=bytes_per_device.peak <= gpu.memory_limit,
+        mesh=run.mesh_text(),
+        settings=recipes.describe(run),
+        system=system(gpu),
+        flags=flags.options(run, "gpu"),
+        versions=versions(),
+        parameters=flops.parameters(run.model)["total"],
+        bytes_per_device=bytes_per_device,
+        state_bytes=state,
+        largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
+        flops=executed(run, program),
+        collectives=traffic(run, gpu, timeline),
+        wire_bytes=sum(t.collective.wire_bytes for t in timeline.transfers),
+        uncovered_wire_bytes=timeline.uncovered_bytes,
+        kernels=kernels(program),
+        launches=timeline.kernels,
+        lower_s=lower_s,
+        compile_s=compile_s,
+        bound_parts_s=Bound(
+            compute=timeline.compute_s, memory=timeline.memory_s, exposed=timeline.exposed_s
+        ),
+        bound_step_s=timeline.bound_s,
+        mfu={
+            "bound": mfu(run, gpu, timeline.bound_s),
+            "published": mfu(run, gpu, row.step_time_s) if row else None,
+        },
+        published=asdict(row) if row else None,
+    )
+
+
+def system(gpu: Gpu) -> dict[str, Any]:
+    """What a plan depends on of the GPUs and their links."""
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node")
+    return {name: getattr(gpu, name) for name in names}
+
+
+def state_bytes(run: Run) -> StateBytes:
+    """`StateBytes` on the current mesh."""
+    state = abstract_state(run)
+
+    def local(tree: Any, width: int = 0) -> int:
+        total = 0
+        for x in jax.tree.leaves(tree):
+            shape = x.sharding.shard_shape(x.shape) if x.shape else x.shape
+            total += (width or x.dtype.itemsize) * math.prod(shape)
+        return total
+
+    width = 4 if run.accumulation > 1 and run.precision.accumulate == "fp32" else 2
+    return StateBytes(
+        parameters=local(state.model),
+        optimizer=local(state.optimizer),
+        gradients=local(state.model, width),
+    )
+
+
+def executed(run: Run, program: Program) -> Flops:
+    """`Flops` of a program."""
+    share = run.batch.global_batch / run.gpus
+    full = model_flops(run, "full") * share
+    compiled = sum(program.flops().values())
+    return Flops(
+        model_causal=model_flops(run, "causal") * share,
+        model_full=full,
+        compiled=compiled,
+        recompute_ratio=compiled / full,
+    )
+
+
+def kernels(program: Program) -> Kernels:
+    """`Kernels` of a program."""
+    runs = {"fp8": 0, "bf16": 0, "attention": 0}
+    for work, times, _ in program.works():
+        dtype = "fp8" if work.dtype.startswith("f8") else work.dtype
+        name = dtype if work.kind == "product" else work.kind
+        runs[name] = runs.get(name, 0) + times
+    return Kernels(gemm_bf16=runs["bf16"], gemm_fp8=runs["fp8"], attention=runs["attention"])
+
+
+def traffic(run: Run, gpu: Gpu, timeline: schedule.Schedule) -> list[Traffic]:
+    """Collectives of one step, summed by kind and mesh axes."""
+    found: dict[tuple[str, str], Traffic] = {}
+    for t in timeline.transfers:
+        c = t.collective
+        axes = mesh_axes(c.devices, run.mesh_shape)
+        new = Traffic(kind=c.kind, axes=axes, across_nodes=c.crosses_nodes(gpu))
+        sums = found.get((c.kind, axes), new)
+        found[c.kind, axes] = Traffic(
+            kind=sums.kind,
+            axes=sums.axes,
+            across_nodes=sums.across_nodes,
+            count=sums.count + c.count,
+            bytes=sums.bytes + c.wire_bytes,
+            least_s=sums.least_s + t.seconds,
+            exposed_s=sums.exposed_s + t.exposed_s,
+        )
+    return sorted(found.values(), key=lambda sums: -sums.bytes)
+
+
+def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:
+    """The mesh axes along which a group of devices lies, as in `fsdp x context`.
+
+    Devices are numbered along the mesh, the last axis fastest. A group that is not the whole of its
+    axes is `part of` them.
+    """
+    strides = [math.prod(mesh_shape[i + 1 :]) for i in range(len(AXES))]
+    seen = [
+        {device // stride % size for device in devices}
+        for stride, size in zip(strides, mesh_shape, strict=True)
+    ]
+    along = [i for i, indices in enumerate(seen) if len(indices) > 1]
+    whole = math.prod(mesh_shape[i] for i in along) == len(devices)
+    return ("" if whole else "part of ") + " x ".join(AXES[i] for i in along)
+
+
+def mfu(run: Run, gpu: Gpu, step_s: float) -> float | None:
+    """Model FLOPs utilisation (full attention) at a step time."""
+    return throughput(run, step_s, gpu.tflops.get(run.precision.dtype))["mfu"]["full"]

@@ -1,0 +1,11 @@
+"""The model families, a file of dimensions for each; `MODELS` is their registry.
+
+A new family is a file with its `ModelConfig`s and a line here.
+"""
+
+from jaxbench.recipe.families import grok, llama, nemotron
+
+MODELS = {
+    f"{cfg.family.replace('.', '')}_{cfg.size}": cfg
+    for cfg in (*llama.MODELS, *grok.MODELS, *nemotron.MODELS)
+}

@@ -1,0 +1,164 @@
+"""The published rows (configs/published.csv) and the arithmetic that reproduces them.
+
+A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and
+1979 TFLOP/s and their own, often rounded, model FLOPs. Where a printed figure does not follow from
+what its source states, the row carries an erratum code (`ERRATA`); the printed figure is kept, and
+the code says how to reproduce it.
+"""
+
+import csv
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import Any
+
+from jaxbench import hardware
+from jaxbench.recipe import flops
+from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.recipes import config_folder
+from jaxbench.recipe.settings import Run
+
+ERRATA = {
+    "GA": "printed accumulation differs from global batch / (microbatch x data-parallel ranks)",
+    "STEP": "printed step time contradicts the row's own tokens/s and MFU",
+    "RND": "tokens/s was computed from a step time with more digits than printed",
+    "PEAK": "MFU is reproduced with a peak of 989.5 TFLOP/s (half of 1979), not the stated 989",
+    "FLOPS3": "MFU is reproduced only with model FLOPs of 3.94e15, rounded but not stated",
+    "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
+}
+STATED_FLOPS = {
+    ("grok1", "314b", 64): 4.27e15,
+    ("nemotron4", "340b", 96): 1.01e16,
+    ("nemotronh", "56b", 118): 2.816e15,
+    ("llama2", "70b", 80): 1.82e15,
+    ("llama3.1", "8b", 32): 4.74e14,
+    ("llama3.1", "70b", 80): 3.94e15,
+}
+"""Model FLOPs per sequence as the source rounds them, by workload, size and layers. For 405B and
+the shortened Grok-1 it states none and the tables use the unrounded formula."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published measurement; None where the source prints nothing. MFU in percent."""
+
+    workload: str
+    size: str
+    dtype: str
+    gpus: int
+    seq_len: int
+    layers: int
+    gbs: int
+    step_time_s: float
+    tokens_per_s: float
+    mfu_pct: float
+    days_per_1t_tokens: float | None
+    source_file: str
+    errata: tuple[str, ...]
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All rows of published.csv."""
+    with (config_folder() / "published.csv").open() as file:
+        return tuple(_read(line) for line in csv.DictReader(file))
+
+
+def _read(line: dict[str, str]) -> Row:
+    values: dict = {}
+    for f in fields(Row):
+        text = line[f.name]
+        if f.name == "errata":
+            values[f.name] = tuple(text.split(";")) if text else ()
+        elif f.type is str:
+            values[f.name] = text
+        else:
+            values[f.name] = (int if f.type is int else float)(text) if text else None
+    return Row(**values)
+
+
+def lookup(run: Run) -> Row | None:
+    """The published row with the run's model, work, precision and GPU count; None where there is
+    none."""
+    m, b = run.model, run.batch
+    if all(_widths(m) != _widths(published) for published in MODELS.values()):
+        return None
+    work = (
+        m.family,
+        m.size,
+        m.layers,
+        run.precision.dtype,
+        run.gpus,
+        b.sequence_length,
+        b.global_batch,
+    )
+    for row in rows():
+        if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
+            return row
+    return None
+
+
+def _widths(cfg: ModelConfig) -> dict[str, Any]:
+    """A model but for its number of layers."""
+    return {**asdict(cfg), "layers": None}
+
+
+def differences(run: Run, device: str) -> list[str]:
+    """Why the run's figures must not stand beside a published row; empty when they may."""
+    reasons = []
+    if run.label == "smoke":
+        reasons.append("smoke row on a CPU")
+    elif lookup(run) is None:
+        reasons.append(f"nothing is published for this work on {run.gpus} GPUs")
+    if hardware.identify(device) is not hardware.H100:
+        reasons.append(f"the hardware is {device}, the published one is {hardware.H100.name}")
+    return reasons
+
+
+def source_flops(cfg: ModelConfig, length: int) -> float:
+    """Model FLOPs of one sequence by the formula of the model's source, unrounded.
+
+    Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what
+    `flops.model_flops` counts in full.
+
+    Grok-1: S (12 L h^2 (1 + kv/heads + S/h/2) + 18 L f h k + 6 V h), the causal count without the
+    router.
+
+    Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
+    be as wide as queries: 17 % above the full count.
+
+    Nemotron-H: the full count, with the scan in chunks of 256.
+    """
+    full = flops.model_flops(cfg, length, "full")
+    if cfg.family == "grok1":
+        causal = flops.model_flops(cfg, length, "causal")
+        return causal["total"] - causal["router"]
+    if cfg.family == "nemotron4":
+        missing_kv_heads = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
+        return full["total"] + 6 * length * cfg.layers * missing_kv_heads
+    if cfg.mamba is not None:
+        scans = cfg.letters.count("M") * flops.scan_flops(cfg.mamba, length, 256)
+        return full["total"] - full["mamba scan"] + scans
+    return full["total"]
+
+
+def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:
+    """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules
+    and the row's errata."""
+    exact_step_s = row.step_time_s
+    if "RND" in row.errata or "STEP" in row.errata:
+        exact_step_s = row.seq_len * row.gbs / row.tokens_per_s
+    tokens_per_s = row.seq_len * row.gbs / exact_step_s
+    stated = STATED_FLOPS.get((row.workload, row.size, row.layers))
+    per_sequence = stated or source_flops(cfg, row.seq_len)
+    if "GQA16" in row.errata:
+        extra_groups = 2 * cfg.embed * cfg.kv_heads * cfg.head_dim
+        per_sequence += 6 * row.seq_len * cfg.layers * extra_groups
+    peak, step_s = hardware.H100.tflops[row.dtype], exact_step_s
+    if "PEAK" in row.errata:  # inferred from the steps as they are printed
+        peak, step_s = 989.5, row.step_time_s
+    mfu = row.gbs * per_sequence / step_s / row.gpus / (peak * 1e12)
+    if "STEP" in row.errata:  # its days follow from the misprint
+        exact_step_s = row.step_time_s
+    days = flops.days_per_1t_tokens(row.seq_len * row.gbs / exact_step_s)
+    return tokens_per_s, 100 * mfu, days

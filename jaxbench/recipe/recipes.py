@@ -1,0 +1,284 @@
+"""Recipes: configs/*.yaml, resolved for a number of GPUs into a `Run`.
+
+A recipe names a model, holds what all of its rows share, and a table of rows, one per GPU count. A
+row is given in the short names of `ROW_KEYS`; it may also hold whole sections. Everything is
+checked here, before any slow work.
+"""
+
+import difflib
+import math
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxbench.errors import RecipeError
+from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import (
+    STEPS,
+    Batch,
+    Execution,
+    Optimizer,
+    Parallelism,
+    Precision,
+    Run,
+)
+
+SECTIONS = {
+    "model": ModelConfig,
+    "parallelism": Parallelism,
+    "precision": Precision,
+    "batch": Batch,
+    "optimizer": Optimizer,
+    "execution": Execution,
+}
+ROW_KEYS = {
+    "layers": ("model", "layers"),
+    **{f.name: ("parallelism", f.name) for f in fields(Parallelism)},
+    **{f.name: ("batch", f.name) for f in fields(Batch)},
+    "remat": ("execution", "remat"),
+}
+SMOKE = "smoke"
+
+LARGEST = 2**31 - 1
+"""Of any whole number: what arrays are indexed with."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as it was read: `shared` sections, and `rows` by GPU count or `smoke`."""
+
+    name: str
+    model: str
+    shared: dict[str, dict]
+    rows: dict[int | str, dict]
+
+    def row_names(self) -> str:
+        """The rows there are, for a message."""
+        return ", ".join(map(str, self.rows))
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set` entry: its text, and what it sets."""
+
+    text: str
+    section: str
+    name: str
+    value: Any
+
+
+def config_folder() -> Path:
+    """Where the recipes lie: inside an installed package, or beside it in a source tree."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def load_all() -> list[Recipe]:
+    """Every recipe there is, by name."""
+    return [load(path) for path in sorted(config_folder().glob("*.yaml"))]
+
+
+def load(config: str | Path) -> Recipe:
+    """Reads a recipe: a file, or one of `config_folder` by its name. Raises RecipeError for a
+    missing file, broken YAML or an unknown key."""
+    path = Path(config)
+    if not path.suffix and path.name == str(config):
+        path = config_folder() / f"{config}.yaml"
+    content = _read(path)
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path}: expected a mapping with model, rows and sections")
+    sections = [s for s in SECTIONS if s != "model"]
+    for key in content:
+        _known(key, ["model", "rows", *sections], f"{path}")
+    model, rows = content.get("model"), content.get("rows")
+    if not isinstance(model, str) or model not in MODELS:
+        raise RecipeError(f"{path}: model is {_shown(model)}; expected one of {', '.join(MODELS)}")
+    if not isinstance(rows, dict) or not rows:
+        raise RecipeError(f"{path}: rows must map GPU counts and 'smoke' to settings")
+    for name, row in rows.items():
+        count = type(name) is int and 0 < name <= LARGEST
+        if not (name == SMOKE or count) or not isinstance(row, dict):
+            raise RecipeError(
+                f"{path}: row {_shown(name)} must be a GPU count or 'smoke' and hold a mapping"
+            )
+    shared = {section: content.get(section) or {} for section in sections}
+    for section, values in shared.items():
+        _mapping(values, f"{path}: {section}")
+    return Recipe(path.stem, model, shared, rows)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return _parse(path.read_text())
+    except OSError as error:
+        names = ", ".join(sorted(p.stem for p in config_folder().glob("*.yaml")))
+        raise RecipeError(
+            f"{path}: {error.strerror}; recipes in {config_folder()}: {names}"
+        ) from error
+    except ValueError as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _parse(text: str) -> Any:
+    """The value of a YAML text. Raises ValueError where it has none."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def choose_row(recipe: Recipe, platform: str, devices: int, gpus: int | None = None) -> int | str:
+    """The row for the devices found: the GPU count, or `smoke` on a machine without GPUs.
+
+    Raises RecipeError when `gpus` asks for another number, or when the recipe has no such row.
+    """
+    found = f"{devices} {'GPU' if platform == 'gpu' else 'CPU device'}{'s' if devices > 1 else ''}"
+    if gpus is not None and (platform != "gpu" or gpus != devices):
+        raise RecipeError(f"--gpus {gpus} was asked for, but this job sees {found}")
+    row = devices if platform == "gpu" else SMOKE
+    if row not in recipe.rows:
+        raise RecipeError(
+            f"recipe {recipe.name} has no row for {found}; its rows are {recipe.row_names()}"
+        )
+    return row
+
+
+def resolve(
+    recipe: Recipe,
+    row: int | str,
+    *,
+    devices: int | None = None,
+    overrides: tuple[Override, ...] = (),
+    steps: int = STEPS,
+    seed: int = 0,
+) -> Run:
+    """The run of one row with `--set` overrides applied; `devices` is needed for the smoke row
+    only."""
+    values = {name: dict(section) for name, section in {"model": {}, **recipe.shared}.items()}
+    where = f"recipe {recipe.name}, row {row}"
+    for key, value in recipe.rows[row].items():
+        _known(key, [*ROW_KEYS, *SECTIONS], where)
+        if key in ROW_KEYS:
+            section, name = ROW_KEYS[key]
+            values[section][name] = value
+        else:
+            values[key].update(_mapping(value, f"{where}: {key}"))
+    for override in overrides:
+        values[override.section][override.name] = override.value
+    published = MODELS[recipe.model]
+    values["model"] = asdict(published) | values["model"]
+    built: dict[str, Any] = {
+        name: _build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
+    }
+    return Run(
+        recipe=recipe.name,
+        row=str(row),
+        label="smoke" if row == SMOKE else "full" if built["model"] == published else "proxy",
+        gpus=row if isinstance(row, int) else devices or 1,
+        steps=steps,
+        seed=seed,
+        overrides=tuple(override.text for override in overrides),
+        **built,
+    )
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """The run as plain values, with what follows from it, for records and golden files."""
+    values = asdict(run)
+    values["parallelism"] = {"data": run.data, **values["parallelism"]}
+    values["batch"] |= {"microbatch": run.microbatch, "accumulation": run.accumulation}
+    return values
+
+
+def parse_overrides(texts: list[str]) -> tuple[Override, ...]:
+    """`section.key=value` entries of the command line. Raises RecipeError for an unknown key."""
+    keys = [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in fields(cls)]
+    overrides = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(f"--set {_shown(text)}: expected key=value: parallelism.fsdp=4")
+        _known(key, keys, "--set")
+        section, name = key.split(".")
+        try:
+            overrides.append(Override(text, section, name, _parse(value)))
+        except ValueError as error:
+            raise RecipeError(f"--set {key}: cannot read the value {_shown(value)}") from error
+    return tuple(overrides)
+
+
+def _known(key: Any, allowed: list[str], where: str) -> None:
+    if key not in allowed:
+        close = difflib.get_close_matches(_shown(key), allowed, n=1, cutoff=0.0)
+        raise RecipeError(f"{where}: unknown key {_shown(key)}; did you mean {close[0]!r}?")
+
+
+def _mapping(value: Any, where: str) -> dict:
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where} must be a mapping, not {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A user's value in a message: short, on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not spell numbers of thousands of digits
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _build(cls: type, values: dict[str, Any], where: str) -> Any:
+    """The dataclass from plain values; checks names and types."""
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        _known(key, list(hints), where)
+    missing = [
+        f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory
+    ]
+    if missing:
+        raise RecipeError(f"{where}: missing {', '.join(missing)}")
+    return cls(
+        **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
+    )
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the annotated type, or RecipeError."""
+    options = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _convert(value, options[0], where)
+    if typing.get_origin(hint) is typing.Literal:
+        if value in options:
+            return value
+        raise RecipeError(f"{where} = {_shown(value)}: expected one of {', '.join(options)}")
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _build(hint, _mapping(value, where), where)
+    if hint is str and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return ",".join(value)
+    if hint is float:
+        return _number(value, where)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        kind = type(value).__name__
+        raise RecipeError(f"{where} = {_shown(value)}: expected {hint.__name__}, got {kind}")
+    if hint is int and abs(value) > LARGEST:
+        raise RecipeError(f"{where} is too large: at most {LARGEST}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    """A finite float; text too, since YAML reads 1e-5 as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        kind = type(value).__name__
+        raise RecipeError(f"{where} = {_shown(value)}: expected float, got {kind}") from None
+    if not math.isfinite(number):
+        raise RecipeError(f"{where} = {_shown(value)}: expected a finite number")
+    return number

@@ -1,0 +1,163 @@
+"""The records of a run while it goes on: run.json, steps.jsonl, and the log with its published line
+formats."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.files import Lines, ReservedJson, write_whole
+from jaxbench.recipe.settings import Run
+from jaxbench.recipe.throughput import throughput
+from jaxbench.run import summary
+
+WARNING = (
+    "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
+)
+WRITTEN_EVERY_S = 60.0
+"""Seconds after which run.json is written again while steps go on."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A run.json. Raises RecipeError where it is none."""
+    try:
+        record = json.loads(path.read_text())
+        return record | {key: record[key] for key in ("status", "recipe", "resumed_at")}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RecipeError(
+            f"{path} is no whole record: {error}; start a new run from its checkpoint: --restore "
+            f"{path.parent} --output NEW"
+        ) from error
+
+
+def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
+    """The recorded steps up to `start`; those that a killed run recorded beyond are to be
+    repeated."""
+    steps = []
+    for line in path.read_text().splitlines() if start and path.exists() else ():
+        if not line.endswith("}"):
+            break  # cut off by the end of the process or of the disk
+        step = json.loads(line)
+        if step["step"] < start:
+            steps.append(step)
+    return steps
+
+
+class Recorder:
+    """Writes the records of one run into its folder and reports to the terminal; without a folder,
+    as in every process but the first, it only keeps them.
+
+    Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. On
+    a terminal a progress bar shows the last step; elsewhere the log lines are printed too. A run
+    that is resumed at step `start` keeps what is recorded of the steps before.
+    """
+
+    def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0):
+        self.folder, self.run, self.record = folder, run, record
+        self.steps: list[dict[str, Any]] = []
+        self._lost: OSError | None = None
+        self._bar: Any = None
+        if folder is None:
+            return
+        self.steps = steps_before(start, folder / "steps.jsonl")
+        self._json = ReservedJson(folder / "run.json")
+        self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
+        kept = "".join(json.dumps(step) + "\n" for step in self.steps)
+        write_whole(folder / "steps.jsonl", kept)
+        self._jsonl = Lines(folder / "steps.jsonl")
+        self.add()
+        if run.label == "smoke":
+            self.say(WARNING)
+
+    def add(self, **entries: Any) -> None:
+        """Puts entries into run.json. Raises RunFailed where it cannot be written."""
+        self.record |= entries
+        if self.folder is not None:
+            try:
+                self._json.write(self.record)
+            except OSError as error:
+                raise self._unwritable(error) from error
+            self._written_at = time.monotonic()
+
+    def _unwritable(self, error: OSError) -> RunFailed:
+        return RunFailed(f"the record in {self.folder} cannot be written: {error.strerror}")
+
+    def say(self, line: str) -> None:
+        """A line for the log and the terminal. Where the log has no room for it, the next step
+        fails."""
+        if self.folder is None:
+            return
+        self._to_log(line)
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, flush=True)
+
+    def _to_log(self, line: str) -> None:
+        try:
+            self._log.write(line)
+        except OSError as error:
+            self._lost = error
+
+    def start_steps(self) -> None:
+        """Opens the progress bar when the output is a terminal."""
+        if self.folder is not None and sys.stdout.isatty():
+            from rich.progress import MofNCompleteColumn, Progress
+
+            self._bar = Progress(MofNCompleteColumn(), *Progress.get_default_columns())
+            self._bar.start()
+            self._bar.add_task("training", total=self.run.steps, completed=len(self.steps))
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Records a completed step: number, loss, gradient norm, learning rate, time, memory.
+
+        Raises RunFailed where it cannot be written.
+        """
+        if self.folder is None:
+            return
+        run = self.run
+        rates = throughput(run, values["step_time_s"], None)
+        line = {
+            **values,
+            "tokens_per_s_per_gpu": rates["tokens_per_s_per_gpu"],
+            "tflops_per_gpu": rates["tflops_per_gpu"]["full"],
+            "label": run.label,
+        }
+        self.steps.append(line)
+        try:
+            self._jsonl.write(json.dumps(line))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        formats = summary.maxtext_line(run, line), summary.nemo_line(run, line)
+        if self._bar is None:
+            for text in formats:
+                self.say(text)
+        else:
+            for text in formats:
+                self._to_log(text)
+            status = f"{line['step_time_s']:.3f} s per step, loss {line['loss']:.3f}"
+            self._bar.update(self._bar.task_ids[0], advance=1, description=status)
+        if self._lost is not None:
+            raise self._unwritable(self._lost)
+        if time.monotonic() - self._written_at > WRITTEN_EVERY_S:
+            self.add()
+
+    def finish(self, status: str, reason: str | None, peak: float | None) -> None:
+        """Completes run.json with the steps there are, and prints the result. Raises RunFailed
+        where it cannot be written; the result is printed all the same."""
+        if self.folder is None:
+            return
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        try:
+            found = summary.summary(self.run, self.steps, peak)
+            self.add(status=status, reason=reason, **found)
+        finally:
+            for line in summary.lines(self.record):
+                self.say(line)
+        self.say(f"record: {self.folder / 'run.json'}")
+        for file in (self._json, self._log, self._jsonl):
+            file.close()

@@ -1,0 +1,116 @@
+"""What the steps of a run amount to, for run.json and for people."""
+
+import math
+import statistics
+from typing import Any
+
+from jaxbench import hardware
+from jaxbench.recipe import flops
+from jaxbench.recipe.settings import Run
+from jaxbench.recipe.throughput import throughput
+
+PUBLISHED_WINDOW = (11, 44)
+"""First and last step (0-based) of the published parser's average; older documents quote the last
+step instead."""
+
+
+def window(steps: int) -> tuple[int, int]:
+    """First and last step of the summary: the published window, or the last half of a run too short
+    for it."""
+    first, last = PUBLISHED_WINDOW
+    return (first, last) if steps > last else (steps // 2, steps - 1)
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Mean, population standard deviation, median and 95th percentile (nearest rank)."""
+    ordered = sorted(samples)
+    return {
+        "mean": statistics.fmean(ordered),
+        "std": statistics.pstdev(ordered),
+        "median": statistics.median(ordered),
+        "p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
+    }
+
+
+def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
+    """`summary` and `loss` of the record, from the lines of all steps and the peak in TFLOP/s;
+    nothing where a single step has no time of its own."""
+    if len(steps) < 2:
+        return {}
+    first, last = window(len(steps))
+    times = [step["step_time_s"] for step in steps]
+    chosen = spread(times[first : last + 1])
+    losses = [step["loss"] for step in steps]
+    return {
+        "summary": {
+            "window": [first, last],
+            "step_time_s": {**chosen, "last": times[-1]},
+            **throughput(run, chosen["mean"], peak),
+            "peak_memory_bytes": max(step["peak_memory_bytes"] for step in steps),
+        },
+        "loss": {
+            "first": losses[0],
+            "last": losses[-1],
+            "ln_vocabulary": math.log(run.model.vocabulary),
+        },
+    }
+
+
+def maxtext_line(run: Run, step: dict[str, Any]) -> str:
+    """The step in MaxText's format, which the Llama 2 document greps for."""
+    return (
+        f"completed step: {step['step']}, seconds: {step['step_time_s']:.3f}, "
+        f"TFLOP/s/device: {step['tflops_per_gpu']:.3f}, "
+        f"Tokens/s/device: {step['tokens_per_s_per_gpu']:.3f}, "
+        f"total_weights: {run.tokens_per_step}, loss: {step['loss']:.3f}"
+    )
+
+
+def nemo_line(run: Run, step: dict[str, Any]) -> str:
+    """The step in NeMo's format, which the Llama 3.1 and later documents and their parser read."""
+    n, batch = step["step"], run.batch.global_batch
+    return (
+        f"Training epoch 0, iteration {n}/{run.steps - 1} | lr: {step['learning_rate']:.4g} | "
+        f"global_batch_size: {batch} | global_step: {n} | "
+        f"peak_memory_usage: {step['peak_memory_bytes']} | "
+        f"memory_allocated: {step['memory_bytes']} | reduced_train_loss: {step['loss']:.4g} | "
+        f"train_step_timing in s: {step['step_time_s']:.4g} | "
+        f"TFLOPS_per_GPU: {step['tflops_per_gpu']:.4g} | consumed_samples: {(n + 1) * batch}"
+    )
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """The record's result in a few lines for people."""
+    recipe = record["recipe"]
+    text = [f"{record['status']}: {recipe['recipe']}, row {recipe['row']} ({record['label']})"]
+    if record["reason"]:
+        text[0] += f": {record['reason']}"
+    if s := record.get("summary"):
+        t, loss = s["step_time_s"], record["loss"]
+        text += [
+            f"  step time   {t['mean']:.4g} s, mean of steps {s['window'][0]} to {s['window'][1]} "
+            f"(std {t['std']:.2g}, median {t['median']:.4g}, p95 {t['p95']:.4g}, "
+            f"last step {t['last']:.4g})",
+            f"  throughput  {s['tokens_per_s_per_gpu']:.1f} tokens/s per device, "
+            f"{s['tokens_per_s']:.1f} in all",
+            *(_rate_line(s, convention) for convention in flops.CONVENTIONS),
+            f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
+            f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
+        ]
+        if pgle := record.get("pgle"):
+            text.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s before")
+    if row := record["published"]:
+        text.append(
+            f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU, {row['gpus']} "
+            f"{hardware.H100.name}"
+        )
+    if not record["comparable"]:
+        reasons = "; ".join(record["not_comparable_because"])
+        text.append(f"  not comparable with published rows: {reasons}")
+    return text
+
+
+def _rate_line(summary: dict[str, Any], convention: str) -> str:
+    rate, mfu = summary["tflops_per_gpu"][convention], summary["mfu"][convention]
+    percent = "" if mfu is None else f", MFU {100 * mfu:.2f} %"
+    return f"  FLOPs       {rate:.4g} TFLOP/s per device{percent} ({convention})"

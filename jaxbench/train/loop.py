@@ -1,0 +1,87 @@
+"""The training loop, and what may be done between its steps."""
+
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from jaxbench.recipe.settings import Run
+from jaxbench.train.step import State, init_state
+
+
+@runtime_checkable
+class Pause(Protocol):
+    """Something that is done between steps while the device is idle, such as a save."""
+
+    def due(self, step: int, ending: bool) -> bool:
+        """Whether `act` is to be called after `step` steps of training."""
+
+    def act(self, step: int, state: State, ending: bool) -> None:
+        """Does it, with the state after `step` steps. Its time is in no step time."""
+
+
+class StepClock:
+    """Step times from one completed step to the next, taken while the next step is already queued
+    on the device."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def tick(self) -> float:
+        """Seconds since the last tick."""
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+
+def run_steps(
+    run: Run,
+    program: Callable,
+    stop: Callable[[int], bool] = lambda step: False,
+    state: State | None = None,
+    pauses: Sequence[Pause] = (),
+) -> Iterator[dict[str, Any]]:
+    """Trains from `state`, or the initial one, and yields the figures of each step once it is
+    completed.
+
+    A step is queued before the figures of the one before are awaited, so the device never waits for
+    the host; step times are from completion to completion, and `wait_s` is the part for which the
+    host waited. No step n is started after `stop(n)`.
+    """
+    if state is None:
+        state = jax.block_until_ready(jax.jit(partial(init_state, run))())
+    clock = StepClock()
+
+    def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
+        asked = time.perf_counter()
+        values = {name: value.tolist() for name, value in jax.device_get(figures).items()}
+        times = {"wait_s": time.perf_counter() - asked, "step_time_s": clock.tick()}
+        return {"step": step, **values, **times, **memory()}
+
+    queued: list[tuple[int, dict[str, jax.Array]]] = []
+    for step in range(int(jax.device_get(state.step)), run.steps + 1):
+        ending = step == run.steps or stop(step)
+        due = [pause for pause in pauses if pause.due(step, ending)]
+        while queued and (due or ending or len(queued) > 1):
+            yield completed(*queued.pop(0))
+        for pause in due:
+            pause.act(step, state, ending)
+        if ending:
+            return
+        if due:
+            clock.tick()
+        state, figures = program(state)
+        queued.append((step, figures))
+
+
+def memory() -> dict[str, int]:
+    """Bytes in use on the first local device and their peak; on CPUs the peak resident size of the
+    process stands in."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is None:
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"memory_bytes": resident, "peak_memory_bytes": resident}
+    return {"memory_bytes": stats["bytes_in_use"], "peak_memory_bytes": stats["peak_bytes_in_use"]}

@@ -1,0 +1,103 @@
+"""The compiled step: for the devices of this job, or for GPUs that are not there."""
+
+import re
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxbench import mesh
+from jaxbench.errors import RunFailed
+from jaxbench.models.decoder import stretches
+from jaxbench.ops import attention, fp8
+from jaxbench.recipe.settings import Run
+from jaxbench.train.step import abstract_state, make_program
+from jaxbench.xla import flags
+from jaxbench.xla.hlo import Program, Rules
+
+RULES: Rules = {
+    **{t: rule for kernel in attention.KERNELS.values() for t, rule in kernel.rules.items()},
+    **{t: rule for each in fp8.IMPLEMENTATIONS.values() for t, rule in each.rules.items()},
+}
+"""The work of every custom call that a step can make."""
+
+
+def compile_program(
+    run: Run, extra_options: dict[str, Any] | None = None
+) -> tuple[Any, float, float]:
+    """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
+
+    `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
+    (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
+    """
+    start = time.perf_counter()
+    with attention.cudnn.of_target():
+        lowered = make_program(run).lower(abstract_state(run))
+    lowered_at = time.perf_counter()
+    options = flags.options(run, mesh.platform()) | (extra_options or {})
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
+            raise RunFailed(flags.explain(unknown.group(1))) from error
+        raise
+    return compiled, lowered_at - start, time.perf_counter() - lowered_at
+
+
+def read(compiled: Any) -> Program:
+    """What a compiled step executes."""
+    return Program.parse(compiled.as_text(), RULES)
+
+
+def check_run(run: Run, platform: str) -> None:
+    """Raises RecipeError for what a run asks for and a platform cannot do."""
+    flags.options(run, platform)
+    fp8.choose(run.precision, platform)
+    _attention(run, platform)
+
+
+def kernels(run: Run) -> dict[str, str]:
+    """What computes attention and matrix products on the current mesh, for the record."""
+    products: str = run.precision.dtype
+    if run.precision.dtype == "fp8":
+        by = fp8.choose(run.precision, mesh.platform())
+        products += f" by {by}" if mesh.platform() == "gpu" else ", emulated in bf16"
+    return {"attention": _attention(run, mesh.platform()), "products": products}
+
+
+def check_program(compiled: Any, run: Run) -> None:
+    """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
+    rules = attention.KERNELS[_attention(run, mesh.platform())].rules
+    in_fp8 = run.precision.dtype == "fp8" and mesh.platform() == "gpu"
+    if not (rules or in_fp8):
+        return
+    program = read(compiled)
+    calls = program.custom_calls()
+    missing = [target for target in rules if not calls[target]]
+    if missing and "*" in run.model.letters:
+        raise RunFailed(f"fused attention was asked for, but not compiled: no {missing[0]}")
+    if in_fp8:
+        _check_fp8(program, run)
+
+
+def _attention(run: Run, platform: str) -> str:
+    return attention.choose(run.execution, run.model, run.batch.sequence_length, platform)
+
+
+def _check_fp8(program: Program, run: Run) -> None:
+    found = fp8.compiled_products(program)
+    repeats: Counter[int] = Counter()
+    for stretch in stretches(run.model, run.execution, run.precision):
+        if not stretch.bf16:
+            repeats[stretch.stack] += stretch.repeats.stop - stretch.repeats.start
+    for stack, unit in enumerate(abstract_state(run).model.units):
+        expected = 3 * repeats[stack] * run.accumulation
+        for product in fp8.products(unit):
+            name = fp8.product_name(stack, product)
+            runs, others = found[name, True], found[name, False]
+            if runs < expected or others:
+                raise RunFailed(
+                    f"FP8 was asked for, but product {name} runs {runs} times in FP8 and "
+                    f"{others} times otherwise; expected at least {expected} and 0"
+                )

@@ -1,0 +1,137 @@
+"""The train step: its state, its gradients, and the optimizer's update."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxbench import mesh
+from jaxbench.models.decoder import Decoder
+from jaxbench.models.layers import Weight
+from jaxbench.ops import fp8
+from jaxbench.ops.routing import Figures
+from jaxbench.recipe.settings import Run
+from jaxbench.train import data
+from jaxbench.train.optimizer import learning_rate, make_optimizer
+
+DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Everything that a step changes.
+
+    `step`, an int32 scalar, is the number of the next step; data and learning rate follow from it
+    alone. `fp8` are the histories of delayed scaling.
+    """
+
+    step: Any
+    model: Decoder
+    optimizer: optax.OptState
+    fp8: Any
+
+
+def init_state(run: Run) -> State:
+    """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded
+    alike."""
+    model = Decoder(run.model, key=jax.random.key(run.seed))
+    optimizer = make_optimizer(run.optimizer, run.steps).init(model)
+    histories = fp8.init_histories(model.units, run.precision)
+    return State(jnp.zeros((), jnp.int32), model, optimizer, histories)
+
+
+def abstract_state(run: Run) -> State:
+    """The shapes, dtypes and shardings of the state: the sharding plan."""
+    return jax.eval_shape(partial(init_state, run))
+
+
+def train_step(
+    state: State, tokens: jax.Array, targets: jax.Array, run: Run
+) -> tuple[State, dict[str, jax.Array]]:
+    """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
+    step's figures."""
+    (loss, routed), grads, histories = gradients(state, tokens, targets, run)
+    updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
+        grads, state.optimizer, state.model
+    )
+    figures = {
+        "loss": loss,
+        "grad_norm": optax.tree.norm(grads),
+        "learning_rate": learning_rate(run.optimizer, run.steps)(state.step),
+        **routed,
+    }
+    model = optax.apply_updates(state.model, updates)
+    return State(state.step + 1, model, optimizer, histories), figures
+
+
+def gradients(
+    state: State, tokens: jax.Array, targets: jax.Array, run: Run
+) -> tuple[tuple[jax.Array, Figures], Decoder, fp8.Histories]:
+    """(mean loss, figures of the routing) of the step; the loss's gradient in fp32, sharded like
+    the weights; and the next histories of delayed scaling.
+
+    Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
+    a replica of the model as they arise; across replicas they are summed once, here, at the end.
+    """
+    implementation = fp8.choose(run.precision, mesh.platform())
+    precision = replace(run.precision, implementation=implementation)
+    weights = compute_weights(state.model, DTYPES[precision.dtype])
+    scaled = fp8.scale(weights.units, state.fp8, precision)
+
+    def share_of_loss(weights, observed, *batch):
+        observing = fp8.observing(scaled, observed)
+        values = weights.loss(*batch, run.execution, precision, observing)
+        return jax.tree.map(lambda value: value / run.accumulation, values)
+
+    def one_pass(batch):
+        values, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1), has_aux=True)(
+            weights, fp8.unobserved(state.fp8), *batch
+        )
+        return (values, grads), observed
+
+    def accumulate(total, batch):
+        (total, seen), (new, observed) = total, one_pass(batch)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
+        return (total, jax.tree.map(jnp.maximum, seen, observed)), None
+
+    if run.accumulation == 1:
+        total, observed = one_pass((tokens[0], targets[0]))
+    else:
+        dtype = DTYPES[precision.accumulate]
+        (values, _), _ = jax.eval_shape(one_pass, (tokens[0], targets[0]))
+        zeros = (
+            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
+            jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
+        )
+        start = (zeros, fp8.unobserved(state.fp8))
+        (total, observed), _ = jax.lax.scan(accumulate, start, (tokens, targets))
+    values, grads = total
+    grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
+    return values, grads, fp8.update(state.fp8, weights.units, observed)
+
+
+def compute_weights(model: Decoder, dtype) -> Decoder:
+    """The model as a step uses it: matrices in the compute dtype, everything marked for local
+    accumulation."""
+
+    def prepare(variable):
+        w = variable[...].astype(dtype) if isinstance(variable, Weight) else variable[...]
+        return variable.replace(mesh.accumulating(w))
+
+    return jax.tree.map(prepare, model, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+def make_program(run: Run) -> Any:
+    """The jitted step with its synthetic batch, state to (state, figures); the state is donated."""
+    shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
+
+    def step(state: State):
+        batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
+        return train_step(state, *batch, run)
+
+    return jax.jit(step, donate_argnums=0)

@@ -1,0 +1,101 @@
+"""The collectives of a compiled program: who takes part, what they send, and how long that takes at
+least."""
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxbench.hardware import Gpu
+from jaxbench.xla.hlo import SOURCE, Instruction, Program, Scope, ints
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of the program. `bytes` is its result on one device, `devices` the
+    first of its groups, `count` its runs per step."""
+
+    kind: str
+    name: str
+    bytes: int
+    devices: tuple[int, ...]
+    count: int
+    source: str
+
+    @property
+    def group(self) -> int:
+        """Devices that take part."""
+        return len(self.devices)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends per step with ring algorithms."""
+        n = self.group
+        per_run = {
+            "all-gather": self.bytes * (n - 1) / n,
+            "all-to-all": self.bytes * (n - 1) / n,
+            "reduce-scatter": self.bytes * (n - 1),
+            "all-reduce": 2 * self.bytes * (n - 1) / n,
+            "collective-permute": self.bytes,
+        }[self.kind]
+        return round(per_run * self.count)
+
+    def crosses_nodes(self, gpu: Gpu) -> bool:
+        """Whether the group lies in more than one NVLink domain."""
+        return len({device // gpu.node for device in self.devices}) > 1
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Least time of one run: bytes over bandwidth, no latency.
+
+        Rings pass through all members of a node before they leave it, and each member carries a
+        share of the traffic on its own NIC; so the rate between nodes is NIC x members per node, up
+        to NVLink's. An all-to-all sends every byte straight to its receiver: what leaves the node
+        leaves through the sender's own NIC.
+        """
+        per_run = self.wire_bytes / self.count
+        members = max(1, sum(d // gpu.node == 0 for d in self.devices))
+        if not self.crosses_nodes(gpu):
+            rate = gpu.nvlink
+        elif self.kind == "all-to-all":
+            per_run, rate = self.bytes * (self.group - members) / self.group, gpu.nic
+        else:
+            rate = min(gpu.nvlink, gpu.nic * members)
+        return per_run / (rate * 1e9)
+
+
+def find(program: Program) -> list[Collective]:
+    """Every collective over more than one device."""
+    found = (completed(i, scope, runs) for i, scope, runs in program.walk())
+    return [c for c in found if c is not None]
+
+
+def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
+    """The collective that this instruction completes, if it is one over more than one device."""
+    kind = i.opcode.removesuffix("-done")
+    if kind not in KINDS:
+        return None
+    start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
+    devices = first_group(start.attributes)
+    source = start.attribute(SOURCE) or ""
+    return Collective(kind, i.name, i.bytes, devices, runs, source) if len(devices) > 1 else None
+
+
+def first_group(attributes: str) -> tuple[int, ...]:
+    """Devices of the first replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
+    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`, and the first of `source_target_pairs`."""
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
+        ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        inside = set(re.findall(r"'(\w+)'", found.group(2)))
+        return tuple(ids[tuple(slice(None) if a in inside else 0 for a in sizes)].ravel().tolist())
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        dims = ints(iota.group(2))
+        order = ints(iota.group(3)) or list(range(len(dims)))
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+        return tuple(ids.ravel()[: int(iota.group(1))].tolist())
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}", attributes)
+    return tuple(ints(listed.group(1))) if listed else (0,)

@@ -1,0 +1,168 @@
+"""Runs that are killed, stopped, frozen or out of disk, as child processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_steps
+
+from jaxbench.cluster import heartbeat
+from jaxbench.errors import RecipeError
+from jaxbench.recipe import recipes
+from jaxbench.run import checkpoint, command
+from jaxbench.run import start as beginning
+
+STEPS = 400
+SAVING = (*TINY, "--steps", STEPS, "--checkpoint-every", 50, "--resume")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled once, for all runs on the same devices."""
+    return ("--compilation-cache", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """An undisturbed run that saved nothing."""
+    folder = tmp_path_factory.mktemp("whole")
+    status, _, err = run(*TINY, "--steps", STEPS, *cache, "--output", folder)
+    assert (status, err) == (0, "")
+    return read(folder)
+
+
+def test_a_killed_run_resumes_to_the_same_losses(whole, cache, tmp_path):
+    process = start(*SAVING, *cache, "--output", tmp_path)
+    wait_for_steps(process, tmp_path, 120)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert read(tmp_path)[0]["status"] == "running"
+    status, out, err = run(*SAVING, *cache, "--output", tmp_path)
+    assert (status, err) == (0, "")
+    assert "Global Checkpoint Load : Rank : 0 : " in out
+    record, steps = read(tmp_path)
+    assert record["compiled_before"]
+    (resumed,) = record["resumed_at"]
+    assert resumed >= 50
+    assert resumed % 50 == 0
+    assert f"resumed at step {resumed}" in record["not_comparable_because"]
+    assert (record["status"], record["restored"]["step"]) == ("completed", resumed)
+    assert [s["step"] for s in steps] == list(range(STEPS))
+    assert [s["loss"] for s in steps] == [s["loss"] for s in whole[1]]
+    assert record["loss"] == whole[0]["loss"]
+
+
+def test_only_the_same_run_is_resumed_and_a_complete_one_is_left_alone(tmp_path):
+    arguments = (*SAVING[:-1], "--output", tmp_path)
+    first = prepared(*arguments, "--resume")[0]
+    (tmp_path / "run.json").write_text(
+        json.dumps({"status": "completed", "recipe": recipes.describe(first), "resumed_at": []})
+    )
+    before = (tmp_path / "run.json").read_bytes()
+    assert prepared(*arguments, "--resume") == (first, None)
+    for change in (("--seed", 1), ("--set", "model.layers=2"), ("--steps", 500)):
+        with pytest.raises(RecipeError, match=r"^--resume: .*/run\.json is another run: its "):
+            prepared(*arguments, *change, "--resume")
+    with pytest.raises(RecipeError, match="already holds a run; name another folder, or continue"):
+        prepared(*arguments)
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def prepared(*arguments):
+    """(run, session) of a command line."""
+    args = command.parse_arguments([str(a) for a in arguments])
+    recipe = recipes.load(args.config)
+    overrides = recipes.parse_overrides(args.set)
+    described = recipes.resolve(
+        recipe, "smoke", devices=2, overrides=overrides, steps=args.steps, seed=args.seed
+    )
+    return beginning.prepare(described, args)
+
+
+def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
+    whole, cache, tmp_path
+):
+    """Two processes with two devices each, FSDP across them, then one process with two devices."""
+    processes = start_two(*SAVING, "--set", "parallelism.fsdp=4", "--output", tmp_path)
+    try:
+        wait_for_steps(processes[0], tmp_path, 60)
+        processes[1].send_signal(signal.SIGTERM)
+        outputs = [process.communicate(timeout=60) for process in processes]
+    finally:
+        kill(processes)
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
+    assert "completed step: " in outputs[0][0]
+    assert "completed step" not in outputs[1][0]  # only the first process reports
+    record, steps = read(tmp_path)
+    assert (record["status"], record["reason"]) == ("interrupted", "SIGTERM")
+    assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
+    assert record["checkpoints"][-1]["step"] == len(steps)
+    ranks = record["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert rank["step_time_s"]["p95"] >= rank["step_time_s"]["median"] > 0
+        assert 0 <= rank["wait_s"] <= rank["step_time_s"]["mean"]
+    status, _, err = run(*SAVING, *cache, "--output", tmp_path)
+    assert (status, err) == (0, "")
+    after, steps = read(tmp_path)
+    assert after["resumed_at"] == [record["checkpoints"][-1]["step"]]
+    assert [s["step"] for s in steps] == list(range(STEPS))
+    # Four devices add up in another order than two: roundings of bf16 activations.
+    for step, expected in zip(steps, whole[1], strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
+    timeout = 5
+    processes = start_two(
+        *TINY, "--cpu-devices", 1, "--steps", 10**6, "--output", tmp_path, "--watchdog", timeout
+    )
+    try:
+        wait_for_steps(processes[0], tmp_path, 10)
+        while heartbeat.read(next(tmp_path.glob("heartbeats/*")))[1]["completed"] is None:
+            time.sleep(0.05)
+        processes[1].send_signal(number)
+        at = time.monotonic()
+        processes[0].wait(timeout=60)
+        elapsed = time.monotonic() - at
+        last = read(tmp_path)[1][-1]["step"]
+    finally:
+        kill(processes)
+    # One heartbeat may have been under way, and the watchdog looks twice a second.
+    assert elapsed < timeout + 4
+    record, _ = read(tmp_path)
+    assert record["status"] == "failed"
+    found = re.search(r"rank 1 on (\S+) \(training, last completed step (\d+)\)", record["reason"])
+    assert found[1] == os.uname().nodename
+    assert abs(int(found[2]) - last) < 2000  # a heartbeat ago
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare for a small disk")
+def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
+    """A file system of its own that holds one checkpoint, but not three."""
+    disk, result = tmp_path / "disk", tmp_path / "result"
+    disk.mkdir()
+    probe = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*probe, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("user namespaces are not allowed here")
+    arguments = [sys.executable, "-m", "jaxbench.train", *TINY, "--steps", "60"]
+    arguments += ["--checkpoint-every", "20", "--keep", "3", "--output", str(disk / "run")]
+    script = (
+        f"mount -t tmpfs -o size=1300k none {disk} && {{ {' '.join(arguments)}; "
+        f"echo $? > {tmp_path}/status; cp -r {disk}/run {result}; }}"
+    )
+    done = subprocess.run([*probe, "sh", "-c", script], cwd=ROOT, check=True, capture_output=True)
+    assert done.stderr == b""
+    record, _ = read(result)
+    assert (tmp_path / "status").read_text() == "1\n"
+    assert record["status"] == "failed"
+    assert "was not saved; the last good one is of step 20: " in record["reason"]
+    assert "No space left on device" in record["reason"]
+    assert checkpoint.steps(result / "checkpoints") == [20]

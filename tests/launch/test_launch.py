@@ -1,0 +1,213 @@
+"""What launch/submit.py makes of options and published variables, and what it refuses."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+
+import submit
+import sweep
+
+import jaxbench
+from jaxbench.errors import RecipeError
+from jaxbench.run import devices
+
+STAGE = {"STAGE_PATH": "/stage"}
+LLAMA = STAGE | {"WORKLOAD": "llama31", "MODEL_SIZE": "405b", "DTYPE": "BF16"}
+
+
+def job(*options, **environment):
+    return submit.make_job(submit.parse_arguments(list(options)), environment)
+
+
+def value(job, option):
+    return job.arguments[job.arguments.index(option) + 1]
+
+
+def test_published_variables_and_options_are_the_same_job():
+    published = job(**LLAMA, JOB_TOTAL_GPUS="512")
+    options = job("configs/llama31_405b_bf16.yaml", "--gpus", "512", **STAGE)
+    assert published.script() == options.script()
+    assert (published.nodes, published.processes_per_node) == (64, 8)
+    assert published.results == Path(f"/stage/results/{jaxbench.__version__}/bf16/405b/512")
+    assert value(published, "--gpus") == "512"
+    assert value(published, "--local-devices") == "1"
+    assert published.run.model.layers == 126
+
+
+def test_every_slurm_variable_reaches_the_script():
+    made = job(
+        **LLAMA, JOB_TOTAL_GPUS="512", GPUS_PER_NODE="4", SBATCH_ACCOUNT="me",
+        SBATCH_PARTITION="fast", SBATCH_GPUS_PER_NODE="4", TIME_LIMIT="01:00:00", MAX_STEPS="20",
+    )  # fmt: skip
+    lines = made.script().splitlines()
+    for option in ("account=me", "partition=fast", "gres=gpu:4", "time=01:00:00", "nodes=128"):
+        assert f"#SBATCH --{option}" in lines
+    assert value(made, "--steps") == "20"
+
+
+def test_one_process_per_node():
+    made = job("--processes-per-node", "1", **LLAMA, JOB_TOTAL_GPUS="512")
+    assert made.processes_per_node == 1
+    assert value(made, "--local-devices") == made.settings["JAXBENCH_LOCAL_DEVICES"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("variables", "steps", "window"),
+    [
+        ({}, "25", "20-25"),
+        ({"PROFILE_START_STEP": "10", "PROFILE_STOP_STEP": "15"}, "15", "10-15"),
+        ({"RUN_CONF_PROFILE_START_STEP": "30", "RUN_CONF_PROFILE_STOP_STEP": "40"}, "40", "30-40"),
+    ],
+)
+def test_profiling(variables, steps, window):
+    made = job(**LLAMA, **variables, JOB_TOTAL_GPUS="512", ENABLE_PROFILE="true",
+               RUN_CONF_PROFILE_RANKS="0,1")  # fmt: skip
+    assert (value(made, "--steps"), value(made, "--profile-steps")) == (steps, window)
+    assert (value(made, "--profile"), value(made, "--profile-ranks")) == ("nsys", "0,1")
+    assert made.settings["JAXBENCH_NSYS_RANKS"] == "0,1"
+
+
+@pytest.mark.parametrize("name", ["ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE"])
+def test_nccl_trace(name):
+    made = job(**LLAMA, JOB_TOTAL_GPUS="512", **{name: "True"})
+    assert "--nccl-trace" in made.arguments
+    assert value(made, "--steps") == "5"
+    assert made.time_limit == "00:15:00"
+    assert f"/results/{jaxbench.__version__}-nccl-trace/" in str(made.results)
+
+
+def test_second_generation_folders():
+    environment = {k: v for k, v in LLAMA.items() if k != "STAGE_PATH"}
+    made = job(**environment, LLMB_INSTALL="/llmb", JOB_TOTAL_GPUS="512")
+    assert str(made.results).startswith("/llmb/workloads/pretrain_llama31/results/")
+    made = job(**environment, LLMB_INSTALL="/llmb", LLMB_WORKLOAD="/mine", JOB_TOTAL_GPUS="512")
+    assert str(made.results).startswith("/mine/results/")
+
+
+def test_checkpoints(tmp_path):
+    (tmp_path / "old").mkdir()
+    environment = LLAMA | {"STAGE_PATH": str(tmp_path), "JOB_TOTAL_GPUS": "512"}
+    made = job(**environment, ENABLE_CHECKPOINT="true", LOAD_CHECKPOINT_PATH="old")
+    assert "--checkpoint" in made.arguments
+    assert value(made, "--restore") == str(tmp_path / "old")
+    assert "--steps" not in made.arguments  # one step more than the checkpoint has, as published
+    assert made.settings["JAXBENCH_RESUME"] == "true"
+    assert job(**environment).settings["JAXBENCH_RESUME"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "message"),
+    [
+        ((), STAGE, "name a recipe, or set WORKLOAD, MODEL_SIZE and DTYPE"),
+        ((), LLAMA, "name --gpus"),
+        (
+            ("--gpus", "8"),
+            LLAMA | {"JOB_TOTAL_GPUS": "512"},
+            "--gpus and JOB_TOTAL_GPUS contradict",
+        ),
+        (("--gpus", "100"), LLAMA, "has no row for 100 GPUs"),
+        (("--gpus", "512"), LLAMA | {"STAGE_PATH": ""}, "set STAGE_PATH"),
+        (("--gpus", "512"), LLAMA | {"LLMB_INSTALL": "/llmb"}, "are both set; use one"),
+        (("--gpus", "512"), LLAMA | {"ENABLE_PROFILE": "yes"}, "expected true or false"),
+        (("--gpus", "512"), LLAMA | {"MAX_STEPS": "0"}, "MAX_STEPS=0: expected a whole number"),
+        (("--gpus", "512"), LLAMA | {"GPUS_PER_NODE": "7"}, "do not fill nodes"),
+        (("--gpus", "512", "--processes-per-node", "2"), LLAMA, "expected 1 or 8"),
+        (("--gpus", "512", "--system", "mars"), LLAMA, "there is no launch/env/mars.sh"),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_NCCLTRACE": "true", "MAX_STEPS": "50"},
+            "MAX_STEPS=50 contradicts a profiled or traced run of 5",
+        ),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_PROFILE": "true", "RUN_CONF_PROFILE_RANKS": "0-7"},
+            "RUN_CONF_PROFILE_RANKS=0-7: expected numbers",
+        ),
+        (
+            ("--gpus", "512"),
+            LLAMA
+            | {
+                "ENABLE_PROFILE": "true",
+                "PROFILE_STOP_STEP": "30",
+                "RUN_CONF_PROFILE_STOP_STEP": "40",
+            },
+            "PROFILE_STOP_STEP=30 and RUN_CONF_PROFILE_STOP_STEP=40 contradict",
+        ),
+        (("--gpus", "512"), LLAMA | {"LOAD_CHECKPOINT_PATH": "none"}, "is no folder"),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_PROFILE": "true", "ENABLE_NCCLTRACE": "true"},
+            "exclude each other",
+        ),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_NCCLTRACE": "true", "ENABLE_NCCL_TRACE": "false"},
+            "contradict",
+        ),
+        (("configs/llama2_70b_bf16.yaml", "--gpus", "64"), LLAMA, "contradicts the recipe"),
+        (
+            ("--gpus", "512"),
+            LLAMA | {"ENABLE_PROFILE": "true", "PROFILE_START_STEP": "30"},
+            "profiles nothing",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_before_submission(options, variables, message, monkeypatch, capsys):
+    monkeypatch.setattr(submit.os, "environ", variables)
+    monkeypatch.setattr(submit, "submit", lambda job: pytest.fail("it was submitted"))
+    assert submit.main(list(options)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_a_dry_run_prints_the_script_and_the_recipe(monkeypatch, capsys):
+    monkeypatch.setattr(submit.os, "environ", LLAMA | {"DRY_RUN": "true", "JOB_TOTAL_GPUS": "512"})
+    monkeypatch.setattr(submit, "submit", lambda job: pytest.fail("it was submitted"))
+    assert submit.main([]) == 0
+    script, recipe = capsys.readouterr().out.split("# the resolved recipe:\n")
+    assert script.rstrip() == job(**LLAMA, JOB_TOTAL_GPUS="512").script().rstrip()
+    assert submit.yaml.safe_load(recipe)["model"]["layers"] == 126
+
+
+def test_secrets_of_the_environment_are_redacted(monkeypatch):
+    secret = {"HF_TOKEN": "a", "MY_PASSWORD": "b", "AWS_ACCESS_KEY_ID": "c", "WANDB_API_KEY": "d"}
+    harmless = {"STAGE_PATH": "/stage", "https_proxy": "http://me:e@proxy:80/x"}
+    monkeypatch.setattr(devices.os, "environ", secret | harmless)
+    assert devices.variables() == {
+        **dict.fromkeys(secret, "REDACTED"),
+        "STAGE_PATH": "/stage", "https_proxy": "http://REDACTED@proxy:80/x",
+    }  # fmt: skip
+
+
+def test_a_sweep_skips_what_is_done(tmp_path, monkeypatch, capsys):
+    path, submitted = tmp_path / "runs.yaml", []
+    path.write_text("- {config: configs/llama31_8b_bf16.yaml, gpus: [8, 16], repeats: 2}\n")
+
+    def accept(job):
+        submitted.append(str(len(submitted) + 1))
+        folder = job.results / submitted[-1]
+        folder.mkdir(parents=True)
+        status = "failed" if submitted[-1] == "2" else "completed"
+        (folder / "run.json").write_text(f'{{"status": "{status}"}}')
+        return submitted[-1]
+
+    monkeypatch.setattr(submit, "submit", accept)
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": ""}))
+    monkeypatch.setattr(sweep.os, "environ", {"STAGE_PATH": str(tmp_path)})
+    assert sweep.main([str(path), "--show"]) == 0
+    assert submitted == []
+    assert sweep.main([str(path)]) == 0
+    assert len(submitted) == 4
+    capsys.readouterr()
+    assert sweep.main([str(path)]) == 0
+    assert len(submitted) == 5  # only the one that failed
+    assert capsys.readouterr().out.count("completed") == 3
+    path.write_text("- configs\n")
+    with pytest.raises(RecipeError, match="expected a list of"):
+        sweep.entries(path)

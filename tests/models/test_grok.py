@@ -1,0 +1,121 @@
+"""Grok-1 as it was released, the whole model against numpy: four norms, soft cap, tied embedding
+with multipliers, softmax before top-2, experts that drop nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import attention_reference
+from experts import reference, softmax, tiny_grok
+from steps import assert_same, loss_and_gradients
+from tiny import mesh_of
+
+from jaxbench import mesh
+from jaxbench.errors import RecipeError
+from jaxbench.models.decoder import Decoder
+from jaxbench.recipe import recipes
+from jaxbench.recipe.families import MODELS
+from jaxbench.train.program import kernels
+from jaxbench.train.step import compute_weights
+
+EPS32 = np.finfo(np.float32).eps
+ORIGINAL = (
+    "model.post_norm=true", "model.tied=true", "model.embedding_scale=8.0",
+    "model.logit_scale=0.5773502691896257", "model.softcap=30.0", "model.router=softmax_topk",
+    "model.balance_loss=0", "model.capacity_factor=null", "model.rope_base=10000",
+)  # fmt: skip
+TENSOR = ("parallelism.fsdp=2", "parallelism.expert=2", "parallelism.tensor=2")
+
+
+def norm(x, gain):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
+
+
+def rotate(x, base):
+    """Pairs (i, i + H/2) as complex numbers, turned by position x frequency."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * base ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def logits_reference(model, tokens, cfg):
+    """Logits of the decoder by the release's model.py, in float64."""
+    table = np.asarray(model.embedding.table[...], np.float64)
+    attention, experts = model.units[0].layers
+    x = table[tokens] * cfg.embedding_scale
+    for i in range(cfg.layers):
+
+        def w(variable, i=i):
+            return np.asarray(variable[...], np.float64)[i]
+
+        y = norm(x, w(attention.norm.gain))
+        qkv = np.einsum("bsd,dkgh->bskgh", y, w(attention.mixer.qkv))
+        query = qkv[..., :-2, :].reshape(*y.shape[:2], cfg.heads, cfg.head_dim)
+        query, key = rotate(query, cfg.rope_base), rotate(qkv[..., -2, :], cfg.rope_base)
+        y = attention_reference(query, key, qkv[..., -1, :], cfg.softcap)
+        y = np.einsum("bsnh,dnh->bsd", y, w(attention.mixer.out))
+        x = x + norm(y, w(attention.post_norm.gain))
+        y = norm(x, w(experts.norm.gain))
+        mixer = experts.mixer
+        y = reference(y, w(mixer.router), w(mixer.gate_up), w(mixer.down), cfg)[0]
+        x = x + norm(y, w(experts.post_norm.gain))
+    return norm(x, np.asarray(model.norm.gain[...], np.float64)) @ table.T * cfg.logit_scale
+
+
+@pytest.mark.parametrize("overrides", [(), TENSOR], ids=["one device", "fsdp x expert x tensor"])
+def test_loss_of_the_original_against_numpy(overrides):
+    run = tiny_grok(*ORIGINAL, *overrides, devices=8 if overrides else 1)
+    tokens, targets = np.random.default_rng(0).integers(0, 64, size=(2, 8, 32), dtype=np.int32)
+    with mesh_of(run):
+        model = jax.jit(lambda: different_gains(run))()
+        spec = mesh.spec("batch seq", mesh.ACTIVATION)
+        placed = [jax.device_put(x, spec) for x in (tokens, targets)]
+        loss = jax.jit(
+            lambda model, *batch: compute_weights(model, jnp.float32).loss(
+                *batch, run.execution, run.precision
+            )[0]
+        )(model, *placed)
+    shares = softmax(logits_reference(model, tokens, run.model))
+    expected = -np.log(np.take_along_axis(shares, targets[..., None], -1)).mean()
+    # Two layers of fp32 sums over 64 numbers; the loss is a mean over 256 tokens.
+    assert abs(float(loss) - expected) < 50 * EPS32 * expected
+
+
+def test_the_record_names_the_blocks_of_capped_attention():
+    for overrides, expected in ((ORIGINAL, "blocks"), ((), "xla")):
+        run = tiny_grok(*overrides)
+        with mesh_of(run):
+            assert kernels(run)["attention"] == expected
+
+
+def different_gains(run):
+    """The initial model with norm gains that differ from 1 and from each other."""
+    model = Decoder(run.model, key=jax.random.key(0))
+    norms = [n for layer in model.units[0].layers for n in (layer.norm, layer.post_norm)]
+    for n, layer_norm in enumerate([*norms, model.norm]):
+        gain = layer_norm.gain[...]
+        layer_norm.gain[...] = gain + 0.3 * jnp.cos(n + jnp.arange(gain.shape[-1]))
+    return model
+
+
+def test_mesh_changes_neither_loss_nor_gradients_of_the_original():
+    expected = loss_and_gradients(tiny_grok(*ORIGINAL))
+    # Tied: gradients of the table come from both of its uses.
+    assert_same(loss_and_gradients(tiny_grok(*ORIGINAL, *TENSOR, devices=8)), expected, 200)
+
+
+def test_soft_cap_excludes_kernels_without_one():
+    for override in ("execution.attention=cudnn", "model.softcap=100"):
+        with pytest.raises(RecipeError, match=r"soft ?cap"):
+            tiny_grok("model.softcap=30", override)
+
+
+def test_the_variants_differ_as_documented():
+    recipe, original = MODELS["grok1_314b"], MODELS["grok1_314b_original"]
+    assert original.embedding_scale == pytest.approx(6144**0.5)
+    assert original.logit_scale == pytest.approx(3**-0.5)
+    assert (recipe.vocabulary, original.vocabulary) == (128256, 131072)
+    run = recipes.resolve(recipes.load("grok1_314b_bf16"), 512)
+    # The published ranks hold 1024 tokens: 256 slots for each expert.
+    assert run.model.expert_capacity == 256

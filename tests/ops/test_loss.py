@@ -1,0 +1,56 @@
+"""Cross entropy against its closed form in float64, on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import EPS32, MESHES, on, put
+
+from jaxbench import mesh
+from jaxbench.ops import loss
+
+
+def reference(hidden, head, targets):
+    """Mean loss and its gradients, d logits = (softmax - one hot) / tokens."""
+    logits = hidden @ head
+    exp = np.exp(logits - logits.max(-1, keepdims=True))
+    p = exp / exp.sum(-1, keepdims=True)
+    picked = np.take_along_axis(p, targets[..., None], -1)
+    d_logits = (p - np.eye(head.shape[1])[targets]) / targets.size
+    return -np.log(picked).mean(), d_logits @ head.T, np.einsum("bsd,bsv->dv", hidden, d_logits)
+
+
+@pytest.mark.parametrize("chunk", [4, 2048])
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_loss_and_gradients(mesh_name, chunk, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
+    rng = np.random.default_rng(1)
+    hidden, head = rng.normal(size=(8, 16, 64)), rng.normal(size=(64, 24))
+    targets = rng.integers(0, 24, size=(8, 16))
+
+    def mean_loss(hidden, head, targets, scale=1.0):
+        hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
+        return scale * loss.cross_entropy(hidden, head, targets)
+
+    with on(mesh_name):
+        arrays = (
+            put(hidden, "batch shard_seq embed"),
+            put(head, "embed vocab", mesh.WEIGHT),
+            put(targets, "batch seq", dtype=jnp.int32),
+        )
+        value = jax.jit(mean_loss)(*arrays)
+        tripled, grads = jax.jit(jax.value_and_grad(mean_loss, argnums=(0, 1)))(*arrays, 3.0)
+    expected, d_hidden, d_head = reference(hidden, head, targets)
+    np.testing.assert_allclose(value, expected, rtol=10 * EPS32)
+    np.testing.assert_allclose(tripled, 3 * expected, rtol=10 * EPS32)
+    # Logits reach 30, so their exponentials carry an error of 30 eps; gradients are sums of these.
+    for actual, exact in zip(grads, (d_hidden, d_head), strict=True):
+        np.testing.assert_allclose(actual, 3 * exact, atol=300 * EPS32 * np.abs(exact).max())
+
+
+def test_large_logits_do_not_overflow():
+    with on("one device"):
+        hidden = jnp.full((1, 4, 8), 1e3)
+        head = jnp.eye(8) * 1e3
+        value = loss.cross_entropy(hidden, head, jnp.zeros((1, 4), jnp.int32))
+    np.testing.assert_allclose(value, np.log(8), rtol=1e-6)

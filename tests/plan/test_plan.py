@@ -1,0 +1,161 @@
+"""`plan` as a user calls it, on rows small enough to compile in seconds."""
+
+import contextlib
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+
+from jaxbench.hardware import H100
+from jaxbench.plan import absent, command, sweep, text
+from jaxbench.plan.plan import mesh_axes, read
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="needs the compiler of pip install '.[plan]'",
+)
+ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
+SMALL = ["--set", "model.layers=2", "--set", "model.vocabulary=4096",
+         "--set", "batch.global_batch=32"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """(exit status, folder) of a plan of two layers on 16 GPUs, two microbatches; what it printed
+    is in `printed.json`."""
+    folder = tmp_path_factory.mktemp("plan")
+    with (folder / "printed.json").open("w") as printed, contextlib.redirect_stdout(printed):
+        return command.main([*ROW, *SMALL, "--dump", str(folder), "--json"]), folder
+
+
+@needs_compiler
+def test_a_plan_says_what_was_asked(planned):
+    status, folder = planned
+    found = json.loads((folder / "plan.json").read_text())
+    assert (status, found["fits"], found["gpus"], found["target"]) == (0, True, 16, "h100")
+    size, state = found["bytes_per_device"], found["state_bytes"]
+    assert state["optimizer"] == 2 * state["parameters"] + 4 + 4
+    assert size["arguments"] == state["parameters"] + state["optimizer"] + 4
+    assert size["peak"] <= size["arguments"] + size["temporaries"] + 2**20
+    # A product and its two gradients: qkv, out, gate_up and down per layer and pass, the head once
+    # per chunk of tokens forward and for d hidden, once for its own gradient.
+    assert found["kernels"]["attention"] == 2 * 2 * 2
+    assert found["kernels"]["gemm_fp8"] == 0
+    assert found["flops"]["compiled"] == pytest.approx(
+        found["flops"]["model_full"] * found["flops"]["recompute_ratio"]
+    )
+    assert sum(found["bound_parts_s"].values()) == pytest.approx(found["bound_step_s"])
+    assert "all-gather-start" in (folder / "program.hlo.txt").read_text()
+
+
+@needs_compiler
+def test_collectives_lie_along_mesh_axes(planned):
+    found = json.loads((planned[1] / "plan.json").read_text())
+    by_axes = {(c["kind"], c["axes"]): c for c in found["collectives"]}
+    gathers = by_axes["all-gather", "fsdp"]
+    assert not gathers["across_nodes"]
+    assert gathers["exposed_s"] <= gathers["least_s"] + 1e-9
+    sums = by_axes["all-reduce", "data"]
+    assert sums["across_nodes"]
+    # Gradients in fp32, an eighth on each device, halved and doubled by a ring of two.
+    assert sums["bytes"] == pytest.approx(found["state_bytes"]["parameters"], rel=0.01)
+
+
+@needs_compiler
+def test_json_has_the_documented_keys(planned):
+    found = json.loads((planned[1] / "printed.json").read_text())
+    assert tuple(found) == command.KEYS
+    assert set(found["bytes_per_device"]) == {"arguments", "temporaries", "peak", "limit"}
+    assert set(found["flops"]) == {"model_causal", "model_full", "compiled", "recompute_ratio"}
+    assert set(found["kernels"]) == {"gemm_bf16", "gemm_fp8", "attention"}
+    entry = {"kind", "axes", "count", "bytes", "exposed_s"}
+    assert all(set(c) == entry for c in found["collectives"])
+
+
+@needs_compiler
+def test_too_large_a_microbatch_does_not_fit(capsys):
+    """Every intermediate of 16 sequences in two layers; half of them would still be too much."""
+    change = ("batch.global_batch=256", "batch.microbatch=16", "execution.remat=none")
+    changes = [part for text in change for part in ("--set", text)]
+    assert command.main([*ROW, *SMALL, *changes]) == 1
+    out, err = capsys.readouterr()
+    assert "DOES NOT FIT" in out
+    assert "does not fit: " in err
+    assert "dot_general" in err
+    assert "it fits, " in err.splitlines()[-1]
+
+
+def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command.main(ROW) == 2
+    assert capsys.readouterr().err == f"error: plan needs the compiler for GPUs: {absent.INSTALL}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", ROW[1]], "--config and --gpus are needed"),
+        ([*ROW[:3], "9"], "recipe llama31_8b_bf16 has the rows 8, 16"),
+        ([*ROW, "--system", "nic=fast"], "--system nic=fast: expected nvlink=N, nic=N or node=N"),
+        ([*ROW, "--system", "node=7"], "16 GPUs do not fill nodes of 7"),
+        ([*ROW, "--set", "model.head_dim=100"], "cuDNN attention takes multiples of 8 up to 256"),
+        (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys):
+    assert command.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@needs_compiler
+def test_difference_says_what_moved(planned):
+    a = read(planned[1] / "plan.json")
+    gather = a.collectives[0]
+    moved = replace(gather, exposed_s=gather.exposed_s + 0.5)
+    b = replace(a, flags={}, bound_step_s=a.bound_step_s / 2, collectives=[moved])
+    lines = [line.split() for line in text.difference(a, b).splitlines()]
+    assert ["flags.xla_gpu_enable_triton_gemm", "False", "-"] in lines
+    assert any(line[0] == "bound_step_s" and line[3:] == ["x", "0.500"] for line in lines)
+    assert any(line[:4] == [gather.kind, "over", f"{gather.axes}:", "exposed_s"] for line in lines)
+    assert text.difference(a, a) == "the plans are the same"
+
+
+@needs_compiler
+def test_difference_of_two_plans_from_files(planned, capsys):
+    folder = str(planned[1])
+    assert command.main(["--diff", folder, f"{folder}/plan.json"]) == 0
+    assert capsys.readouterr().out == "the plans are the same\n"
+
+
+def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
+    """A finished row is read; a row whose process fails is listed, and the status says so."""
+    found = json.loads((planned[1] / "plan.json").read_text())
+    runs = [command.resolve(ROW[1], 16, SMALL[1::2])[0], command.resolve(ROW[1], 8, [])[0]]
+    monkeypatch.setattr(sweep, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sweep, "rows", lambda: runs)
+    folder = tmp_path / "cache" / f"{sweep.key(runs[0])}-h100"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(found))
+    monkeypatch.setattr(sweep.sys, "executable", "false")
+    assert sweep.sweep("h100", H100, [], tmp_path) == 1
+    written = (tmp_path / "plan.md").read_text()
+    assert "| llama31_8b_bf16 | 16 | data 2 x fsdp 8 |" in written
+    assert "not planned: llama31_8b_bf16-8" in written
+    assert len((tmp_path / "plan.csv").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes"),
+    [
+        ((0, 1), "tensor"),
+        ((0, 2, 4, 6), "fsdp"),
+        (tuple(range(8)), "fsdp x tensor"),
+        ((0, 8), "data"),
+        ((0, 4), "part of fsdp"),
+    ],
+)
+def test_mesh_axes_of_a_group(devices, axes):
+    assert mesh_axes(devices, (1, 2, 4, 1, 1, 2)) == axes

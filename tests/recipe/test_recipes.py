@@ -1,0 +1,197 @@
+"""Recipes: what they resolve to, and how mistakes are answered."""
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_run
+
+from jaxbench.errors import RecipeError
+from jaxbench.recipe import published, recipes
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+RECIPES = {recipe.name: recipe for recipe in recipes.load_all()}
+EXAMPLE = RECIPES["llama2_70b_bf16"]
+
+
+def text(recipe) -> str:
+    """Every row of a recipe, resolved: a line for each section."""
+    lines = []
+    for row in recipe.rows:
+        run = recipes.resolve(recipe, row)
+        sections = recipes.describe(run)
+        common = {k: v for k, v in sections.items() if not isinstance(v, dict)}
+        lines.append(f"{row}: mesh {run.mesh_text()}, {fields(common)}")
+        nested = {k: v for k, v in sections.items() if isinstance(v, dict)}
+        lines += [f"  {name}: {fields(values)}" for name, values in nested.items()]
+    return "\n".join(lines) + "\n"
+
+
+def fields(values: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_resolved_recipe_is_the_golden_one(name, request):
+    """`pytest --write-golden` rewrites the files; read the difference before committing it."""
+    path = GOLDEN / f"{name}.txt"
+    if request.config.getoption("--write-golden"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text(RECIPES[name]))
+    assert text(RECIPES[name]) == path.read_text()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_published_row_has_a_recipe_row_with_its_work(name):
+    model, size, dtype = name.split("_")
+    rows = [r for r in published.rows() if r.workload.replace(".", "") == model]
+    rows = [r for r in rows if (r.size, r.dtype) == (size, dtype)]
+    assert rows or name == "nemotronh_56b_bf16"  # measured in FP8 only
+    for row in rows:
+        run = recipes.resolve(RECIPES[name], row.gpus)
+        assert published.lookup(run) == row
+        assert run.label == ("proxy" if row.days_per_1t_tokens is None else "full")
+    assert {1, "smoke"} <= RECIPES[name].rows.keys()
+    smoke = recipes.resolve(RECIPES[name], "smoke")
+    assert smoke.label == "smoke"
+    assert published.lookup(smoke) is None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_opens_with_its_command_and_source(name):
+    lines = (recipes.config_folder() / f"{name}.yaml").read_text().splitlines()
+    assert lines[0] == f"# python -m jaxbench.train --config configs/{name}.yaml"
+    assert "published.csv" in "".join(lines[:6])
+
+
+def override(*texts, row="smoke", devices=8):
+    parsed = recipes.parse_overrides(list(texts))
+    return recipes.resolve(EXAMPLE, row, devices=devices, overrides=parsed)
+
+
+def test_overrides_are_typed_and_recorded():
+    run = override(
+        "parallelism.fsdp=4", "optimizer.eps=1e-6", "model.rope_base=5", "execution.remat=full"
+    )
+    assert (run.parallelism.fsdp, run.optimizer.eps, run.model.rope_base) == (4, 1e-6, 5.0)
+    assert run.data == 2
+    assert run.overrides[0] == "parallelism.fsdp=4"
+    assert recipes.describe(run)["parallelism"] == {
+        "data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1,
+    }  # fmt: skip
+
+
+def test_an_override_of_the_work_is_not_the_published_work():
+    assert published.lookup(override(row=64))
+    assert published.lookup(override("parallelism.fsdp=32", row=64))
+    for change in ("model.layers=4", "batch.global_batch=256", "model.ffn=1024"):
+        run = override(change, row=64)
+        assert published.lookup(run) is None
+        assert published.differences(run, "NVIDIA H100 80GB HBM3")
+    assert override("model.layers=4", row=64).label == "proxy"
+    assert published.differences(override(row=64), "NVIDIA H100 80GB HBM3") == []
+    assert "NVIDIA H200" in published.differences(override(row=64), "NVIDIA H200")[0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["parallelism.fdsp=4"], "unknown key 'parallelism.fdsp'; did you mean 'parallelism.fsdp'"),
+        (["fsdp=4"], "did you mean 'parallelism.fsdp'"),
+        (["parallelism.fsdp"], "expected key=value"),
+        (["parallelism.fsdp=four"], "parallelism.fsdp = 'four': expected int, got str"),
+        (["parallelism.fsdp=true"], "expected int, got bool"),
+        (["parallelism.fsdp=0"], "parallelism.fsdp = 0 must be above 0"),
+        (["batch.microbatch=1.5"], "expected int, got float"),
+        (["optimizer.eps=tiny"], "expected float, got str"),
+        (["precision.dtype=fp4"], "expected one of bf16, fp8, fp32"),
+        (["precision.margin=-1"], "precision.margin = -1 must not be negative"),
+        (["precision.amax_history=0"], "precision.amax_history = 0 must be above 0"),
+        (["precision.dtype={"], "cannot read the value"),
+        (["execution.remat=queries"], "cannot read 'queries'; expected none, full, or some of"),
+        (["execution.remat=query:x"], "cannot read 'query:x'"),
+        (
+            ["parallelism.fsdp=3"],
+            "fsdp x expert x context x tensor = 3 must divide the number of devices = 8",
+        ),
+        (["parallelism.tensor=8"], "context x tensor = 8 must divide model.kv_heads = 4"),
+        (["model.vocabulary=2047", "parallelism.tensor=2"], "must divide model.vocabulary = 2047"),
+        (["model.ffn=767", "parallelism.tensor=2"], "must divide model.ffn = 767"),
+        (["model.embed=252", "parallelism.fsdp=8"], "must divide model.embed = 252"),
+        (["model.heads=6"], "model.kv_heads = 4 must divide model.heads = 6"),
+        (["model.rope_scaling=5"], "model.rope_scaling must be a mapping, not 5"),
+        (["model.rope_scaling={factor: 2}"], "missing low, high, original_context"),
+        (["batch.sequence_length=255", "parallelism.context=2"], "batch.sequence_length = 255"),
+        (["parallelism.expert=2"], "parallelism.expert = 2 needs a model with experts"),
+        (["batch.global_batch=12"], "ranks (data 8 x fsdp 1 x expert 1) = 8 must divide"),
+        (["batch.microbatch=3"], "must divide batch.global_batch = 8"),
+    ],
+)
+def test_bad_override(texts, message):
+    with pytest.raises(RecipeError) as error:
+        override(*texts)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model: [", "not valid YAML"),
+        ("- 1", "expected a mapping"),
+        ("model: llama9", "model is 'llama9'; expected one of llama2_70b"),
+        ("model: llama2_70b\nrows: {}", "rows must map GPU counts"),
+        ("model: llama2_70b\nrows: {big: {}}", "row 'big' must be a GPU count or 'smoke'"),
+        ("model: llama2_70b\nrows: {8: 1}", "row 8 must be a GPU count or 'smoke' and hold"),
+        ("model: llama2_70b\nbatsch: {}\nrows: {8: {}}", "unknown key 'batsch'"),
+        ("model: llama2_70b\nbatch: 3\nrows: {8: {}}", "batch must be a mapping"),
+    ],
+)
+def test_bad_recipe_file(content, message, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(content)
+    with pytest.raises(RecipeError, match=f"^{path}: ") as error:
+        recipes.load(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_recipe_file_names_those_there_are(tmp_path):
+    with pytest.raises(RecipeError, match="No such file") as error:
+        recipes.load(tmp_path / "llama.yaml")
+    assert "llama2_70b_bf16" in str(error.value)
+
+
+def test_bad_row_names_the_row():
+    recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"fsdq": 8}})
+    with pytest.raises(RecipeError, match=r"recipe mine, row 8: unknown key 'fsdq'.*'fsdp'"):
+        recipes.resolve(recipe, 8)
+    recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"fsdp": 8}})
+    with pytest.raises(RecipeError, match="row 8: batch: missing global_batch"):
+        recipes.resolve(recipe, 8)
+
+
+@pytest.mark.parametrize(
+    ("platform", "devices", "gpus", "row"),
+    [("gpu", 64, None, 64), ("gpu", 64, 64, 64), ("gpu", 1, None, 1), ("cpu", 8, None, "smoke")],
+)
+def test_row_of_a_machine(platform, devices, gpus, row):
+    assert recipes.choose_row(EXAMPLE, platform, devices, gpus) == row
+
+
+@pytest.mark.parametrize(
+    ("platform", "devices", "gpus", "message"),
+    [
+        ("gpu", 8, None, "no row for 8 GPUs; its rows are 64, 128, 256, 512, 1024, 2048, 1, smoke"),
+        ("gpu", 8, 64, "--gpus 64 was asked for, but this job sees 8 GPUs"),
+        ("cpu", 1, 64, "--gpus 64 was asked for, but this job sees 1 CPU device"),
+    ],
+)
+def test_no_row_for_a_machine(platform, devices, gpus, message):
+    with pytest.raises(RecipeError) as error:
+        recipes.choose_row(EXAMPLE, platform, devices, gpus)
+    assert message in str(error.value)
+
+
+def test_microbatch_defaults_to_one_pass():
+    run = tiny_run("parallelism.fsdp=2", devices=4)
+    assert (run.batch_ranks, run.microbatch, run.accumulation) == (4, 2, 1)

@@ -1,0 +1,191 @@
+"""Checkpoints: what is restored where, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from tiny import mesh_of, tiny_run, to_numpy
+
+from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.recipe import recipes
+from jaxbench.run import checkpoint
+from jaxbench.train.loop import run_steps
+from jaxbench.train.step import abstract_state, make_program
+
+FSDP_TENSOR = ("parallelism.fsdp=4", "parallelism.tensor=2")
+FP8 = ("precision.dtype=fp8", "precision.amax_history=4", "execution.remat=full")
+FAMILIES = {
+    "grok1_314b_bf16": ("parallelism.expert=4", "parallelism.tensor=2", *FP8),
+    "nemotronh_56b_bf16": (
+        "model.layers=3",
+        "model.pattern=M*-",
+        "execution.remat=full",
+        *FSDP_TENSOR,
+    ),
+}
+
+
+def saver(folder, run, **options):
+    options = {"start": 0, "every": None, "keep": 2, "say": lambda line: None} | options
+    return checkpoint.Checkpoints(folder, recipes.describe(run), **options)
+
+
+def restored(path, run, say=lambda line: None):
+    like = abstract_state(run)
+    return checkpoint.restore(path, like, say)
+
+
+class Keep:
+    """A pause that keeps the state after some step as full arrays."""
+
+    def __init__(self, step):
+        self.step, self.arrays = step, {}
+
+    def due(self, step, ending):
+        return step == self.step
+
+    def act(self, step, state, ending):
+        with jax.transfer_guard("allow"):
+            self.arrays = to_numpy(state)
+
+
+def train_and_save(folder, run):
+    """All steps, saved every three steps and at the end; the state after six."""
+    lines, kept = [], Keep(6)
+    with mesh_of(run):
+        program = make_program(run)
+        checkpoints = saver(folder, run, every=3, say=lines.append)
+        steps = list(run_steps(run, program, pauses=[kept, checkpoints]))
+        checkpoints.wait()
+    return SimpleNamespace(
+        folder=folder, path=folder / "checkpoints" / "6", run=run, program=program, steps=steps,
+        arrays=kept.arrays, lines=lines, saved=checkpoints.saved,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Eight steps in FP8 on fsdp 4 x tensor 2."""
+    run = tiny_run(*FSDP_TENSOR, *FP8, devices=8, steps=8)
+    return train_and_save(tmp_path_factory.mktemp("whole"), run)
+
+
+def assert_restored_exactly(whole, run):
+    """The state of step 6 on the mesh of `run`; (state, what loading took, log lines)."""
+    lines = []
+    with mesh_of(run):
+        state, loaded = restored(whole.path, run, lines.append)
+        like = abstract_state(run)
+        assert jax.tree.structure(state) == jax.tree.structure(like)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            assert x.sharding.spec == (y.sharding.spec if y.sharding else PartitionSpec())
+        actual = to_numpy(state)
+    assert actual.keys() == whole.arrays.keys()
+    for name, exact in whole.arrays.items():
+        np.testing.assert_array_equal(actual[name], exact, err_msg=name)
+    return state, loaded, lines
+
+
+def assert_continues(whole):
+    """Training from step 6 as if it had not stopped, bit for bit."""
+    with mesh_of(whole.run):
+        state, _ = restored(whole.path, whole.run)
+        rest = list(run_steps(whole.run, whole.program, state=state))
+    assert [s["step"] for s in rest] == [6, 7]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert [s[name] for s in rest] == [s[name] for s in whole.steps[6:]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [(FSDP_TENSOR, 8), ((), 1), ((), 8), (("parallelism.context=2", "parallelism.fsdp=2"), 4)],
+)
+def test_a_state_is_restored_exactly_on_any_mesh(whole, overrides, devices):
+    run = tiny_run(*overrides, *FP8, devices=devices)
+    state, loaded, lines = assert_restored_exactly(whole, run)
+    assert int(state.step) == loaded["step"] == 6
+    assert loaded["bytes"] == sum(x.nbytes for x in jax.tree.leaves(state))
+    assert loaded["gb_per_s"] == pytest.approx(loaded["bytes"] / 1e9 / loaded["load_s"])
+    assert len(lines) == 1
+    assert lines[0].startswith("Global Checkpoint Load : Rank : 0 : Start time : ")
+    assert "s : Time spent in load_checkpoint: " in lines[0]
+
+
+def test_the_history_of_delayed_scaling_is_part_of_the_state(whole):
+    """Training goes on by it: with another one it goes elsewhere."""
+    assert any(".fp8" in name and x.any() for name, x in whole.arrays.items())
+    assert_continues(whole)
+    with mesh_of(whole.run):
+        state, _ = restored(whole.path, whole.run)
+        forgotten = replace(state, fp8=jax.tree.map(lambda x: 0 * x, state.fp8))
+        rest = list(run_steps(whole.run, whole.program, state=forgotten))
+    assert rest[0]["loss"] != whole.steps[6]["loss"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_continues_and_moves_to_another_mesh(family, tmp_path):
+    run = tiny_run(*FAMILIES[family], devices=8, steps=8, family=family)
+    whole = train_and_save(tmp_path, run)
+    assert_continues(whole)
+    others = [text for text in FAMILIES[family] if not text.startswith("parallelism.")]
+    assert_restored_exactly(whole, tiny_run(*others, devices=1, family=family))
+
+
+def test_saves_are_reported_and_the_last_ones_kept(whole):
+    assert [s["step"] for s in whole.steps] == list(range(8))
+    assert [entry["step"] for entry in whole.saved] == [3, 6, 8]
+    assert checkpoint.steps(whole.folder / "checkpoints") == [6, 8]
+    for path, name in (("", "8"), ("checkpoints", "8"), ("checkpoints/6", "6")):
+        assert checkpoint.find(whole.folder / path).name == name
+    for entry, line in zip(whole.saved, whole.lines, strict=True):
+        assert entry["bytes"] == sum(4 * x.size for x in whole.arrays.values())  # fp32, int32
+        assert entry["blocking_s"] > 0
+        assert entry["gb_per_s"] == pytest.approx(entry["bytes"] / 1e9 / entry["save_s"])
+        start = f"Global Checkpoint Save : Rank: 0 : Iteration: {entry['step'] - 1} : Start time: "
+        assert line.startswith(start)
+        assert line.endswith(f"s : Save duration: {entry['save_s']:.3f}s")
+
+
+def test_another_model_is_refused(whole):
+    path = whole.path
+    with pytest.raises(RecipeError, match=r"is of another model: layers 3 instead of 4"):
+        checkpoint.check(path, recipes.describe(tiny_run("model.layers=4")))
+    checkpoint.check(path, recipes.describe(tiny_run()))
+    run = tiny_run("model.layers=4")
+    with mesh_of(run), pytest.raises(RunFailed, match=r"another state: \d+ arrays differ") as error:
+        restored(path, run)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_checkpoint_is_refused(whole, tmp_path):
+    with pytest.raises(RecipeError, match="holds no complete checkpoint"):
+        checkpoint.find(tmp_path)
+    with pytest.raises(RecipeError, match="holds no complete checkpoint"):
+        checkpoint.find(tmp_path / "missing")
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "notes.txt").write_text("mine")
+    with pytest.raises(RecipeError, match=r"no (complete )?checkpoint"):
+        checkpoint.check(checkpoint.find(tmp_path), recipes.describe(tiny_run()))
+    assert (tmp_path / "5" / "notes.txt").read_text() == "mine"
+    unfinished = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
+    shutil.copytree(whole.path, unfinished)
+    with pytest.raises(RecipeError, match="holds no complete checkpoint"):
+        checkpoint.find(tmp_path / "run")
+
+
+def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
+    path = tmp_path / "2"
+    shutil.copytree(whole.path, path)
+    largest = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    run = tiny_run(*FP8)
+    with mesh_of(run), pytest.raises(RunFailed, match="cannot be restored: ") as error:
+        restored(checkpoint.find(path), run)
+    assert "\n" not in str(error.value)
+    assert json.loads((path / "recipe" / "metadata").read_text())["model"]["layers"] == 3

@@ -1,0 +1,217 @@
+"""The commands as a user runs them."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT, TINY, read, run, start, wait_for_steps
+
+from jaxbench.recipe import recipes
+from jaxbench.run import command
+
+CONFIG = "configs/llama2_70b_bf16.yaml"
+MESH = (
+    "--cpu-devices", "8", "--set", "parallelism.fsdp=2", "--set", "parallelism.tensor=2",
+    "--set", "parallelism.context=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Twelve steps of the smoke row on one device."""
+    folder = tmp_path_factory.mktemp("smoke")
+    status, out, err = run("--config", CONFIG, "--steps", 12, "--output", folder, XLA_FLAGS="")
+    assert status == 0, err
+    assert err == ""
+    return (*read(folder), out, folder)
+
+
+def test_record_is_complete(smoke):
+    record, steps, _, _ = smoke
+    assert record["status"] == "completed"
+    assert record["reason"] is None
+    assert record["label"] == "smoke"
+    assert record["comparable"] is False
+    assert "smoke row on a CPU" in record["not_comparable_because"]
+    assert record["recipe"]["batch"] == {
+        "sequence_length": 256, "global_batch": 8, "microbatch": 8, "accumulation": 1,
+    }  # fmt: skip
+    assert record["hardware"]["platform"] == "cpu"
+    assert record["hardware"]["devices"] == 1
+    commit = record["versions"]["commit"]
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", commit) if (ROOT / ".git").exists() else commit is None
+    assert {"jax", "jaxlib", "flax", "optax", "python"} <= record["versions"].keys()
+    assert record["flags"] == {"compiler_options": {}, "XLA_FLAGS": ""}
+    assert record["parameters"] == 4 * (256 * 32 * (8 + 4) * 2 + 3 * 256 * 768 + 512) + (
+        256 + 2 * 2048 * 256
+    )
+    assert record["compile_s"] > 0
+    assert record["published"] is None
+    summary = record["summary"]
+    assert summary["window"] == [6, 11]
+    window = [s["step_time_s"] for s in steps[6:12]]
+    assert summary["step_time_s"]["mean"] == pytest.approx(sum(window) / 6)
+    assert {"std", "median", "p95", "last"} < summary["step_time_s"].keys()
+    assert summary["tokens_per_s"] == pytest.approx(2048 * 6 / sum(window))
+    assert summary["tokens_per_s_per_gpu"] == summary["tokens_per_s"]
+    assert set(summary["tflops_per_gpu"]) == {"causal", "full", "published"}
+    assert summary["mfu"] == {"causal": None, "full": None, "published": None}
+    assert summary["days_per_1t_tokens"] == pytest.approx(1e12 / summary["tokens_per_s"] / 86400)
+
+
+def test_loss_starts_near_the_entropy_of_the_vocabulary(smoke):
+    record, steps, _, _ = smoke
+    assert record["loss"]["ln_vocabulary"] == pytest.approx(math.log(2048))
+    assert abs(record["loss"]["first"] - math.log(2048)) < 0.1
+    assert (record["loss"]["first"], record["loss"]["last"]) == (
+        steps[0]["loss"],
+        steps[11]["loss"],
+    )
+
+
+def test_every_step_is_recorded_and_labelled(smoke):
+    _, steps, out, folder = smoke
+    assert [s["step"] for s in steps] == list(range(12))
+    assert {s["label"] for s in steps} == {"smoke"}
+    for step in steps:
+        assert step["step_time_s"] > 0
+        assert step["grad_norm"] > 0
+        assert step["peak_memory_bytes"] >= step["memory_bytes"] > 0
+    log = (folder / "log-llama2_70b_bf16_smoke.out").read_text()
+    assert log == out  # not a terminal: the log lines are printed
+    assert log.startswith("SMOKE RUN")
+    assert len(re.findall(r"^completed step: \d+, seconds: ", log, re.M)) == 12
+    assert len(re.findall(r"^Training epoch 0, iteration \d+/11 \| lr: ", log, re.M)) == 12
+
+
+def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
+    arguments = ("--config", CONFIG, "--steps", 12, "--output", tmp_path, *MESH)
+    status, _, err = run(*arguments, XLA_FLAGS="")
+    assert status == 0, err
+    record, steps = read(tmp_path)
+    assert record["recipe"]["parallelism"]["tensor"] == 2
+    assert len(record["recipe"]["overrides"]) == 3
+    for step, expected in zip(steps, smoke[1], strict=True):
+        # bf16 activations: a mesh sums in another order, and roundings of 2^-8 average out over
+        # 2048 tokens.
+        assert step["loss"] == pytest.approx(expected["loss"], abs=2e-3)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "configs/none.yaml"), "configs/none.yaml: No such file or directory"),
+        (("--config", CONFIG, "--set", "batch.global=4"), "unknown key 'batch.global'"),
+        (("--config", CONFIG, "--gpus", "64"), "--gpus 64 was asked for, but this job sees 8 CPU"),
+        (("--config", CONFIG, "--set", "parallelism.fsdp=3"), "must divide"),
+        (("--config", CONFIG, "--steps", "0"), "steps = 0 must be above 0"),
+        (("--config", CONFIG, "--cpu-devices", "0"), "--cpu-devices = 0 must be above 0"),
+        (
+            ("--config", "configs/llama2_70b_fp8.yaml", "--set", "precision.implementation=te"),
+            "precision.implementation = te needs an NVIDIA GPU and Transformer Engine",
+        ),
+        (("--config", CONFIG, "--output", "/proc/none"), "/proc/none"),
+        (
+            ("--config", CONFIG, "--set", "execution.attention=cudnn"),
+            "execution.attention = cudnn does not run on a cpu",
+        ),
+        (
+            ("--config", CONFIG, "--set", "optimizer.learning_rate=.nan"),
+            "optimizer.learning_rate = nan: expected a finite number",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, message, capsys):
+    assert command.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_half_a_launcher_is_a_mistake():
+    status, out, err = run("--config", CONFIG, JAX_COORDINATOR_ADDRESS="127.0.0.1:1")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers" in err
+
+
+def test_an_output_folder_is_never_overwritten(smoke, capsys):
+    folder = smoke[3]
+    before = (folder / "run.json").read_bytes()
+    assert command.main(["--config", CONFIG, "--output", str(folder)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (folder / "run.json").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
+    status, out, _ = run(*TINY, "--steps", 9, "--output", tmp_path, "--set", "model.init_std=1e30")
+    assert status == 1
+    record, steps = read(tmp_path)
+    assert record["status"] == "failed"
+    assert re.fullmatch(r"(loss|grad_norm) is (nan|inf) at step 0", record["reason"])
+    assert len(steps) == 1
+    assert "failed: llama31_8b_bf16" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_complete_record(number, tmp_path):
+    process = start(*TINY, "--steps", 10**6, "--output", tmp_path)
+    wait_for_steps(process, tmp_path, 3)
+    record, steps = read(tmp_path)
+    assert record["status"] == "running"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert err == ""
+    record, after = read(tmp_path)
+    assert (record["status"], record["reason"]) == ("interrupted", number.name)
+    assert len(after) >= len(steps)
+    assert record["summary"]["window"][1] == len(after) - 1
+
+
+def test_progress_bar_on_a_terminal(tmp_path):
+    """Under a pseudo-terminal a bar replaces the log lines, which stay in the log."""
+    pty = pytest.importorskip("pty")
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxbench", "train", *TINY, "--steps", "3",
+         "--output", str(tmp_path)],
+        cwd=ROOT, stdout=secondary, env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(secondary)
+    shown = b""
+    while True:
+        try:
+            if not (chunk := os.read(primary, 4096)):
+                break
+        except OSError:
+            break
+        shown += chunk
+    assert process.wait(timeout=60) == 0
+    assert b"3/3" in shown
+    assert b"completed step" not in shown
+    assert b"completed: llama31_8b_bf16" in shown
+    assert "completed step: 2" in (tmp_path / "log-llama31_8b_bf16_smoke.out").read_text()
+
+
+def test_list_shows_every_row_and_published_step_time():
+    status, out, err = run("list", module="jaxbench")
+    assert (status, err) == (0, "")
+    assert re.search(r"llama2_70b_bf16 +64 full +80 fsdp 64 +128 6\.999 s, 52\.59 % MFU", out)
+    assert re.search(r"llama31_405b_bf16 +32 proxy +8 ", out)
+    rows = [recipe.rows for recipe in recipes.load_all()]
+    assert len(rows) == 14
+    assert len(out.splitlines()) == 1 + sum(map(len, rows))
+
+
+def test_unknown_command_shows_the_commands():
+    status, out, err = run("lst", module="jaxbench")
+    assert (status, out) == (2, "")
+    assert "list" in err
+    assert "train" in err

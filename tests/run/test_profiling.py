@@ -1,0 +1,152 @@
+"""Windows of profiles, what excludes what, and what a profile does to a compiled schedule."""
+
+import importlib.util
+import re
+import struct
+
+import jax
+import pytest
+from commands import TINY, read, run
+from tiny import tiny_run
+
+from jaxbench import mesh
+from jaxbench.errors import RecipeError
+from jaxbench.hardware import H100
+from jaxbench.plan.absent import compile_only_devices
+from jaxbench.run import command, profiling
+from jaxbench.train.program import compile_program
+
+
+def edges(window, steps, stopped_at=None):
+    """The boundaries at which the window acts in a run of so many steps."""
+    acted = []
+    for step in range(steps + 1):
+        ending = step in (steps, stopped_at)
+        if window.due(step, ending):
+            window.act(step, None, ending)
+            acted.append(step)
+        if ending:
+            break
+    return acted
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "stopped_at", "acted"),
+    [(0, 50, None, [20, 25]), (0, 25, None, [20, 25]), (0, 50, 22, [20, 22]), (0, 20, None, [])],
+)
+def test_a_window_opens_once_and_always_closes(start, steps, stopped_at, acted):
+    calls = []
+    window = profiling.Window(20, 25, lambda: calls.append("on"), lambda: calls.append("off"))
+    assert edges(window, steps, stopped_at) == acted
+    assert calls == ["on", "off"][: len(acted)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--profile", "jax", "--pgle"), "--profile and --pgle exclude each other"),
+        (("--nccl-trace", "--pgle"), "--nccl-trace and --pgle exclude each other"),
+        (("--profile", "nsys"), "start it with launch/run.sh, or under nsys profile"),
+        (("--profile", "jax", "--steps", "20"), "--profile-steps 20 is beyond the last step"),
+        (("--resume",), "--resume needs --output"),
+        (("--keep", "0"), "--keep = 0 must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(options, message, capsys):
+    assert command.main([*TINY[:2], *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_pgle_and_wrong_devices_are_refused_in_a_line():
+    assert run(*TINY, "--pgle")[::2] == (
+        2,
+        "error: --pgle needs GPUs: a CPU has no latencies to hide\n",
+    )
+    status, _, err = run(*TINY, "--local-devices", 3)
+    assert status == 2
+    assert re.fullmatch(r"error: node \S+, process 0: sees 2 devices, 3 were expected\n", err)
+
+
+def test_a_profiled_run_is_marked_and_its_program_cached(tmp_path):
+    """Both in one run, for its start-up time; the second run finds the program."""
+    cache = (*TINY, "--compilation-cache", tmp_path / "cache", "--steps", 6)
+    profile = ("--profile", "jax", "--profile-steps", "2-4")
+    status, _, err = run(*cache, *profile, "--output", tmp_path / "first")
+    assert (status, err) == (0, "")
+    record, steps = read(tmp_path / "first")
+    assert "it was profiled (jax)" in record["not_comparable_because"]
+    assert record["compiled_before"] is False
+    assert list((tmp_path / "first").glob("profile/rank-0/plugins/profile/*/*.xplane.pb"))
+    status, _, err = run(*cache, "--output", tmp_path / "second")
+    assert (status, err) == (0, "")
+    again, steps_again = read(tmp_path / "second")
+    assert again["compiled_before"] is True
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache").glob("*/jit_step-*-cache"))) == 1
+    assert [s["loss"] for s in steps_again] == [s["loss"] for s in steps]
+
+
+def test_nccl_is_told_where_to_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling.os, "environ", environment := {})
+    profiling.trace_nccl(tmp_path)
+    assert environment == {
+        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET",
+        "NCCL_DEBUG_FILE": f"{tmp_path}/nccl-trace/%h.%p.log",
+    }  # fmt: skip
+
+
+def test_nsys_needs_its_parts(monkeypatch):
+    monkeypatch.setattr(profiling.os, "environ", {"NSYS_PROFILING_SESSION_ID": "1"})
+    profiling.check_nsys()
+    monkeypatch.setattr(profiling.os, "environ", {})
+    with pytest.raises(RecipeError):
+        profiling.check_nsys()
+
+
+def test_a_profile_without_gpu_instructions_covers_nothing(tmp_path):
+    """As on a CPU, and where another tool holds CUPTI: `guided` fails the run then."""
+    jax.profiler.start_trace(tmp_path)
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.numpy.zeros(8)))
+    jax.profiler.stop_trace()
+    program = "  %all-gather-start.1 = (f32[1], f32[8]) all-gather-start(%x)"
+    assert profiling._collect(tmp_path, tmp_path / "profile.pb", program) == "0.0"
+    assert (tmp_path / "profile.pb").exists()
+
+
+def encode(costs):
+    """A serialized tensorflow.profiler.ProfiledInstructionsProto: repeated (name, microseconds)."""
+    entries = []
+    for name, cost in costs.items():
+        entry = bytes([0x0A, len(name)]) + name.encode() + b"\x11" + struct.pack("<d", cost)
+        entries.append(bytes([0x0A, len(entry)]) + entry)
+    return b"".join(entries)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+    reason="needs the compiler of pip install '.[plan]'",
+)
+def test_a_profile_reaches_the_scheduler(tmp_path):
+    """For absent GPUs: long gathers are started earlier or waited for later."""
+    overrides = ("parallelism.fsdp=8", "precision.dtype=bf16", "execution.remat=full")
+    tiny = tiny_run(*overrides, devices=8)
+    instruction = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = ", re.MULTILINE)
+    with jax.set_mesh(mesh.make_mesh(tiny.mesh_shape, compile_only_devices(H100, 8))):
+        program, *_ = compile_program(tiny)
+        names = [name for name in instruction.findall(program.as_text()) if len(name) < 100]
+        orders = []
+        for cost in (0.01, 10_000.0, 10_000.0):
+            path = tmp_path / f"{cost}.pb"
+            path.write_bytes(encode({n: cost if n.startswith("all-g") else 1.0 for n in names}))
+            assert profiling.coverage(path.read_bytes(), program.as_text()) == 1.0
+            compiled, *_ = compile_program(tiny, {profiling.PGLE_OPTION: str(path)})
+            orders.append(instruction.findall(compiled.as_text()))
+    assert profiling.coverage(encode({"another": 1.0}), program.as_text()) == 0.0
+    assert orders[1] == orders[2]
+    # jax 0.12 also fuses a little differently: compared is the order of what both have.
+    common = set(orders[0]) & set(orders[1])
+    assert len(common) > 0.95 * len(orders[0])
+    first, second = ([name for name in order if name in common] for order in orders[:2])
+    assert first != second

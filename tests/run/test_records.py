@@ -1,0 +1,106 @@
+"""Records: the published line formats, the window and the arithmetic of a summary."""
+
+import json
+import re
+
+import pytest
+from tiny import tiny_run
+
+from jaxbench.recipe import recipes
+from jaxbench.recipe.throughput import throughput
+from jaxbench.run import summary
+from jaxbench.run.records import Recorder
+
+RUN = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
+STEP = {
+    "step": 49,
+    "loss": 11.9588,
+    "grad_norm": 1.0,
+    "learning_rate": 3e-4 * 50 / 2001,
+    "step_time_s": 12.39,
+    "memory_bytes": 44271689728,
+    "peak_memory_bytes": 70833405952,
+}
+
+
+def test_nemo_line_is_the_published_one():
+    """The sample of the Llama 3.1 document, with the field that the next release added."""
+    line = summary.nemo_line(RUN, {**STEP, "tflops_per_gpu": 612.63})
+    assert line == (
+        "Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | "
+        "global_step: 49 | peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | "
+        "reduced_train_loss: 11.96 | train_step_timing in s: 12.39 | TFLOPS_per_GPU: 612.6 | "
+        "consumed_samples: 6400"
+    )
+
+
+def test_maxtext_line_is_the_published_one():
+    """The sample of the Llama 2 document; its FLOP/s follow from its own step time."""
+    run = recipes.resolve(recipes.load("llama2_70b_bf16"), 64)
+    rates = throughput(run, 7.908, None)
+    step = {**STEP, "step_time_s": 7.908, "loss": 0.0}
+    step |= {"tflops_per_gpu": rates["tflops_per_gpu"]["full"]}
+    step |= {"tokens_per_s_per_gpu": rates["tokens_per_s_per_gpu"]}
+    number = r"(\d+\.\d{3})"
+    match = re.fullmatch(
+        rf"completed step: 49, seconds: 7\.908, TFLOP/s/device: {number}, "
+        rf"Tokens/s/device: {number}, total_weights: 524288, loss: 0\.000",
+        summary.maxtext_line(run, step),
+    )
+    assert match
+    # Printed there: 460.480 and 1035.970, from a step time with more digits than 7.908.
+    assert float(match.group(1)) == pytest.approx(460.480, rel=1e-4)
+    assert float(match.group(2)) == pytest.approx(1035.970, rel=1e-4)
+
+
+def test_published_parser_reads_a_log():
+    """What NVIDIA's parse_train_timing.sh looks for: iteration n/49, step time and FLOP/s."""
+    lines = [
+        summary.nemo_line(RUN, {**STEP, "step": n, "tflops_per_gpu": 600.0}) for n in range(50)
+    ]
+    pattern = r"iteration (\d+)/49 .*train_step_timing in s: ([\d.]+).*TFLOPS_per_GPU: ([\d.]+)"
+    samples = [re.search(pattern, line).groups() for line in lines]
+    window = [s for s in samples if 11 <= int(s[0]) <= 44]
+    assert len(window) == 34
+    assert {s[1:] for s in window} == {("12.39", "600")}
+
+
+@pytest.mark.parametrize(
+    ("steps", "window"), [(50, (11, 44)), (45, (11, 44)), (44, (22, 43)), (3, (1, 2)), (2, (1, 1))]
+)
+def test_window(steps, window):
+    assert summary.window(steps) == window
+
+
+def test_spread():
+    assert summary.spread([4.0, 1.0, 2.0, 3.0]) == {
+        "mean": 2.5,
+        "std": pytest.approx(1.25**0.5),
+        "median": 2.5,
+        "p95": 4.0,
+    }
+    assert summary.spread([float(n) for n in range(100)])["p95"] == 94.0
+
+
+def test_throughput_gives_the_published_row():
+    """8 GPUs, 12.27 s: 85459 tokens/s, 62.47 % (by a peak of 989.5), 135.43 days."""
+    rates = throughput(RUN, 12.27, 989.5)
+    assert rates["tokens_per_s"] == pytest.approx(85459, abs=1)
+    assert rates["days_per_1t_tokens"] == pytest.approx(135.43, abs=0.01)
+    assert 100 * rates["mfu"]["published"] == pytest.approx(62.47, rel=1e-3)
+    assert 100 * rates["mfu"]["full"] == pytest.approx(62.55, rel=1e-3)
+    assert 100 * rates["mfu"]["causal"] == pytest.approx(55.59, rel=1e-3)
+    assert throughput(RUN, 12.27, None)["mfu"] == dict.fromkeys(rates["mfu"])
+
+
+def test_a_run_that_fails_before_its_first_step_still_has_a_record(tmp_path, capsys):
+    run = tiny_run()
+    record = {
+        "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
+        "recipe": recipes.describe(run), "published": None,
+    }  # fmt: skip
+    recorder = Recorder(tmp_path, run, record)
+    recorder.finish("failed", "out of memory", None)
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert (written["status"], written["reason"]) == ("failed", "out of memory")
+    assert "failed: llama31_8b_bf16, row smoke (smoke): out of memory" in capsys.readouterr().out

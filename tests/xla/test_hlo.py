@@ -1,0 +1,205 @@
+"""The program reader on programs whose answers are known by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxbench.ops import fp8
+from jaxbench.train.program import RULES
+from jaxbench.xla import collectives, hlo
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%products (p0: bf16[8,16], p1: bf16[16,4]) -> bf16[8,4] {
+  %p0 = bf16[8,16]{1,0} parameter(0)
+  %p1 = bf16[16,4]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (loop: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %loop = (s32[], bf16[8,16]{1,0}) parameter(0)
+  %x = bf16[8,16]{1,0} get-tuple-element(%loop), index=1
+  %shard = bf16[2,4]{1,0} constant({...})
+  %start = ((bf16[2,4]{1,0}), bf16[16,4]{1,0}) all-gather-start(%shard), channel_id=1, \
+replica_groups=mesh['data'=2,'fsdp'=8,'tensor'=1] {'fsdp'}, dimensions={0}, \
+metadata={op_name="jit(step)/while/body/gather"}
+  %fusion = bf16[8,4]{1,0} fusion(%x, %shard), kind=kCustom, calls=%products
+  %done = bf16[16,4]{1,0} all-gather-done(%start)
+  ROOT %out = (s32[], bf16[8,16]{1,0}) tuple(%i, %x)
+}
+
+%condition (c: (s32[], bf16[8,16])) -> pred[] {
+  %c = (s32[], bf16[8,16]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+%outer (o: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %o = (s32[], bf16[8,16]{1,0}) parameter(0)
+  ROOT %inner = (s32[], bf16[8,16]{1,0}) while(%o), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+}
+
+ENTRY %main (x: bf16[8,16], w: bf16[32,16]) -> bf16[8,16] {
+  %x = bf16[8,16]{1,0} parameter(0)
+  %w = bf16[32,16]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %tuple = (s32[], bf16[8,16]{1,0}) tuple(%zero, %x)
+  %loops = (s32[], bf16[8,16]{1,0}) while(%tuple), condition=%condition, body=%outer, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %gemm = (bf16[8,32]{1,0}, s8[64]{0}) custom-call(%x, %w), \
+custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}
+  %q = bf16[2,64,4,16]{3,2,1,0} constant({...})
+  %k = bf16[2,64,2,16]{3,2,1,0} constant({...})
+  %fwd = (bf16[2,4,64,16]{3,1,2,0}, f32[2,4,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax"
+  %bwd = (bf16[2,4,64,16]{3,1,2,0}, bf16[2,2,64,16]{3,1,2,0}, bf16[2,2,64,16]{3,1,2,0}) \
+custom-call(%q, %k, %k, /*index=3*/%q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %rs = f32[4,4]{1,0} reduce-scatter(%x), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%sum
+  %ar = f32[4,4]{1,0} all-reduce(%rs), replica_groups={{0,1},{2,3}}, to_apply=%sum
+  %alone = f32[4,4]{1,0} all-reduce(%rs), replica_groups={{0},{1}}, to_apply=%sum
+  ROOT %copy = bf16[8,16]{1,0} copy(%x)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program():
+    return hlo.Program.parse(PROGRAM, RULES)
+
+
+def test_products_are_counted_as_often_as_they_run(program):
+    nested = 2 * 8 * 4 * 16 * (3 * 5)
+    assert program.flops()["product", "bf16"] == nested + 2 * 8 * 32 * 16
+
+
+def test_attention(program):
+    forward = 4 * 2 * 4 * 64 * 64 * 16
+    assert program.flops()["attention", "bf16"] == forward + 2 * forward
+    assert program.custom_calls()["__cudnn$fmhaSoftmax"] == 1
+
+
+def test_collectives(program):
+    found = {c.kind: c for c in collectives.find(program)}
+    assert sorted(found) == ["all-gather", "all-reduce", "reduce-scatter"]
+    gather = found["all-gather"]
+    assert (gather.bytes, gather.group, gather.count) == (16 * 4 * 2, 8, 15)
+    assert gather.source == "jit(step)/while/body/gather"
+    assert gather.wire_bytes == 15 * 16 * 4 * 2 * 7 // 8
+    assert found["reduce-scatter"].wire_bytes == 64 * 3
+    assert (found["all-reduce"].group, found["all-reduce"].wire_bytes) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "devices"),
+    [
+        ("replica_groups={{0,1,2,3}}, dimensions={0}", (0, 1, 2, 3)),
+        ("replica_groups={{0,4},{1,5}}", (0, 4)),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", (0, 4)),
+        ("replica_groups=[4,4]<=[2,2,4]T(1,0,2), dimensions={0}", (0, 1, 2, 3)),
+        ("replica_groups=[4,4]<=[2,2,4]T(2,0,1), dimensions={0}", (0, 4, 8, 12)),
+        ("replica_groups=mesh['a'=2,'b'=3,'c'=2] {'a','c'}, channel_id=1", (0, 1, 6, 7)),
+        ("source_target_pairs={{0,8},{8,0}}", (0, 8)),
+        ("dimensions={0}", (0,)),
+    ],
+)
+def test_first_group(attributes, devices):
+    assert collectives.first_group(attributes) == devices
+
+
+def test_a_real_program():
+    """Matrix products in a scan of a scan, compiled by XLA for this CPU."""
+
+    def step(x, w):
+        def inner(x, _):
+            return jnp.tanh(x @ w), None
+
+        def outer(x, _):
+            return jax.lax.scan(inner, x, length=7)[0], None
+
+        return jax.lax.scan(outer, x, length=3)[0]
+
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
+    program = hlo.Program.parse(jax.jit(step).lower(x, w).compile().as_text())
+    assert program.flops() == {("product", "f32"): 2 * 8 * 16 * 16 * 21}
+
+
+def test_products_by_name():
+    """In FP8 and not, by XLA and by Transformer Engine, in a loop of three."""
+    text = """
+body (p: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
+  %p = (f8e4m3fn[4,8], bf16[8,2]) parameter(0)
+  %a = f8e4m3fn[4,8] get-tuple-element(%p), index=0
+  %b = bf16[8,2] get-tuple-element(%p), index=1
+  %te = bf16[4,2] custom-call(%a, %b), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.units.0.qkv/x"}
+  %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/fp8.units.0.out/dot_general"}
+  ROOT %t = (f8e4m3fn[4,8], bf16[8,2]) tuple(%a, %b)
+}
+
+ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
+  %x = (f8e4m3fn[4,8], bf16[8,2]) parameter(0)
+  ROOT %w = (f8e4m3fn[4,8], bf16[8,2]) while(%x), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""  # noqa: E501
+    program = hlo.Program.parse(text, RULES)
+    assert fp8.compiled_products(program) == {("units.0.qkv", True): 3, ("units.0.out", False): 3}
+    # [4, 8] x [8, 2], three times.
+    assert program.flops()["product", "f8e4m3fn"] == 3 * 2 * 4 * 8 * 2
+
+
+LOST_COUNT = """
+%less (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %limit = s32[] constant(16)
+  ROOT %lt = pred[] compare(%p, %limit), direction=LT
+}
+
+%next (q: s32[]) -> s32[] {
+  %q = s32[] parameter(0)
+  %two = s32[] constant(2)
+  ROOT %add = s32[] add(%q, %two)
+}
+
+%condition (c: (f32[], s32[])) -> pred[] {
+  %c = (f32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=1
+  ROOT %fused = pred[] fusion(%i), kind=kLoop, calls=%less
+}
+
+%body (b: (f32[], s32[])) -> (f32[], s32[]) {
+  %b = (f32[], s32[]) parameter(0)
+  %x = f32[] get-tuple-element(%b), index=0
+  %i = s32[] get-tuple-element(%b), index=1
+  %copied = s32[] copy(%i)
+  %added = s32[] fusion(%copied), kind=kLoop, calls=%next
+  ROOT %state = (f32[], s32[]) tuple(%x, %added)
+}
+
+ENTRY %main (x: f32[]) -> (f32[], s32[]) {
+  %x = f32[] parameter(0)
+  %one = s32[] constant(1)
+  %start = (f32[], s32[]) tuple(%x, %one)
+  ROOT %loop = (f32[], s32[]) while(%start), condition=%condition, body=%body, \
+backend_config={"known_induction_variable":{"tuple_index":"1"}}
+}
+"""
+
+
+def test_a_lost_trip_count_is_found_by_counting():
+    """1, 3, .. 15: eight times."""
+    program = hlo.Program.parse(LOST_COUNT)
+    assert program.computations["main"]["loop"].trips == 8
+
+
+def test_a_loop_that_cannot_be_counted_is_an_error():
+    text = LOST_COUNT.replace("add(%q, %two)", "remainder(%q, %two)")
+    with pytest.raises(ValueError, match="cannot tell how often the loop loop runs"):
+        list(hlo.Program.parse(text).walk())

@@ -1,0 +1,174 @@
+"""The roofline walk on programs whose times are known by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxbench.hardware import H100
+from jaxbench.xla import hlo, schedule
+from jaxbench.xla.collectives import Collective
+
+# 1 GB/s in memory and over NVLink, half of it between nodes.
+SYSTEM = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, node=4)
+PRODUCT_S = 2 * 128 * 1e-9
+"""One operand and the result, bf16 arrays of 8 x 8, at 1 GB/s: longer than 1024 FLOP at the H100's
+peak."""
+
+
+def program(body: str, extra: str = "") -> hlo.Program:
+    return hlo.Program.parse(f"""\
+HloModule toy, is_scheduled=true
+
+{extra}
+ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {{
+  %x = bf16[8,8]{{1,0}} parameter(0)
+  %shard = bf16[2,8]{{1,0}} bitcast(%x)
+{body}
+}}
+""")
+
+
+GATHER = """\
+  %start = ((bf16[2,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%shard), \
+replica_groups=[1,4]<=[4], dimensions={0}
+"""
+DOT = """\
+  %dot = bf16[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+"""
+DONE = "  %done = bf16[8,8]{1,0} all-gather-done(%start)\n"
+GATHER_S = 96e-9
+"""128 bytes, three quarters of them from others, at 1 GB/s."""
+
+
+def test_a_product_hides_a_gather():
+    found = schedule.analyse(program(GATHER + DOT + DONE), SYSTEM)
+    assert found.compute_s == pytest.approx(PRODUCT_S)
+    assert (found.exposed_s, found.uncovered_bytes, found.kernels) == (0, 0, 2)
+
+
+def test_nothing_between_start_and_done_exposes_it():
+    found = schedule.analyse(program(GATHER + DONE + DOT), SYSTEM)
+    assert found.exposed_s == pytest.approx(GATHER_S)
+    assert found.uncovered_bytes == 96
+    assert found.bound_s == pytest.approx(PRODUCT_S + GATHER_S)
+
+
+def test_a_synchronous_collective_is_exposed():
+    body = "  %all = bf16[8,8]{1,0} all-gather(%shard), replica_groups=[1,4]<=[4]\n"
+    found = schedule.analyse(program(body), SYSTEM)
+    assert found.exposed_s == pytest.approx(GATHER_S)
+
+
+def test_a_kernel_hides_as_long_as_it_runs():
+    """Copying 16 bytes takes 32 ns of the gather's 96."""
+    copy = "  %copy = bf16[1,8]{1,0} copy(%row)\n"
+    row = "  %row = bf16[1,8]{1,0} bitcast(%x)\n"
+    found = schedule.analyse(program(row + GATHER + copy + DONE), SYSTEM)
+    assert found.memory_s == pytest.approx(32e-9)
+    assert found.exposed_s == pytest.approx(GATHER_S - 32e-9)
+    assert found.uncovered_bytes == 96
+
+
+def test_collectives_queue_on_one_stream():
+    """The second of two gathers waits for the first; the product hides one of them and a part."""
+    second = GATHER.replace("%start", "%start2"), DONE.replace("start", "start2")
+    short = replace(SYSTEM, bandwidth=2.0)
+    both = GATHER + second[0] + DOT + DONE + second[1].replace("%done", "%done2")
+    found = schedule.analyse(program(both), short)
+    assert found.compute_s == pytest.approx(PRODUCT_S / 2)
+    assert found.exposed_s == pytest.approx(2 * GATHER_S - PRODUCT_S / 2)
+    assert found.uncovered_bytes == 0
+
+
+def test_loops_multiply():
+    loop = (
+        """\
+%body (state: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  %shard = bf16[2,8]{1,0} bitcast(%x)
+"""
+        + GATHER
+        + DONE
+        + DOT.replace("  %dot", "  ROOT %dot")
+        + "}\n"
+    )
+    outer = """\
+%outer (state: bf16[8,8]) -> bf16[8,8] {
+  %o = bf16[8,8]{1,0} parameter(0)
+  ROOT %inner = bf16[8,8]{1,0} while(%o), body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    body = """\
+  ROOT %w = bf16[8,8]{1,0} while(%x), body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+"""
+    found = schedule.analyse(program(body, loop + outer), SYSTEM)
+    assert found.compute_s == pytest.approx(15 * PRODUCT_S)
+    assert found.exposed_s == pytest.approx(15 * GATHER_S)
+    (gather,) = found.transfers
+    assert (gather.collective.count, gather.collective.wire_bytes) == (15, 15 * 96)
+    assert found.kernels == 30
+
+
+def test_a_product_inside_a_fusion_is_compute():
+    fused = """\
+%fused (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %d = bf16[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    body = "  %f = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused\n"
+    found = schedule.analyse(program(GATHER + body + DONE, fused), SYSTEM)
+    assert found.compute_s == pytest.approx(PRODUCT_S)
+    assert found.memory_s == 0
+    assert found.uncovered_bytes == 0
+
+
+UPDATE = """\
+%update (stack: f32[10,8], row: f32[1,8], i: s32[]) -> f32[10,8] {
+  %stack = f32[10,8]{1,0} parameter(0)
+  %row = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = f32[10,8]{1,0} dynamic-update-slice(%stack, %row, %i, %zero)
+}
+%slice (stack: f32[10,8], i: s32[]) -> f32[1,8] {
+  %stack = f32[10,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,8}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fusion(%s, %r, %n), kind=kLoop, calls=%update", 32 + 4 + 32),
+        ("fusion(%s, %n), kind=kLoop, calls=%slice", 32 + 4 + 32),
+        ("dynamic-slice(%s, %n, %n), dynamic_slice_sizes={1,8}", 32 + 4 + 32),
+    ],
+)
+def test_traffic_of_slices_and_updates_in_place(line, expected):
+    shape = "f32[10,8]{1,0}" if "update" in line else "f32[1,8]{1,0}"
+    text = f"""\
+  %s = f32[10,8]{{1,0}} parameter(1)
+  %r = f32[1,8]{{1,0}} parameter(2)
+  %n = s32[] parameter(3)
+  ROOT %k = {shape} {line}
+"""
+    found = program(text, UPDATE)
+    scope = found.computations[found.entry]
+    assert schedule.traffic(found, scope["k"], scope) == expected
+
+
+def test_links_between_nodes_are_shared_by_their_members():
+    """Ring: NIC times members per node; all-to-all: what leaves the node, over one NIC."""
+
+    def seconds(kind: str, devices: tuple[int, ...]) -> float:
+        return Collective(kind, "c", 800, devices, 1, "").seconds(SYSTEM)
+
+    assert seconds("all-gather", (0, 1, 2, 3)) == pytest.approx(600e-9)
+    assert seconds("all-gather", (0, 4)) == pytest.approx(400e-9 / 0.5)
+    assert seconds("all-gather", (0, 2, 4, 6)) == pytest.approx(600e-9 / 1.0)
+    assert seconds("all-to-all", (0, 2, 4, 6)) == pytest.approx(400e-9 / 0.5)
