@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import quick
+
 ROOT = Path(__file__).parents[1]
 TINY = (
     "--config", "configs/llama31_8b_bf16.yaml", "--set", "model.layers=1", "--set",
@@ -17,9 +19,6 @@ TINY = (
 )  # fmt: skip
 """A run on two devices that starts in seconds."""
 
-FAST = "--xla_backend_optimization_level=0"
-"""Two thirds of the compile time; what is computed stays the same."""
-
 
 def start(*arguments, module="jaxbench.train", **environment):
     """The command in the source tree; on `communicate` everything it printed."""
@@ -27,7 +26,7 @@ def start(*arguments, module="jaxbench.train", **environment):
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-m", module, *map(str, arguments)],
         cwd=ROOT,
-        env=clean | {"XLA_FLAGS": FAST} | environment,
+        env=clean | {"XLA_FLAGS": quick.FLAGS} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,8 +2,9 @@
 
 import os
 
-# Half of the compile time; what is computed stays the same.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+import quick
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}"
 
 import jax
 import jaxtyping
