@@ -21,6 +21,7 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_addoption(parser):
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
+    parser.addoption("--fuzz", type=int, default=300, help="mutated recipes to try")
 
 
 def pytest_collection_modifyitems(items):

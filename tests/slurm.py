@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+HOSTS = Path("/etc/hosts")
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
 
@@ -88,13 +89,17 @@ PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
         return self
 
     def __exit__(self, *_):
-        self.run("scancel", "--me")
-        self._wait(lambda: not self.run("squeue", "--noheader"), 60)
-        for process in reversed(self._daemons):
-            process.terminate()
-        for process in self._daemons:
-            process.wait(timeout=30)
-            process.stderr.close()
+        try:
+            self.run("scancel", "--me")
+            self._wait(lambda: not self.run("squeue", "--noheader"), 60)
+        finally:
+            for process in reversed(self._daemons):
+                process.terminate()
+            for process in self._daemons:
+                process.wait(timeout=30)
+                process.stderr.close()
+            lines = HOSTS.read_text().splitlines(keepends=True)
+            HOSTS.write_text("".join(line for line in lines if self._mark not in line))
 
     def _start_munge(self) -> None:
         folder = self.folder / "munge"
@@ -107,13 +112,14 @@ PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
         )  # fmt: skip
         self._wait((self.folder / "munge.socket").exists, 20)
 
-    @staticmethod
-    def _hosts(*names: str) -> None:
+    @property
+    def _mark(self) -> str:
+        return f"# {self.folder}\n"
+
+    def _hosts(self, *names: str) -> None:
         """The name of the first node is the address of JAX's coordinator."""
-        path = Path("/etc/hosts")
-        known = path.read_text().split()
-        with path.open("a") as hosts:
-            hosts.writelines(f"127.0.0.1 {name}\n" for name in names if name not in known)
+        with HOSTS.open("a") as hosts:
+            hosts.writelines(f"127.0.0.1 {name} {self._mark}" for name in names)
 
     def _daemon(self, *command: str) -> None:
         self._daemons.append(subprocess.Popen(

@@ -44,11 +44,11 @@ class Signals:
     def _agree(self, step: int) -> tuple[int, int]:
         if self._received:
             client().key_value_set("jaxbench/signal", str(self._received[0]), allow_overwrite=True)
-        plan = _peek("jaxbench/stop")
-        if plan is None and jax.process_index() == 0 and (number := _peek("jaxbench/signal")):
-            plan = f"{step + LEAD} {number}"
-            client().key_value_set("jaxbench/stop", plan)
-        stop_at, number = (plan or "0 0").split()
+        agreed = _peek("jaxbench/stop")
+        if agreed is None and jax.process_index() == 0 and (number := _peek("jaxbench/signal")):
+            agreed = f"{step + LEAD} {number}"
+            client().key_value_set("jaxbench/stop", agreed)
+        stop_at, number = (agreed or "0 0").split()
         return int(stop_at), int(number)
 
 

@@ -36,12 +36,6 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
-def active_parameters(cfg: ModelConfig) -> int:
-    """Parameters that one token uses: all but the experts that it does not choose."""
-    idle = cfg.experts - cfg.experts_per_token
-    return parameters(cfg)["total"] - cfg.letters.count("E") * idle * _mlp_weights(cfg)
-
-
 def _attention_weights(cfg: ModelConfig) -> int:
     return 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
 

@@ -1,9 +1,9 @@
-"""The published rows (configs/published.csv) and the arithmetic that reproduces them.
+"""The published rows (configs/published.csv).
 
 A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and
 1979 TFLOP/s and their own, often rounded, model FLOPs. Where a printed figure does not follow from
 what its source states, the row carries an erratum code (`ERRATA`); the printed figure is kept, and
-the code says how to reproduce it.
+the code says how to reproduce it (`tests/recipe/test_flops.py` does).
 """
 
 import csv
@@ -26,16 +26,6 @@ ERRATA = {
     "FLOPS3": "MFU is reproduced only with model FLOPs of 3.94e15, rounded but not stated",
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
 }
-STATED_FLOPS = {
-    ("grok1", "314b", 64): 4.27e15,
-    ("nemotron4", "340b", 96): 1.01e16,
-    ("nemotronh", "56b", 118): 2.816e15,
-    ("llama2", "70b", 80): 1.82e15,
-    ("llama3.1", "8b", 32): 4.74e14,
-    ("llama3.1", "70b", 80): 3.94e15,
-}
-"""Model FLOPs per sequence as the source rounds them, by workload, size and layers. For 405B and
-the shortened Grok-1 it states none and the tables use the unrounded formula."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,25 +130,3 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
         scans = cfg.letters.count("M") * flops.scan_flops(cfg.mamba, length, 256)
         return full["total"] - full["mamba scan"] + scans
     return full["total"]
-
-
-def reproduce(row: Row, cfg: ModelConfig) -> tuple[float, float, float]:
-    """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules
-    and the row's errata."""
-    exact_step_s = row.step_time_s
-    if "RND" in row.errata or "STEP" in row.errata:
-        exact_step_s = row.seq_len * row.gbs / row.tokens_per_s
-    tokens_per_s = row.seq_len * row.gbs / exact_step_s
-    stated = STATED_FLOPS.get((row.workload, row.size, row.layers))
-    per_sequence = stated or source_flops(cfg, row.seq_len)
-    if "GQA16" in row.errata:
-        extra_groups = 2 * cfg.embed * cfg.kv_heads * cfg.head_dim
-        per_sequence += 6 * row.seq_len * cfg.layers * extra_groups
-    peak, step_s = hardware.H100.tflops[row.dtype], exact_step_s
-    if "PEAK" in row.errata:  # inferred from the steps as they are printed
-        peak, step_s = 989.5, row.step_time_s
-    mfu = row.gbs * per_sequence / step_s / row.gpus / (peak * 1e12)
-    if "STEP" in row.errata:  # its days follow from the misprint
-        exact_step_s = row.step_time_s
-    days = flops.days_per_1t_tokens(row.seq_len * row.gbs / exact_step_s)
-    return tokens_per_s, 100 * mfu, days

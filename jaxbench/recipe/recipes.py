@@ -234,7 +234,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _build(cls: type, values: dict[str, Any], where: str) -> Any:
+def _build(cls: type, values: dict, where: str) -> Any:
     """The dataclass from plain values; checks names and types."""
     hints = typing.get_type_hints(cls)
     for key in values:

@@ -115,14 +115,14 @@ def main(argv: list[str] | None = None) -> int:
         recipe = recipes.load(args.config)
         overrides = recipes.parse_overrides(args.set)
         check_arguments(args)
-        run, plan = prepare(find_run(args, recipe, overrides), args)
+        run, chosen = prepare(find_run(args, recipe, overrides), args)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if plan is None:
+    if chosen is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0
-    return session.benchmark(run, plan)
+    return session.benchmark(run, chosen)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

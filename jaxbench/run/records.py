@@ -63,11 +63,11 @@ class Recorder:
             return
         self.steps = steps_before(start, folder / "steps.jsonl")
         self._json = ReservedJson(folder / "run.json")
-        self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         kept = "".join(json.dumps(step) + "\n" for step in self.steps)
         write_whole(folder / "steps.jsonl", kept)
-        self._jsonl = Lines(folder / "steps.jsonl")
         self.add()
+        self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
+        self._jsonl = Lines(folder / "steps.jsonl")
         if run.label == "smoke":
             self.say(WARNING)
 
@@ -156,8 +156,7 @@ class Recorder:
             found = summary.summary(self.run, self.steps, peak)
             self.add(status=status, reason=reason, **found)
         finally:
-            for line in summary.lines(self.record):
+            for line in (*summary.lines(self.record), f"record: {self.folder / 'run.json'}"):
                 self.say(line)
-        self.say(f"record: {self.folder / 'run.json'}")
-        for file in (self._json, self._log, self._jsonl):
-            file.close()
+            for file in (self._json, self._log, self._jsonl):
+                file.close()

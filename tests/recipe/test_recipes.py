@@ -124,6 +124,25 @@ def test_an_override_of_the_work_is_not_the_published_work():
         (["parallelism.expert=2"], "parallelism.expert = 2 needs a model with experts"),
         (["batch.global_batch=12"], "ranks (data 8 x fsdp 1 x expert 1) = 8 must divide"),
         (["batch.microbatch=3"], "must divide batch.global_batch = 8"),
+        (["model.layers=0x" + "f" * 5000], "model.layers is too large: at most 2147483647"),
+        (["model.layers=10001"], "model.layers = 10001 must be at most 10000"),
+        (["model.pattern=" + "M" * 2000], "expected 1 to 1000 letters"),
+        (["model.rope_fraction=1.5"], "model.rope_fraction = 1.5 must be at most 1"),
+        (["model.init_std=-1"], "model.init_std = -1.0 must be above 0"),
+        (["optimizer.learning_rate=.nan"], "learning_rate = nan: expected a finite number"),
+        (["optimizer.learning_rate=-1"], "learning_rate = -1.0 must not be negative"),
+        (["optimizer.warmup=.inf"], "optimizer.warmup = inf: expected a finite number"),
+        (["optimizer.eps=0"], "optimizer.eps = 0.0 must be above 0"),
+        (["precision.margin=99"], "precision.margin = 99 must be at most 16"),
+        (
+            [
+                "model.pattern='*E'",
+                "model.experts=8",
+                "model.experts_per_token=2",
+                "model.activation=relu2",
+            ],
+            "relu2 has no gate, which experts need",
+        ),
     ],
 )
 def test_bad_override(texts, message):
@@ -144,6 +163,11 @@ def test_bad_override(texts, message):
         ("model: llama2_70b\nrows: {8: 1}", "row 8 must be a GPU count or 'smoke' and hold"),
         ("model: llama2_70b\nbatsch: {}\nrows: {8: {}}", "unknown key 'batsch'"),
         ("model: llama2_70b\nbatch: 3\nrows: {8: {}}", "batch must be a mapping"),
+        ("model: [llama2_70b]\nrows: {8: {}}", "model is ['llama2_70b']; expected one of"),
+        ("model: llama2_70b\nrows: {0: {}}", "row 0 must be a GPU count"),
+        ("model: llama2_70b\nrows: {true: {}}", "row True must be a GPU count"),
+        ("model: llama2_70b\nrows: {8: {layers: " + "9" * 5000 + "}}", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
     ],
 )
 def test_bad_recipe_file(content, message, tmp_path):
@@ -165,6 +189,10 @@ def test_bad_row_names_the_row():
     recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"fsdq": 8}})
     with pytest.raises(RecipeError, match=r"recipe mine, row 8: unknown key 'fsdq'.*'fsdp'"):
         recipes.resolve(recipe, 8)
+    for section in ([1], 3):
+        recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"batch": section}})
+        with pytest.raises(RecipeError, match="row 8: batch must be a mapping, not "):
+            recipes.resolve(recipe, 8)
     recipe = recipes.Recipe("mine", "llama2_70b", EXAMPLE.shared, {8: {"fsdp": 8}})
     with pytest.raises(RecipeError, match="row 8: batch: missing global_batch"):
         recipes.resolve(recipe, 8)

@@ -1,14 +1,21 @@
 """Records: the published line formats, the window and the arithmetic of a summary."""
 
+import errno
 import json
+import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
+from commands import ROOT
+from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
+from jaxbench.files import ReservedJson
 from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import throughput
-from jaxbench.run import summary
+from jaxbench.run import command, summary
 from jaxbench.run.records import Recorder
 
 RUN = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
@@ -104,3 +111,57 @@ def test_a_run_that_fails_before_its_first_step_still_has_a_record(tmp_path, cap
     written = json.loads((tmp_path / "run.json").read_text())
     assert (written["status"], written["reason"]) == ("failed", "out of memory")
     assert "failed: llama31_8b_bf16, row smoke (smoke): out of memory" in capsys.readouterr().out
+
+
+FULL_DISK = Path(__file__).with_name("full_disk.py")
+
+
+def on_full_disk(tmp_path, moment):
+    """(standard error, what was left) of a recorder whose disk is full at a moment."""
+    command = ["env", f"PYTHONPATH={ROOT}", sys.executable, FULL_DISK, tmp_path / "disk", moment]
+    status, out, err, left = run_on_disk(tmp_path, 1024, command, ROOT)
+    assert status == 0, err
+    assert "failed: llama31_8b_bf16, row smoke (smoke): full" in out
+    return err, left
+
+
+@needs_small_disk
+def test_a_step_that_cannot_be_recorded_fails_the_run_and_the_record_says_so(tmp_path):
+    err, left = on_full_disk(tmp_path, "step")
+    folder = tmp_path / "disk"
+    assert err == f"step: the record in {folder} cannot be written: No space left on device\n"
+    record = json.loads((left / "run.json").read_text())
+    assert (record["status"], record["reason"]) == ("failed", "full")
+    lines = (left / "steps.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    assert steps == list(range(len(steps)))
+    assert 2 <= len(steps) < 50
+    assert record["summary"]["window"][1] in (len(steps) - 1, len(steps))
+
+
+@needs_small_disk
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    err, left = on_full_disk(tmp_path, "finish")
+    folder = tmp_path / "disk"
+    assert err == f"finish: the record in {folder} cannot be written: No space left on device\n"
+    assert "status" not in json.loads((left / "run.json").read_text())
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_run_that_cannot_be_recorded_is_one_line_and_status_1(at, tmp_path, monkeypatch, capsys):
+    """At the first record, after compiling, and at the end."""
+    calls, write = [], ReservedJson.write
+
+    def fail(self, content):
+        calls.append(content)
+        if len(calls) > at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, content)
+
+    monkeypatch.setattr(ReservedJson, "write", fail)
+    tiny = ("layers=1", "embed=64", "ffn=64", "vocabulary=128")
+    arguments = [part for text in tiny for part in ("--set", f"model.{text}")]
+    arguments += ["--set", "batch.sequence_length=32", "--steps", "3", "--output", str(tmp_path)]
+    assert command.main(["--config", "llama31_8b_bf16", *arguments]) == 1
+    message = f"error: the record in {tmp_path} cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == message
