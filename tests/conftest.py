@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, and every jaxtyping annotation checked at run time."""
 
 import os
+from pathlib import Path
 
 import quick
 
@@ -8,6 +9,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}"
 
 import jax
 import jaxtyping
+from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -24,6 +26,30 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=300, help="mutated recipes to try")
 
 
+SHARING = (
+    "test_slurm.py", "test_compile.py", "test_plan.py", "test_survive.py", "test_nemotron.py",
+    "test_cli.py", "test_checkpoint.py", "test_routing.py",
+)  # fmt: skip
+"""Files whose tests share what takes long to make, the longest first."""
+
+
+def place(path):
+    """Of a file among `SHARING`, or behind them."""
+    return SHARING.index(path.name) if path.name in SHARING else len(SHARING)
+
+
 def pytest_collection_modifyitems(items):
-    """Slurm's tests first: one worker takes them all, and they wait while the other computes."""
-    items.sort(key=lambda item: item.path.name != "test_slurm.py")
+    """The files that share something begin."""
+    items.sort(key=lambda item: place(item.path))
+
+
+class Scheduler(LoadScopeScheduling):
+    """One worker takes all tests of a file that shares something."""
+
+    def _split_scope(self, nodeid):
+        file, _, _ = nodeid.partition("::")
+        return file if place(Path(file)) < len(SHARING) else nodeid
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduler(config, log)

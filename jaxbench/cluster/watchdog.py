@@ -94,6 +94,15 @@ def dead(beats: list[dict[str, Any]]) -> str | None:
     return f"lost {_name(gone)}" if gone else None
 
 
+def lost(folder: Path, within: float = 2.0) -> str | None:
+    """`dead` by the heartbeats in a folder, after some seconds at most: a process that is killed
+    closes its connections, and so fails its peers, a moment before it is gone."""
+    end = time.monotonic() + within
+    while not (found := dead(read(folder))) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
 def _runs(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

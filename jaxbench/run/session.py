@@ -20,7 +20,7 @@ import jax
 
 from jaxbench import hardware as gpus
 from jaxbench import mesh
-from jaxbench.cluster import heartbeat, job, watchdog
+from jaxbench.cluster import job, watchdog
 from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.cluster.signals import Signals
 from jaxbench.cluster.watched import watched
@@ -169,7 +169,9 @@ class Attempt:
             return "interrupted", "SIGINT"
         except Exception as error:
             traceback.print_exc()
-            lost = self.beat.path and watchdog.dead(heartbeat.read(self.beat.path.parent))
+            lost = None
+            if self.beat.path is not None and jax.process_count() > 1:
+                lost = watchdog.lost(self.beat.path.parent)
             return "failed", lost or traceback.format_exception_only(error)[0].splitlines()[0]
 
     def _train(self) -> None:
