@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}"
 
 import jax
 import jaxtyping
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_platforms", "cpu")
@@ -24,6 +25,15 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_addoption(parser):
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
     parser.addoption("--fuzz", type=int, default=300, help="mutated recipes to try")
+
+
+@pytest.fixture
+def transformer_engine_on_a_cpu(monkeypatch):
+    """Its own fallback in plain JAX."""
+    from jaxbench.plan import driver
+
+    driver.pretend()
+    monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
 
 
 SHARING = (

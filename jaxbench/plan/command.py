@@ -17,7 +17,7 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import Gpu
-from jaxbench.plan import sweep, text
+from jaxbench.plan import driver, sweep, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
 from jaxbench.recipe import recipes
@@ -85,6 +85,8 @@ def resolve(config: str, gpus: int | None, changes: list[str]) -> tuple[Run, rec
     if gpus not in recipe.rows:
         raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
     run = recipes.resolve(recipe, gpus, overrides=recipes.parse_overrides(changes))
+    if run.precision.implementation == "te":
+        driver.pretend()
     check_run(run, "gpu")
     return run, recipe
 

@@ -59,11 +59,21 @@ def check_run(run: Run, platform: str) -> None:
 
 def kernels(run: Run) -> dict[str, str]:
     """What computes attention and matrix products on the current mesh, for the record."""
-    products: str = run.precision.dtype
-    if run.precision.dtype == "fp8":
-        by = fp8.choose(run.precision, mesh.platform())
-        products += f" by {by}" if mesh.platform() == "gpu" else ", emulated in bf16"
-    return {"attention": _attention(run, mesh.platform()), "products": products}
+    platform = mesh.platform()
+    return {"attention": _attention(run, platform), "products": _products(run, platform)}
+
+
+def _products(run: Run, platform: str) -> str:
+    if run.precision.dtype != "fp8":
+        return run.precision.dtype
+    if platform != "gpu":
+        return "fp8, emulated in bf16"
+    by = fp8.choose(run.precision, platform)
+    if by == "te" and "E" in run.model.letters:
+        return "fp8 by te, those of experts by xla"
+    refused = fp8.refusals(run.precision, platform)["te"]
+    asked = run.precision.implementation == "auto" and refused
+    return f"fp8 by {by}" + (f": {refused}" if asked else "")
 
 
 def check_program(compiled: Any, run: Run) -> None:
@@ -86,6 +96,9 @@ def _attention(run: Run, platform: str) -> str:
 
 
 def _check_fp8(program: Program, run: Run) -> None:
+    implementation = fp8.IMPLEMENTATIONS[fp8.choose(run.precision, mesh.platform())]
+    if problem := implementation.problem(program, run.precision):
+        raise RunFailed(problem)
     found = fp8.compiled_products(program)
     repeats: Counter[int] = Counter()
     for stretch in stretches(run.model, run.execution, run.precision):

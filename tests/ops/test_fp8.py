@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from arrays import on, put
+from engine import needs_te
 from flax import nnx
 from steps import new_state, same_sequences
 from tiny import mesh_of, tiny_run, to_numpy
@@ -14,7 +15,7 @@ from tiny import mesh_of, tiny_run, to_numpy
 from jaxbench import mesh
 from jaxbench.models.layers import Weight
 from jaxbench.ops import dense, fp8
-from jaxbench.ops.fp8 import per_tensor, scaling
+from jaxbench.ops.fp8 import per_tensor
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.step import train_step
 
@@ -54,12 +55,13 @@ def test_quantize_as_ml_dtypes_does(dtype):
         np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
-def numpy_quantized(x, dtype, amax):
-    """What a tensor becomes under the scale of `amax`, in float64."""
-    inverse = np.float32(per_tensor.inverse_scale(jnp.float32(amax), dtype))
-    largest = float(ml_dtypes.finfo(dtype).max)
-    scaled = np.clip(np.asarray(x, np.float32) * (np.float32(1) / inverse), -largest, largest)
-    return scaled.astype(dtype).astype(np.float64) * float(inverse)
+def numpy_quantized(x, dtype, amax, exact=False):
+    """What a tensor becomes under the scale of `amax`, in float64; an `exact` scale is no bf16."""
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    scale = np.float32(1) / np.float32(per_tensor.inverse_scale(jnp.float32(amax), dtype))
+    scale = largest / np.float32(amax) if exact else scale
+    scaled = np.clip(np.asarray(x, np.float32) * scale, -largest, largest)
+    return scaled.astype(dtype).astype(np.float64) / float(scale)
 
 
 EQUATIONS = {
@@ -112,10 +114,13 @@ def fp8_product(kind, mesh_name, precision, arrays):
         return jax.jit(run)(*sharded, amax), amax
 
 
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("te", marks=needs_te)])
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize("kind", EQUATIONS)
 @pytest.mark.parametrize("mesh_name", MESHES)
-def test_product_and_gradients(mesh_name, kind, scaling):
+def test_product_and_gradients(mesh_name, kind, scaling, implementation, request):
+    if implementation == "te":
+        request.getfixturevalue("transformer_engine_on_a_cpu")
     equation, *_, x_shape, w_shape = EQUATIONS[kind]
     inputs, out = equation.split("->")
     into, through = inputs.split(",")
@@ -124,7 +129,9 @@ def test_product_and_gradients(mesh_name, kind, scaling):
     x, w, dy = (
         a.astype(ml_dtypes.bfloat16).astype(np.float64) for a in (x, w, RNG.normal(size=y_shape))
     )
-    precision = Precision(dtype="fp8", scaling=scaling, amax_history=4, implementation="xla")
+    precision = Precision(
+        dtype="fp8", scaling=scaling, amax_history=4, implementation=implementation
+    )
     (y, dx, dw, histories), amax = fp8_product(kind, mesh_name, precision, (x, w, dy))
     if scaling == "current" and mesh_name != "one device":
         # Each device scales its own part. Rounding to 4 bits (e4m3) moves a factor by up to 2^-4,
@@ -137,9 +144,13 @@ def test_product_and_gradients(mesh_name, kind, scaling):
             error = np.abs(np.asarray(actual, np.float64) - np.einsum(eq, a, b))
             assert np.all(error <= eps * np.einsum(eq, np.abs(a), np.abs(b)) + 0.01)
         return
+    # What Transformer Engine scales by itself, it scales to the last bit.
+    own = (implementation, scaling) == ("te", "current")
     xq, wq, dyq = (
-        numpy_quantized(a, t, m)
-        for a, t, m in zip((x, w, dy), per_tensor.TENSORS, amax, strict=True)
+        numpy_quantized(a, dtype, largest, exact)
+        for a, dtype, largest, exact in zip(
+            (x, w, dy), per_tensor.TENSORS, amax, (own, False, own), strict=True
+        )
     )
     for actual, (eq, a, b) in (
         (y, (equation, xq, wq)),
@@ -215,7 +226,7 @@ def test_history_is_newest_first_and_its_maximum_is_the_scale():
         for x, dy in ((8.0, 1.0), (2.0, 4.0), (1.0, 2.0)):
             histories = fp8.update(histories, [stack], [jnp.array([[[[x], [dy]]]])])
         np.testing.assert_array_equal(histories[0][0, 0], [[1, 2], [3, 3], [2, 4]])
-        (scaled,) = scaling.scale([stack], histories, precision, quantized=True)
+        (scaled,) = fp8.scale([stack], histories, precision)
     exact = np.array([2 * 2 / 448, 3 * 2 / 448, 4 * 2 / 57344])
     np.testing.assert_allclose(scaled.inverse[0, 0], exact, rtol=2**-7)
 

@@ -6,15 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from compiled import needs_compiler
 
 from jaxbench.hardware import H100
 from jaxbench.plan import absent, command, sweep, text
 from jaxbench.plan.plan import mesh_axes, read
 
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the compiler of pip install '.[plan]'",
-)
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
 SMALL = ["--set", "model.layers=2", "--set", "model.vocabulary=4096",
          "--set", "batch.global_batch=32"]  # fmt: skip

@@ -1,12 +1,12 @@
 """Windows of profiles, what excludes what, and what a profile does to a compiled schedule."""
 
-import importlib.util
 import re
 import struct
 
 import jax
 import pytest
 from commands import TINY, read, run
+from compiled import needs_compiler
 from tiny import tiny_run
 
 from jaxbench import mesh
@@ -124,10 +124,7 @@ def encode(costs):
     return b"".join(entries)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the compiler of pip install '.[plan]'",
-)
+@needs_compiler
 def test_a_profile_reaches_the_scheduler(tmp_path):
     """For absent GPUs: long gathers are started earlier or waited for later."""
     overrides = ("parallelism.fsdp=8", "precision.dtype=bf16", "execution.remat=full")

@@ -3,76 +3,23 @@
 Skipped where the CUDA plugin is not installed (`pip install '.[plan]'`).
 """
 
-import contextlib
-import importlib.util
-import os
 import re
-import tempfile
 from types import SimpleNamespace
 
 import jax
 import pytest
+from compiled import Compiled, needs_compiler
 
-from jaxbench import mesh
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import H100
 from jaxbench.ops import fp8
 from jaxbench.ops.attention import cudnn
-from jaxbench.plan.absent import compile_only_devices
-from jaxbench.recipe import flops, recipes
-from jaxbench.recipe.throughput import model_flops
-from jaxbench.train.program import check_program, compile_program, read
+from jaxbench.recipe import flops
+from jaxbench.train.program import check_program
 from jaxbench.xla import collectives, schedule
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the compiler of pip install '.[plan]'",
-)
-
-
+pytestmark = needs_compiler
 LIMIT_GIB = H100.memory_limit / 2**30
-
-
-@contextlib.contextmanager
-def captured_stderr():
-    """A list that ends with what the process, XLA included, has written to stderr meanwhile."""
-    written = []
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield written
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            written.append(file.read().decode())
-
-
-class Compiled:
-    """A row compiled for H100s."""
-
-    def __init__(self, name: str, gpus: int, *overrides: str):
-        recipe = recipes.load(name)
-        parsed = recipes.parse_overrides(list(overrides))
-        self.run = recipes.resolve(recipe, gpus, overrides=parsed)
-        devices = compile_only_devices(H100, self.run.gpus)
-        self.mesh = mesh.make_mesh(self.run.mesh_shape, devices)
-        with jax.set_mesh(self.mesh), captured_stderr() as written:
-            self.compiled, _, _ = compile_program(self.run)
-        self.warnings = written[0]
-        self.program = read(self.compiled)
-        self.collectives = collectives.find(self.program)
-
-    @property
-    def peak_gib(self) -> float:
-        return self.compiled.memory_analysis().peak_memory_in_bytes / 2**30
-
-    @property
-    def executed_ratio(self) -> float:
-        """Executed matrix and attention FLOPs over the model's."""
-        model = model_flops(self.run, "full") * self.run.batch.global_batch / self.run.gpus
-        return sum(self.program.flops().values()) / model
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,16 @@ A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name i
 `settings.Precision.implementation`). `ops.dot` multiplies in FP8 where a weight is an `Operand`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
-from jaxbench.ops.fp8 import scaling, te, xla
+from jaxbench.ops.fp8 import te, xla
 from jaxbench.ops.fp8.operand import Operand, Product, compiled_products
 from jaxbench.ops.fp8.scaling import (
     Histories,
@@ -25,16 +24,17 @@ from jaxbench.ops.fp8.scaling import (
     observing,
     product_name,
     products,
+    scale,
     unobserved,
     update,
 )
 from jaxbench.recipe.settings import Precision
-from jaxbench.xla.hlo import Rules
+from jaxbench.xla.hlo import Program, Rules
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Scaled", "attach", "choose", "compiled_products",
-    "dot", "init_histories", "observing", "product_name", "products", "scale", "unobserved",
-    "update",
+    "dot", "init_histories", "observing", "product_name", "products", "refusals", "scale",
+    "unobserved", "update",
 ]  # fmt: skip
 
 
@@ -42,15 +42,16 @@ __all__ = [
 class Implementation:
     """One way to multiply in FP8.
 
-    `dot` multiplies. `quantized` says whether it takes weights that were quantized before they are
-    gathered. `rules` tell the work of its custom calls. `refusal` says why it cannot run on a
-    platform.
+    `dot` multiplies. `takes` says which products it has; XLA multiplies the others. `refusal` says
+    why it cannot do what a recipe asks on a platform. `rules` tell the work of its custom calls,
+    `problem` what of a compiled program is not as the recipe says.
     """
 
     dot: Callable[[Product, jax.Array, Operand], jax.Array]
-    quantized: bool = False
+    takes: Callable[[Product], bool] = lambda product: True
+    refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     rules: Rules = field(default_factory=dict)
-    refusal: Callable[[str], str | None] = lambda platform: None
+    problem: Callable[[Program, Precision], str | None] = lambda program, precision: None
 
 
 Name = Literal["te", "xla"]
@@ -58,40 +59,38 @@ Name = Literal["te", "xla"]
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
         dot=te.dot,
-        rules=dict.fromkeys(("te_gemm_ffi", "te_gemm_v2_ffi"), te.work),
+        takes=te.takes,
         refusal=te.refusal,
+        rules={te.GEMM: te.work},
+        problem=te.problem,
     ),
-    "xla": Implementation(dot=xla.dot, quantized=True),
+    "xla": Implementation(dot=xla.dot),
 }
 """By name; `auto` takes the first that can run."""
 
 
 def choose(precision: Precision, platform: str) -> Name:
     """The name of the implementation that multiplies in FP8. Raises RecipeError where the one that
-    is asked for cannot run."""
+    is asked for cannot."""
     asked = precision.implementation
+    if precision.dtype != "fp8":
+        return "xla"
     if asked == "auto":
-        return next(n for n, each in IMPLEMENTATIONS.items() if each.refusal(platform) is None)
-    if refused := IMPLEMENTATIONS[asked].refusal(platform):
-        raise RecipeError(refused)
+        return next(n for n in IMPLEMENTATIONS if not refusals(precision, platform)[n])
+    if refused := refusals(precision, platform)[asked]:
+        raise RecipeError(f"precision.implementation = {asked}: {refused}; use auto or xla")
     return asked
 
 
-def scale(stacks: Sequence[nnx.Module], histories: Histories, precision: Precision) -> list[Scaled]:
-    """`scaling.scale` for the implementation of `precision`: weights are quantized before they are
-    gathered where it takes them so and the recipe does not say otherwise."""
-    before = precision.gather == "fp8" and chosen(precision).quantized
-    return scaling.scale(stacks, histories, precision, quantized=before)
-
-
-def chosen(precision: Precision) -> Implementation:
-    """The implementation that a precision names."""
-    assert precision.implementation != "auto"
-    return IMPLEMENTATIONS[precision.implementation]
+def refusals(precision: Precision, platform: str) -> dict[Name, str | None]:
+    """Why each implementation cannot do what a recipe asks; None where it can."""
+    return {name: each.refusal(precision, platform) for name, each in IMPLEMENTATIONS.items()}
 
 
 def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Array:
     """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
     both of its gradients in FP8."""
+    assert w.precision.implementation != "auto"
     product = Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin)
-    return chosen(w.precision).dot(product, x, w)
+    chosen = IMPLEMENTATIONS[w.precision.implementation]
+    return (chosen if chosen.takes(product) else IMPLEMENTATIONS["xla"]).dot(product, x, w)

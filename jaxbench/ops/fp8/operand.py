@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxbench import mesh
+from jaxbench.ops.fp8.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program
 
@@ -59,6 +61,13 @@ class Product:
     def scope(self) -> Any:
         """Names the operations, for `compiled_products`."""
         return jax.named_scope(f"fp8.{self.name}")
+
+
+def gathered(stored: jax.Array, dims: mesh.Gathered, inverse: jax.Array) -> jax.Array:
+    """The whole FP8 weight from its stored parts, inside a `shard_map`: quantized before it was
+    gathered, or now."""
+    weight = mesh.gather(stored, dims)
+    return weight if weight.dtype == VALUES else quantize(weight, inverse, VALUES)
 
 
 def compiled_products(program: Program) -> Counter[tuple[str, bool]]:

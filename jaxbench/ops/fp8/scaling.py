@@ -77,11 +77,9 @@ def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histor
     return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in found]
 
 
-def scale(
-    stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, quantized: bool
-) -> list[Scaled]:
+def scale(stacks: Sequence[nnx.Module], histories: Histories, precision: Precision) -> list[Scaled]:
     """What stays the same over a step's microbatches, for each stack; nothing unless precision is
-    FP8. Weights are `quantized` here, or by the product from what it has gathered."""
+    FP8. Weights are quantized here, or, gathered in bf16, by the product."""
     if precision.dtype != "fp8":
         return []
     scaled = []
@@ -93,7 +91,7 @@ def scale(
             amax = jnp.zeros((*_magnitudes(stack).shape, 3)).at[..., 1].set(_magnitudes(stack))
         inverse = inverse_scales(amax, precision.margin)
         stored = {
-            name: _quantized(w, inverse[:, product, 1]) if quantized else w
+            name: _quantized(w, inverse[:, product, 1]) if precision.gather == "fp8" else w
             for product, (name, w) in enumerate(weights.items())
         }
         scaled.append(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.fp8.operand import Operand, Product
+from jaxbench.ops.fp8.operand import Operand, Product, gathered
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, inverse_scale, magnitude, quantize
 
 
@@ -38,7 +38,7 @@ def _forward(product, x, kernel, observed, stored, inverse):
             amax = magnitude(x)
             inverse_x = inverse_scale(amax, VALUES, product.margin) if current else inverse[0]
             quantized = quantize(x, inverse_x, VALUES)
-            weight = _gathered(stored, dims, inverse[1])
+            weight = gathered(stored, dims, inverse[1])
             y = multiply(product.equation, quantized, inverse_x, weight, inverse[1])
         return y, quantized, amax[None]
 
@@ -62,7 +62,7 @@ def _backward(product, residuals, dy):
             gradient = quantize(dy, inverse_dy, GRADIENTS)
             # Together: where the largest magnitude is taken later, the bf16 gradient is kept alive.
             gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
-            weight = _gathered(stored, dims, inverse_w)
+            weight = gathered(stored, dims, inverse_w)
             dx = multiply(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
             dw = multiply(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
@@ -75,11 +75,6 @@ def _backward(product, residuals, dy):
 
 
 _dot.defvjp(_forward, _backward)
-
-
-def _gathered(stored: jax.Array, dims: mesh.Gathered, inverse: jax.Array) -> jax.Array:
-    stored = mesh.gather(stored, dims)
-    return stored if stored.dtype == VALUES else quantize(stored, inverse, VALUES)
 
 
 def multiply(equation: str, a: jax.Array, inverse_a, b: jax.Array, inverse_b) -> jax.Array:
