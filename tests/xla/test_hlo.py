@@ -139,7 +139,9 @@ body (p: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
   %p = (f8e4m3fn[4,8], bf16[8,2]) parameter(0)
   %a = f8e4m3fn[4,8] get-tuple-element(%p), index=0
   %b = bf16[8,2] get-tuple-element(%p), index=1
-  %te = bf16[4,2] custom-call(%a, %b), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.units.0.qkv/x"}
+  %one = f32[1] constant({1})
+  %w = f8e4m3fn[2,8] constant({...})
+  %te = (bf16[4,2], u8[32]) custom-call(%a, %one, %w, %one), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.units.0.qkv/x"}
   %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/fp8.units.0.out/dot_general"}
   ROOT %t = (f8e4m3fn[4,8], bf16[8,2]) tuple(%a, %b)
 }
