@@ -6,9 +6,8 @@ from unittest import mock
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.experimental.xla_metadata import set_xla_metadata
 
-from jaxbench import hardware
+from jaxbench.ops import latency
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.xla.hlo import Instruction, Scope, Work
 
@@ -23,16 +22,11 @@ PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 4}
 """Targets of the compiled calls, with the products of each: QK^T and PV forward, and two gradients
 of both backward. The scores that the backward kernel computes again are not counted."""
 
-FLOP_PER_NS = hardware.H100.tflops["bf16"] * 1e3
-
 
 def call(query: jax.Array, key: jax.Array, value: jax.Array, cap: float | None) -> jax.Array:
     """Attention of one device's heads over whole sequences."""
     batch, length, heads, head_dim = query.shape
-    # XLA's scheduler takes a custom call for free unless told; told the time at the H100's peak, it
-    # places collectives beside attention.
-    least_ns = 4 * batch * heads * length * length * head_dim / FLOP_PER_NS
-    with set_xla_metadata(latency_metadata=str(round(least_ns))):
+    with latency.of_product(4 * batch * heads * length * length * head_dim, "bf16"):
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.ops import latency
 from jaxbench.ops.fp8.operand import Operand, Product, gathered
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, magnitude
 from jaxbench.recipe.settings import Precision
@@ -199,13 +200,15 @@ def _multiply(a: jax.Array, inverse_a, b: jax.Array, inverse_b, delayed: bool) -
     """[m, k] x [n, k] in FP8 as [m, n] in bf16."""
     from transformer_engine.jax import cpp_extensions, quantize, sharding
 
+    (m, k), (n, _) = a.shape, b.shape
     a, b = (
         quantize.ScaledTensorFactory.create_1x(
             data, inverse[None], scaling_mode=_mode(delayed), dq_dtype=jnp.bfloat16
         )
         for data, inverse in ((a, inverse_a), (b, inverse_b))
     )
-    with sharding.global_shard_guard(sharding.MeshResource()), _empty_from(inverse_a):
+    guard = sharding.global_shard_guard(sharding.MeshResource())
+    with guard, _empty_from(inverse_a), latency.of_product(2 * m * n * k, "fp8"):
         return cpp_extensions.gemm(a, b, contracting_dims=((1,), (1,)))
 
 
