@@ -1,227 +1,243 @@
-"""Checks and measures everything on one GPU in one call, and prints a table last.
+"""Checks and measures everything on one H100 or H200 in one call, and prints a table last.
 
-    python benchmarks/gpu.py [--steps 12] [--only attention,products,rows]
+    python benchmarks/gpu.py [--output FOLDER] [--budget SECONDS] [--only CHECK,CHECK]
     python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
+    python benchmarks/gpu.py --rehearse         # no GPU: the checks themselves, tiny, on the CPU
 
-Checks cuDNN attention, forward and backward, against plain fp32 attention at real shapes. Measures
-products at the recipes' shapes with their gradients, in bf16 and in FP8 by each implementation, and
-the step of every recipe's row for one GPU.
+Checks run in the order of what would hurt most if it were wrong, each in a process of its own under
+a limit of its own, so that a call that is cut short has told the most, and nothing that crashes or
+hangs takes the rest with it. `--budget` seconds after its start (540 on a GPU) no more are begun,
+and the one that runs is stopped. Findings are written to `results.jsonl` in the output folder as
+they come, what the programs print to `log.txt`, the table to `table.md`. Exit status 1 if anything
+is wrong.
+
+    check       minutes on a GPU (as planned; none was measured)
+    trains      1.5   tiny rows of each family beside the CPU's losses
+    real        4     row 1 of each family: complete, memory as planned, speed
+    operators   1     every operator beside the CPU's, at real shapes
+    survives    1     kill and resume, profiler, PGLE, compiler options
+    ceilings    0.5   products and copies
+    breakdown   1.5   where a step's time goes
+    choices     8     one setting against another
+    others      3     row 1 of the other recipes
+
 Run from the source tree; nothing is installed.
 """
 
 import argparse
+import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
+from one_gpu import choices, operators, speed, survives, trains
+from one_gpu.place import MEASURED, NOT_RUN, OK, ROOT, WRONG, Finding, Place
 
-from jaxbench import hardware, mesh
-from jaxbench.models.layers import Weight
-from jaxbench.ops import dense, fp8
-from jaxbench.ops.attention import attend
-from jaxbench.plan.absent import compile_only_devices
-from jaxbench.recipe import recipes
-from jaxbench.recipe.settings import Precision, Run
-from jaxbench.recipe.throughput import throughput
-from jaxbench.run import devices, summary
-from jaxbench.train.loop import run_steps
-from jaxbench.train.program import check_program, compile_program
+from jaxbench import hardware
 from jaxbench.versions import versions
 
-SEQUENCE = {"batch": 1, "length": 4096, "heads": 16, "kv_heads": 4, "head_dim": 128}
+BUDGET = {"gpu": 540.0, "cpu": 1200.0, "absent": 3600.0}
+"""Seconds of a call, by where its checks run."""
 
 
-def one_gpu_runs(steps: int = 1) -> list[Run]:
-    """The row `1` of every recipe."""
-    return [recipes.resolve(recipe, 1, steps=steps) for recipe in recipes.load_all()]
+@dataclass(frozen=True)
+class Check:
+    """What finds something on a GPU, and the seconds after which it is stopped; what compiles the
+    same for an absent one; and whether a CPU can rehearse it."""
+
+    run: Callable[[Place], Iterator[Finding]]
+    limit: int
+    compile: Callable[[Place], Iterator[Finding]] | None = None
+    rehearsed: bool = False
 
 
-def seconds(function, *arguments, repeats: int = 20) -> float:
-    """Mean seconds of a call, after two that are not counted."""
-    for _ in range(2):
-        jax.block_until_ready(function(*arguments))
-    start = time.perf_counter()
-    results = [function(*arguments) for _ in range(repeats)]
-    jax.block_until_ready(results)
-    return (time.perf_counter() - start) / repeats
+CHECKS = {
+    "trains": Check(trains.small, 150, rehearsed=True),
+    "real": Check(trains.real, 300),
+    "operators": Check(operators.check, 120, operators.compiles, rehearsed=True),
+    "survives": Check(survives.check, 120, rehearsed=True),
+    "ceilings": Check(speed.ceilings, 60),
+    "breakdown": Check(speed.breakdown, 120, speed.compiles),
+    "choices": Check(choices.check, 480, choices.compiles),
+    "others": Check(trains.others, 240),
+    "plans": Check(trains.plans, 600, trains.plans),
+}
+"""In the order in which they run; `plans`, which needs no GPU, beside them all."""
+
+PLANS = "plans"
+SHOWN = {OK: 0, MEASURED: 0, NOT_RUN: 0, WRONG: 1}
+"""Verdicts, with the exit status that each is worth."""
 
 
-def attention_with_gradients(kernel: str, dtype):
-    """(query, key, value, cotangent) to (output, gradients) with one implementation."""
-
-    def run(*arrays):
-        q, k, v, cotangent = (x.astype(dtype) for x in arrays)
-        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, kernel), q, k, v)
-        return out, vjp(cotangent)
-
-    return jax.jit(run)
-
-
-def attention_inputs():
-    """Random bf16 query, key, value and cotangent."""
-    s = SEQUENCE
-    heads = (s["heads"], s["kv_heads"], s["kv_heads"], s["heads"])
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [
-        jax.random.normal(k, (s["batch"], s["length"], n, s["head_dim"]), jnp.bfloat16)
-        for k, n in zip(keys, heads, strict=True)
-    ]
-
-
-def check_attention() -> list[tuple[str, ...]]:
-    """Largest error of cuDNN's bf16 results over the largest exact value; bf16 rounds to 2^-8."""
-    arrays = attention_inputs()
-    fused = attention_with_gradients("cudnn", jnp.bfloat16)
-    exact = attention_with_gradients("xla", jnp.float32)
-    rows = []
-    actual, expected = jax.tree.leaves(fused(*arrays)), jax.tree.leaves(exact(*arrays))
-    for name, a, e in zip(("output", "d query", "d key", "d value"), actual, expected, strict=True):
-        error = float(jnp.max(jnp.abs(a.astype(jnp.float32) - e)) / jnp.max(jnp.abs(e)))
-        rows.append((f"attention {name}", "ok" if error < 2**-6 else "WRONG", f"error {error:.1e}"))
-    return rows
-
-
-def product_shapes(run: Run) -> dict[str, tuple[int, int, int]]:
-    """(tokens, inputs, outputs) of each product of a layer."""
-    m, tokens = run.model, run.microbatch * run.batch.sequence_length
-    return {
-        "qkv": (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
-        "out": (tokens, m.heads * m.head_dim, m.embed),
-        "gate_up": (tokens, m.embed, 2 * m.ffn),
-        "down": (tokens, m.ffn, m.embed),
-    }
-
-
-def fp8_implementations() -> list[str]:
-    """Those that can run on this machine."""
-    best = fp8.choose(Precision(), jax.default_backend())
-    return ["xla"] if best == "xla" else ["xla", best]
-
-
-class OneProduct(nnx.Module):
-    """A unit with a single weight."""
-
-    def __init__(self, kernel):
-        self.w = Weight(kernel, fp8=True)
-
-
-def product_with_gradients(implementation: str | None):
-    """(x, w, dy) to (y, dx, dw) of one product, in bf16 (None) or in FP8 under delayed scaling."""
-
-    def run(x, w, dy):
-        if implementation is None:
-            y, vjp = jax.vjp(lambda x, w: dense.dot("BSD,DF->BSF", x, w, "batch seq ffn"), x, w)
-            return y, vjp(dy)
-        precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
-        histories = [jnp.full((1, 1, 3, 4), 6.0)]
-        stack = OneProduct(w[None])
-        scaled = fp8.scale([stack], histories, precision)
-
-        def product(x, stack, observed):
-            (observing,) = fp8.observing(scaled, observed)
-            unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
-            return dense.dot("BSD,DF->BSF", x, unit.w, "batch seq ffn")
-
-        y, vjp = jax.vjp(product, x, stack, fp8.unobserved(histories))
-        return y, vjp(dy)
-
-    return jax.jit(run)
-
-
-def measure_products() -> list[tuple[str, ...]]:
-    """TFLOP/s of a product with both gradients at the shapes of every recipe, quantization
-    included, and the ratio to bf16."""
-    rows = []
-    shapes = {shape for run in one_gpu_runs() for shape in product_shapes(run).values()}
-    for m, k, n in sorted(shapes):
-        keys = jax.random.split(jax.random.key(0), 3)
-        dims = ((1, m, k), (k, n), (1, m, n))
-        arrays = [jax.random.normal(*a, jnp.bfloat16) for a in zip(keys, dims, strict=True)]
-        times = {
-            name or "bf16": seconds(product_with_gradients(name), *arrays)
-            for name in (None, *fp8_implementations())
-        }
-        rates = {name: 3 * 2 * m * k * n / t / 1e12 for name, t in times.items()}
-        rows.append((
-            f"product {m} x {k} x {n} with gradients",
-            ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in rates.items()),
-            ", ".join(f"{name} / bf16 {rate / rates['bf16']:.2f}" for name, rate in rates.items()),
-        ))  # fmt: skip
-    return rows
-
-
-def measure_rows(steps: int) -> list[tuple[str, ...]]:
-    """Step time, rates and memory of every recipe's row for one GPU."""
-    rows = []
-    for run in one_gpu_runs(steps):
-        with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
-            compiled, _, compile_s = compile_program(run)
-            check_program(compiled, run)
-            done = list(run_steps(run, compiled))
-        times = summary.spread([s["step_time_s"] for s in done[len(done) // 2 :]])
-        peak = hardware.peak_tflops(jax.devices()[0].device_kind, run.precision.dtype)
-        rates = throughput(run, times["mean"], peak)
-        mfu = {c: f"{100 * value:.1f} %" for c, value in rates["mfu"].items() if value}
-        rows.append((
-            f"{run.recipe} row 1, {run.model.layers} layers",
-            f"{times['mean']:.4f} s +- {times['std']:.4f}, {rates['tokens_per_s']:.0f} tokens/s",
-            f"MFU causal {mfu['causal']}, full {mfu['full']}; peak "
-            f"{done[-1]['peak_memory_bytes'] / 2**30:.1f} GiB; loss {done[0]['loss']:.3f} to "
-            f"{done[-1]['loss']:.3f}; compiled in {compile_s:.0f} s",
-        ))  # fmt: skip
-    return rows
-
-
-def compile_everything() -> list[tuple[str, ...]]:
-    """The same programs compiled for one absent H100."""
-    device = compile_only_devices(hardware.H100, 1)
-    rows = []
-    for run in one_gpu_runs():
-        with jax.set_mesh(mesh.make_mesh(run.mesh_shape, device)):
-            compiled, _, compile_s = compile_program(run)
-            check_program(compiled, run)
-        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
-        rows.append((f"{run.recipe} row 1", f"compiled in {compile_s:.1f} s", f"{peak:.1f} GiB"))
-    with jax.set_mesh(mesh.make_mesh((1,) * 6, device)):
-        inputs = jax.eval_shape(attention_inputs)
-        for name, dtype in (("cudnn", jnp.bfloat16), ("xla", jnp.float32)):
-            attention_with_gradients(name, dtype).lower(*inputs).compile()
-            rows.append((f"attention {name}", "compiled", ""))
-        x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 4096, 8192), (8192, 10240)))
-        dy = jax.ShapeDtypeStruct((1, 4096, 10240), jnp.bfloat16)
-        for name in (None, "xla"):
-            product_with_gradients(name).lower(x, w, dy).compile()
-            rows.append((f"product {name or 'bf16'}", "compiled", ""))
-    return rows
-
-
-def main() -> None:
-    """Runs the chosen parts and prints their tables at the end."""
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--only", default="attention,products,rows")
-    parser.add_argument("--compile-only", action="store_true")
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("results/gpu"), help="default results/gpu")
+    add("--budget", type=float, help=f"seconds in all, default {BUDGET['gpu']:.0f} on a GPU")
+    add("--only", default=",".join(CHECKS), help="some checks: " + ", ".join(CHECKS))
+    add("--compile-only", action="store_true", help="compile all of it for an absent H100")
+    add("--rehearse", action="store_true", help="tiny, on the CPU: what can run there")
+    add("--check", help=argparse.SUPPRESS)  # one check in a process of its own
+    add("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.compile_only:
-        jax.config.update("jax_platforms", "cpu")
-        rows = compile_everything()
-    else:
-        with jax.set_mesh(mesh.make_mesh((1,) * 6)):
-            rows = check_attention() if "attention" in args.only else []
-        rows += measure_products() if "products" in args.only else []
-        rows += measure_rows(args.steps) if "rows" in args.only else []
-    print(f"\n{devices.hardware()}\n{versions()}\n")
-    print("| what | result | |\n|---|---|---|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+    if unknown := set(args.only.split(",")).difference(CHECKS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: the checks are {', '.join(CHECKS)}")
+    return args
+
+
+def mode(args: argparse.Namespace) -> str:
+    """Where the checks run (`Place.on`)."""
+    return "absent" if args.compile_only else "cpu" if args.rehearse else "gpu"
+
+
+def find_gpu() -> hardware.Gpu:
+    """The GPU of this machine, or the H100 where none is known."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        names = ""
+    found = hardware.identify(names.partition("\n")[0])
+    return found if found and found.target else hardware.H100
+
+
+def one_check(args: argparse.Namespace) -> int:
+    """Runs one check in this process, and writes its findings."""
+    place = Place(mode(args), args.folder, find_gpu())
+    if place.on == "gpu":
+        # The GPU first, as everywhere; the CPU for references, and for plans beside the rest.
+        os.environ["JAX_PLATFORMS"] = "cpu" if args.check == PLANS else "cuda,cpu"
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.MEMORY_FRACTION))
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+    check = CHECKS[args.check]
+    function = check.compile if args.compile_only else check.run
+    assert function is not None
+    if args.check == PLANS:
+        os.nice(10)
+    try:
+        for finding in function(place):
+            write(args.output, args.check, finding)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        write(args.output, args.check, Finding(args.check, WRONG, reason[:300]))
+    return 0
+
+
+def write(output: Path, check: str, finding: Finding) -> None:
+    """Adds a finding to the results, and shows it."""
+    with (output / "results.jsonl").open("a") as file:
+        file.write(json.dumps({"check": check, **asdict(finding)}) + "\n")
+
+
+def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen:
+    """A check in a process, and a session, of its own."""
+    modes = [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
+    command = [sys.executable, __file__, *modes, "--check", name]
+    log = (args.output / "log.txt").open("a")
+    return subprocess.Popen(
+        [*command, "--output", str(args.output), "--folder", str(folder)], cwd=ROOT,
+        stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends a check with everything that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def finish(args: argparse.Namespace, name: str, process: subprocess.Popen, left: float) -> None:
+    """Waits for a check until its limit or the end of the budget, `left` seconds, and says how it
+    ended if not by itself. Away from a GPU only the budget counts."""
+    limit = CHECKS[name].limit if mode(args) == "gpu" else left
+    began = time.monotonic()
+    show = partial(print, flush=True)
+    shown = len(results(args.output))
+    while process.poll() is None and time.monotonic() - began < min(limit, left):
+        time.sleep(0.2)
+        new = results(args.output)[shown:]
+        for finding in new:
+            show(f"  {finding['verdict']:8} {finding['what']}: {finding['figure']}")
+        shown += len(new)
+    if process.poll() is None:
+        late = Finding(name, WRONG, f"it took more than its {limit:.0f} s")
+        ended = Finding(name, NOT_RUN, f"stopped: the budget is spent, see --only {name}")
+        write(args.output, name, late if limit < left else ended)
+    elif process.returncode:
+        reason = f"its process ended with status {process.returncode}; see log.txt"
+        write(args.output, name, Finding(name, WRONG, reason))
+    stop(process)
+    show(f"{name}: {time.monotonic() - began:.0f} s")
+
+
+def results(output: Path) -> list[dict]:
+    """All findings so far."""
+    path = output / "results.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+def run_checks(args: argparse.Namespace, folder: Path) -> None:
+    """Every chosen check that this mode has, within the budget."""
+    ends = time.monotonic() + (args.budget or BUDGET[mode(args)])
+    names = [name for name in CHECKS if name in args.only.split(",") and takes(args, name)]
+    beside = None
+    if PLANS in names and mode(args) == "gpu":
+        names.remove(PLANS)
+        beside = start(args, PLANS, folder)
+    for name in names:
+        left = ends - time.monotonic()
+        if left < 10:
+            write(args.output, name, Finding(name, NOT_RUN, f"no budget left: --only {name}"))
+            continue
+        print(name, flush=True)
+        finish(args, name, start(args, name, folder), left)
+    if beside is not None:
+        stop(beside)
+
+
+def takes(args: argparse.Namespace, name: str) -> bool:
+    """Whether a check runs in this mode."""
+    check = CHECKS[name]
+    return {"absent": check.compile is not None, "cpu": check.rehearsed}.get(mode(args), True)
+
+
+def table(output: Path) -> str:
+    """The findings as Markdown."""
+    lines = ["| check | what | verdict | figure | beside |", "|---|---|---|---|---|"]
+    columns = ("check", "what", "verdict", "figure", "beside")
+    lines += ["| " + " | ".join(f[c] for c in columns) + " |" for f in results(output)]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs what was chosen, and prints the table; the exit status."""
+    args = parse_arguments()
+    if args.check:
+        return one_check(args)
+    args.output = args.output.absolute()
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "results.jsonl").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run_checks(args, Path(folder))
+    text = f"{find_gpu().device}\n{versions()}\n\n{table(args.output)}"
+    (args.output / "table.md").write_text(f"{text}\n")
+    print(f"\n{text}")
+    return max((SHOWN[f["verdict"]] for f in results(args.output)), default=1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -105,7 +105,8 @@ class Mamba2(nnx.Module):
         x, b, c = jnp.split(convolved, [inner, inner + state], axis=-1)
         x = x.reshape(*x.shape[:2], -1, self.mamba.head_dim)
         dt = jax.nn.softplus(dt.astype(jnp.float32) + group.dt_bias[...])
-        y = ssd.scan(x, dt, -jnp.exp(group.a_log[...]), b, c, context)
+        with jax.named_scope("ssd.scan"):  # for profiles
+            y = ssd.scan(x, dt, -jnp.exp(group.a_log[...]), b, c, context)
         y += group.d[...][:, None] * x
         y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
         y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)

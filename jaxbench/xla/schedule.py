@@ -77,6 +77,20 @@ def analyse(program: Program, gpu: Gpu) -> Schedule:
     return _Walk(program, gpu).run(program.entry)
 
 
+def kernels(
+    program: Program, gpu: Gpu, computation: str = "", runs: int = 1
+) -> Iterator[tuple[Instruction, str | None, float, int]]:
+    """Every kernel that is no collective, with the kind of its `Work`, the least seconds of a run,
+    and its runs per step."""
+    walk, scope = _Walk(program, gpu), program.computations[computation or program.entry]
+    for i in scope.values():
+        for callee, times in _bodies(i):
+            yield from kernels(program, gpu, callee, runs * times)
+        if _launches(i) and not _is_collective(i):
+            kind = next((work.kind for work in walk.work(i, scope)), None)
+            yield i, kind, sum(walk.kernel_seconds(i, scope)), runs
+
+
 class _Walk:
     def __init__(self, program: Program, gpu: Gpu):
         self.program, self.gpu = program, gpu

@@ -1,0 +1,259 @@
+"""Is it right? Every operator at the recipes' shapes, forward and gradients, beside the CPU's in
+float32, which the unit tests hold to independent references in float64."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxbench import mesh
+from jaxbench.models.experts import Experts
+from jaxbench.models.layers import Pass, Weight
+from jaxbench.ops import attention, dense, embedding, fp8, loss, ssd
+from jaxbench.plan.absent import compile_only_devices
+from jaxbench.recipe import recipes
+from jaxbench.recipe.settings import Precision, Run
+from jaxbench.train.step import compute_weights
+from one_gpu.place import FAMILIES, MEASURED, OK, WRONG, Finding, Place
+
+TOLERANCE = 2**-6
+"""Of a result, relative to the largest exact one. Operands in bf16 are exact on both sides; kernels
+round results and what they keep between their products to bf16 (2^-9), or to FP8 both alike, and
+Hopper's FP8 products sum in about 14 bits (DeepSeek-V3, section 3.5.2)."""
+
+TOKENS = 1024
+"""Rows of products: enough to fill the tiles of a kernel, few enough for a CPU."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator. `on(platform)` is its function there; `arrays` are its inputs, `bf16` those that
+    it takes in bf16 on a GPU, integers as they are. `exact` says in which dtype a CPU takes those:
+    emulated FP8 has to see the same bf16."""
+
+    name: str
+    on: Callable[[str], Callable]
+    arrays: tuple[np.ndarray, ...]
+    bf16: tuple[int, ...]
+    exact: Any = jnp.float32
+
+    def inputs(self, dtype: Any) -> list[jax.Array]:
+        """The inputs with those in bf16 as `dtype`, rounded to bf16 before."""
+        return [
+            jnp.asarray(x, jnp.bfloat16).astype(dtype) if i in self.bf16 else jnp.asarray(x)
+            for i, x in enumerate(self.arrays)
+        ]
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    """Normal fp32 numbers."""
+    return scale * np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def with_gradients(function: Callable) -> Callable:
+    """Inputs to results and the gradients of a fixed sum of them, for inputs that are no
+    integers."""
+
+    def run(*arrays):
+        moving = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of_moving(*values):
+            given = dict(zip(moving, values, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(arrays)))
+
+        out, vjp = jax.vjp(of_moving, *(arrays[i] for i in moving))
+        weights = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size) + 1.0).reshape(y.shape), out)
+        return out, vjp(jax.tree.map(lambda y, w: w.astype(y.dtype), out, weights))
+
+    return run
+
+
+def attentions(place: Place) -> Iterator[Case]:
+    """One group of heads of each family, at its sequence length."""
+    for family in FAMILIES:
+        run = row(f"{family}_bf16")
+        model, length = run.model, 256 if place.rehearsal else run.batch.sequence_length
+        heads, dim = model.heads // model.kv_heads, model.head_dim
+
+        def on(platform, run=run, model=model, length=length):
+            kernel = attention.choose(run.execution, model, length, platform)
+            return partial(attention.attend, kernel=kernel, cap=model.softcap)
+
+        arrays = [random(1, length, n, dim, seed=i) for i, n in enumerate((heads, 1, 1))]
+        name = f"attention of {family}, {length} x {heads} x {dim}"
+        yield Case(name, on, tuple(arrays), (0, 1, 2))
+
+
+class OneProduct(nnx.Module):
+    """A unit with a single weight."""
+
+    def __init__(self, kernel):
+        self.w = Weight(kernel, fp8=True)
+
+
+def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product of a layer, in bf16 (None) or in FP8 under delayed scaling."""
+    dims = "batch seq ffn"
+    if implementation is None:
+        return dense.dot("BSD,DF->BSF", x, w, dims)
+    precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
+    histories = [jnp.full((1, 1, 3, 4), 6.0)]
+    stack = OneProduct(w[None])
+    (observing,) = fp8.observing(
+        fp8.scale([stack], histories, precision), fp8.unobserved(histories)
+    )
+    unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
+    return dense.dot("BSD,DF->BSF", x, unit.w, dims)
+
+
+def products(place: Place) -> Iterator[Case]:
+    """The products of two families in FP8, by every implementation that is here."""
+    tokens = 64 if place.rehearsal else TOKENS
+    for k, n in sorted({shape[1:] for shape in product_shapes(place)}):
+        for name in implementations():
+            arrays = random(1, tokens, k), random(k, n, seed=1, scale=k**-0.5)
+            yield Case(
+                f"FP8 product by {name}, {tokens} x {k} x {n}",
+                lambda platform, name=name: partial(product, name if platform == "gpu" else "xla"),
+                arrays, (0, 1), jnp.bfloat16,
+            )  # fmt: skip
+
+
+def product_shapes(place: Place) -> set[tuple[int, int, int]]:
+    """(tokens, inputs, outputs) of the products of a layer of Llama 3.1 8B and Nemotron-4."""
+    shapes = set()
+    for family in ("llama31_8b",) if place.rehearsal else ("llama31_8b", "nemotron4_340b"):
+        run = row(f"{family}_fp8", recipes.SMOKE if place.rehearsal else 1)
+        m, tokens = run.model, run.microbatch * run.batch.sequence_length
+        shapes |= {
+            (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
+            (tokens, m.embed, (2 if "llama" in family else 1) * m.ffn),
+            (tokens, m.ffn, m.embed),
+        }
+    return shapes
+
+
+def implementations() -> list[str]:
+    """Of FP8 products, those that can run here."""
+    refused = fp8.refusals(Precision(dtype="fp8"), jax.default_backend())
+    return ["xla", *(name for name, reason in refused.items() if name != "xla" and not reason)]
+
+
+def scans(place: Place) -> Iterator[Case]:
+    """The scan and the convolution of one group of Nemotron-H."""
+    run = row("nemotronh_56b_bf16")
+    mamba, length = run.model.mamba, 256 if place.rehearsal else run.batch.sequence_length
+    heads = mamba.heads // mamba.groups
+    draw = np.random.default_rng(1)
+    dt = np.exp(draw.uniform(np.log(1e-3), np.log(1e-1), (1, length, heads))).astype(np.float32)
+    decay = -draw.uniform(1, 16, heads).astype(np.float32)
+    x = random(1, length, heads, mamba.head_dim)
+    b, c = (random(1, length, mamba.state, seed=i, scale=0.1) for i in (2, 3))
+    name = f"scan, {length} x {heads} x {mamba.head_dim}, state {mamba.state}"
+    yield Case(name, lambda _: ssd.scan, (x, dt, decay, b, c), (0, 3, 4))
+    channels = mamba.inner + 2 * mamba.state
+    arrays = random(1, length, channels), random(4, channels, seed=1), random(channels, seed=2)
+    yield Case(f"convolution, {length} x {channels}", lambda _: ssd.causal_conv, arrays, (0,))
+
+
+def ends(place: Place) -> Iterator[Case]:
+    """Embedding and loss of Llama 3.1 8B."""
+    model = row("llama31_8b_bf16").model
+    tokens, vocabulary = (64, 2048) if place.rehearsal else (TOKENS, model.vocabulary)
+    ids = np.random.default_rng(0).integers(0, vocabulary, (1, tokens), np.int32)
+
+    def looked_up(table, ids):
+        return embedding.look_up(table, ids, jnp.bfloat16)
+
+    def mean_loss(hidden, head, ids):
+        hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
+        # Of a mean over tokens, gradients in bf16 would be close to its smallest numbers.
+        return tokens * loss.cross_entropy(hidden, head, ids)
+
+    name = f"embedding, {vocabulary} x {model.embed}"
+    yield Case(name, lambda _: looked_up, (random(vocabulary, model.embed), ids), ())
+    arrays = random(1, tokens, model.embed), random(model.embed, vocabulary, seed=1, scale=0.02)
+    name = f"loss, {tokens} x {model.embed} x {vocabulary}"
+    yield Case(name, lambda _: mean_loss, (*arrays, ids), (0, 1))
+
+
+def experts(place: Place) -> Iterator[Case]:
+    """Routing and experts of Grok-1, narrower than they are: a CPU has to multiply them too."""
+    run = row("grok1_314b_bf16", recipes.SMOKE)
+    model = recipes.resolve(
+        recipes.load("grok1_314b_bf16"), recipes.SMOKE, devices=1,
+        overrides=recipes.parse_overrides(
+            [] if place.rehearsal else ["model.embed=6144", "model.ffn=2048",
+                                        f"model.capacity_tokens={TOKENS}"]
+        ),
+    ).model  # fmt: skip
+    tokens = run.batch.sequence_length if place.rehearsal else TOKENS
+
+    def mixture(x, router, gate_up, down):
+        layer = Experts(model, key=jax.random.key(0))
+        layer.router, layer.gate_up, layer.down = nnx.Param(router), Weight(gate_up), Weight(down)
+        return compute_weights(layer, x.dtype)(x, Pass(rotary=None, kernel="xla"))[0]
+
+    count, embed, ffn = model.experts, model.embed, model.ffn
+    arrays = (
+        random(1, tokens, embed),
+        random(embed, count, seed=1, scale=embed**-0.5),
+        random(count, embed, 2, ffn, seed=2, scale=embed**-0.5),
+        random(count, embed, ffn, seed=3, scale=ffn**-0.5),
+    )
+    name = f"experts, {tokens} tokens, {count} of {embed} x {ffn}"
+    yield Case(name, lambda _: mixture, arrays, (0, 2, 3))
+
+
+def row(recipe: str, name: int | str = 1) -> Run:
+    """A row for one device."""
+    return recipes.resolve(recipes.load(recipe), name, devices=1)
+
+
+def cases(place: Place) -> Iterator[Case]:
+    """All of them, those first whose kernels are least known."""
+    for group in (attentions, products, scans, experts, ends):
+        yield from group(place)
+
+
+def check(place: Place) -> Iterator[Finding]:
+    """Compares every case here with the CPU."""
+    for case in cases(place):
+        actual, expected = (
+            computed(case, platform, dtype)
+            for platform, dtype in ((place.on, jnp.bfloat16), ("cpu", case.exact))
+        )
+        errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
+        shown = ", ".join(f"{e:.0e}" for e in errors)
+        verdict = OK if max(errors) <= TOLERANCE else WRONG
+        yield Finding(case.name, verdict, f"error {max(errors):.1e}", f"each: {shown}",
+                      {"errors": errors})  # fmt: skip
+
+
+def computed(case: Case, platform: str, dtype: Any) -> list[np.ndarray]:
+    """Results and gradients of a case on a platform's first device."""
+    devices = jax.devices(platform)[:1]
+    with jax.set_mesh(mesh.make_mesh((1,) * 6, devices)), jax.default_device(devices[0]):
+        function = jax.jit(with_gradients(case.on(platform)))
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(function(*case.inputs(dtype)))]
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest, relative to the largest expected value."""
+    return float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
+
+
+def compiles(place: Place) -> Iterator[Finding]:
+    """Compiles every case for an absent GPU."""
+    on = mesh.make_mesh((1,) * 6, compile_only_devices(place.gpu, 1))
+    for case in cases(place):
+        inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
+        with jax.set_mesh(on), attention.cudnn.of_target():
+            compiled = jax.jit(with_gradients(case.on("gpu"))).lower(*inputs).compile()
+        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        yield Finding(case.name, MEASURED, f"compiled, {peak:.1f} GiB")

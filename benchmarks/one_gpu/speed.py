@@ -1,0 +1,140 @@
+"""How fast? The card's ceilings, and where a step's time goes by the names of the plan."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxbench import hardware, mesh
+from jaxbench.ops import attention
+from jaxbench.plan.absent import compile_only_devices
+from jaxbench.recipe.settings import Run
+from jaxbench.run.profiling import window
+from jaxbench.train.loop import run_steps
+from jaxbench.train.program import compile_program, read
+from jaxbench.xla import schedule
+from jaxbench.xla.hlo import SOURCE, Instruction, Program
+from one_gpu.operators import implementations, product, product_shapes, row, with_gradients
+from one_gpu.place import MEASURED, WRONG, Finding, Place
+from one_gpu.survives import operations
+
+PROFILED = ("llama31_8b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8", "llama31_8b_bf16")
+WARM, SHOWN = 4, 3
+"""Steps before those that are profiled, and those."""
+
+SQUARE = 8192
+
+
+def seconds(function: Callable, *arguments: jax.Array, repeats: int = 20) -> float:
+    """Mean seconds of a call, after two that are not counted."""
+    for _ in range(2):
+        jax.block_until_ready(function(*arguments))
+    start = time.perf_counter()
+    results = [function(*arguments) for _ in range(repeats)]
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / repeats
+
+
+def ceilings(place: Place) -> Iterator[Finding]:
+    """What the card gives to large products and to a copy; products with both gradients at the
+    recipes' shapes, quantization included."""
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+        keys = jax.random.split(jax.random.key(0))
+        a, b = (jax.random.normal(k, (SQUARE, SQUARE), jnp.bfloat16).astype(dtype) for k in keys)
+        multiply = jax.jit(lambda a, b: jax.lax.dot_general(
+            a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+        ))  # fmt: skip
+        name = jnp.dtype(dtype).name
+        rate = 2 * SQUARE**3 / seconds(multiply, a, b) / 1e12
+        yield Finding(f"product {SQUARE} cubed, {name}", MEASURED, f"{rate:.0f} TFLOP/s",
+                      data={"tflops": rate})  # fmt: skip
+    large = jnp.ones(2**31, jnp.bfloat16)
+    rate = 2 * large.nbytes / seconds(jax.jit(lambda x: -x), large) / 1e9
+    yield Finding("copy of 4 GiB", MEASURED, f"{rate:.0f} GB/s", data={"gb_per_s": rate})
+    for m, k, n in sorted(product_shapes(place)):
+        yield with_both_gradients(m, k, n)
+
+
+def with_both_gradients(m: int, k: int, n: int) -> Finding:
+    """A product with its gradients, in bf16 and in FP8 by each implementation."""
+    keys = jax.random.split(jax.random.key(0))
+    shapes = ((1, m, k), (k, n))
+    x, w = (jax.random.normal(*a, jnp.bfloat16) for a in zip(keys, shapes, strict=True))
+    with jax.set_mesh(mesh.make_mesh((1,) * 6, jax.devices()[:1])):
+        rates = {
+            name or "bf16": 6 * m * k * n / seconds(gradients_of(name), x, w) / 1e12
+            for name in (None, *implementations())
+        }
+    figure = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()) + " TFLOP/s"
+    ratios = ", ".join(f"{name} / bf16 {rate / rates['bf16']:.2f}" for name, rate in rates.items())
+    return Finding(f"product with gradients, {m} x {k} x {n}", MEASURED, figure, ratios, rates)
+
+
+def gradients_of(implementation: str | None) -> Callable:
+    """The jitted product with both of its gradients."""
+    return jax.jit(with_gradients(lambda x, w: product(implementation, x, w)))
+
+
+def breakdown(place: Place) -> Iterator[Finding]:
+    """Some rows `1` under the profiler, by the kinds of kernels that the plan knows."""
+    for recipe in PROFILED:
+        run = replace(row(recipe), steps=WARM + SHOWN)
+        with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
+            yield profiled(place, run)
+
+
+def profiled(place: Place, run: Run) -> Finding:
+    """Milliseconds of a step by kind of kernel, each beside its least."""
+    # Command buffers hide the kernels that they hold from the profiler.
+    compiled, _, _ = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
+    folder = place.folder / f"breakdown-{run.recipe}"
+    steps = list(run_steps(run, compiled, pauses=[window("jax", WARM, run.steps, folder)]))
+    planned, kinds = least(read(compiled), place.gpu)
+    found = list(operations(folder))
+    what = f"{run.recipe}, row 1, where its time goes"
+    if not found:
+        return Finding(what, WRONG, "no kernel in the profile has a name")
+    measured: Counter[str] = Counter()
+    for name, _, duration in found:
+        measured[kinds.get(name, "other kernels")] += duration / SHOWN / 1e6
+    span = max(start + length for _, start, length in found) - min(start for _, start, _ in found)
+    busy = sum(measured.values())
+    figure = ", ".join(
+        f"{kind} {measured[kind]:.1f} ms (least {planned[kind]:.1f})" for kind in planned
+    )
+    idle = max(span / SHOWN / 1e6 - busy, 0.0)
+    beside = f"idle {idle:.1f} ms, {len(found) // SHOWN} launches, step under the profiler "
+    beside += f"{1e3 * steps[-1]['step_time_s']:.1f} ms"
+    return Finding(what, MEASURED, figure, beside, {**measured, "idle": idle})
+
+
+def least(program: Program, gpu: hardware.Gpu) -> tuple[Counter[str], dict[str, str]]:
+    """Least milliseconds of a step by kind of kernel, and the kind of each kernel by its name."""
+    planned: Counter[str] = Counter()
+    kinds = {}
+    for kernel, work, at_least, runs in schedule.kernels(program, gpu):
+        kinds[kernel.name] = kind(kernel, work)
+        planned[kinds[kernel.name]] += 1e3 * at_least * runs
+    return planned, kinds
+
+
+def kind(kernel: Instruction, work: str | None) -> str:
+    """What a kernel counts as."""
+    if "ssd.scan" in (kernel.attribute(SOURCE) or ""):
+        return "scan"
+    return {"product": "products", "attention": "attention"}.get(work or "", "other kernels")
+
+
+def compiles(place: Place) -> Iterator[Finding]:
+    """Compiles what `breakdown` profiles, and says the least time of its parts."""
+    for recipe in PROFILED:
+        run = row(recipe)
+        on = mesh.make_mesh(run.mesh_shape, compile_only_devices(place.gpu, 1))
+        with jax.set_mesh(on), attention.cudnn.of_target():
+            compiled, _, took = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
+        planned, _ = least(read(compiled), place.gpu)
+        figure = ", ".join(f"{name} {ms:.1f} ms" for name, ms in planned.items())
+        yield Finding(f"{recipe}, row 1, least", MEASURED, figure, f"compiled in {took:.0f} s")
