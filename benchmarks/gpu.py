@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 from one_gpu import choices, operators, speed, survives, trains
-from one_gpu.place import MEASURED, NOT_RUN, OK, ROOT, WRONG, Finding, Place
+from one_gpu.place import MEASURED, NOT_RUN, OK, ROOT, WRONG, Finding, Place, read_lines
 
 from jaxbench import hardware
 from jaxbench.versions import versions
@@ -146,11 +146,11 @@ def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen
     """A check in a process, and a session, of its own."""
     modes = [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
     command = [sys.executable, __file__, *modes, "--check", name]
-    log = (args.output / "log.txt").open("a")
-    return subprocess.Popen(
-        [*command, "--output", str(args.output), "--folder", str(folder)], cwd=ROOT,
-        stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    with (args.output / "log.txt").open("a") as log:
+        return subprocess.Popen(
+            [*command, "--output", str(args.output), "--folder", str(folder)], cwd=ROOT,
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -187,7 +187,7 @@ def finish(args: argparse.Namespace, name: str, process: subprocess.Popen, left:
 def results(output: Path) -> list[dict]:
     """All findings so far."""
     path = output / "results.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    return read_lines(path) if path.exists() else []
 
 
 def run_checks(args: argparse.Namespace, folder: Path) -> None:

@@ -43,7 +43,8 @@ class Compiled:
 
     def __init__(self, name: str, gpus: int, *overrides: str):
         recipe = recipes.load(name)
-        parsed = recipes.parse_overrides(list(overrides))
+        # `auto` would follow what is installed.
+        parsed = recipes.parse_overrides(["precision.implementation=xla", *overrides])
         self.run = recipes.resolve(recipe, gpus, overrides=parsed)
         devices = compile_only_devices(H100, self.run.gpus)
         self.mesh = mesh.make_mesh(self.run.mesh_shape, devices)

@@ -184,15 +184,12 @@ def ends(place: Place) -> Iterator[Case]:
 
 def experts(place: Place) -> Iterator[Case]:
     """Routing and experts of Grok-1, narrower than they are: a CPU has to multiply them too."""
-    run = row("grok1_314b_bf16", recipes.SMOKE)
-    model = recipes.resolve(
-        recipes.load("grok1_314b_bf16"), recipes.SMOKE, devices=1,
-        overrides=recipes.parse_overrides(
-            [] if place.rehearsal else ["model.embed=6144", "model.ffn=2048",
-                                        f"model.capacity_tokens={TOKENS}"]
-        ),
-    ).model  # fmt: skip
-    tokens = run.batch.sequence_length if place.rehearsal else TOKENS
+    wide = [
+        "model.embed=6144", "model.ffn=2048", f"model.capacity_tokens={TOKENS}",
+        f"batch.sequence_length={TOKENS}",
+    ]  # fmt: skip
+    run = row("grok1_314b_bf16", recipes.SMOKE, *([] if place.rehearsal else wide))
+    model, tokens = run.model, run.batch.sequence_length
 
     def mixture(x, router, gate_up, down):
         layer = Experts(model, key=jax.random.key(0))
@@ -210,9 +207,10 @@ def experts(place: Place) -> Iterator[Case]:
     yield Case(name, lambda _: mixture, arrays, (0, 2, 3))
 
 
-def row(recipe: str, name: int | str = 1) -> Run:
-    """A row for one device."""
-    return recipes.resolve(recipes.load(recipe), name, devices=1)
+def row(recipe: str, name: int | str = 1, *changes: str) -> Run:
+    """A row for one device, with changes."""
+    parsed = recipes.parse_overrides([*changes])
+    return recipes.resolve(recipes.load(recipe), name, devices=1, overrides=parsed)
 
 
 def cases(place: Place) -> Iterator[Case]:

@@ -77,7 +77,7 @@ class Trained:
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """Its steps.jsonl."""
-        return [json.loads(line) for line in (self.folder / "steps.jsonl").open()]
+        return read_lines(self.folder / "steps.jsonl")
 
     @property
     def losses(self) -> list[float]:
@@ -90,6 +90,11 @@ class Trained:
         if self.status == 0:
             return ""
         return f"status {self.status}: {(self.said.strip().splitlines() or ['no word'])[-1]}"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def command(recipe: str, folder: Path, *options: str) -> list[str]:

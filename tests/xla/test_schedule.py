@@ -46,6 +46,29 @@ def test_a_product_hides_a_gather():
     assert (found.exposed_s, found.uncovered_bytes, found.kernels) == (0, 0, 2)
 
 
+def test_kernels_one_by_one_are_what_the_walk_sums_up():
+    """In a loop of three, and beside it; the gather is none."""
+    loop = f"""
+%body (p: bf16[8,8]) -> bf16[8,8] {{
+  %x = bf16[8,8]{{1,0}} parameter(0)
+{DOT}  ROOT %copy = bf16[8,8]{{1,0}} copy(%dot)
+}}
+"""
+    repeated = (
+        "  %loop = bf16[8,8]{1,0} while(%x), body=%body, "
+        'backend_config={"known_trip_count":{"n":"3"}}\n'
+    )
+    whole = program(GATHER + DOT + DONE + repeated, loop)
+    found = list(schedule.kernels(whole, SYSTEM))
+    assert [(i.name, kind, runs) for i, kind, _, runs in found] == [
+        ("dot", "product", 1), ("dot", "product", 3), ("copy", None, 3),
+    ]  # fmt: skip
+    seconds = [least * runs for _, _, least, runs in found]
+    summed = schedule.analyse(whole, SYSTEM)
+    assert sum(seconds[:2]) == pytest.approx(summed.compute_s) == pytest.approx(4 * PRODUCT_S)
+    assert seconds[2] == pytest.approx(summed.memory_s)
+
+
 def test_nothing_between_start_and_done_exposes_it():
     found = schedule.analyse(program(GATHER + DONE + DOT), SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
