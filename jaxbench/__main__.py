@@ -16,12 +16,16 @@ USAGE = """usage: python -m jaxbench COMMAND
 def list_recipes() -> int:
     """Prints a table of all recipes and rows."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends quietly
-    print(f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':28} {'batch':>6} published")
+    print(
+        f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':28} {'batch':>6} "
+        "published (MFU as its source prints it)"
+    )
     for recipe in recipes.load_all():
         for name in recipe.rows:
             run = recipes.resolve(recipe, name)
             row = published.lookup(run)
-            step = f"{row.step_time_s} s, {row.mfu_pct} % MFU" if row else ""
+            nothing = "" if name == recipes.SMOKE else "nothing is published"
+            step = f"{row.step_time_s} s, {row.mfu_pct} % MFU" if row else nothing
             print(
                 f"{recipe.name:20} {run.row:>6} {run.label:6} {run.model.layers:6} "
                 f"{run.mesh_text():28} {run.batch.global_batch:6} {step}"

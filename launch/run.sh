@@ -30,4 +30,20 @@ if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
   mkdir -p "$JAXBENCH_RESULTS/$SLURM_JOB_ID/nsys"
   command=("${nsys[@]}" "${command[@]}")
 fi
-exec "${command[@]}"
+[ -n "${JAXBENCH_EXITS:-}" ] || exec "${command[@]}"
+
+# Slurm's signals reach the process itself. This shell stays to say how it ended: the first rank that fails decides
+# what becomes of the job, and only one can make the folder.
+trap : TERM INT USR1
+node=${SLURMD_NODENAME:-$(hostname)} status=0
+if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' 2> /dev/null; then
+  "${command[@]}" || status=$?
+else
+  echo "error: node $node: no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into" \
+    "a folder that every node has to see" >&2
+  status=2
+fi
+if [ "$status" -ne 0 ] && mkdir "$JAXBENCH_EXITS/first" 2> /dev/null; then
+  echo "$rank $node $status" > "$JAXBENCH_EXITS/first/rank"
+fi
+exit "$status"

@@ -1,29 +1,61 @@
 #!/usr/bin/env bash
-# Installs jaxbench for launch/submit.sh, on a login node, into folders that all nodes share:
-#   launch/setup.sh                        a virtual environment, .venv in the source tree or JAXBENCH_VENV
-#   RUN_CONF_IMAGE=x.sqsh launch/setup.sh  a container image for enroot and pyxis, on IMAGE (docker://python:3.12)
+# Installs jaxbench for launch/submit.sh; --help says what into where.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+usage() {
+  cat << 'END'
+usage: launch/setup.sh
+
+Installs jaxbench for launch/submit.sh, on a login node, into folders that all nodes share: a virtual environment, or
+with RUN_CONF_IMAGE a container image. Environment variables:
+
+  JAXBENCH_VENV   the virtual environment (default: .venv in the source tree); launch/submit.sh reads it too
+  PYTHON          the Python that makes it, 3.11 or newer (default: python3)
+  EXTRAS          what is installed: gpu (default), or of pyproject.toml plan, te, dev; several with commas between
+  RUN_CONF_IMAGE  a container image for enroot and pyxis to make instead, such as /shared/jaxbench.sqsh
+  IMAGE           what that image is built on (default: docker://python:3.12)
+END
+}
+
+case ${1:-} in
+  "") ;;
+  -h | --help) usage && exit ;;
+  *) echo "error: launch/setup.sh: unknown argument $1; --help names its environment variables" >&2 && exit 2 ;;
+esac
+
+image=${RUN_CONF_IMAGE:+$(realpath -ms -- "$RUN_CONF_IMAGE")}
+venv=$(realpath -ms -- "${JAXBENCH_VENV:-$root/.venv}")
 cd "$root"
 
-if [ -n "${RUN_CONF_IMAGE:-}" ]; then
-  [ ! -e "$RUN_CONF_IMAGE" ] || { echo "error: $RUN_CONF_IMAGE is there already" >&2; exit 2; }
+extras=${EXTRAS:-gpu}
+size="few packages and no GPU"
+[[ ",$extras," != *,plan,* ]] || size="XLA's compiler for GPUs, about 1.4 GB"
+[[ ! ",$extras," =~ ,(gpu|te), ]] || size="JAX with CUDA, about 2.5 GB, 4.7 GB when unpacked"
+
+if [ -n "$image" ]; then
+  [ ! -e "$image" ] || { echo "error: $image is there already" >&2; exit 2; }
   command -v enroot > /dev/null || { echo "error: enroot is not installed here" >&2; exit 2; }
-  box=jaxbench-$$ base=$RUN_CONF_IMAGE.base
+  box=jaxbench-$$ base=$image.base from=${IMAGE:-docker://python:3.12}
   trap 'rm -f "$base"; enroot remove --force "$box" > /dev/null 2>&1 || true' EXIT
-  enroot import --output "$base" "${IMAGE:-docker://python:3.12}"
+  echo "1/3 fetching $from"
+  enroot import --output "$base" "$from"
   enroot create --name "$box" "$base"
+  echo "2/3 installing jaxbench's packages ($extras): $size; some minutes"
   enroot start --root --rw --mount "$root:$root" "$box" \
-    python3 -m pip install --constraint "$root/constraints.txt" "$root[${EXTRAS:-gpu}]"
-  enroot export --output "$RUN_CONF_IMAGE" "$box"
-  echo "export RUN_CONF_IMAGE=$RUN_CONF_IMAGE before launch/submit.sh"
+    python3 -m pip install --constraint "$root/constraints.txt" "$root[$extras]"
+  echo "3/3 writing $image"
+  enroot export --output "$image" "$box"
+  echo "export RUN_CONF_IMAGE=$(printf %q "$image") before launch/submit.sh"
   exit
 fi
 
-venv=${JAXBENCH_VENV:-$root/.venv}
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $python is older than 3.11; set PYTHON" >&2; exit 2; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { echo "error: $python is missing or older than 3.11; set PYTHON" >&2; exit 2; }
+echo "1/3 virtual environment in $venv, of $("$python" --version)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-"$venv/bin/pip" install --quiet --constraint constraints.txt --editable ".[${EXTRAS:-gpu}]"
+echo "2/3 installing jaxbench and its packages ($extras): $size; some minutes"
+"$venv/bin/pip" install --constraint constraints.txt --editable ".[$extras]"
+echo "3/3 trying it"
 "$venv/bin/python" -m jaxbench list > /dev/null
 echo "jaxbench is installed in $venv"

@@ -1,46 +1,105 @@
 """launch/sweep.py runs.yaml: submits a list of benchmarks, skips what is there, shows the state.
 
-The list has one entry per line:
+The list has one entry per line, `repeats` and `set` where they are wanted:
 
-    - {config: configs/llama31_8b_bf16.yaml, gpus: [8, 16], repeats: 3}
+    - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [batch.microbatch=2]}
 
-`--show` submits nothing. Options behind `--` go to launch/submit.py for every job. What was
-submitted is kept in `<list>.jobs.json` beside the list; a job that failed is submitted again.
+`--show` submits nothing. Options behind `--` go to launch/submit.py for every job, those behind
+another `--` to `train`. What was submitted is kept in `<list>.jobs.json` beside the list; a job
+that failed is submitted again. Every entry is checked before the first is submitted.
 """
 
-import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import sbatch
 import submit
 
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_json
+from jaxbench.recipe import recipes
+from jaxbench.run.arguments import Parser
 
 DONE = ("completed", "running", "pending")
 """States of which no second job is wanted."""
 
+KEYS = ("config", "gpus", "repeats", "set")
 
-def entries(path: Path) -> list[tuple[str, int, int]]:
-    """(recipe, GPUs, repeat) of every run in the list. Raises RecipeError for anything else."""
+
+@dataclass(frozen=True)
+class Wanted:
+    """One run of the list: `repeat` counts the repeats of its entry, `where` names the entry."""
+
+    config: str
+    gpus: int
+    repeat: int
+    settings: tuple[str, ...]
+    where: str
+
+    def key(self, options: list[str]) -> str:
+        """What tells it from other runs: what runs, and the options that are given to all."""
+        path = recipes.find(self.config).resolve()
+        name = path.stem if path.parent == recipes.config_folder().resolve() else str(path)
+        given = [*(f"--set={text}" for text in self.settings), *options]
+        return " ".join([name, str(self.gpus), str(self.repeat), *map(shlex.quote, given)])
+
+    def job(self, options: list[str]) -> submit.Job:
+        """The job, checked. Raises RecipeError, naming the entry."""
+        settings = [part for text in self.settings for part in ("--set", text)]
+        argv = [self.config, "--gpus", str(self.gpus), *settings, *options]
+        try:
+            args = submit.parse_arguments(argv)
+            if args.gpus != self.gpus:
+                raise RecipeError("--gpus behind -- changes what the list says")
+            if args.dry_run or submit.Variables(os.environ).flag("DRY_RUN"):
+                raise RecipeError("a sweep has no dry run; --show submits nothing")
+            job = submit.make_job(args, os.environ)
+            submit.check(job)
+        except RecipeError as error:
+            raise RecipeError(f"{self.where}: {error}") from error
+        return job
+
+    def __str__(self) -> str:
+        settings = "".join(f"  {text}" for text in self.settings)
+        return f"{Path(self.config).stem:20} {self.gpus:5} GPUs  run {self.repeat}{settings}"
+
+
+def entries(path: Path) -> list[Wanted]:
+    """Every run in the list. Raises RecipeError for anything else, naming the entry."""
     try:
-        runs = []
-        for entry in yaml.safe_load(path.read_text()):
-            config, gpus, repeats = entry["config"], entry["gpus"], entry.get("repeats", 1)
-            counts = gpus if isinstance(gpus, list) else [gpus]
-            runs += [(config, count, n) for count in counts for n in range(repeats)]
-        return runs
-    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        raise RecipeError(
-            f"{path}: expected a list of {{config, gpus, repeats}}: {error}"
-        ) from error
+        content = yaml.safe_load(path.read_text())
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, list) or not content:
+        raise RecipeError(f"{path}: expected a list of {{config, gpus, repeats, set}}")
+    runs = []
+    for number, entry in enumerate(content, 1):
+        where = f"{path}, entry {number} ({json.dumps(entry, default=str)})"
+        if not (isinstance(entry, dict) and {"config", "gpus"} <= entry.keys() <= set(KEYS)):
+            raise RecipeError(f"{where}: expected config, gpus and, optionally, repeats and set")
+        config, repeats = entry["config"], entry.get("repeats", 1)
+        counts, settings = (_listed(entry.get(name, [])) for name in ("gpus", "set"))
+        if not isinstance(config, str) or type(repeats) is not int or repeats < 1:
+            raise RecipeError(f"{where}: expected a recipe as config, a number above 0 as repeats")
+        if not counts or not all(type(count) is int for count in counts):
+            raise RecipeError(f"{where}: expected a number, or a list of numbers, as gpus")
+        texts = tuple(map(str, settings))
+        runs += [Wanted(config, n, i, texts, where) for n in counts for i in range(repeats)]
+    return runs
+
+
+def _listed(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def state(job: dict[str, str], queued: set[str]) -> str:
@@ -62,33 +121,65 @@ def result(job: dict[str, str]) -> str:
     return f"{time:.4g} s, {rate:.1f} tokens/s per GPU"
 
 
+def queue() -> set[str]:
+    """The jobs that Slurm has of this user. Raises RecipeError where it does not say: a job that
+    seems lost would be submitted again."""
+    command = ["squeue", "--me", "--noheader", "--format=%A"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RecipeError(sbatch.NO_SLURM) from error
+    if done.returncode:
+        raise RecipeError(f"squeue: {' '.join(done.stderr.split())}")
+    return set(done.stdout.split())
+
+
+def read_jobs(store: Path) -> dict[str, dict[str, str]]:
+    """What was submitted before, by `Wanted.key`; files of older versions know no options."""
+    try:
+        return json.loads(store.read_text()) if store.exists() else {}
+    except ValueError as error:
+        raise RecipeError(f"{store}: not what a sweep wrote ({error}); move it away") from error
+
+
+def sweep(path: Path, show: bool, options: list[str]) -> None:
+    """Submits what is missing of a list, and prints the state of every run."""
+    store = path.with_suffix(".jobs.json")
+    queued, jobs = queue(), read_jobs(store)
+    runs: dict[str, Wanted] = {}
+    for run in entries(path):
+        if (first := runs.setdefault(run.key(options), run)) is not run:
+            raise RecipeError(f"{run.where}: the same run as {first.where}; use repeats")
+    states = {key: state(jobs[key], queued) if key in jobs else "new" for key in runs}
+    missing = [key for key, now in states.items() if now not in DONE and not show]
+    made = {key: runs[key].job(options) for key in missing}
+    for key, run in runs.items():
+        if key in made:
+            try:
+                number = submit.submit(made[key])
+            except RecipeError as error:
+                raise RecipeError(f"{run.where}: {error}") from error
+            jobs[key] = {"id": number, "folder": str(made[key].folder(number))}
+            write_json(store, jobs)
+            states[key] += ", submitted"
+        done = states[key] == "completed"
+        text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
+        print(f"{run}  {states[key]:18} {text}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, or 2 for a mistake."""
     arguments = sys.argv[1:] if argv is None else argv
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(prog="launch/sweep.py", description=__doc__.splitlines()[0])
+    parser = Parser(
+        prog="launch/sweep.py", description=__doc__.splitlines()[0], allow_abbrev=False,
+        usage="%(prog)s LIST [--show] [-- options of launch/submit.sh [-- options of train]]",
+    )  # fmt: skip
     parser.add_argument("list", type=Path)
     parser.add_argument("--show", action="store_true", help="submit nothing")
-    args = parser.parse_args(arguments[:at])
-    store = args.list.with_suffix(".jobs.json")
-    jobs = json.loads(store.read_text()) if store.exists() else {}
-    squeue = ["squeue", "--me", "--noheader", "--format=%A"]
     try:
-        queued = set(subprocess.run(squeue, capture_output=True, text=True).stdout.split())
-        for config, gpus, repeat in entries(args.list):
-            key = f"{Path(config).stem} {gpus} {repeat}"
-            now = state(jobs[key], queued) if key in jobs else "new"
-            if now not in DONE and not args.show:
-                job = submit.make_job(
-                    submit.parse_arguments([config, "--gpus", str(gpus), *arguments[at + 1 :]]),
-                    os.environ,
-                )  # fmt: skip
-                number = submit.submit(job)
-                jobs[key] = {"id": number, "folder": str(job.results / number)}
-                write_json(store, jobs)
-                now = f"{now}, submitted"
-            text = result(jobs[key]) if now == "completed" else jobs.get(key, {}).get("id", "")
-            print(f"{Path(config).stem:20} {gpus:5} GPUs  run {repeat}  {now:18} {text}")
+        args = parser.parse_args(arguments[:at])
+        sweep(args.list, args.show, arguments[at + 1 :])
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

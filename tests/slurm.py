@@ -80,7 +80,10 @@ MinJobAge=3600
 JobRequeue=1
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
-PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """)
         self._daemon("slurmctld", "-D")
         for node in ("n0", "n1"):

@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("processes", type=int)
     parser.add_argument("timeout", type=float)
     args = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the job, which still has to be watched
     watch = Watch(args.processes, args.timeout, time.monotonic())
     while True:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxbench.plan.plan import Plan
+from jaxbench.recipe.published import ERRATA
 
 IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives")
 
@@ -46,10 +47,14 @@ def report(plan: Plan) -> str:
     lines.append(
         f"bound       {plan.bound_step_s:.3f} s per step: products and attention "
         f"{parts.compute:.3f}, other kernels {parts.memory:.3f}, exposed "
-        f"{parts.exposed:.3f}; MFU {_percent(plan.mfu['bound'])}"
+        f"{parts.exposed:.3f}; MFU {_percent(plan.mfu['bound'])} (full count)"
     )
     if row:
-        lines.append(f"published   {row['step_time_s']} s, MFU {_percent(plan.mfu['published'])}")
+        lines.append(
+            f"published   {row['step_time_s']} s, MFU {_percent(plan.mfu['published'])} (full "
+            f"count), {row['mfu_pct']} % as its source prints it"
+        )
+        lines += [f"  {code:10} {ERRATA[code]}" for code in row["errata"]]
     return "\n".join(lines)
 
 

@@ -84,12 +84,17 @@ def load_all() -> list[Recipe]:
     return [load(path) for path in sorted(config_folder().glob("*.yaml"))]
 
 
-def load(config: str | Path) -> Recipe:
-    """Reads a recipe: a file, or one of `config_folder` by its name. Raises RecipeError for a
-    missing file, broken YAML or an unknown key."""
+def find(config: str | Path) -> Path:
+    """The file of a recipe: the one named, or one of `config_folder` by its name alone."""
     path = Path(config)
-    if not path.suffix and path.name == str(config):
-        path = config_folder() / f"{config}.yaml"
+    by_name = not path.suffix and path.name == str(config)
+    return config_folder() / f"{config}.yaml" if by_name else path
+
+
+def load(config: str | Path) -> Recipe:
+    """Reads a recipe that `find` finds. Raises RecipeError for a missing file, broken YAML or an
+    unknown key."""
+    path = find(config)
     content = _read(path)
     if not isinstance(content, dict):
         raise RecipeError(f"{path}: expected a mapping with model, rows and sections")

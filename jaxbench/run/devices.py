@@ -27,14 +27,18 @@ def has_nvidia_gpu() -> bool:
     return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
 
 
-def check_local_devices(expected: int) -> None:
-    """Raises RecipeError, naming the node, when this process sees another number of devices."""
-    found = jax.local_device_count()
-    if found != expected:
+def check_local_devices(expected: int, cpu: bool) -> None:
+    """Raises RecipeError, naming the node, when this process sees another number of devices, or
+    CPUs where none were asked for (`cpu`)."""
+    where = f"node {platform.node()}, process {jax.process_index()}"
+    found, kind = jax.local_device_count(), jax.local_devices()[0].platform
+    if kind == "cpu" and not cpu:
         raise RecipeError(
-            f"node {platform.node()}, process {jax.process_index()}: sees {found} devices, "
-            f"{expected} were expected"
+            f"{where}: 0 GPUs, {expected} were expected: set SBATCH_GPUS_PER_NODE if the cluster "
+            "gives out GPUs as a generic resource (gres), or check the driver (nvidia-smi)"
         )
+    if found != expected:
+        raise RecipeError(f"{where}: sees {found} devices, {expected} were expected")
 
 
 def hardware() -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Recorder:
     as in every process but the first, it only keeps them.
 
     Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. On
-    a terminal a progress bar shows the last step; elsewhere the log lines are printed too. A run
-    that is resumed at step `start` keeps what is recorded of the steps before.
+    a terminal a progress bar shows the last step; elsewhere it is a short line. A run that is
+    resumed at step `start` keeps what is recorded of the steps before.
     """
 
     def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0):
@@ -130,13 +130,11 @@ class Recorder:
             self._jsonl.write(json.dumps(line))
         except OSError as error:
             raise self._unwritable(error) from error
-        formats = summary.maxtext_line(run, line), summary.nemo_line(run, line)
+        for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
+            self._to_log(text)
         if self._bar is None:
-            for text in formats:
-                self.say(text)
+            print(summary.short_line(run, line), flush=True)
         else:
-            for text in formats:
-                self._to_log(text)
             status = f"{line['step_time_s']:.3f} s per step, loss {line['loss']:.3f}"
             self._bar.update(self._bar.task_ids[0], advance=1, description=status)
         if self._lost is not None:

@@ -10,9 +10,11 @@ import os
 import platform
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from jaxbench import mesh
 from jaxbench.cluster import job, watchdog
 from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.cluster.signals import Signals
+from jaxbench.cluster.signals import reason as stop_reason
 from jaxbench.cluster.watched import watched
 from jaxbench.errors import RunFailed
 from jaxbench.files import write_json
@@ -117,27 +120,37 @@ def resumed_at(session: Session) -> list[int]:
 
 def benchmark(run: Run, session: Session) -> int:
     """Runs and records; returns the exit status. Only the first process of a job writes records."""
-    signals = Signals()
     first = jax.process_index() == 0
     try:
         record = new_record(run, session)
         if first:
             write_json(session.folder / "environment.json", variables())
         recorder = Recorder(session.folder if first else None, run, record, session.start)
+        signals = Signals(partial(abandon, recorder))
         with watched(session.folder, session.watchdog) as beat:
             status, reason = Attempt(run, session, recorder, signals, beat).outcome()
         peak = gpus.peak_tflops(record["hardware"]["device"], run.precision.dtype)
         recorder.finish(status, reason, peak)
+        signals.close()
     except (RunFailed, OSError) as error:  # of the records themselves
         print(f"error: {error}", file=sys.stderr)
-        status = "failed"
+        return leave(1, alone=True)
     if status == "interrupted":
-        code = 128 + (signals.agreed or signal.SIGINT)
-    else:
-        code = int(status == "failed")
-    if status != "completed" and not signals.agreed and jax.process_count() > 1:
-        # This process is alone with its failure: to leave the job in order, it would wait for the
-        # others, and they wait for it.
+        return leave(128 + (signals.agreed or signal.SIGINT), alone=signals.agreed is None)
+    return leave(int(status == "failed"), alone=status == "failed")
+
+
+def abandon(recorder: Recorder, number: signal.Signals) -> None:
+    """Ends a process that has not begun to train, with its record."""
+    recorder.finish("interrupted", stop_reason(number), None)
+    sys.stdout.flush()
+    os._exit(128 + number)
+
+
+def leave(code: int, alone: bool) -> int:
+    """The exit status; does not return where a process of several is `alone` with its end."""
+    if alone and jax.process_count() > 1:
+        # To leave the job in order, it would wait for the others, and they wait for it.
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -161,7 +174,7 @@ class Attempt:
             with jax.set_mesh(on), jax.transfer_guard("disallow"):
                 self._train()
             if self.signals.agreed:
-                return "interrupted", self.signals.agreed.name
+                return "interrupted", stop_reason(self.signals.agreed)
             return "completed", None
         except RunFailed as error:
             return "failed", str(error)
@@ -176,8 +189,9 @@ class Attempt:
 
     def _train(self) -> None:
         program = self._compiled()
-        self.beat.phase = "loading"
+        self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restored(), self._saver()
+        self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
         self.recorder.start_steps()
         times = []
         for step in run_steps(self.run, program, self._stop, state, list(self._pauses(saver))):
@@ -192,6 +206,12 @@ class Attempt:
             self.recorder.add(checkpoints=saver.saved)
         self.recorder.add(ranks=stragglers(times))
 
+    def _enter(self, phase: str, detail: str) -> None:
+        """Another phase begins, for the watchdog and for whoever reads the log."""
+        # The first step counts as training; until it is queued, weights are made.
+        self.beat.phase = "loading" if phase == "training" else phase
+        self.recorder.say(f"{time.strftime('%H:%M:%S')} {phase}: {detail}")
+
     def _stop(self, step: int) -> bool:
         self.beat.phase, self.beat.started = "training", step
         return self.signals.stop(step)
@@ -199,12 +219,11 @@ class Attempt:
     def _compiled(self) -> Any:
         """The step's program, checked, and recompiled with a profile of itself for PGLE."""
         run, session, recorder = self.run, self.session, self.recorder
-        self.beat.phase = "compiling"
-        recorder.say(f"compiling {run.recipe}, row {run.row}, mesh {run.mesh_text()} ...")
+        self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         with program_cache(session.compilation_cache, cached_by(recorder.record)) as cached:
             compiled, lower_s, compile_s = compile_program(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
-        recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s; training")
+        recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         check_program(compiled, run)
         recorder.add(kernels=kernels(run))
         recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
@@ -259,6 +278,7 @@ class Saving:
 
     def act(self, step: int, state: State, ending: bool) -> None:
         """As the saver."""
+        self.recorder.say(f"{time.strftime('%H:%M:%S')} saving: the state after {step} steps")
         with self.beat.during("saving"):
             self.saver.act(step, state, ending)
         self.recorder.add(checkpoints=self.saver.saved)

@@ -56,6 +56,15 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
     }
 
 
+def short_line(run: Run, step: dict[str, Any]) -> str:
+    """The step for people who watch; numbers as in the records, from 0."""
+    width = len(str(run.steps - 1))
+    return (
+        f"step {step['step']:{width}}  {step['step_time_s']:.4g} s  loss {step['loss']:.4f}  "
+        f"{step['tokens_per_s_per_gpu']:.0f} tokens/s per device"
+    )
+
+
 def maxtext_line(run: Run, step: dict[str, Any]) -> str:
     """The step in MaxText's format, which the Llama 2 document greps for."""
     return (
@@ -104,6 +113,8 @@ def lines(record: dict[str, Any]) -> list[str]:
             f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU, {row['gpus']} "
             f"{hardware.H100.name}"
         )
+    elif record["label"] == "full":
+        text.append("  published   nothing for this row")
     if not record["comparable"]:
         reasons = "; ".join(record["not_comparable_because"])
         text.append(f"  not comparable with published rows: {reasons}")

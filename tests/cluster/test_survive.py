@@ -96,8 +96,8 @@ def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
     finally:
         kill(processes)
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, outputs
-    assert "completed step: " in outputs[0][0]
-    assert "completed step" not in outputs[1][0]  # only the first process reports
+    assert "step  59  " in outputs[0][0]
+    assert "step" not in outputs[1][0]  # only the first process reports
     record, steps = read(tmp_path)
     assert (record["status"], record["reason"]) == ("interrupted", "SIGTERM")
     assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
@@ -115,6 +115,27 @@ def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
     # Four devices add up in another order than two: roundings of bf16 activations.
     for step, expected in zip(steps, whole[1], strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "time limit")]
+)
+def test_a_signal_while_it_compiles_ends_it_at_once(number, reason, tmp_path):
+    """Tracing and compiling take several times as long as it may."""
+    process = start("--config", "nemotronh_56b_fp8", "--output", tmp_path)
+    try:
+        while "compiling" not in (line := process.stdout.readline()):
+            assert line
+        time.sleep(1)
+        process.send_signal(number)
+        began = time.monotonic()
+        process.communicate(timeout=60)
+    finally:
+        kill([process])
+    assert process.returncode == 128 + number
+    assert time.monotonic() - began < 5
+    record, steps = read(tmp_path)
+    assert (record["status"], record["reason"], steps) == ("interrupted", reason, [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

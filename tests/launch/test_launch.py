@@ -1,36 +1,20 @@
 """What launch/submit.py makes of options and published variables, and what it refuses."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-
-import submit
-import sweep
+from launching import LLAMA, STAGE, job, refused, submit, value
 
 import jaxbench
-from jaxbench.errors import RecipeError
+from jaxbench.recipe import recipes
 from jaxbench.run import devices
-
-STAGE = {"STAGE_PATH": "/stage"}
-LLAMA = STAGE | {"WORKLOAD": "llama31", "MODEL_SIZE": "405b", "DTYPE": "BF16"}
-
-
-def job(*options, **environment):
-    return submit.make_job(submit.parse_arguments(list(options)), environment)
-
-
-def value(job, option):
-    return job.arguments[job.arguments.index(option) + 1]
 
 
 def test_published_variables_and_options_are_the_same_job():
     published = job(**LLAMA, JOB_TOTAL_GPUS="512")
     options = job("configs/llama31_405b_bf16.yaml", "--gpus", "512", **STAGE)
     assert published.script() == options.script()
-    assert (published.nodes, published.processes_per_node) == (64, 8)
+    assert (published.options["nodes"], published.options["ntasks-per-node"]) == ("64", "8")
     assert published.results == Path(f"/stage/results/{jaxbench.__version__}/bf16/405b/512")
     assert value(published, "--gpus") == "512"
     assert value(published, "--local-devices") == "1"
@@ -50,7 +34,7 @@ def test_every_slurm_variable_reaches_the_script():
 
 def test_one_process_per_node():
     made = job("--processes-per-node", "1", **LLAMA, JOB_TOTAL_GPUS="512")
-    assert made.processes_per_node == 1
+    assert made.options["ntasks-per-node"] == "1"
     assert value(made, "--local-devices") == made.settings["JAXBENCH_LOCAL_DEVICES"] == "8"
 
 
@@ -70,19 +54,48 @@ def test_profiling(variables, steps, window):
     assert made.settings["JAXBENCH_NSYS_RANKS"] == "0,1"
 
 
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ({"WORKLOAD": "llama3.1", "MODEL_SIZE": "8B"}, "llama31_8b_bf16"),
+        ({"WORKLOAD": "pretrain_llama3.1", "MODEL_SIZE": "70b", "DTYPE": "FP8"}, "llama31_70b_fp8"),
+        ({"WORKLOAD": "nemotron", "MODEL_SIZE": "340b"}, "nemotron4_340b_fp8"),
+        ({"WORKLOAD": "nemotronh"}, "nemotronh_56b_fp8"),
+        ({"WORKLOAD": "grok1", "DTYPE": "bf16"}, "grok1_314b_bf16"),
+        ({"WORKLOAD": "maxtext"}, "llama2_70b_fp8"),
+        ({"WORKLOAD": "llama2", "MODEL_SIZE": "70b"}, "llama2_70b_fp8"),
+    ],
+)
+def test_published_words_name_the_recipe(words, recipe):
+    """In any case of letters; without DTYPE, the precision that the published script falls back
+    to."""
+    path = submit.recipe_path(None, submit.Variables(words))
+    assert path == recipes.config_folder() / f"{recipe}.yaml"
+    assert path.exists()
+    assert submit.recipe_path(recipe, submit.Variables(words)) == path
+
+
+def test_a_recipe_is_found_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    made = job("llama31_8b_bf16", "--gpus", "8", **STAGE)
+    assert value(made, "--config") == str(recipes.config_folder() / "llama31_8b_bf16.yaml")
+
+
 @pytest.mark.parametrize("name", ["ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE"])
 def test_nccl_trace(name):
     made = job(**LLAMA, JOB_TOTAL_GPUS="512", **{name: "True"})
     assert "--nccl-trace" in made.arguments
     assert value(made, "--steps") == "5"
-    assert made.time_limit == "00:15:00"
+    assert made.options["time"] == "00:15:00"
     assert f"/results/{jaxbench.__version__}-nccl-trace/" in str(made.results)
 
 
 def test_second_generation_folders():
     environment = {k: v for k, v in LLAMA.items() if k != "STAGE_PATH"}
     made = job(**environment, LLMB_INSTALL="/llmb", JOB_TOTAL_GPUS="512")
-    assert str(made.results).startswith("/llmb/workloads/pretrain_llama31/results/")
+    assert str(made.results).startswith("/llmb/workloads/pretrain_llama3.1/results/")
+    made = job("nemotronh_56b_fp8", "--gpus", "32", LLMB_INSTALL="/llmb")
+    assert str(made.results).startswith("/llmb/workloads/pretrain_nemotronh/results/")
     made = job(**environment, LLMB_INSTALL="/llmb", LLMB_WORKLOAD="/mine", JOB_TOTAL_GPUS="512")
     assert str(made.results).startswith("/mine/results/")
 
@@ -115,6 +128,7 @@ def test_checkpoints(tmp_path):
         (("--gpus", "512"), LLAMA | {"MAX_STEPS": "0"}, "MAX_STEPS=0: expected a whole number"),
         (("--gpus", "512"), LLAMA | {"GPUS_PER_NODE": "7"}, "do not fill nodes"),
         (("--gpus", "512", "--processes-per-node", "2"), LLAMA, "expected 1 or 8"),
+        (("--gpus", "512", "--processes-per-node", "0"), LLAMA, "expected 1 or 8"),
         (("--gpus", "512", "--system", "mars"), LLAMA, "there is no launch/env/mars.sh"),
         (
             ("--gpus", "512"),
@@ -153,17 +167,19 @@ def test_checkpoints(tmp_path):
             LLAMA | {"ENABLE_PROFILE": "true", "PROFILE_START_STEP": "30"},
             "profiles nothing",
         ),
+        (("--gpus", "512"), LLAMA | {"ENABLE_PROFILE": "1"}, "expected true or false"),
+        (("--gpus", "512"), LLAMA | {"GPU_TYPE": "b200"}, "GPU_TYPE=b200: rows are published for"),
+        (("--gpus", "512"), LLAMA | {"WORKLOAD": "gpt"}, "/gpt_405b_bf16.yaml: No such file"),
+        (("--gpus", "0", "--cpu"), LLAMA, "--gpus 0: expected a whole number above 0"),
+        (("--gpus", "512", "--time", "soon"), LLAMA, "--time soon: expected a time above 0 as M, "),
+        (("--gpus", "512", "--time", "0"), LLAMA, "--time 0: expected a time above 0"),
+        (("--gpus", "512"), LLAMA | {"TIME_LIMIT": "1:2:3:4"}, "TIME_LIMIT 1:2:3:4: expected"),
+        (("--gpus", "512", "--requeue-at-time-limit"), LLAMA, "needs a job that saves"),
+        (("--gpus", "512"), {**LLAMA, "STAGE_PATH": "/a%j"}, "cannot write to a path with %"),
     ],
 )
 def test_a_mistake_is_one_line_before_submission(options, variables, message, monkeypatch, capsys):
-    monkeypatch.setattr(submit.os, "environ", variables)
-    monkeypatch.setattr(submit, "submit", lambda job: pytest.fail("it was submitted"))
-    assert submit.main(list(options)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    assert message in err
+    refused(options, variables, message, monkeypatch, capsys)
 
 
 def test_a_dry_run_prints_the_script_and_the_recipe(monkeypatch, capsys):
@@ -183,31 +199,3 @@ def test_secrets_of_the_environment_are_redacted(monkeypatch):
         **dict.fromkeys(secret, "REDACTED"),
         "STAGE_PATH": "/stage", "https_proxy": "http://REDACTED@proxy:80/x",
     }  # fmt: skip
-
-
-def test_a_sweep_skips_what_is_done(tmp_path, monkeypatch, capsys):
-    path, submitted = tmp_path / "runs.yaml", []
-    path.write_text("- {config: configs/llama31_8b_bf16.yaml, gpus: [8, 16], repeats: 2}\n")
-
-    def accept(job):
-        submitted.append(str(len(submitted) + 1))
-        folder = job.results / submitted[-1]
-        folder.mkdir(parents=True)
-        status = "failed" if submitted[-1] == "2" else "completed"
-        (folder / "run.json").write_text(f'{{"status": "{status}"}}')
-        return submitted[-1]
-
-    monkeypatch.setattr(submit, "submit", accept)
-    monkeypatch.setattr(sweep.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": ""}))
-    monkeypatch.setattr(sweep.os, "environ", {"STAGE_PATH": str(tmp_path)})
-    assert sweep.main([str(path), "--show"]) == 0
-    assert submitted == []
-    assert sweep.main([str(path)]) == 0
-    assert len(submitted) == 4
-    capsys.readouterr()
-    assert sweep.main([str(path)]) == 0
-    assert len(submitted) == 5  # only the one that failed
-    assert capsys.readouterr().out.count("completed") == 3
-    path.write_text("- configs\n")
-    with pytest.raises(RecipeError, match="expected a list of"):
-        sweep.entries(path)

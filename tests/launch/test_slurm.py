@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    return tmp_path_factory.mktemp("stage")
+    return tmp_path_factory.mktemp("slurm") / "my stage's \"1\""
 
 
 def submit(cluster, stage, *options, **variables):
@@ -47,7 +48,7 @@ def submit(cluster, stage, *options, **variables):
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    number, folder = done.stdout.removeprefix("job ").strip().split(": ")
+    number, folder = done.stdout.splitlines()[0].removeprefix("job ").split(": ")
     return number, Path(folder)
 
 
@@ -62,6 +63,10 @@ def wait(cluster, number, condition, seconds=150):
 
 def ended(job):
     return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def main_log(folder):
+    return next(folder.glob("log-jaxbench_*.out")).read_text()
 
 
 def steps_of(folder):
@@ -105,13 +110,17 @@ def test_results_lie_where_they_are_published_to_lie(saved, stage):
         "log-llama31_8b_bf16_smoke.out", "ranks", "run.json", "steps.jsonl",
     ])  # fmt: skip
     assert sorted(p.name for p in (folder / "ranks").iterdir()) == [
-        f"rank-{n}.log" for n in range(4)
-    ]
+        *(f"rank-{n}.log" for n in range(4)), "start-1",
+    ]  # fmt: skip
     text = (folder / "environment.json").read_text()
     assert json.loads(text)["HF_TOKEN"] == "REDACTED"
     assert json.loads(text)["SLURM_JOB_ID"] == number
     assert "hf_secret" not in text
-    main = (folder / f"log-jaxbench_llama31_8b_bf16_4_{number}.out").read_text()
+    main = main_log(folder)
+    phases = re.findall(r"^\d\d:\d\d:\d\d (\w+): ", main, re.M)
+    assert phases == ["starting", "compiling", "loading", "training", "saving"]
+    assert len(re.findall(r"^step +\d+  \S+ s  loss ", main, re.M)) == STEPS
+    assert max(map(len, main.splitlines())) < 250
     assert "completed: llama31_8b_bf16, row smoke (smoke)" in main
     record, _ = read(folder)
     assert len(record["ranks"]) == 4
@@ -151,3 +160,112 @@ def test_a_job_that_is_requeued_and_loses_a_process_ends_with_the_same_losses(
     assert len(record["resumed_at"]) == 2
     assert [step["step"] for step in steps] == list(range(STEPS))
     assert [s["loss"] for s in steps] == pytest.approx(one_process, abs=TOLERANCE)
+
+
+LONG = {"MAX_STEPS": "100000"}
+
+
+def running(cluster, number, folder, steps=5):
+    """Returns when a job has trained so many steps."""
+    wait(cluster, number, lambda job: len(steps_of(folder)) > steps)
+
+
+def kill_rank(folder, rank):
+    """SIGKILL to the process of a rank; the step before which it died."""
+    beats = max((folder / "heartbeats").iterdir(), key=lambda path: float(path.name))
+    os.kill(json.loads((beats / f"{rank}.json").read_text())["pid"], signal.SIGKILL)
+    return len(steps_of(folder))
+
+
+def test_a_cancelled_job_ends(cluster, stage):
+    """Though it saves: it was somebody's wish."""
+    number, folder = submit(cluster, stage, ENABLE_CHECKPOINT="true", **LONG)
+    running(cluster, number, folder)
+    cluster.run("scancel", number)
+    job = wait(cluster, number, ended)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+    assert main_log(folder).splitlines()[-1] == "interrupted: cancelled"
+    record, steps = read(folder)
+    assert (record["status"], record["reason"]) == ("interrupted", "cancelled")
+    assert (folder / "checkpoints" / str(len(steps))).is_dir()
+
+
+def test_a_job_is_cancelled_at_once_while_it_compiles(cluster, stage):
+    big = ("--set", "model.layers=24", "--set", "model.embed=512")
+    number, folder = submit(cluster, stage, *big, ENABLE_CHECKPOINT="true", **LONG)
+    wait(cluster, number, lambda job: folder.exists() and "compiling: " in main_log_so_far(folder))
+    cluster.run("scancel", number)
+    began = time.monotonic()
+    assert wait(cluster, number, ended)["JobState"] == "CANCELLED"
+    assert time.monotonic() - began < 15  # of the 20 s after which Slurm kills
+    record, steps = read(folder)
+    assert (record["status"], record["reason"], steps) == ("interrupted", "cancelled", [])
+
+
+def main_log_so_far(folder):
+    return "".join(path.read_text() for path in folder.glob("log-jaxbench_*.out"))
+
+
+def test_a_lost_rank_is_named_in_the_end(cluster, stage):
+    number, folder = submit(cluster, stage, **LONG)
+    running(cluster, number, folder)
+    step = kill_rank(folder, 2)
+    assert wait(cluster, number, ended)["JobState"] == "FAILED"
+    last = main_log(folder).splitlines()[-1]
+    found = re.fullmatch(
+        r"failed: lost rank 2 on n1 \(killed by SIGKILL\), after step (\d+); it does not save, "
+        "so it ends", last,
+    )  # fmt: skip
+    assert found, last
+    assert int(found[1]) >= step - 5
+    assert read(folder)[0]["reason"].startswith("lost rank 2 on ")
+
+
+def test_the_first_rank_that_fails_decides_and_is_quoted(cluster, stage, tmp_path):
+    """One rank's mistake is not the others' loss: the job ends, though it saves."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"""#!/bin/sh
+[ "$SLURM_PROCID" != 3 ] || {{ sleep 2; echo "error: no memory on this node" >&2; exit 2; }}
+exec {sys.executable} "$@"
+""")
+    python.chmod(0o755)
+    number, folder = submit(
+        cluster, stage, ENABLE_CHECKPOINT="true", JAXBENCH_VENV=str(tmp_path), **LONG
+    )
+    job = wait(cluster, number, ended)
+    assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
+    last = main_log(folder).splitlines()[-1]
+    assert re.fullmatch(r"failed: rank 3 on n1: error: no memory on this node", last), last
+
+
+def test_a_job_that_reaches_its_time_limit_saves_and_ends(cluster, stage):
+    number, folder = submit(cluster, stage, ENABLE_CHECKPOINT="true", TIME_LIMIT="00:02:10", **LONG)
+    job = wait(cluster, number, ended, seconds=180)
+    assert job["Restarts"] == "0"
+    assert main_log(folder).splitlines()[-1] == "interrupted: time limit"
+    record, steps = read(folder)
+    assert (record["status"], record["reason"]) == ("interrupted", "time limit")
+    assert (folder / "checkpoints" / str(len(steps))).is_dir()
+
+
+def test_a_preempted_job_comes_back(cluster, stage):
+    """And so does one whose node is lost: Slurm requeues both by itself."""
+    number, folder = submit(cluster, stage, "--checkpoint-every", "20", **LONG)
+    running(cluster, number, folder)
+    urgent = cluster.run(
+        "sbatch", "--parsable", "-p", "urgent", "-N2", "-o", "/dev/null", "--wrap=sleep 3"
+    ).strip()
+    wait(cluster, urgent, ended)
+    wait(cluster, number, lambda job: len(read(folder)[0].get("resumed_at", [])) == 1)
+    assert "interrupted: preempted" in main_log(folder)
+    first = read(folder)[0]["resumed_at"][0]
+    running(cluster, number, folder, first + 20)
+    cluster.run("scontrol", "update", "node=n1", "state=down", "reason=test")
+    wait(cluster, number, lambda job: job["Restarts"] == "2")
+    cluster.run("scontrol", "update", "node=n1", "state=resume")
+    wait(cluster, number, lambda job: len(read(folder)[0].get("resumed_at", [])) == 2)
+    assert "interrupted: lost a node" in main_log(folder)
+    cluster.run("scancel", number)
+    wait(cluster, number, ended)
+    assert main_log(folder).splitlines()[-1] == "interrupted: cancelled"

@@ -3,14 +3,15 @@
 import contextlib
 import importlib.util
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
 from jaxbench.plan import absent, command, sweep, text
-from jaxbench.plan.plan import mesh_axes, read
+from jaxbench.plan.plan import mesh_axes, mfu, read
+from jaxbench.recipe import published, recipes
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
 SMALL = ["--set", "model.layers=2", "--set", "model.vocabulary=4096",
@@ -105,6 +106,29 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("row", "line", "errata"),
+    [
+        (("llama31_405b_bf16", 2048), "19.87 s, MFU 54.7 % (full count), 55.22 % as its source pr",
+         {"PEAK", "GQA16"}),
+        (("llama2_70b_bf16", 64), "6.999 s, MFU 52.6 % (full count), 52.59 % as its source pri",
+         set()),
+    ],
+)  # fmt: skip
+def test_a_published_mfu_is_the_one_of_the_list(planned, row, line, errata):
+    """The list of recipes has what the source prints; a plan counts both by one convention."""
+    run = recipes.resolve(recipes.load(row[0]), row[1])
+    found = published.lookup(run)
+    both = {"bound": 0.6, "published": mfu(run, H100, found.step_time_s)}
+    plan = replace(read(planned[1] / "plan.json"), published=asdict(found), mfu=both)
+    text_lines = text.report(plan).splitlines()
+    at = next(i for i, found in enumerate(text_lines) if found.startswith("published"))
+    assert line in text_lines[at]
+    assert "MFU 60.0 % (full count)" in text_lines[at - 1]
+    assert {found.split()[0] for found in text_lines[at + 1 :]} == errata
 
 
 @needs_compiler

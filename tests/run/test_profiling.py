@@ -67,6 +67,12 @@ def test_pgle_and_wrong_devices_are_refused_in_a_line():
     status, _, err = run(*TINY, "--local-devices", 3)
     assert status == 2
     assert re.fullmatch(r"error: node \S+, process 0: sees 2 devices, 3 were expected\n", err)
+    without = ("--config", "llama31_8b_bf16", "--local-devices", 4)
+    status, _, err = run(*without, JAX_PLATFORMS="cpu")
+    assert status == 2
+    assert re.fullmatch(
+        r"error: node \S+, process 0: 0 GPUs, 4 were expected: set SBATCH_GPUS_PER_NODE .*\n", err
+    )
 
 
 def test_a_profiled_run_is_marked_and_its_program_cached(tmp_path):

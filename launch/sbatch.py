@@ -1,0 +1,165 @@
+"""What sbatch is told, and what can be known of its answer before it is asked."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from jaxbench.errors import RecipeError
+
+Options = dict[str, str | None]
+"""Of sbatch, by their long names; None for one without a value."""
+
+SAVE_SECONDS = 120
+"""Slurm's notice before the time limit: long enough to save."""
+
+NO_SLURM = "there is no sbatch here; on one host use launch/run.sh --config RECIPE"
+
+INSTEAD = {
+    "time": "--time", "nodes": "--gpus", "ntasks-per-node": "--processes-per-node",
+    "account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "gres": "SBATCH_GPUS_PER_NODE",
+    "output": "STAGE_PATH", "no-requeue": "--restarts 0", "ntasks": "--gpus",
+}  # fmt: skip
+"""What changes an option that the launcher sets."""
+RESERVED = (
+    "array", "chdir", "export", "no-requeue", "ntasks", "signal", "test-only", "wait", "wrap",
+)  # fmt: skip
+"""Options that the launcher does not always set, and that would take a job out of its hands."""
+
+
+def seconds(limit: str, source: str) -> int:
+    """A time limit as Slurm writes it, and takes it: in whole minutes. Raises RecipeError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", limit, re.ASCII)
+    days, clock = match.groups() if match else (None, "0")
+    parts = [int(part) for part in clock.split(":")]
+    if days is None and len(parts) < 3:
+        parts = [0, *parts]  # without days and hours, minutes come first
+    hours, minutes, rest = [*parts, 0, 0][:3]
+    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+    if total == 0:
+        raise RecipeError(
+            f"{source} {limit}: expected a time above 0 as M, M:S, H:M:S, D-H, D-H:M or D-H:M:S"
+        )
+    return -(-total // 60) * 60
+
+
+def directive(name: str, value: str | None) -> str:
+    """A line of a batch script, quoted as sbatch reads it: a backslash protects quotes and itself
+    inside of quotes, but no space outside of them."""
+    option = f"--{name}" if value is None else f"--{name}={value}"
+    if not re.fullmatch(r"[\w./:=,@%+-]+", option):
+        option = '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
+    return f"#SBATCH {option}"
+
+
+def check_path(path: Path) -> None:
+    """Raises RecipeError for a folder whose name Slurm changes: it puts numbers and names in the
+    place of % and the letter behind it, and takes backslashes away."""
+    if re.search(r"[%\\\x00-\x1f]", str(path)):
+        raise RecipeError(f"{str(path)!r}: Slurm cannot write to a path with %, \\ or a new line")
+
+
+def extra(texts: Iterable[str], additional: str) -> Options:
+    """A user's own options, from `--sbatch` and from ADDITIONAL_SLURM_PARAMS, which has semicolons
+    between them (or spaces, as published). Raises RecipeError."""
+    sources = [("--sbatch", text) for text in texts]
+    words = additional.split(";" if ";" in additional else None)
+    sources += [("ADDITIONAL_SLURM_PARAMS:", word) for word in words if word.strip()]
+    found: Options = {}
+    for source, text in sources:
+        key, equals, given = text.strip().removeprefix("--").partition("=")
+        key, value = key.strip().replace("_", "-"), given.strip() if equals else None
+        if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or "\n" in given or value == "":
+            raise RecipeError(
+                f"{source} {text!r}: expected a long option of sbatch, such as qos=high"
+            )
+        if found.get(key, value) != value:
+            raise RecipeError(f"{source} {text}: sbatch is told --{key}={found[key]} too; use one")
+        found[key] = value
+    return found
+
+
+def merged(own: Options, more: Options) -> Options:
+    """The launcher's options and a user's, who may repeat but not change what the launcher sets,
+    not even by the beginning of a name, which sbatch takes for the whole."""
+    for key, value in more.items():
+        if key in own and own[key] == value:
+            continue
+        names = (*own, *RESERVED)
+        whole = key if key in names else next((n for n in names if n.startswith(key)), None)
+        if whole is not None:
+            said = f"--{key}" if value is None else f"--{key}={value}"
+            instead = f"; use {INSTEAD[whole]}" if whole in INSTEAD else ""
+            raise RecipeError(f"{said} contradicts launch/submit.sh, which sets {whole}{instead}")
+    return own | more
+
+
+def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
+    """Raises RecipeError where a job could not start: no Slurm, nothing to run, nowhere to write.
+    Makes the folder of the results."""
+    if shutil.which("sbatch") is None:
+        raise RecipeError(NO_SLURM)
+    if image := settings.get("RUN_CONF_IMAGE"):
+        check_image(image, (root, Path(settings["JAXBENCH_STAGE"])))
+    else:
+        check_venv(Path(settings.get("JAXBENCH_VENV") or root / ".venv"))
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        writable = os.access(results, os.W_OK | os.X_OK)
+        reason = "" if writable else "Permission denied"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise RecipeError(
+            f"cannot write to {results}: {reason}; set STAGE_PATH (or LLMB_INSTALL) to a folder of "
+            "yours that all nodes share"
+        )
+
+
+def check_venv(folder: Path) -> None:
+    """Raises RecipeError for a virtual environment that is not there."""
+    if not os.access(folder / "bin" / "python", os.X_OK):
+        raise RecipeError(
+            f"there is no virtual environment in {folder}: run launch/setup.sh, or name one in "
+            "JAXBENCH_VENV, or an image in RUN_CONF_IMAGE"
+        )
+
+
+def image_path(name: str) -> str:
+    """An image as pyxis takes it: a file by its whole path, or a reference to a registry."""
+    is_file = Path(name).exists() or not ("://" in name or "#" in name)
+    return str(Path(name).absolute()) if is_file else name
+
+
+def check_image(image: str, mounts: Iterable[Path]) -> None:
+    """Raises RecipeError for an image that is not there, or that srun cannot start."""
+    if image.startswith("/") and not Path(image).is_file():
+        raise RecipeError(
+            f"RUN_CONF_IMAGE: there is no file {image}; launch/setup.sh makes one, and an image of "
+            "a registry is written docker://... or registry#image"
+        )
+    for path in mounts:
+        if re.search("[:,]", str(path)):
+            raise RecipeError(f"{path}: a container cannot mount a path with : or ,")
+    done = subprocess.run(["srun", "--help"], capture_output=True, text=True)
+    if "--container-image" not in done.stdout + done.stderr:
+        raise RecipeError(
+            "RUN_CONF_IMAGE needs pyxis: srun has no option --container-image here; unset it to "
+            "run in a virtual environment (launch/setup.sh)"
+        )
+
+
+def submit(script: str) -> str:
+    """The id of the job that Slurm makes of a batch script. Raises RecipeError with what it
+    said."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, capture_output=True, text=True
+        )
+    except FileNotFoundError as error:
+        raise RecipeError(NO_SLURM) from error
+    if done.returncode:
+        raise RecipeError(f"sbatch: {' '.join(done.stderr.split())}")
+    return done.stdout.split(";")[0].strip()

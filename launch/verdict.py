@@ -1,0 +1,170 @@
+"""How a start of a job ended, and whether the job goes on: the last lines of its main log.
+
+    verdict.py FOLDER START STATUS SEEN
+
+Run by `slurm.sbatch` when all processes have ended, with the start's number from 0, the exit status
+of `srun`, and the lines of the first process's log that are older than the start. Slurm knows what
+was done to the job, the first rank that failed (`run.sh`) why it failed; what the others said in
+its wake does not count. Completes a `run.json` that nobody could complete. Exit status 75: the job
+should be requeued. Runs with any Python from 3.7 on, outside of containers, and so imports nothing
+of jaxbench.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+REQUEUE = 75
+USER, FAILED = 2, 1
+TIME_LIMIT = 128 + signal.SIGUSR1
+
+
+def text(path):
+    """The content of a file; nothing if there is none."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def job_state():
+    """What Slurm says of this job, by name; nothing where it does not answer."""
+    command = ["scontrol", "show", "job", "--oneliner", os.environ.get("SLURM_JOB_ID", "")]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    words = done.stdout.decode(errors="replace").split()
+    return dict(word.partition("=")[::2] for word in words)
+
+
+SLURM = (
+    ("DUE TO JOB REQUEUE", "requeued"),
+    ("DUE TO PREEMPTION", "preempted"),
+    ("DUE TO NODE FAILURE", "lost a node"),
+    ("DUE TO TIME LIMIT", "time limit"),
+)
+"""What the daemon of a step says when Slurm ends it, and what that is called here."""
+
+
+def done_by_slurm(start, messages):
+    """(what Slurm did to the job, whether it runs the job again by itself); (None, False) if it did
+    nothing.
+
+    A job that is being ended is COMPLETING, whatever for; one that will run again has a higher
+    count of restarts than this start.
+    """
+    state = job_state()
+    again = int(state.get("Restarts") or start) > start
+    if not again and state.get("JobState") in (None, "RUNNING"):
+        return None, False
+    told = [reason for words, reason in SLURM if words in messages]
+    return (told or ["requeued" if again else "cancelled"])[0], again
+
+
+def first_failure(exits):
+    """(rank, node, status) of the first rank that failed; None if none could say so."""
+    found = text(os.path.join(exits, "first", "rank")).split()
+    return (int(found[0]), found[1], int(found[2])) if len(found) == 3 else None
+
+
+def message(folder, rank):
+    """What a rank said last of its failure."""
+    lines = [
+        line.strip()
+        for line in text(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
+    ]
+    for pattern in (r"error: ", r"failed: ", r"[\w.]*(Error|Exception|Failed)\b"):
+        found = [line for line in lines[-200:] if re.match(pattern, line)]
+        if found:
+            return found[-1]
+    return next((line for line in reversed(lines) if line), "it said nothing")
+
+
+def last_step(folder, rank):
+    """The last step that a rank is known to have completed, for a message."""
+    beats = os.path.join(folder, "heartbeats")
+    attempts = sorted(os.listdir(beats), key=float) if os.path.isdir(beats) else []
+    if not attempts:
+        return ""
+    try:
+        beat = json.loads(text(os.path.join(beats, attempts[-1], f"{rank}.json")))
+        steps = text(os.path.join(folder, "steps.jsonl")).splitlines()
+        recorded = json.loads(steps[-1])["step"] if steps else -1
+        known = max(-1 if beat["completed"] is None else beat["completed"], recorded)
+    except (ValueError, LookupError):
+        return ""
+    return f", after step {known}" if known >= 0 else ", before the first step"
+
+
+def verdict(folder, start, seen):
+    """(status for the record, reason, whether what happened should not end the job)."""
+    exits = os.path.join(folder, "ranks", f"start-{start + 1}")
+    srun = text(os.path.join(exits, "srun.log"))
+    said = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()[seen:]
+    done, by_itself = done_by_slurm(start, "\n".join([srun, *said]))
+    failed = first_failure(exits)
+    if done is not None:
+        return "interrupted", done, not by_itself and done == "time limit" and at_limit()
+    if failed is None:
+        last = [line for line in srun.splitlines() if "error" in line][-1:]
+        began = os.path.isdir(os.path.join(folder, "heartbeats"))
+        return "failed", "; ".join(["lost a node, or no process could be started", *last]), began
+    rank, node, code = failed
+    where = f"rank {rank} on {node}"
+    if code == TIME_LIMIT:
+        return "interrupted", "time limit", at_limit()
+    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        return "interrupted", signal.Signals(code - 128).name + " to " + where, True
+    if code in (USER, FAILED):
+        return "failed", f"{where}: {message(folder, rank)}", False
+    try:
+        how = "killed by " + signal.Signals(code - 128).name
+    except ValueError:
+        how = f"status {code}"
+    return "failed", f"lost {where} ({how}){last_step(folder, rank)}", True
+
+
+def at_limit():
+    """Whether a job that reaches its time limit goes on."""
+    return os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
+
+
+def complete(folder, status, reason):
+    """Puts the verdict into the record, unless rank 0 knew as much: its own failure, or a hang."""
+    path = os.path.join(folder, "run.json")
+    try:
+        record = json.loads(text(path))
+    except ValueError:
+        return
+    watchdog = str(record.get("reason") or "").startswith(("no sign", "no progress", "never heard"))
+    if record.get("status") == "completed" or watchdog:
+        return
+    record.update(status=status, reason=reason)
+    with open(path + ".verdict", "w") as file:
+        file.write(json.dumps(record, indent=2) + "\n")
+    os.replace(path + ".verdict", path)
+
+
+def main(folder, start, status, seen):
+    """Prints the verdict; the exit status."""
+    if status == 0:
+        return 0
+    outcome, reason, again = verdict(folder, start, seen)
+    complete(folder, outcome, reason)
+    saves = os.environ.get("JAXBENCH_RESUME") == "true"
+    left = int(os.environ.get("JAXBENCH_RESTARTS", "0")) - start
+    if again and saves and left <= 0:
+        reason += "; all restarts are used up"
+    elif again and not saves:
+        reason += "; it does not save, so it ends"
+    print(f"{outcome}: {reason}")
+    return REQUEUE if again and saves and left > 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -1,0 +1,62 @@
+"""launch/ as its tests call it: its modules, jobs in a line, and a Slurm that takes every job."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+
+import sbatch  # noqa: F401
+import submit
+import sweep  # noqa: F401
+
+STAGE = {"STAGE_PATH": "/stage"}
+LLAMA = STAGE | {"WORKLOAD": "llama31", "MODEL_SIZE": "405b", "DTYPE": "BF16"}
+
+
+def job(*options, **environment):
+    """The job of options and variables."""
+    return submit.make_job(submit.parse_arguments(list(options)), environment)
+
+
+def value(job, option):
+    """What a job gives to an option of `train`."""
+    return job.arguments[job.arguments.index(option) + 1]
+
+
+def refused(options, variables, message, monkeypatch, capsys):
+    """The mistake is one line with status 2, and nothing is submitted."""
+    monkeypatch.setattr(submit.os, "environ", variables)
+    monkeypatch.setattr(submit, "submit", lambda job: pytest.fail("it was submitted"))
+    assert submit.main(list(options)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert message in err
+
+
+SBATCH = """#!/bin/sh
+number=$(( $(ls "{folder}" | grep -c '^script-') + 77 ))
+cat > "{folder}/script-$number"
+echo $number
+"""
+
+
+def slurm(folder, *, answer=SBATCH, pyxis=True):
+    """The PATH of commands that take every job: submitted scripts are `script-<id>` in the folder,
+    ids from 77; jobs in `queue` are in the queue."""
+    places = folder / "bin"
+    places.mkdir(parents=True, exist_ok=True)
+    container = "      --container-image=IMAGE  [pyxis]" if pyxis else ""
+    texts = {
+        "sbatch": answer.format(folder=folder),
+        "srun": f"#!/bin/sh\necho 'Usage: srun [OPTIONS]\n{container}'\n",
+        "squeue": f'#!/bin/sh\ncat "{folder}/queue" 2> /dev/null || true\n',
+    }
+    for name, text in texts.items():
+        path = places / name
+        path.write_text(text)
+        path.chmod(0o755)
+    return f"{places}:/usr/bin:/bin"
