@@ -226,7 +226,7 @@ def test_the_first_rank_that_fails_decides_and_is_quoted(cluster, stage, tmp_pat
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(f"""#!/bin/sh
-[ "$SLURM_PROCID" != 3 ] || {{ sleep 2; echo "error: no memory on this node" >&2; exit 2; }}
+[ "$SLURM_PROCID $2" != "3 jaxbench.train" ] || {{ sleep 2; echo "error: no memory on this node" >&2; exit 2; }}
 exec {sys.executable} "$@"
 """)
     python.chmod(0o755)
