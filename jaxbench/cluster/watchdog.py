@@ -124,7 +124,7 @@ def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str) -> None:
 
 
 def main() -> int:
-    """Watches until it is killed; returns 1 when it has ended the job."""
+    """Watches until it is killed or all have ended; returns 1 when it has ended the job."""
     parser = argparse.ArgumentParser(prog="python -m jaxbench.cluster.watchdog")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("beats", type=Path)
@@ -140,6 +140,8 @@ def main() -> int:
         if reason := dead(beats) or watch.verdict(beats, time.monotonic()):
             end_job(args.run_folder, beats, reason)
             return 1
+        if len(beats) == args.processes and all(beat["phase"] == "ended" for beat in beats):
+            return 0
 
 
 if __name__ == "__main__":

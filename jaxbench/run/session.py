@@ -126,8 +126,8 @@ def benchmark(run: Run, session: Session) -> int:
         if first:
             write_json(session.folder / "environment.json", variables())
         recorder = Recorder(session.folder if first else None, run, record, session.start)
-        signals = Signals(partial(abandon, recorder))
         with watched(session.folder, session.watchdog) as beat:
+            signals = Signals(partial(abandon, recorder, beat))
             status, reason = Attempt(run, session, recorder, signals, beat).outcome()
         peak = gpus.peak_tflops(record["hardware"]["device"], run.precision.dtype)
         recorder.finish(status, reason, peak)
@@ -140,11 +140,14 @@ def benchmark(run: Run, session: Session) -> int:
     return leave(int(status == "failed"), alone=status == "failed")
 
 
-def abandon(recorder: Recorder, number: signal.Signals) -> None:
+def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
     """Ends a process that has not begun to train, with its record."""
-    recorder.finish("interrupted", stop_reason(number), None)
-    sys.stdout.flush()
-    os._exit(128 + number)
+    try:
+        recorder.finish("interrupted", stop_reason(number), None)
+        beat.end()
+    finally:
+        sys.stdout.flush()
+        os._exit(128 + number)
 
 
 def leave(code: int, alone: bool) -> int:

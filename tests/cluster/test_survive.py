@@ -122,14 +122,14 @@ def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
 )
 def test_a_signal_while_it_compiles_ends_it_at_once(number, reason, tmp_path):
     """Tracing and compiling take several times as long as it may."""
-    process = start("--config", "nemotronh_56b_fp8", "--output", tmp_path)
+    process = start("--config", "nemotronh_56b_fp8", "--output", tmp_path, "--watchdog", 60)
     try:
         while "compiling" not in (line := process.stdout.readline()):
             assert line
         time.sleep(1)
         process.send_signal(number)
         began = time.monotonic()
-        process.communicate(timeout=60)
+        process.communicate(timeout=60)  # until the watchdog, which has the same stderr, is gone
     finally:
         kill([process])
     assert process.returncode == 128 + number
