@@ -33,7 +33,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    return tmp_path_factory.mktemp("slurm") / "my stage's \"1\""
+    return tmp_path_factory.mktemp("slurm") / 'my stage\'s "1"'
 
 
 def submit(cluster, stage, *options, **variables):
@@ -226,7 +226,9 @@ def test_the_first_rank_that_fails_decides_and_is_quoted(cluster, stage, tmp_pat
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(f"""#!/bin/sh
-[ "$SLURM_PROCID $2" != "3 jaxbench.train" ] || {{ sleep 2; echo "error: no memory on this node" >&2; exit 2; }}
+if [ "$SLURM_PROCID $2" = "3 jaxbench.train" ]; then
+  sleep 2; echo "error: no memory on this node" >&2; exit 2
+fi
 exec {sys.executable} "$@"
 """)
     python.chmod(0o755)
