@@ -40,7 +40,7 @@ device_description_str: "{device}"
 class Gpu:
     """One kind of GPU in its node.
 
-    `name` is a word of the driver's name for it. `tflops` are dense peaks by dtype. `memory` is
+    `name` are words of the driver's name for it. `tflops` are dense peaks by dtype. `memory` is
     what the driver reports, in bytes; bandwidths are in GB/s (1e9 bytes), links in one direction:
     `nvlink` joins the `node` GPUs of a node, `nic` is each GPU's share of the network between
     nodes.
@@ -93,13 +93,18 @@ GPUS = (
         nic=50.0,
         target=HOPPER,
     ),
+    # The same chips with less power, on cards: the published figures are not theirs.
+    Gpu(name="H100 PCIe", tflops={"bf16": 756.5, "fp8": 1513.0}),
+    Gpu(name="H100 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
+    Gpu(name="H200 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
     Gpu(name="B200", tflops={"bf16": 2250.0, "fp8": 4500.0}),
     Gpu(name="B300", tflops={"bf16": 2250.0, "fp8": 4500.0}),
     Gpu(name="GB200", tflops={"bf16": 2450.0, "fp8": 4900.0}),
     Gpu(name="GB300", tflops={"bf16": 2450.0, "fp8": 4900.0}),
 )
 """Peaks of A100, H100 and H200: published benchmark documents and pytorch/torchtitan
-tools/utils.py; of Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
+tools/utils.py; of PCIe and NVL cards: NVIDIA's H100 and H200 data sheets, half of what they print
+with sparsity; of Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
 GB200's bf16). Links of H100 and H200 SXM in DGX nodes: NVLink 4 with 900 GB/s in both directions
 together, and one 400 Gb/s adapter per GPU (NVIDIA DGX H100 data sheet)."""
 
@@ -108,9 +113,10 @@ PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.target}
 
 
 def identify(device: str) -> Gpu | None:
-    """The GPU that a driver calls `device`; None for one that is not known."""
-    words = device.replace("-", " ").split()
-    return next((gpu for gpu in GPUS if gpu.name in words), None)
+    """The GPU that a driver calls `device`, by most of its words; None for one not known."""
+    words = set(device.replace("-", " ").split())
+    known = [gpu for gpu in GPUS if words.issuperset(gpu.name.split())]
+    return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:

@@ -3,27 +3,45 @@
 import hashlib
 import importlib.metadata
 import platform
+import re
 import subprocess
 from pathlib import Path
 
 import jaxbench
 
 PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "numpy",
-    "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas",
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy",
+    "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
+    "nvidia-cublas", "nvidia-cuda-nvcc", "transformer-engine",
 )  # fmt: skip
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of jaxbench, its commit, Python, and the packages that decide what is compiled."""
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    """Versions of jaxbench, its commit, Python, the packages that decide what is compiled and how
+    fast it runs, and the driver."""
+    installed = {
+        d.metadata["Name"].lower().replace("_", "-"): d.version
+        for d in importlib.metadata.distributions()
+    }
     return {
         "jaxbench": jaxbench.__version__,
         "commit": commit(),
         "source": source(),
         "python": platform.python_version(),
         **{name: installed[name] for name in PACKAGES if name in installed},
+        "driver": driver(),
     }
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA driver; None without one."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
+    except OSError:
+        return None
+    return found and found.group()
 
 
 def source() -> str:

@@ -11,6 +11,14 @@ from typing import Any
 
 from jaxbench.files import write_json
 
+KEYS = ("rank", "host", "pid", "beats", "phase", "started", "completed")
+"""Of a heartbeat."""
+
+
+def interval(timeout: float) -> float:
+    """Seconds between the heartbeats of a process, by the watchdog's time."""
+    return min(10.0, timeout / 5)
+
 
 class Heartbeat:
     """What one process is doing, written to the file `<rank>.json` by a thread while it lives.
@@ -41,11 +49,11 @@ class Heartbeat:
     def _write(self, path: Path) -> None:
         self._beats += 1
         with contextlib.suppress(OSError):  # a full disk may have room again at the next beat
-            write_json(path, {
-                "rank": int(path.stem), "host": platform.node(), "pid": os.getpid(),
-                "beats": self._beats,
-                "phase": self.phase, "started": self.started, "completed": self.completed,
-            })  # fmt: skip
+            values = (
+                int(path.stem), platform.node(), os.getpid(), self._beats,
+                self.phase, self.started, self.completed,
+            )  # fmt: skip
+            write_json(path, dict(zip(KEYS, values, strict=True)))
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -63,6 +71,19 @@ class Heartbeat:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The last heartbeat of every process that has given one."""
-    beats = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(beats, key=lambda beat: beat["rank"])
+    """The last heartbeat of every process that has given one, those that cannot be read now left
+    out."""
+    beats = (read_one(path) for path in folder.glob("*.json"))
+    return sorted((b for b in beats if isinstance(b, dict)), key=lambda beat: beat["rank"])
+
+
+def read_one(path: Path) -> dict[str, Any] | str | None:
+    """A heartbeat; None if there is none yet, and the reason if it cannot be read: a shared file
+    system shows stale handles and, for a moment, files of another length."""
+    try:
+        beat = json.loads(path.read_text())
+        return {key: beat[key] for key in KEYS}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return str(error) or type(error).__name__

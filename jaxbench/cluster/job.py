@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, RunFailed
 
 TIMEOUT_MS = 300_000
 """How long a process waits for another one to say something."""
@@ -42,21 +42,24 @@ def client() -> Any:
 
 
 def from_first(name: str, make: Callable[[], str]) -> str:
-    """The text that the first process makes, in every process; a RecipeError of its making is
-    raised in every process too."""
+    """The text that the first process makes, in every process. What it raises is told to all: a
+    RecipeError as it is, all else as RunFailed."""
     if jax.process_count() == 1:
         return make()
     key = f"jaxbench/{name}"
     if jax.process_index() == 0:
         try:
             text = make()
-        except RecipeError as error:
-            client().key_value_set(key, f"error {error}")
+        except Exception as error:
+            kind = "mistake" if isinstance(error, RecipeError) else "failure"
+            client().key_value_set(key, f"{kind} {error or type(error).__name__}")
             raise
         client().key_value_set(key, f"value {text}")
     kind, _, text = client().blocking_key_value_get(key, TIMEOUT_MS).partition(" ")
-    if kind == "error":
+    if kind == "mistake":
         raise RecipeError(text)
+    if kind == "failure":
+        raise RunFailed(f"the first process failed: {text}")
     return text
 
 

@@ -15,11 +15,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from jaxbench.cluster.heartbeat import read
+from jaxbench.cluster import heartbeat
 from jaxbench.files import write_json
+
+FEW = 64
+"""Processes of which all heartbeats are read every time."""
 
 SLOW = 10
 """How many times longer than a step the other phases may take: compiling, loading, saving, and the
@@ -43,15 +47,19 @@ class Watch:
         self._alive: dict[int, tuple[int, float]] = {}
         self._moved: dict[int, tuple[tuple, float]] = {}
 
-    def verdict(self, beats: list[dict[str, Any]], now: float) -> str | None:
-        """What is wrong, naming ranks and their last steps; None while nothing is."""
+    def verdict(
+        self, beats: list[dict[str, Any]], now: float, unreadable: Collection[int] = ()
+    ) -> str | None:
+        """What is wrong, naming ranks and their last steps; None while nothing is. The clock stands
+        still for ranks of which nothing can be read now."""
         silent, stuck = [], []
         for beat in beats:
             rank = beat["rank"]
             progress = (beat["phase"], beat["started"], beat["completed"])
-            if rank not in self._alive or self._alive[rank][0] != beat["beats"]:
+            seen = rank in self._alive and rank not in unreadable
+            if not seen or self._alive[rank][0] != beat["beats"]:
                 self._alive[rank] = beat["beats"], now
-            if rank not in self._moved or self._moved[rank][0] != progress:
+            if not seen or self._moved[rank][0] != progress:
                 self._moved[rank] = progress, now
             steady = beat["phase"] == "training" and beat["completed"] is not None
             if beat["phase"] == "ended":
@@ -66,10 +74,49 @@ class Watch:
             behind = min(_order(beat) for beat in stuck)
             stuck = [beat for beat in stuck if _order(beat) == behind]
             return f"no progress within the time limit of {self.timeout:g} s: {_name(stuck)}"
-        missing = set(range(self.processes)) - {beat["rank"] for beat in beats}
+        missing = set(range(self.processes)) - {beat["rank"] for beat in beats} - {*unreadable}
         if missing and now - self.began > self.timeout * SLOW:
             return f"never heard of rank {', '.join(map(str, sorted(missing)[:8]))}"
         return None
+
+
+class Reader:
+    """The heartbeats of a job of many processes, each read about as often as it is written.
+
+    At 2048 ranks and 10 s that is 200 files a second, of which a shared file system is asked;
+    `beats` are the last that were seen, `unreadable` says why of those that cannot be read now.
+    """
+
+    def __init__(self, folder: Path, processes: int, rounds: int):
+        self._paths = [folder / f"{rank}.json" for rank in range(processes)]
+        self._rounds = rounds if processes > FEW else 1
+        self._round = 0
+        self._seen: dict[int, dict[str, Any]] = {}
+        self.unreadable: dict[int, str] = {}
+
+    @property
+    def beats(self) -> list[dict[str, Any]]:
+        """By rank."""
+        return [self._seen[rank] for rank in sorted(self._seen)]
+
+    def read(self) -> None:
+        """Reads those whose turn it is."""
+        for rank in range(self._round, len(self._paths), self._rounds):
+            found = heartbeat.read_one(self._paths[rank])
+            if isinstance(found, dict):
+                self._seen[rank] = found
+            if isinstance(found, str):
+                self.unreadable[rank] = found
+            else:
+                self.unreadable.pop(rank, None)
+        self._round = (self._round + 1) % self._rounds
+
+    def blindness(self) -> str:
+        """How many heartbeats cannot be read now, and why; empty if all can."""
+        if not self.unreadable:
+            return ""
+        reason = next(iter(self.unreadable.values()))
+        return f"cannot read {len(self.unreadable)} of {len(self._paths)} heartbeats: {reason}"
 
 
 def _order(beat: dict[str, Any]) -> tuple[int, int]:
@@ -98,7 +145,7 @@ def lost(folder: Path, within: float = 2.0) -> str | None:
     """`dead` by the heartbeats in a folder, after some seconds at most: a process that is killed
     closes its connections, and so fails its peers, a moment before it is gone."""
     end = time.monotonic() + within
-    while not (found := dead(read(folder))) and time.monotonic() < end:
+    while not (found := dead(heartbeat.read(folder))) and time.monotonic() < end:
         time.sleep(0.05)
     return found
 
@@ -134,10 +181,17 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the job, which still has to be watched
     watch = Watch(args.processes, args.timeout, time.monotonic())
+    tick = min(1.0, args.timeout / 10)
+    reader = Reader(args.beats, args.processes, round(heartbeat.interval(args.timeout) / tick))
+    blind = ""
     while True:
-        time.sleep(min(1.0, args.timeout / 10))
-        beats = read(args.beats)
-        if reason := dead(beats) or watch.verdict(beats, time.monotonic()):
+        time.sleep(tick)
+        reader.read()
+        beats = reader.beats
+        if (now := reader.blindness()) != blind:
+            print(f"watchdog: {now or 'reads all heartbeats again'}", file=sys.stderr, flush=True)
+            blind = now
+        if reason := dead(beats) or watch.verdict(beats, time.monotonic(), reader.unreadable):
             end_job(args.run_folder, beats, reason)
             return 1
         if len(beats) == args.processes and all(beat["phase"] == "ended" for beat in beats):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxbench.cluster import job, watchdog
+from jaxbench.cluster import heartbeat, job, watchdog
 from jaxbench.cluster.heartbeat import Heartbeat
 
 
@@ -21,7 +21,7 @@ def watched(run_folder: Path, timeout: float | None) -> Iterator[Heartbeat]:
     # A folder for each attempt: the heartbeats of a killed one are still there when it is resumed.
     attempt = job.from_first("attempt", lambda: f"{time.time():.3f}")
     folder = run_folder / "heartbeats" / attempt
-    beat = Heartbeat(folder / f"{jax.process_index()}.json", min(10.0, timeout / 5))
+    beat = Heartbeat(folder / f"{jax.process_index()}.json", heartbeat.interval(timeout))
     dog = None
     if jax.process_index() == 0:
         dog = watchdog.start(run_folder, folder, jax.process_count(), timeout)

@@ -8,7 +8,7 @@ import sys
 import jax
 
 from jaxbench.cluster import job
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import MEMORY_FRACTION
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import STEPS, Run
@@ -29,9 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile == "nsys":
             profiling.check_nsys()
         run, chosen = prepare(find_run(args, recipe, overrides), args)
-    except (RecipeError, OSError) as error:
+    except (RecipeError, RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RunFailed) else 2
     if chosen is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0

@@ -52,19 +52,32 @@ def hardware() -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "host": platform.node(),
-        "runtime": device.client.platform_version.splitlines()[0],
+        "runtime": "; ".join(device.client.platform_version.splitlines()),
         "device_memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
     }
 
 
-SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE", re.I)
-"""Names of variables whose values are nobody's business."""
+RECORDED = re.compile(r"""
+    (JAX|XLA|TF|NCCL|CUDA|CUDNN|CUBLAS|NVIDIA|NVTE|NVSHMEM|UCX|FI|MELLANOX|OMP|MALLOC)_\w+ |
+    (JAXBENCH|RUN_CONF|ENABLE|PROFILE|LLMB|SBATCH)_\w+ |
+    SLURM_(JOB|JOBID|STEP|STEPID|NNODES|NODEID|NODELIST|NTASKS|NPROCS|TASKS|CPUS|CPU|GPUS|GPU|MEM|
+        RESTART|LOCALID|PROCID|CLUSTER|SUBMIT|TOPOLOGY|DISTRIBUTION|LAUNCH|SRUN)(_\w+)? |
+    PATH | LD_LIBRARY_PATH | LD_PRELOAD | PYTHONPATH | VIRTUAL_ENV | HOSTNAME | STAGE_PATH |
+    WORKLOAD | MODEL_SIZE | DTYPE | JOB_TOTAL_GPUS | GPUS_PER_NODE | GPU_TYPE | MAX_STEPS |
+    TIME_LIMIT | LOAD_CHECKPOINT_PATH | DRY_RUN
+""", re.X)  # fmt: skip
+"""Names of variables that decide what runs and how fast. No other is recorded: what is nobody's
+business cannot be told from its name."""
+
+SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|JWT", re.I)
+"""Names among them whose values are not recorded all the same."""
 
 
 def variables() -> dict[str, str]:
-    """The environment as this process sees it, with secrets redacted: variables named like one, and
-    user and password in addresses."""
+    """What of this process's environment decides what runs and how fast, without secrets: values of
+    variables named like one, and user and password in addresses."""
     return {
         name: "REDACTED" if SECRET.search(name) else re.sub(r"://[^/\s]*@", "://REDACTED@", value)
         for name, value in sorted(os.environ.items())
+        if RECORDED.fullmatch(name)
     }

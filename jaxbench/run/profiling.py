@@ -6,6 +6,7 @@ most one of them. Figures of an observed run are marked as not comparable.
 
 import ctypes
 import ctypes.util
+import hashlib
 import importlib.util
 import os
 import re
@@ -66,7 +67,8 @@ def window(kind: str, first: int, last: int, folder: Path) -> Window:
     `launch/run.sh` starts around this process."""
     if kind == "nsys":
         runtime = cuda_runtime()
-        return Window(first, last, runtime.cudaProfilerStart, runtime.cudaProfilerStop)
+        begin, end = (partial(_call, runtime, f"cudaProfiler{word}") for word in ("Start", "Stop"))
+        return Window(first, last, begin, end)
     trace = folder / "profile" / f"rank-{jax.process_index()}"
     return Window(first, last, partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace)
 
@@ -83,6 +85,11 @@ def cuda_runtime() -> ctypes.CDLL:
         except OSError:
             continue
     raise RunFailed("--profile nsys: no CUDA runtime library (libcudart) was found")
+
+
+def _call(runtime: ctypes.CDLL, name: str) -> None:
+    if code := getattr(runtime, name)():
+        raise RunFailed(f"--profile nsys: {name} failed with CUDA error {code}")
 
 
 def check_nsys() -> None:
@@ -119,7 +126,10 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     pauses = [profiler] if jax.process_index() == 0 else []
     for _ in run_steps(replace(run, steps=1 + PROFILED), collecting, pauses=pauses):
         pass
-    coverage = float(job.from_first("pgle", partial(_collect, trace, path, program.as_text())))
+    told = job.from_first("pgle", partial(_collect, trace, path, program.as_text()))
+    coverage, digest = float(told.split()[0]), told.split()[1]
+    if not job.all_agree("pgle profile", _digest(path) == digest):
+        raise RunFailed(f"PGLE: not every process reads the same profile in {path}")
     if coverage < COVERAGE:
         raise RunFailed(
             f"PGLE: the profile has the times of {coverage:.0%} of the instructions; does another "
@@ -133,12 +143,18 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
 
 
 def _collect(trace: Path, path: Path, program: str) -> str:
-    """Writes the profile of a trace to `path`; returns `coverage` of it."""
+    """Writes the profile of a trace to `path`; returns `coverage` of it, and its digest."""
     found = [p.parent for p in trace.glob("plugins/profile/*/*.xplane.pb")]
     profile = get_profiled_instructions_proto(str(found[-1])) if found else b""
     path.write_bytes(profile)
     shutil.rmtree(trace / "plugins", ignore_errors=True)
-    return str(coverage(profile, program))
+    return f"{coverage(profile, program)} {_digest(path)}"
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content; of nothing where it cannot be read."""
+    content = path.read_bytes() if path.exists() else b""
+    return hashlib.sha256(content).hexdigest()
 
 
 def coverage(profile: bytes, program: str) -> float:

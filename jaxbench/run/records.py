@@ -16,6 +16,9 @@ from jaxbench.run import summary
 WARNING = (
     "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
 )
+SCHEMA = 1
+"""Of run.json: one more when a field changes its meaning or goes."""
+
 WRITTEN_EVERY_S = 60.0
 """Seconds after which run.json is written again while steps go on."""
 

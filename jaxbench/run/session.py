@@ -34,7 +34,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
-from jaxbench.run.records import Recorder, read
+from jaxbench.run.records import SCHEMA, Recorder, read
 from jaxbench.run.summary import spread
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels
@@ -92,6 +92,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
     row = published.lookup(run)
     return {
+        "schema": SCHEMA,
         "status": "running",
         "reason": None,
         "label": run.label,
@@ -99,7 +100,9 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         "not_comparable_because": reasons,
         "recipe": recipes.describe(run),
         "hardware": devices,
-        "versions": versions(),
+        # One process asks for all: its answer is part of what a cached program is known by, and
+        # thousands would ask the file system at once.
+        "versions": json.loads(job.from_first("versions", lambda: json.dumps(versions()))),
         "flags": {
             "compiler_options": flags.options(run, devices["platform"]),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),

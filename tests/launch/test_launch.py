@@ -191,11 +191,17 @@ def test_a_dry_run_prints_the_script_and_the_recipe(monkeypatch, capsys):
     assert submit.yaml.safe_load(recipe)["model"]["layers"] == 126
 
 
-def test_secrets_of_the_environment_are_redacted(monkeypatch):
-    secret = {"HF_TOKEN": "a", "MY_PASSWORD": "b", "AWS_ACCESS_KEY_ID": "c", "WANDB_API_KEY": "d"}
-    harmless = {"STAGE_PATH": "/stage", "https_proxy": "http://me:e@proxy:80/x"}
-    monkeypatch.setattr(devices.os, "environ", secret | harmless)
+def test_the_environment_is_recorded_by_an_allow_list(monkeypatch):
+    foreign = {"HF_TOKEN": "a", "GH_PAT": "b", "SLURM_JWT": "c", "MY_NOTES": "d", "LESSOPEN": "e"}
+    secret = {"JAXBENCH_API_KEY": "f", "SLURM_JOB_AUTH": "g"}
+    recorded = {
+        "STAGE_PATH": "/stage",
+        "XLA_FLAGS": "--x",
+        "SLURM_JOB_ID": "7",
+        "SLURM_PROCID": "0",
+    }
+    address = {"JAX_PROXY": "http://me:h@proxy:80/x"}
+    monkeypatch.setattr(devices.os, "environ", foreign | secret | recorded | address)
     assert devices.variables() == {
-        **dict.fromkeys(secret, "REDACTED"),
-        "STAGE_PATH": "/stage", "https_proxy": "http://REDACTED@proxy:80/x",
+        **recorded, **dict.fromkeys(secret, "REDACTED"), "JAX_PROXY": "http://REDACTED@proxy:80/x",
     }  # fmt: skip

@@ -1,0 +1,108 @@
+"""The watchdog on a file system that shows what is not so."""
+
+import json
+import select
+import subprocess
+import time
+
+import pytest
+from commands import kill, start, start_two
+
+from jaxbench.cluster import heartbeat, watchdog
+
+BEAT = {
+    "rank": 0, "host": "far", "pid": 1, "beats": 1, "phase": "training", "started": 3,
+    "completed": 2,
+}  # fmt: skip
+
+
+def write(folder, rank, **changes):
+    """A heartbeat as a process of another host writes it."""
+    (folder / f"{rank}.json").write_text(json.dumps({**BEAT, "rank": rank, **changes}))
+
+
+@pytest.mark.parametrize("content", ["", '{"rank": 1, "ho', "[]", '{"rank": 1}', None])
+def test_a_heartbeat_that_cannot_be_read_is_skipped_and_counted(content, tmp_path):
+    write(tmp_path, 0)
+    if content is None:  # what cannot be opened as a file
+        (tmp_path / "1.json").mkdir()
+    else:
+        (tmp_path / "1.json").write_text(content)
+    assert [beat["rank"] for beat in heartbeat.read(tmp_path)] == [0]
+    reader = watchdog.Reader(tmp_path, processes=2, rounds=10)
+    reader.read()
+    assert [beat["rank"] for beat in reader.beats] == [0]
+    assert reader.blindness().startswith("cannot read 1 of 2 heartbeats: ")
+    if content is not None:
+        write(tmp_path, 1)
+        reader.read()
+        assert reader.blindness() == ""
+        assert len(reader.beats) == 2
+
+
+def test_a_rank_that_cannot_be_read_is_not_taken_for_silent():
+    watch = watchdog.Watch(processes=2, timeout=10, now=0)
+    beats = [{**BEAT, "rank": rank} for rank in range(2)]
+    assert watch.verdict(beats, now=0) is None
+    for now in range(1, 200, 10):
+        alive = [{**BEAT, "beats": now, "completed": now}, beats[1]]
+        assert watch.verdict(alive, now, unreadable=[1]) is None
+    # Readable again, and silent from then on.
+    assert watch.verdict(alive, now + 5) is None
+    assert watch.verdict([{**alive[0], "beats": 999}, beats[1]], now + 16).startswith(
+        "no sign of life for 10 s from rank 1 on far"
+    )
+
+
+def test_heartbeats_of_many_processes_are_read_in_turn(tmp_path):
+    """Of 2048 a tenth each second, and all in ten."""
+    for rank in range(2048):
+        write(tmp_path, rank)
+    reader = watchdog.Reader(tmp_path, 2048, rounds=10)
+    counts = []
+    for _ in range(10):
+        reader.read()
+        counts.append(len(reader.beats))
+    assert counts[0] in (204, 205)
+    assert counts[-1] == 2048
+
+
+def test_the_watchdog_says_when_it_is_blind_and_lives_on(tmp_path):
+    write(tmp_path, 0)
+    (tmp_path / "1.json").write_text("{")
+    process = start(tmp_path, tmp_path, 2, 30, module="jaxbench.cluster.watchdog")
+    try:
+        assert "watchdog: cannot read 1 of 2 heartbeats: " in line_of(process)
+        write(tmp_path, 1)
+        assert line_of(process) == "watchdog: reads all heartbeats again\n"
+        assert process.poll() is None
+        for rank in range(2):
+            write(tmp_path, rank, phase="ended")
+        assert process.wait(timeout=20) == 0
+    finally:
+        kill([process])
+
+
+def line_of(process):
+    """The next line on a process's stderr, within some seconds."""
+    assert select.select([process.stderr], [], [], 20)[0]
+    return process.stderr.readline()
+
+
+def test_what_stops_the_first_process_is_told_to_all(tmp_path):
+    """In seconds, not after the five minutes for which they would wait."""
+    (tmp_path / "file").touch()
+    tiny = ("--config", "llama31_8b_bf16", "--cpu-devices", 1, "--set", "parallelism.fsdp=2")
+    processes = start_two(*tiny, "--output", tmp_path / "file" / "run")
+    began = time.monotonic()
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    except subprocess.TimeoutExpired:
+        pytest.fail("a process waits")
+    finally:
+        kill(processes)
+    assert time.monotonic() - began < 45
+    assert [process.returncode for process in processes] == [2, 1]
+    assert "Not a directory" in errors[0]
+    assert "error: the first process failed: " in errors[1]
+    assert "Not a directory" in errors[1]
