@@ -3,7 +3,7 @@ one process, as a ratio of step times."""
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,11 +13,10 @@ from jaxbench import mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.ops import fp8
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
-from one_gpu.place import MEASURED, NOT_RUN, WRONG, Finding, Place
+from one_gpu.place import MEASURED, NOT_RUN, WRONG, Finding, Place, row
 
 STEPS, COUNTED = 8, 5
 """Steps of each turn, and the last of them that count."""
@@ -60,8 +59,7 @@ CHOICES = (
 
 def chosen(choice: Choice, *changes: str) -> Run:
     """A choice's row, with changes."""
-    parsed = recipes.parse_overrides([*changes])
-    return recipes.resolve(recipes.load(choice.recipe), 1, overrides=parsed, steps=STEPS)
+    return replace(row(choice.recipe, 1, *changes), steps=STEPS)
 
 
 def check(place: Place) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxbench.hardware import Gpu
 from jaxbench.recipe import recipes
+from jaxbench.recipe.settings import Run
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama31_8b", "grok1_314b", "nemotronh_56b", "nemotron4_340b")
@@ -97,6 +98,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def row(recipe: str, name: int | str = 1, *changes: str) -> Run:
+    """A row for one device, with changes."""
+    parsed = recipes.parse_overrides([*changes])
+    return recipes.resolve(recipes.load(recipe), name, devices=1, overrides=parsed)
+
+
 def command(recipe: str, folder: Path, *options: str) -> list[str]:
     """The training command of a recipe that writes to a folder."""
     start = [sys.executable, "-m", "jaxbench.train", "--config", f"configs/{recipe}.yaml"]
@@ -121,13 +128,12 @@ def tiny(place: Place, recipe: str) -> tuple[str, ...]:
     """Options that make the row which the command finds here the recipe's `smoke` row."""
     if place.rehearsal:
         return TINIER
-    loaded = recipes.load(recipe)
-    wanted, row = (asdict(recipes.resolve(loaded, name, devices=1)) for name in (recipes.SMOKE, 1))
+    wanted, found = (asdict(row(recipe, name)) for name in (recipes.SMOKE, 1))
     return tuple(
         f"--set={section}.{name}={json.dumps(value)}"
         for section in recipes.SECTIONS
         for name, value in wanted[section].items()
-        if value != row[section][name]
+        if value != found[section][name]
     )
 
 

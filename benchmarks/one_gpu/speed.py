@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import hardware, mesh
-from jaxbench.ops import attention
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe.settings import Run
 from jaxbench.run.profiling import window
@@ -17,8 +16,8 @@ from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program, read
 from jaxbench.xla import schedule
 from jaxbench.xla.hlo import SOURCE, Instruction, Program
-from one_gpu.operators import implementations, product, product_shapes, row, with_gradients
-from one_gpu.place import MEASURED, WRONG, Finding, Place
+from one_gpu.operators import implementations, product, product_shapes, with_gradients
+from one_gpu.place import MEASURED, WRONG, Finding, Place, row
 from one_gpu.survives import operations
 
 PROFILED = ("llama31_8b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8", "llama31_8b_bf16")
@@ -133,7 +132,7 @@ def compiles(place: Place) -> Iterator[Finding]:
     for recipe in PROFILED:
         run = row(recipe)
         on = mesh.make_mesh(run.mesh_shape, compile_only_devices(place.gpu, 1))
-        with jax.set_mesh(on), attention.cudnn.of_target():
+        with jax.set_mesh(on):
             compiled, _, took = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
         planned, _ = least(read(compiled), place.gpu)
         figure = ", ".join(f"{name} {ms:.1f} ms" for name, ms in planned.items())

@@ -22,7 +22,7 @@ from one_gpu.place import (
     small_share,
     tiny,
     train,
-)  # fmt: skip
+)
 
 LANES = 4
 STEPS = 20

@@ -98,6 +98,10 @@ class Recorder:
         else:
             print(line, flush=True)
 
+    def phase(self, name: str, detail: str) -> None:
+        """Says that another phase of the run begins, and when."""
+        self.say(f"{time.strftime('%H:%M:%S')} {name}: {detail}")
+
     def _to_log(self, line: str) -> None:
         try:
             self._log.write(line)

@@ -10,7 +10,6 @@ import os
 import platform
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -216,7 +215,7 @@ class Attempt:
         """Another phase begins, for the watchdog and for whoever reads the log."""
         # The first step counts as training; until it is queued, weights are made.
         self.beat.phase = "loading" if phase == "training" else phase
-        self.recorder.say(f"{time.strftime('%H:%M:%S')} {phase}: {detail}")
+        self.recorder.phase(phase, detail)
 
     def _stop(self, step: int) -> bool:
         self.beat.phase, self.beat.started = "training", step
@@ -284,7 +283,7 @@ class Saving:
 
     def act(self, step: int, state: State, ending: bool) -> None:
         """As the saver."""
-        self.recorder.say(f"{time.strftime('%H:%M:%S')} saving: the state after {step} steps")
+        self.recorder.phase("saving", f"the state after {step} steps")
         with self.beat.during("saving"):
             self.saver.act(step, state, ending)
         self.recorder.add(checkpoints=self.saver.saved)
