@@ -5,10 +5,17 @@ resharded here. Two words of JAX's type system matter. An array *unreduced* over
 of what the ranks of that axis hold. An array *reduced* over an axis is a copy on each of its ranks
 whose cotangent is unreduced, so that gradients are summed where the program says and nowhere else
 (docs.jax.dev, "Autodiff and sharding").
+
+The same layers also run *inside* a `shard_map` over all axes (`train.pipeline`), on arrays that are
+one device's own. Then types name no axis: every `spec` is empty and every reshard does nothing; a
+function for each device (`on_each_device`) is called as it is; weights come gathered, and a
+gradient is what this device adds to it. Only what types would have moved or summed is spelled out:
+the functions with `seq` in their names.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,15 +25,23 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxbench.recipe.settings import AXES
 
 BATCH = ("data", "fsdp", "expert")
-"""Axes whose ranks hold different sequences."""
+"""Axes whose ranks hold different sequences of a microbatch."""
 
 CONTEXT, TENSOR = "context", "tensor"
 """The axis that splits sequences, and the one that splits heads, features and vocabulary."""
 
+PIPELINE = "pipeline"
+"""The axis whose ranks compute different layers. At rest and outside of the layers they share the
+work like any others: weights are sharded over it, and each has microbatches of its own."""
+
+SEQUENCES = (*BATCH, PIPELINE)
+"""Axes whose ranks hold different sequences where they are embedded, and where the loss is taken.
+"""
+
 REPLICAS = ("data",)
 """Axes whose ranks hold copies of all weights."""
 
-AT_REST = ("fsdp", "expert", CONTEXT)
+AT_REST = ("fsdp", "expert", CONTEXT, PIPELINE)
 """Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
 al. 2020)."""
 
@@ -34,7 +49,7 @@ EXPERTS = ("expert", TENSOR)
 """Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices of
 each: every token travels once, and no product is cut."""
 
-EXPERT_AT_REST = ("fsdp", CONTEXT)
+EXPERT_AT_REST = ("fsdp", CONTEXT, PIPELINE)
 """What `EXPERTS` leaves of `AT_REST` for the weights of one expert."""
 
 WEIGHT = {
@@ -57,7 +72,7 @@ WEIGHT = {
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
 copy. Those of experts come after `experts`, and are sharded over what that leaves."""
 
-TABLE_EMBED = (*AT_REST, TENSOR)
+TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "embed": TABLE_EMBED}
 """The embedding table, looked up where its columns lie (`ops.embedding.look_up`)."""
 
@@ -78,7 +93,7 @@ ACTIVATION = {
     "part": None,
     "head_dim": None,
     "inner": None,
-    "microbatch": None,
+    "microbatch": PIPELINE,
     "experts": EXPERTS,
     "rows": ("data", "fsdp", CONTEXT),
     "expert_ffn": None,
@@ -101,8 +116,19 @@ def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
 
 
 def _spec(entries: Iterable, **marks: set[str]) -> PartitionSpec:
-    split = [used(*_axes(entry)) or None for entry in entries]
-    return PartitionSpec(*split, **{mark: frozenset(used(*axes)) for mark, axes in marks.items()})
+    named = (lambda *axes: ()) if manual() else used
+    split = [named(*_axes(entry)) or None for entry in entries]
+    return PartitionSpec(*split, **{mark: frozenset(named(*axes)) for mark, axes in marks.items()})
+
+
+def manual() -> bool:
+    """Whether arrays are one device's own here, inside a `shard_map` over all axes."""
+    return jax.sharding.get_abstract_mesh().are_all_axes_manual
+
+
+def on_each_device(local: Callable, out_specs: Any, **options: Any) -> Callable:
+    """`local` on each device's part of the arguments, its results partitioned by `out_specs`."""
+    return local if manual() else jax.shard_map(local, out_specs=out_specs, **options)
 
 
 def make_mesh(shape: tuple[int, ...], devices=None) -> Mesh:
@@ -131,21 +157,49 @@ def partition(x: jax.Array) -> tuple:
     return jax.typeof(x).sharding.spec.partitions
 
 
-def axes(dim: str, among: Collection[str] = AXES) -> tuple[str, ...]:
-    """The axes over which a logical dimension of an activation is split: those that have more than
-    one rank and are `among` others."""
-    return used(*(axis for axis in _axes(ACTIVATION[dim]) if axis in among))
-
-
-def reshard(x: jax.Array, dims: str) -> jax.Array:
-    """The activation resharded to its logical dimensions; an unreduced one is summed on the way."""
-    return jax.sharding.reshard(x, spec(dims, ACTIVATION))
+def axes(dim: str) -> tuple[str, ...]:
+    """The axes with more than one rank over which a logical dimension of an activation is split."""
+    return used(*_axes(ACTIVATION[dim]))
 
 
 def gather_seq(x: jax.Array) -> jax.Array:
     """Enters a tensor-parallel region: `"batch shard_seq embed"` to `"batch seq embed"`, a copy on
     each tensor rank."""
+    if manual():
+        return jax.lax.all_gather(x, TENSOR, axis=1, tiled=True) if used(TENSOR) else x
     return jax.sharding.reshard(x, spec("batch seq embed", ACTIVATION, reduced={TENSOR}))
+
+
+def scatter_seq(y: jax.Array) -> jax.Array:
+    """Leaves a tensor-parallel region: the sum over tensor ranks of `"batch seq embed"` as `"batch
+    shard_seq embed"`."""
+    if manual():
+        return (
+            jax.lax.psum_scatter(y, TENSOR, scatter_dimension=1, tiled=True) if used(TENSOR) else y
+        )
+    return jax.sharding.reshard(y, spec("batch shard_seq embed", ACTIVATION))
+
+
+def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
+    """The sum of `"batch shard_seq .."` over the whole sequence, and over other dimensions with
+    it."""
+    total = jax.numpy.sum(x, axis)
+    return jax.lax.psum(total, along) if (along := _hidden_seq()) else total
+
+
+def whole_seq(length: int) -> int:
+    """The tokens of a whole sequence of which an array has these, `"shard_seq"`."""
+    return length * jax.lax.axis_size(along) if (along := _hidden_seq()) else length
+
+
+def first_of_seq(length: int) -> Any:
+    """The position in its sequence of the first of these tokens, `"shard_seq"`."""
+    return length * jax.lax.axis_index(along) if (along := _hidden_seq()) else 0
+
+
+def _hidden_seq() -> tuple[str, ...]:
+    """The axes over which sequences are split without their types saying so."""
+    return axes("shard_seq") if manual() else ()
 
 
 def accumulating(w: jax.Array) -> jax.Array:
@@ -224,7 +278,7 @@ def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
     if not (dims := gathered_dims(w, experts)):
         return jax.sharding.reshard(w, whole)
     local = partial(gather, dims=dims, to="reduced")
-    return jax.shard_map(local, out_specs=whole)(accumulating(w))
+    return on_each_device(local, whole)(accumulating(w))
 
 
 def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:
@@ -248,7 +302,7 @@ def cotangent_spec(x: jax.Array) -> PartitionSpec:
 
 def per_device() -> PartitionSpec:
     """The partition of a vector with one entry for each device."""
-    return PartitionSpec(used(*AXES) or None)
+    return _spec([AXES])
 
 
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:

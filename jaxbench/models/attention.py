@@ -47,4 +47,4 @@ class Attention(nnx.Module):
         value = save(qkv[..., -1, :], "value")
         context = attention.attend(query, key, value, shared.kernel, self.softcap)
         y = dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
-        return mesh.reshard(y, "batch shard_seq embed"), ()
+        return mesh.scatter_seq(y), ()

@@ -110,16 +110,14 @@ class Decoder(nnx.Module):
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
     ) -> tuple[Float[Array, "B S D"], list[Routed]]:
-        """(the normalised last hidden state, routing of each stretch of layers); `scaled` are the
-        scales of an FP8 run, for each stack of units."""
-        cfg, length = self.cfg, tokens.shape[1]
-        x = times_constant(self.embedding(tokens, self.dtype), cfg.embedding_scale)
-        kernel = attention.choose(execution, cfg, length, mesh.platform())
-        shared = Pass(rotary_tables(cfg, length), kernel)
+        """(what the last layer gives, routing of each stretch of layers); `scaled` are the scales
+        of an FP8 run, for each stack of units."""
+        cfg = self.cfg
+        x = embed(cfg, self.embedding, tokens, self.dtype)
+        shared = make_pass(cfg, tokens.shape[1], execution)
 
         def apply(x, operands):
-            unit, scales = operands
-            return (fp8.attach(unit, scales) if scales is not None else unit)(x, shared)
+            return apply_unit(*operands, x, shared)
 
         routed = []
         for stretch in stretches(cfg, execution, precision):
@@ -129,7 +127,7 @@ class Decoder(nnx.Module):
             )
             x, figures = jax.lax.scan(remat.recomputed(apply, stretch.saved), x, operands)
             routed.append(figures)
-        return self.norm(x), routed
+        return x, routed
 
     def loss(
         self,
@@ -144,13 +142,46 @@ class Decoder(nnx.Module):
         The load-balance loss of all layers adds its gradient, but not its value.
         """
         hidden, routed = self.hidden(tokens, execution, precision, scaled)
-        hidden = mesh.gather_seq(times_constant(hidden, self.cfg.logit_scale))
-        if self.head is None:
-            head = mesh.as_weight(self.embedding.table[...].T.astype(hidden.dtype), "embed vocab")
-        else:
-            head = self.head[...]
-        value = cross_entropy(hidden, head, targets)
+        value = head_loss(self.cfg, self.norm, self.head_weight(), hidden, targets)
         return routing.with_balance_loss(value, routed, self.cfg.balance_loss)
+
+    def head_weight(self) -> Float[Array, "D V"]:
+        """The head at rest, `"embed vocab"`, in the compute dtype."""
+        if self.head is not None:
+            return self.head[...]
+        return mesh.as_weight(self.embedding.table[...].T.astype(self.dtype), "embed vocab")
+
+
+def make_pass(cfg: ModelConfig, length: int, execution: Execution) -> Pass:
+    """What the layers share in a pass over sequences of a length, on the current mesh."""
+    kernel = attention.choose(execution, cfg, length, mesh.platform())
+    return Pass(rotary_tables(cfg, length), kernel)
+
+
+def embed(
+    cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
+) -> Float[Array, "B S D"]:
+    """What the first layer is given."""
+    return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
+
+
+def apply_unit(
+    unit: Unit, scales: fp8.Scaled | None, x: Float[Array, "B S D"], shared: Pass
+) -> tuple[Float[Array, "B S D"], Routed]:
+    """One unit, with the scales of its products in an FP8 run."""
+    return (fp8.attach(unit, scales) if scales is not None else unit)(x, shared)
+
+
+def head_loss(
+    cfg: ModelConfig,
+    norm: nnx.Module,
+    head: Float[Array, "D V"],
+    hidden: Float[Array, "B S D"],
+    targets: Int[Array, "B S"],
+) -> Float[Array, ""]:
+    """The mean cross entropy of what the last layer gives, through final norm and head."""
+    hidden = mesh.gather_seq(times_constant(norm(hidden), cfg.logit_scale))
+    return cross_entropy(hidden, head, targets)
 
 
 def times_constant(x: Array, factor: float) -> Array:

@@ -51,7 +51,7 @@ class Experts(nnx.Module):
         logits = save(logits, ROUTING)
         gates, experts = routing.choose(logits, self.cfg)
         rows, weights, routes = routing.dispatch(x, gates, experts, self.cfg)
-        dropped = jnp.sum(routes.row == routing.NONE, axis=(1, 2))
+        dropped = mesh.sum_seq(routes.row == routing.NONE, axis=(1, 2))
         figures = (*routing.balance_loss(logits, experts), dropped)
         return routing.combine(self._products(rows, weights, routes), routes), (figures,)
 

@@ -90,7 +90,7 @@ class Mamba2(nnx.Module):
         out_specs = mesh.spec("batch seq groups inner", mesh.ACTIVATION)
         y = jax.shard_map(local, out_specs=out_specs)(projected, self.groups)
         y = dense.dot("BSGI,DGI->BSD", save(y, "mamba"), self.out, "batch seq embed")
-        return mesh.reshard(y, "batch shard_seq embed"), ()
+        return mesh.scatter_seq(y), ()
 
     def group(
         self, projected: Float[Array, "B S I"], group: GroupParameters

@@ -35,7 +35,7 @@ class GatedMlp(nnx.Module):
         gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
         gate, up = save(gate_up[..., 0, :], "gate"), save(gate_up[..., 1, :], "up")
         y = dense.dot("BSF,DF->BSD", self.activation(gate) * up, self.down, "batch seq embed")
-        return mesh.reshard(y, "batch shard_seq embed"), ()
+        return mesh.scatter_seq(y), ()
 
 
 class SquaredReluMlp(nnx.Module):
@@ -54,7 +54,7 @@ class SquaredReluMlp(nnx.Module):
         x = mesh.gather_seq(x)
         up = save(dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
         y = dense.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")
-        return mesh.reshard(y, "batch shard_seq embed"), ()
+        return mesh.scatter_seq(y), ()
 
 
 def make_mlp(cfg: ModelConfig, *, key) -> nnx.Module:

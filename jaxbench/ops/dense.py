@@ -15,7 +15,7 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
 
     `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
-    `mesh.reshard` decides how it is summed. In the backward pass the gradient of the weight is
+    `mesh.scatter_seq` sums it. In the backward pass the gradient of the weight is
     reduce-scattered. A dimension of experts, the letter E, is a batch of products.
     """
     inputs, out = equation.split("->")

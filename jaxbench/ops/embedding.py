@@ -14,9 +14,8 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
     That moves activations instead of the table, and its transpose brings every token's gradient to
     the owner of the columns, with nothing left to reduce.
     """
-    batch, seq, shard_seq = (
-        mesh.axes(dim, among=mesh.TABLE_EMBED) for dim in ("batch", "seq", "shard_seq")
-    )
+    seq, shard_seq = (mesh.axes(dim) for dim in ("seq", "shard_seq"))
+    batch = mesh.used(*(axis for axis in mesh.TABLE_EMBED if axis in mesh.SEQUENCES))
 
     def local(table, tokens):
         for dim, axes in ((0, batch), (1, seq)):
@@ -29,4 +28,4 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
         return x
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-    return jax.shard_map(local, out_specs=out)(table, tokens)
+    return mesh.on_each_device(local, out)(table, tokens)

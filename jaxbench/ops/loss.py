@@ -26,7 +26,7 @@ def cross_entropy(
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32.
 
     `hidden` is `"batch seq embed"`, `head` a weight at rest `"embed vocab"`, `targets` `"batch
-    seq"`.
+    seq"`, other sequences on each rank of `SEQUENCES`.
     """
     return _sharded(hidden, head, targets, gradients=False)[0]
 
@@ -52,17 +52,22 @@ cross_entropy.defvjp(_forward, _backward)
 def _sharded(hidden, head, targets, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
     # What a primal is reduced over, its gradient is unreduced over: nothing is summed across these.
-    copies = [jax.typeof(x).sharding.spec.reduced for x in (hidden, head)]
-    assert copies == [set(mesh.used(mesh.TENSOR)), set(mesh.used(*mesh.REPLICAS))]
+    if not mesh.manual():
+        copies = [jax.typeof(x).sharding.spec.reduced for x in (hidden, head)]
+        assert copies == [set(mesh.used(mesh.TENSOR)), set(mesh.used(*mesh.REPLICAS))]
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
-    local = partial(_local, total=targets.size, gradients=gradients)
+    shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
+    local = partial(_local, shards=shards, gradients=gradients)
     out_specs = (PartitionSpec(), *d_specs)
-    return jax.shard_map(local, out_specs=out_specs, check_vma=False)(hidden, head, targets)
+    return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
-def _local(hidden, head, targets, *, total: int, gradients: bool):
-    """One device's share: its tokens against its columns of the vocabulary."""
-    head = jax.lax.all_gather(head, mesh.AT_REST, axis=0, tiled=True)
+def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
+    """One device's share: its tokens against its columns of the vocabulary. The rows of the
+    head lie over the axes `shards`."""
+    everyone = (*mesh.SEQUENCES, mesh.CONTEXT)
+    total = targets.size * jax.lax.axis_size(everyone)
+    head = jax.lax.all_gather(head, shards, axis=0, tiled=True) if shards else head
     columns = head.shape[1]
     first_column = jax.lax.axis_index(mesh.TENSOR) * columns
 
@@ -83,12 +88,13 @@ def _local(hidden, head, targets, *, total: int, gradients: bool):
     chunk = largest_divisor(targets.size, CHUNK_TOKENS)
     chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
     loss, grads = jax.lax.scan(step, jnp.zeros(()), chunks)
-    loss = jax.lax.psum(loss, (*mesh.BATCH, mesh.CONTEXT)) / total
+    loss = jax.lax.psum(loss, everyone) / total
     if not gradients:
         return (loss,)
     d_logits, d_hidden = grads
     d_head = jnp.einsum("CTD,CTV->DV", chunks[0], d_logits)
-    d_head = jax.lax.psum_scatter(d_head, mesh.AT_REST, scatter_dimension=0, tiled=True)
+    if shards:
+        d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
     return loss, d_hidden.reshape(hidden.shape), d_head
 
 

@@ -56,6 +56,7 @@ def choose(
         turn, choice = (
             jax.lax.broadcasted_iota(jnp.int32, shape, dim, out_sharding=tokens) for dim in (1, 2)
         )
+        turn += mesh.first_of_seq(shape[1])
         experts = (turn * k + choice) % cfg.experts
     else:
         experts = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1]
@@ -74,11 +75,12 @@ def balance_loss(
     of the softmax over all experts (Fedus et al. 2021; Megatron takes it for each sequence). It is
     1 when both are even; only P carries a gradient.
     """
-    count = logits.shape[-1]
+    count, length = logits.shape[-1], mesh.whole_seq(experts.shape[1])
     chosen = experts[..., None] == jnp.arange(count)
-    load = jnp.sum(chosen, axis=(1, 2), dtype=jnp.int32)
-    share = load / (experts.shape[1] * experts.shape[2])
-    return count * jnp.sum(share * jnp.mean(jax.nn.softmax(logits), axis=1), axis=-1), load
+    load = mesh.sum_seq(chosen.astype(jnp.int32), axis=(1, 2))
+    share = load / (length * experts.shape[2])
+    mean = mesh.sum_seq(jax.nn.softmax(logits)) / length
+    return count * jnp.sum(share * mean, axis=-1), load
 
 
 def dispatch(
@@ -117,7 +119,7 @@ def dispatch(
         for dims in (f"{places} embed", places, "batch shard_seq choice", "slots")
     )
     out_specs = rows, weights, Routes(row, slots, slots if dropless else None)
-    rows, weights, routes = jax.shard_map(local, out_specs=out_specs)(x, gates, experts)
+    rows, weights, routes = mesh.on_each_device(local, out_specs)(x, gates, experts)
     return save(rows, "dispatched"), weights, routes
 
 
@@ -134,7 +136,7 @@ def combine(rows: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]
         return tokens.reshape(*row.shape[:2], -1)
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-    return jax.shard_map(local, out_specs=out)(rows, routes.row, routes.choice)
+    return mesh.on_each_device(local, out)(rows, routes.row, routes.choice)
 
 
 @jax.custom_vjp
@@ -228,6 +230,8 @@ def block_rows(choices: int, cfg: ModelConfig) -> int:
 
 
 Figures = dict[str, Array]
+"""Of a step: the mean balance loss; the load of each expert over a fair share, and that of the
+busiest expert of any layer; the share of choices dropped. Without experts there are none."""
 
 
 def with_balance_loss(
@@ -237,21 +241,26 @@ def with_balance_loss(
     and the figures of a step.
 
     `routed` holds, for each stretch of layers, (balance loss `"L B"`, load `"L B E"`, dropped
-    choices `"L B"`). Figures: the mean balance loss; the load of each expert over a fair share, and
-    that of the busiest expert of any layer; the share of choices dropped. Without experts there are
-    none.
+    choices `"L B"`).
     """
     layers = [stack for stretch in routed for stack in stretch]
     if not layers:
         return loss, {}
     losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
     total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
+    found = figures(losses, load, dropped)
+    return loss + (total - jax.lax.stop_gradient(total)), jax.lax.stop_gradient(found)
+
+
+def figures(
+    losses: Float[Array, "L B"], load: Int[Array, "L B E"], dropped: Int[Array, "L B"]
+) -> Figures:
+    """`Figures` of a pass."""
     load = jnp.sum(load, axis=1)
     share = load / jnp.mean(load, axis=1, keepdims=True)
-    figures = {
+    return {
         "balance_loss": jnp.mean(losses),
         "expert_load": jnp.mean(share, axis=0),
         "expert_load_max": jnp.max(share),
         "tokens_dropped": jnp.sum(dropped) / jnp.sum(load),
     }
-    return loss + (total - jax.lax.stop_gradient(total)), jax.lax.stop_gradient(figures)

@@ -35,8 +35,15 @@ MAX_MARGIN = 16
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Sizes of the mesh axes that a recipe chooses; `data` takes the devices that are left
-    (`Run.data`)."""
+    (`Run.data`).
 
+    With `virtual_stages` each rank of a pipeline has that many chunks of layers instead of one, and
+    microbatches pass all ranks as often (interleaving; Narayanan et al. 2021): the pipeline is idle
+    for a shorter part of a step.
+    """
+
+    pipeline: int = 1
+    virtual_stages: int = 1
     fsdp: int = 1
     expert: int = 1
     context: int = 1
@@ -48,7 +55,7 @@ class Parallelism:
     @property
     def ranks(self) -> int:
         """Devices that together hold one copy of the model."""
-        return math.prod(getattr(self, f.name) for f in fields(self))
+        return math.prod(getattr(self, axis) for axis in AXES if axis != "data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +91,8 @@ class Precision:
 class Batch:
     """Sequences per step (`global_batch`), and per pass of one data-parallel rank (`microbatch`).
 
-    A microbatch of None is the whole share of a rank: one pass, no accumulation.
+    A microbatch of None is the whole share of a rank: one pass, no accumulation; in a pipeline as
+    many as it has ranks.
     """
 
     sequence_length: int
@@ -187,7 +195,7 @@ class Run:
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Sizes of the mesh axes in the order of `AXES`."""
-        sizes = {"pipeline": 1, "data": self.data, **vars(self.parallelism)}
+        sizes = {"data": self.data, **vars(self.parallelism)}
         return tuple(sizes[axis] for axis in AXES)
 
     @property
@@ -198,7 +206,8 @@ class Run:
     @property
     def microbatch(self) -> int:
         """Sequences per rank and pass."""
-        return self.batch.microbatch or self.batch.global_batch // self.batch_ranks
+        passes = self.batch_ranks * self.parallelism.pipeline
+        return self.batch.microbatch or max(self.batch.global_batch // passes, 1)
 
     @property
     def accumulation(self) -> int:
@@ -227,10 +236,11 @@ class Run:
             )
         self._check_mesh()
         self._check_batch()
+        self._check_pipeline()
 
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch
-        ranks = " x ".join(f.name for f in fields(p))
+        ranks = " x ".join(axis for axis in AXES if axis != "data")
         divides(ranks, p.ranks, "the number of devices", self.gpus)
         # The embedding table is split over all of these axes, heads and tokens over the last two.
         divides(ranks, p.ranks, "model.embed", m.embed)
@@ -264,3 +274,32 @@ class Run:
         divides(ranks, self.batch_ranks, "batch.global_batch", b.global_batch)
         pass_size = self.microbatch * self.batch_ranks
         divides(f"batch.microbatch x {ranks}", pass_size, "batch.global_batch", b.global_batch)
+
+    def _check_pipeline(self) -> None:
+        p, m = self.parallelism, self.model
+        if p.pipeline == 1:
+            if p.virtual_stages > 1:
+                raise RecipeError(
+                    f"parallelism.virtual_stages = {p.virtual_stages} needs parallelism.pipeline"
+                )
+            return
+        divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
+        stages, layers = p.pipeline * p.virtual_stages, m.layers
+        if stages > layers:
+            raise RecipeError(
+                f"pipeline x virtual_stages = {stages} stages for model.layers = {layers}: "
+                "expected at most one for each layer"
+            )
+        counted = [name for name, n in (self.execution.saved(layers) or {}).items() if n < layers]
+        alike = "the stages of a pipeline compute alike"
+        if "M" in m.pattern:
+            raise RecipeError(f"parallelism.pipeline: {alike}, but {m.family} is a hybrid")
+        if counted:
+            raise RecipeError(f"execution.remat: {alike}; no layer count for {counted[0]}")
+        if self.precision.first_bf16_layers or self.precision.last_bf16_layers:
+            raise RecipeError(f"precision: {alike}; no first_bf16_layers and last_bf16_layers")
+        if "E" in m.pattern and m.capacity_factor is None:
+            raise RecipeError(
+                "parallelism.pipeline: experts need a model.capacity_factor, since their weights "
+                "are gathered once per step"
+            )

@@ -15,7 +15,7 @@ from jaxbench.models.layers import Weight
 from jaxbench.ops import fp8
 from jaxbench.ops.routing import Figures
 from jaxbench.recipe.settings import Run
-from jaxbench.train import data
+from jaxbench.train import data, pipeline
 from jaxbench.train.optimizer import learning_rate, make_optimizer
 
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
@@ -99,10 +99,13 @@ def gradients(
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, seen, observed)), None
 
-    if run.accumulation == 1:
+    dtype = DTYPES[precision.accumulate]
+    if run.parallelism.pipeline > 1:
+        observing = fp8.observing(scaled, fp8.unobserved(state.fp8))
+        total, observed = pipeline.passes(weights, observing, tokens, targets, run, dtype)
+    elif run.accumulation == 1:
         total, observed = one_pass((tokens[0], targets[0]))
     else:
-        dtype = DTYPES[precision.accumulate]
         (values, _), _ = jax.eval_shape(one_pass, (tokens[0], targets[0]))
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),

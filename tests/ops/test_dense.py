@@ -26,7 +26,7 @@ def test_dot_and_its_gradients(mesh_name, split_sum):
     def product(x, w):
         if not split_sum:
             return dense.dot(equation, mesh.gather_seq(x), nnx.Param(w), out_dims)
-        return mesh.reshard(dense.dot(equation, x, nnx.Param(w), out_dims), "batch shard_seq embed")
+        return mesh.scatter_seq(dense.dot(equation, x, nnx.Param(w), out_dims))
 
     with on(mesh_name):
         arrays = (

@@ -95,7 +95,7 @@ def fp8_product(kind, mesh_name, precision, arrays):
             unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
             if kind == "in":
                 return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
-            return mesh.reshard(dense.dot(equation, x, unit.qkv, y_dims), "batch shard_seq embed")
+            return mesh.scatter_seq(dense.dot(equation, x, unit.qkv, y_dims))
 
         y, vjp = jax.vjp(product, x, stack, fp8.unobserved(histories))
         dx, d_stack, seen = vjp(dy)

@@ -94,4 +94,4 @@ def attend(
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out
 
     heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)
-    return jax.shard_map(local, out_specs=heads)(query, key, value)
+    return mesh.on_each_device(local, heads)(query, key, value)

@@ -100,7 +100,7 @@ def _forward(product, x, kernel, observed, stored, inverse):
 
     each = mesh.per_device()
     specs = product.y_spec, PartitionSpec(*mesh.partition(x)), each, each
-    run = jax.shard_map(local, out_specs=specs, check_vma=False)
+    run = mesh.on_each_device(local, specs, check_vma=False)
     y, data, inverse_x, amax = run(x, stored, inverse)
     return y, (data, inverse_x, amax, stored, inverse, observed)
 
@@ -125,7 +125,7 @@ def _backward(product, residuals, dy):
         return dx.reshape(data.shape), mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
-    run = jax.shard_map(local, out_specs=specs, check_vma=False)
+    run = mesh.on_each_device(local, specs, check_vma=False)
     dx, dw, seen = run(dy, data, inverse_x, amax, stored, inverse)
     return dx, dw, seen if delayed else None, None, None
 

@@ -43,7 +43,8 @@ def _forward(product, x, kernel, observed, stored, inverse):
         return y, quantized, amax[None]
 
     specs = product.y_spec, PartitionSpec(*mesh.partition(x)), mesh.per_device()
-    y, quantized, amax = jax.shard_map(local, out_specs=specs, check_vma=False)(x, stored, inverse)
+    run = mesh.on_each_device(local, specs, check_vma=False)
+    y, quantized, amax = run(x, stored, inverse)
     return y, (quantized, amax, stored, inverse, observed)
 
 
@@ -68,9 +69,8 @@ def _backward(product, residuals, dy):
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
-    dx, dw, seen = jax.shard_map(local, out_specs=specs, check_vma=False)(
-        dy, quantized, amax, stored, inverse
-    )
+    run = mesh.on_each_device(local, specs, check_vma=False)
+    dx, dw, seen = run(dy, quantized, amax, stored, inverse)
     return dx, dw, None if current else seen, None, None
 
 
