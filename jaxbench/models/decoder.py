@@ -160,7 +160,7 @@ def make_pass(cfg: ModelConfig, length: int, execution: Execution) -> Pass:
 
 def embed(
     cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
-) -> Float[Array, "B S D"]:
+) -> Float[Array, "B s D"]:
     """What the first layer is given."""
     return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
 
@@ -176,7 +176,7 @@ def head_loss(
     cfg: ModelConfig,
     norm: nnx.Module,
     head: Float[Array, "D V"],
-    hidden: Float[Array, "B S D"],
+    hidden: Float[Array, "B s D"],
     targets: Int[Array, "B S"],
 ) -> Float[Array, ""]:
     """The mean cross entropy of what the last layer gives, through final norm and head."""

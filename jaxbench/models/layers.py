@@ -1,6 +1,7 @@
 """What the mixers share: weights, norms, rotary positions, and what each is called with.
 
-Dimension letters as in `ops`. Weights keep `embed` as their first dimension and are sharded over it
+Dimension letters as in `ops`; s is S where only the tokens of this tensor rank are meant, which
+types say or hide (`mesh`). Weights keep `embed` as their first dimension and are sharded over it
 at rest.
 """
 
@@ -116,7 +117,7 @@ class Embedding(nnx.Module):
             std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
         )
 
-    def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B S D"]:
+    def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B s D"]:
         return embedding.look_up(self.table[...], tokens, dtype)
 
 

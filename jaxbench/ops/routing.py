@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxbench import mesh
 from jaxbench.ops.remat import ROUTING, save
@@ -253,7 +253,7 @@ def with_balance_loss(
 
 
 def figures(
-    losses: Float[Array, "L B"], load: Int[Array, "L B E"], dropped: Int[Array, "L B"]
+    losses: Float[Array, "L B"], load: Num[Array, "L B E"], dropped: Num[Array, "L B"]
 ) -> Figures:
     """`Figures` of a pass."""
     load = jnp.sum(load, axis=1)

@@ -19,14 +19,18 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import AXES, Run
 from jaxbench.recipe.throughput import model_flops, throughput
+from jaxbench.train.pipeline import held_gradients
 from jaxbench.train.program import RULES, check_program, compile_program
+from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
+from jaxbench.train.timetable import timetable
 from jaxbench.versions import versions
 from jaxbench.xla import flags, memory, schedule
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
+PART = "part of "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,20 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How a step goes through a pipeline. `bubble` is the time for which a rank is idle over that
+    for which it works, `slots` are as many chunks of layers as ever wait for their backward pass,
+    and `padding` are layers that are computed without being there."""
+
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    bubble: float
+    slots: int
+    padding: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything about one row; FLOPs and bytes are per device and step. `mfu` (full attention) is
     that of the bound and of the published step time."""
@@ -116,6 +134,7 @@ class Plan:
     wire_bytes: int
     uncovered_wire_bytes: int
     kernels: Kernels
+    pipeline: Pipeline | None
     launches: int
     lower_s: float
     compile_s: float
@@ -127,7 +146,7 @@ class Plan:
 
 NESTED = {
     "bytes_per_device": Memory, "state_bytes": StateBytes, "flops": Flops, "kernels": Kernels,
-    "bound_parts_s": Bound,
+    "bound_parts_s": Bound, "pipeline": Pipeline,
 }  # fmt: skip
 LISTS = {"largest_buffers": Buffer, "collectives": Traffic}
 
@@ -136,7 +155,7 @@ def read(path: Path) -> Plan:
     """A plan that `--dump` left. Raises RecipeError where it is none."""
     try:
         values = json.loads(path.read_text())
-        nested = {name: cls(**values[name]) for name, cls in NESTED.items()}
+        nested = {name: cls(**values[name]) for name, cls in NESTED.items() if values[name]}
         lists = {name: [cls(**v) for v in values[name]] for name, cls in LISTS.items()}
         return Plan(**(values | nested | lists))
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -188,6 +207,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
         wire_bytes=sum(t.collective.wire_bytes for t in timeline.transfers),
         uncovered_wire_bytes=timeline.uncovered_bytes,
         kernels=kernels(program),
+        pipeline=pipeline(run),
         launches=timeline.kernels,
         lower_s=lower_s,
         compile_s=compile_s,
@@ -221,10 +241,26 @@ def state_bytes(run: Run) -> StateBytes:
         return total
 
     width = 4 if run.accumulation > 1 and run.precision.accumulate == "fp32" else 2
+    gradients = local(state.model, width)
+    if run.parallelism.pipeline > 1:
+        gradients = width * held_gradients(state.model, run)
     return StateBytes(
-        parameters=local(state.model),
-        optimizer=local(state.optimizer),
-        gradients=local(state.model, width),
+        parameters=local(state.model), optimizer=local(state.optimizer), gradients=gradients
+    )
+
+
+def pipeline(run: Run) -> Pipeline | None:
+    """`Pipeline` of a run; None without one."""
+    ranks, chunks = run.parallelism.pipeline, run.parallelism.virtual_stages
+    if ranks == 1:
+        return None
+    return Pipeline(
+        ranks=ranks,
+        virtual_stages=chunks,
+        microbatches=run.accumulation,
+        bubble=(ranks - 1) / (chunks * run.accumulation),
+        slots=timetable(ranks, chunks, run.accumulation).slots,
+        padding=Stages.of(run).padding,
     )
 
 
@@ -257,6 +293,8 @@ def traffic(run: Run, gpu: Gpu, timeline: schedule.Schedule) -> list[Traffic]:
     for t in timeline.transfers:
         c = t.collective
         axes = mesh_axes(c.devices, run.mesh_shape)
+        if c.kind == "collective-permute":  # between neighbours, never among all
+            axes = axes.removeprefix(PART)
         new = Traffic(kind=c.kind, axes=axes, across_nodes=c.crosses_nodes(gpu))
         sums = found.get((c.kind, axes), new)
         found[c.kind, axes] = Traffic(
@@ -284,7 +322,7 @@ def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:
     ]
     along = [i for i, indices in enumerate(seen) if len(indices) > 1]
     whole = math.prod(mesh_shape[i] for i in along) == len(devices)
-    return ("" if whole else "part of ") + " x ".join(AXES[i] for i in along)
+    return ("" if whole else PART) + " x ".join(AXES[i] for i in along)
 
 
 def mfu(run: Run, gpu: Gpu, step_s: float) -> float | None:

@@ -35,6 +35,7 @@ def report(plan: Plan) -> str:
         f"{work.recompute_ratio:.3f} of the model's",
         f"  kernels     {plan.kernels.gemm_bf16} bf16 products, {plan.kernels.gemm_fp8} fp8 "
         f"products, {plan.kernels.attention} attention, {plan.launches} launches in all",
+        *_pipeline(plan),
         f"network     {gib(plan.wire_bytes)} sent per device and step; "
         f"{gib(plan.uncovered_wire_bytes)} with no product or attention beside it",
     ]
@@ -56,6 +57,16 @@ def report(plan: Plan) -> str:
         )
         lines += [f"  {code:10} {ERRATA[code]}" for code in row["errata"]]
     return "\n".join(lines)
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    if (p := plan.pipeline) is None:
+        return []
+    return [
+        f"pipeline    {p.ranks} ranks with {p.virtual_stages} chunks of layers each, "
+        f"{p.microbatches} microbatches: idle for {100 * p.bubble:.1f} % of the work, "
+        f"{p.slots} slots for activations, {p.padding} layers of padding"
+    ]
 
 
 def _percent(mfu: float | None) -> str:

@@ -284,13 +284,14 @@ class Run:
                 )
             return
         divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
-        stages, layers = p.pipeline * p.virtual_stages, m.layers
-        if stages > layers:
+        most = -(-m.layers // p.pipeline)
+        if p.virtual_stages > most:
             raise RecipeError(
-                f"pipeline x virtual_stages = {stages} stages for model.layers = {layers}: "
-                "expected at most one for each layer"
+                f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
+                f"layers of a rank, for model.layers = {m.layers} over pipeline = {p.pipeline}"
             )
-        counted = [name for name, n in (self.execution.saved(layers) or {}).items() if n < layers]
+        saved = self.execution.saved(m.layers) or {}
+        counted = [name for name, count in saved.items() if count < m.layers]
         alike = "the stages of a pipeline compute alike"
         if "M" in m.pattern:
             raise RecipeError(f"parallelism.pipeline: {alike}, but {m.family} is a hybrid")

@@ -6,6 +6,7 @@ over `fsdp`. Inside one `shard_map` over all axes each rank is brought its layer
 computes all ticks (`ticks`), and sends its gradients back.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -134,6 +135,30 @@ class _Ranks:
             return jax.lax.psum(jax.vmap(send)(figure[:-1]), everyone)
 
         return jax.tree.map(at_rest, flight.routed)
+
+
+def held_gradients(model: Decoder, run: Run) -> int:
+    """Entries of the gradients that one device sums up during a step: of whole layers of its own,
+    with the padding, of the whole head, and of its part of the table."""
+    stages, sizes = Stages.of(run), jax.sharding.get_abstract_mesh().shape
+
+    def at_rest(tree: Any) -> list[int]:
+        return [math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(tree)]
+
+    def whole(tree: Any) -> int:
+        gathered = [
+            math.prod(sizes[axis] for _, axes in _gathered_dims(w) for axis in axes)
+            for w in jax.tree.leaves(tree)
+        ]
+        return sum(size * ranks for size, ranks in zip(at_rest(tree), gathered, strict=True))
+
+    own_layers = stages.chunks * stages.size / run.model.layers
+    head = jax.eval_shape(Decoder.head_weight, model)
+    return (
+        round(whole(model.units) * own_layers)
+        + whole((model.norm, head))
+        + sum(at_rest(model.embedding))
+    )
 
 
 def _gathered_dims(w: jax.Array) -> mesh.Gathered:

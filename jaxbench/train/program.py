@@ -105,7 +105,7 @@ def _check_fp8(program: Program, run: Run) -> None:
         if not stretch.bf16:
             repeats[stretch.stack] += stretch.repeats.stop - stretch.repeats.start
     for stack, unit in enumerate(abstract_state(run).model.units):
-        expected = 3 * repeats[stack] * run.accumulation
+        expected = 3 * repeats[stack] * run.accumulation // run.parallelism.pipeline
         for product in fp8.products(unit):
             name = fp8.product_name(stack, product)
             runs, others = found[name, True], found[name, False]

@@ -274,12 +274,12 @@ def _compute(
     return (x, balance), stacked
 
 
-def _residuals(vjp: Any) -> list[jax.Array]:
-    """What a transpose of `jax.vjp` keeps beside the arguments of its function."""
+def _residuals(vjp: Any) -> list:
+    """What a transpose of `jax.vjp` keeps beside the arguments of its function, arrays or types."""
     return jax.tree.leaves(replace(vjp, args_res=[]))
 
 
-def _restored(vjp: Any, residuals: list[jax.Array], arguments: list[Any]) -> Any:
+def _restored(vjp: Any, residuals: list, arguments: list) -> Any:
     """The like of a transpose, with other residuals and arguments."""
     structure = jax.tree.structure(replace(vjp, args_res=[]))
     return replace(jax.tree.unflatten(structure, residuals), args_res=arguments)

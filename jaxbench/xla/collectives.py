@@ -85,7 +85,8 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
 
 def first_group(attributes: str) -> tuple[int, ...]:
     """Devices of the first replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
-    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`, and the first of `source_target_pairs`."""
+    with or without `T(..)`, and `mesh['a'=2,'b'=2] {'b'}`. Of `source_target_pairs` those farthest
+    apart: in a ring they cross nodes if any do."""
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
         ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
@@ -97,5 +98,8 @@ def first_group(attributes: str) -> tuple[int, ...]:
         order = ints(iota.group(3)) or list(range(len(dims)))
         ids = np.arange(math.prod(dims)).reshape(dims).transpose(order)
         return tuple(ids.ravel()[: int(iota.group(1))].tolist())
-    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}", attributes)
+    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes):
+        ends = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs.group(1))]
+        return max(ends, key=lambda pair: abs(pair[0] - pair[1]))
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     return tuple(ints(listed.group(1))) if listed else (0,)

@@ -53,7 +53,7 @@ HloLiveRange (max 9):
 def test_buffers_at_the_peak_have_names():
     program = hlo.Program.parse(PROGRAM)
     found = memory.largest(program, LIVE_RANGES, 5)
-    stacked = "forward BSD,DF->BSF/dot_general, of 4 layers"
+    stacked = "forward BSD,DF->BSF/dot_general, 4 times"
     assert [(b.bytes, b.shape, b.name) for b in found] == [
         (256, "f32[8,8]", "state.model.head.value"),
         (128, "bf16[8,8]", "backward all_gather"),
@@ -66,4 +66,4 @@ def test_buffers_at_the_peak_have_names():
 def test_an_empty_stack_is_named_after_what_the_loop_puts_into_it():
     text = LIVE_RANGES.replace("gathered{}: 128", "empty{}: 128")
     names = [b.name for b in memory.largest(hlo.Program.parse(PROGRAM), text, 2)]
-    assert names == ["state.model.head.value", "forward BSD,DF->BSF/dot_general, of 4 layers"]
+    assert names == ["state.model.head.value", "forward BSD,DF->BSF/dot_general, 4 times"]

@@ -1,0 +1,115 @@
+"""Pipelines on CPU devices: every mesh against one device, and FP8 against no pipeline."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from steps import assert_same, new_state, same_sequences
+from tiny import mesh_of, tiny_run, to_numpy
+
+from jaxbench import mesh
+from jaxbench.train.step import gradients
+
+LLAMA, NEMOTRON, GROK = "llama31_8b_bf16", "nemotron4_340b_bf16", "grok1_314b_bf16"
+
+CASES = {
+    # M = P, a layer in each stage
+    "pipeline 8": (NEMOTRON, 8, "full", "pipeline=8"),
+    # nothing is recomputed; one layer of padding
+    "pipeline 4 x tensor 2": (LLAMA, 7, "none", "pipeline=4 virtual_stages=2 tensor=2"),
+    # M = 4 P; chunks of two layers, the last of them and half of another padding
+    "pipeline 2 x fsdp 2 x context 2": (
+        LLAMA, 5, "attention,residual", "pipeline=2 virtual_stages=2 fsdp=2 context=2",
+    ),
+    "pipeline 2 x data 2 x tensor 2": (
+        NEMOTRON, 6, "query,key,value,attention,residual,up", "pipeline=2 virtual_stages=3 tensor=2",
+    ),
+    "pipeline 4 x fsdp 2": (NEMOTRON, 4, "attention,up", "pipeline=4 fsdp=2"),
+    "pipeline 2 x expert 2 x tensor 2": (
+        GROK, 4, "attention,residual", "pipeline=2 virtual_stages=2 expert=2 tensor=2",
+    ),
+    "pipeline 4 x expert 2": (GROK, 5, "full", "pipeline=4 expert=2"),
+    "pipeline 2 x fsdp 2 x context 2, experts": (GROK, 2, "none", "pipeline=2 fsdp=2 context=2"),
+}  # fmt: skip
+
+
+def run_of(family, layers, remat, axes, *more, devices=8):
+    parallelism = [f"parallelism.{axis}" for axis in axes.split()]
+    return tiny_run(
+        f"model.layers={layers}", "batch.global_batch=16", f"execution.remat={remat}",
+        *parallelism, *more, devices=devices, family=family,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_changes_neither_loss_nor_gradients(name):
+    family, layers, remat, axes = CASES[name]
+    run = run_of(family, layers, remat, axes, "batch.microbatch=1")
+    assert run.mesh_text() == name.partition(",")[0]
+    one = run_of(family, layers, remat, "", "batch.microbatch=4", devices=1)
+    # Gradients are sums over 512 tokens and some layers in another order, as in `test_train`.
+    assert_same(same_sequences(run), same_sequences(one), roundings=200)
+
+
+def routing_of(run):
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 64, size=(2, run.batch.global_batch, 32), dtype=np.int32)
+    with mesh_of(run):
+        spec = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
+        batch = [jax.device_put(x.reshape(-1, 1, 32), spec) for x in (tokens, targets)]
+        (_, figures), _, _ = jax.jit(gradients, static_argnums=3)(new_state(run), *batch, run)
+        return to_numpy(figures)
+
+
+def test_figures_of_the_routing_are_those_of_one_device():
+    """Ranks that are no data parallelism: the passes are the same sequences."""
+    one, many = (
+        routing_of(run_of(GROK, 3, "full", axes, "batch.microbatch=1", devices=devices))
+        for axes, devices in (("", 1), ("pipeline=2 virtual_stages=2 context=2 tensor=2", 8))
+    )
+    assert one.keys() == many.keys()
+    for name, expected in one.items():
+        np.testing.assert_allclose(many[name], expected, rtol=1e-6, err_msg=name)
+
+
+def two_steps_in_fp8(axes, scaling):
+    """(loss, gradients, histories after each) of two passes over one batch with the same weights:
+    the second is scaled by what the first has seen."""
+    run = run_of(
+        NEMOTRON, 5, "attention", axes, "batch.microbatch=1", "precision.dtype=fp8",
+        "precision.amax_history=4", f"precision.scaling={scaling}",
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 64, size=(2, 16, 32), dtype=np.int32)
+    with mesh_of(run):
+        spec = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
+        shape = (run.accumulation, -1, 32)
+        batch = [jax.device_put(x.reshape(shape), spec) for x in (tokens, targets)]
+        state = new_state(run)
+        # Every rounding to bf16 where the program has it, or the two would round differently.
+        exact = {"xla_allow_excess_precision": False}
+        step = jax.jit(gradients, static_argnums=3).lower(state, *batch, run).compile(exact)
+        _, _, first = step(state, *batch)
+        (loss, _), grads, second = step(replace(state, fp8=first), *batch)
+        return float(loss), to_numpy(grads), (to_numpy(first), to_numpy(second))
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_fp8_is_that_of_no_pipeline(scaling):
+    """The same tensor ranks, whose partial sums are rounded to bf16; two layers of padding."""
+    loss, grads, histories = two_steps_in_fp8(
+        "pipeline=2 virtual_stages=2 fsdp=2 tensor=2", scaling
+    )
+    expected = two_steps_in_fp8("fsdp=2 tensor=2", scaling)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert bool(histories[0]) == (scaling == "delayed")
+    for actual, history in zip(histories, expected[2], strict=True):
+        for name, exact in history.items():
+            np.testing.assert_array_equal(actual[name], exact, err_msg=name)
+    for name, exact in expected[1].items():
+        # A microbatch's gradient of a weight is rounded to bf16 before it is summed; here it is one
+        # sequence, there four.
+        np.testing.assert_allclose(
+            grads[name], exact, atol=2**-6 * np.abs(exact).max(), rtol=0, err_msg=name
+        )
