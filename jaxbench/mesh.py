@@ -152,8 +152,8 @@ def used(*axes: str) -> tuple[str, ...]:
     return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
-def partition(x: jax.Array) -> tuple:
-    """The partition of an array or tracer, one entry per dimension."""
+def partition(x: Any) -> tuple:
+    """The partition of an array, a tracer or a type, one entry per dimension."""
     return jax.typeof(x).sharding.spec.partitions
 
 
@@ -222,9 +222,9 @@ Gathered = list[tuple[int, tuple[str, ...]]]
 """Dimensions of a weight that are gathered for use, each with its axes."""
 
 
-def gathered_dims(w: jax.Array, experts: int | None = None) -> Gathered:
-    """The dimensions over which a weight at rest is gathered for use; the dimension number
-    `experts` stays as it is, since each rank uses its own experts."""
+def gathered_dims(w: Any, experts: int | None = None) -> Gathered:
+    """The dimensions over which a weight at rest, or its type, is gathered for use; the dimension
+    number `experts` stays as it is, since each rank uses its own experts."""
     split = [tuple(axis for axis in _axes(entry) if axis in AT_REST) for entry in partition(w)]
     return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 

@@ -52,9 +52,8 @@ cross_entropy.defvjp(_forward, _backward)
 def _sharded(hidden, head, targets, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
     # What a primal is reduced over, its gradient is unreduced over: nothing is summed across these.
-    if not mesh.manual():
-        copies = [jax.typeof(x).sharding.spec.reduced for x in (hidden, head)]
-        assert copies == [set(mesh.used(mesh.TENSOR)), set(mesh.used(*mesh.REPLICAS))]
+    for x, axes in ((hidden, {mesh.TENSOR}), (head, set(mesh.REPLICAS))):
+        assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
     shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
     local = partial(_local, shards=shards, gradients=gradients)

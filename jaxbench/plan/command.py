@@ -27,7 +27,7 @@ from jaxbench.xla import flags
 
 KEYS = (
     "recipe", "gpus", "target", "fits", "parameters", "bytes_per_device", "flops", "collectives",
-    "kernels", "pipeline", "lower_s", "compile_s", "bound_step_s", "published",
+    "kernels", "stages", "lower_s", "compile_s", "bound_step_s", "published",
 )  # fmt: skip
 """What `--json` prints. A plan has more, for people and for `--diff`."""
 

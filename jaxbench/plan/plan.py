@@ -97,7 +97,7 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class Pipelined:
     """How a step goes through a pipeline. `bubble` is the time for which a rank is idle over that
     for which it works, `slots` are as many chunks of layers as ever wait for their backward pass,
     and `padding` are layers that are computed without being there."""
@@ -134,7 +134,7 @@ class Plan:
     wire_bytes: int
     uncovered_wire_bytes: int
     kernels: Kernels
-    pipeline: Pipeline | None
+    stages: Pipelined | None
     launches: int
     lower_s: float
     compile_s: float
@@ -146,7 +146,7 @@ class Plan:
 
 NESTED = {
     "bytes_per_device": Memory, "state_bytes": StateBytes, "flops": Flops, "kernels": Kernels,
-    "bound_parts_s": Bound, "pipeline": Pipeline,
+    "bound_parts_s": Bound, "stages": Pipelined,
 }  # fmt: skip
 LISTS = {"largest_buffers": Buffer, "collectives": Traffic}
 
@@ -207,7 +207,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
         wire_bytes=sum(t.collective.wire_bytes for t in timeline.transfers),
         uncovered_wire_bytes=timeline.uncovered_bytes,
         kernels=kernels(program),
-        pipeline=pipeline(run),
+        stages=stages(run),
         launches=timeline.kernels,
         lower_s=lower_s,
         compile_s=compile_s,
@@ -249,12 +249,12 @@ def state_bytes(run: Run) -> StateBytes:
     )
 
 
-def pipeline(run: Run) -> Pipeline | None:
-    """`Pipeline` of a run; None without one."""
+def stages(run: Run) -> Pipelined | None:
+    """`Pipelined` of a run; None without a pipeline."""
     ranks, chunks = run.parallelism.pipeline, run.parallelism.virtual_stages
     if ranks == 1:
         return None
-    return Pipeline(
+    return Pipelined(
         ranks=ranks,
         virtual_stages=chunks,
         microbatches=run.accumulation,

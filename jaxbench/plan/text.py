@@ -60,7 +60,7 @@ def report(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> list[str]:
-    if (p := plan.pipeline) is None:
+    if (p := plan.stages) is None:
         return []
     return [
         f"pipeline    {p.ranks} ranks with {p.virtual_stages} chunks of layers each, "

@@ -161,7 +161,7 @@ def held_gradients(model: Decoder, run: Run) -> int:
     )
 
 
-def _gathered_dims(w: jax.Array) -> mesh.Gathered:
+def _gathered_dims(w: Any) -> mesh.Gathered:
     """The dimensions over which a weight at rest is gathered: not that of experts, over which no
     pipeline is laid."""
     return [(dim, axes) for dim, axes in mesh.gathered_dims(w) if mesh.PIPELINE in axes]

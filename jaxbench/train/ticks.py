@@ -84,6 +84,8 @@ class Rank:
         table = timetable(ranks, self.stages.chunks, groups * ranks)
         warmup, end = table.warmup, table.warmup + (groups - 1) * table.period
 
+        # Ranks enter a group one tick after another. So its first inputs are needed, and its last
+        # gradients return, during the ticks of the group before and of the second one after it.
         def group_of_ticks(flight: Flight, now: Any) -> tuple[Flight, None]:
             group, duties = now
             flight = self._losses(flight, group - 1)
@@ -94,15 +96,15 @@ class Rank:
         flight = self._start(table.slots)
         for group in range(min(groups, 2)):
             flight = self._embed(flight, group)
-        flight, _ = jax.lax.scan(self._tick, flight, (own(table.forward, 0, warmup), None))
-        between = own(table.forward, warmup, end), own(table.backward, warmup, end)
+        flight, _ = jax.lax.scan(self._tick, flight, (_own(table.forward, 0, warmup), None))
+        between = _own(table.forward, warmup, end), _own(table.backward, warmup, end)
         if groups == 2:
             flight, _ = group_of_ticks(flight, (1, between))
         elif groups > 2:
             cut = jax.tree.map(lambda t: t.reshape(groups - 1, table.period), between)
             flight, _ = jax.lax.scan(group_of_ticks, flight, (jnp.arange(1, groups), cut))
         flight = self._losses(flight, groups - 1)
-        last = own(table.backward, end, end + warmup)
+        last = _own(table.backward, end, end + warmup)
         flight, _ = jax.lax.scan(self._tick, flight, (None, last))
         for group in range(max(groups - 2, 0), groups):
             flight = self._embed_back(flight, group)
@@ -321,7 +323,7 @@ def _raise(tree: Any, values: Any, busy: jax.Array, *index: Any) -> Any:
     return _put(tree, largest, *index)
 
 
-def own(duties: Duties, start: int, stop: int) -> dict[str, jax.Array]:
+def _own(duties: Duties, start: int, stop: int) -> dict[str, jax.Array]:
     """This rank's duties in some ticks."""
     rank = jax.lax.axis_index(mesh.PIPELINE)
     return {name: jnp.asarray(t[start:stop])[:, rank] for name, t in vars(duties).items()}

@@ -77,7 +77,28 @@ def test_overrides_are_typed_and_recorded():
     assert run.overrides[0] == "parallelism.fsdp=4"
     assert recipes.describe(run)["parallelism"] == {
         "data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1,
+        "pipeline": 1, "virtual_stages": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("nemotronh_56b_bf16", [], "compute alike, but nemotronh is a hybrid"),
+        ("grok1_314b_bf16", ["model.capacity_factor=null"], "experts need a model.capacity_factor"),
+    ],
+)
+def test_what_no_pipeline_can_hold(name, more, message):
+    texts = ["parallelism.pipeline=2", "execution.remat=full", *more]
+    with pytest.raises(RecipeError, match=message):
+        recipes.resolve(
+            recipes.load(name), "smoke", devices=2, overrides=recipes.parse_overrides(texts)
+        )
+
+
+def test_a_pipeline_without_a_microbatch_takes_one_for_each_rank():
+    run = override("parallelism.pipeline=4", "parallelism.tensor=2")
+    assert (run.microbatch, run.accumulation) == (2, 4)
 
 
 def test_an_override_of_the_work_is_not_the_published_work():
@@ -111,7 +132,28 @@ def test_an_override_of_the_work_is_not_the_published_work():
         (["execution.remat=query:x"], "cannot read 'query:x'"),
         (
             ["parallelism.fsdp=3"],
-            "fsdp x expert x context x tensor = 3 must divide the number of devices = 8",
+            "pipeline x fsdp x expert x context x tensor = 3 must divide the number of devices = 8",
+        ),
+        (
+            ["parallelism.pipeline=2", "batch.microbatch=2"],
+            "parallelism.pipeline = 2 must divide the number of microbatches = 1",
+        ),
+        (
+            ["parallelism.pipeline=2", "parallelism.virtual_stages=3"],
+            "parallelism.virtual_stages = 3: expected at most 2, the layers of a rank, for "
+            "model.layers = 4 over pipeline = 2",
+        ),
+        (
+            ["parallelism.virtual_stages=2"],
+            "parallelism.virtual_stages = 2 needs parallelism.pipeline",
+        ),
+        (
+            ["parallelism.pipeline=2", "execution.remat=query,attention:2"],
+            "execution.remat: the stages of a pipeline compute alike; no layer count for attention",
+        ),
+        (
+            ["parallelism.pipeline=2", "precision.last_bf16_layers=1"],
+            "the stages of a pipeline compute alike; no first_bf16_layers and last_bf16_layers",
         ),
         (["parallelism.tensor=8"], "context x tensor = 8 must divide model.kv_heads = 4"),
         (["model.vocabulary=2047", "parallelism.tensor=2"], "must divide model.vocabulary = 2047"),

@@ -19,6 +19,10 @@ from jaxbench.train.step import abstract_state, make_program
 
 FSDP_TENSOR = ("parallelism.fsdp=4", "parallelism.tensor=2")
 FP8 = ("precision.dtype=fp8", "precision.amax_history=4", "execution.remat=full")
+PIPELINE = (
+    "parallelism.pipeline=2", "parallelism.virtual_stages=2", "parallelism.fsdp=2",
+    "parallelism.tensor=2",
+)  # fmt: skip
 FAMILIES = {
     "grok1_314b_bf16": ("parallelism.expert=4", "parallelism.tensor=2", *FP8),
     "nemotronh_56b_bf16": (
@@ -104,8 +108,11 @@ def assert_continues(whole):
 
 @pytest.mark.parametrize(
     ("overrides", "devices"),
-    [(FSDP_TENSOR, 8), ((), 1), ((), 8), (("parallelism.context=2", "parallelism.fsdp=2"), 4)],
-)
+    [
+        (FSDP_TENSOR, 8), ((), 1), ((), 8), (("parallelism.context=2", "parallelism.fsdp=2"), 4),
+        (PIPELINE, 8),
+    ],
+)  # fmt: skip
 def test_a_state_is_restored_exactly_on_any_mesh(whole, overrides, devices):
     run = tiny_run(*overrides, *FP8, devices=devices)
     state, loaded, lines = assert_restored_exactly(whole, run)
@@ -126,6 +133,14 @@ def test_the_history_of_delayed_scaling_is_part_of_the_state(whole):
         forgotten = replace(state, fp8=jax.tree.map(lambda x: 0 * x, state.fp8))
         rest = list(run_steps(whole.run, whole.program, state=forgotten))
     assert rest[0]["loss"] != whole.steps[6]["loss"]
+
+
+def test_a_pipeline_continues_and_moves_to_no_pipeline(tmp_path):
+    """The histories of its layers included, of which one is padding."""
+    run = tiny_run(*PIPELINE, *FP8, devices=8, steps=8)
+    whole = train_and_save(tmp_path, run)
+    assert_continues(whole)
+    assert_restored_exactly(whole, tiny_run(*FP8, devices=1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,10 +14,10 @@ from jaxbench.recipe import recipes
 from jaxbench.run import command
 
 CONFIG = "configs/llama2_70b_bf16.yaml"
-MESH = (
-    "--cpu-devices", "8", "--set", "parallelism.fsdp=2", "--set", "parallelism.tensor=2",
-    "--set", "parallelism.context=2",
-)  # fmt: skip
+MESHES = {
+    "fsdp": ("parallelism.fsdp=2", "parallelism.tensor=2", "parallelism.context=2"),
+    "pipeline": ("parallelism.pipeline=4", "parallelism.tensor=2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,15 @@ def test_every_step_is_recorded_and_labelled(smoke):
     assert log.startswith("SMOKE RUN")
 
 
-def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
-    arguments = ("--config", CONFIG, "--steps", 12, "--output", tmp_path, *MESH)
-    status, _, err = run(*arguments, XLA_FLAGS="")
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_gives_the_same_losses(name, smoke, tmp_path):
+    settings = [part for text in MESHES[name] for part in ("--set", text)]
+    arguments = ("--config", CONFIG, "--steps", 12, "--output", tmp_path, "--cpu-devices", 8)
+    status, _, err = run(*arguments, *settings, XLA_FLAGS="")
     assert status == 0, err
     record, steps = read(tmp_path)
-    assert record["recipe"]["parallelism"]["tensor"] == 2
-    assert len(record["recipe"]["overrides"]) == 3
+    assert record["recipe"]["parallelism"][name] > 1
+    assert record["recipe"]["overrides"] == list(MESHES[name])
     for step, expected in zip(steps, smoke[1], strict=True):
         # bf16 activations: a mesh sums in another order, and roundings of 2^-8 average out over
         # 2048 tokens.

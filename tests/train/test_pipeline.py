@@ -23,7 +23,7 @@ CASES = {
         LLAMA, 5, "attention,residual", "pipeline=2 virtual_stages=2 fsdp=2 context=2",
     ),
     "pipeline 2 x data 2 x tensor 2": (
-        NEMOTRON, 6, "query,key,value,attention,residual,up", "pipeline=2 virtual_stages=3 tensor=2",
+        NEMOTRON, 6, "query,key,value,attention,up", "pipeline=2 virtual_stages=3 tensor=2",
     ),
     "pipeline 4 x fsdp 2": (NEMOTRON, 4, "attention,up", "pipeline=4 fsdp=2"),
     "pipeline 2 x expert 2 x tensor 2": (
@@ -38,7 +38,7 @@ def run_of(family, layers, remat, axes, *more, devices=8):
     parallelism = [f"parallelism.{axis}" for axis in axes.split()]
     return tiny_run(
         f"model.layers={layers}", "batch.global_batch=16", f"execution.remat={remat}",
-        *parallelism, *more, devices=devices, family=family,
+        "precision.accumulate=fp32", *parallelism, *more, devices=devices, family=family,
     )  # fmt: skip
 
 

@@ -1,0 +1,147 @@
+"""A pipeline compiled for absent GPUs: what its program sends, holds and hides, by hand.
+
+By hand: Nemotron-4 at full width, 16 layers of it on 128 GPUs: 8 ranks with 2 chunks of one layer,
+fsdp 2, tensor 8.
+"""
+
+from collections import Counter
+
+import jax
+import pytest
+from compiled import Compiled, needs_compiler
+
+from jaxbench import mesh
+from jaxbench.hardware import H100
+from jaxbench.ops.attention import cudnn
+from jaxbench.train.pipeline import held_gradients
+from jaxbench.train.program import check_program
+from jaxbench.train.step import abstract_state
+from jaxbench.train.timetable import timetable
+from jaxbench.xla import collectives, schedule
+
+pytestmark = needs_compiler
+P, V, LAYERS, FSDP, TENSOR, LENGTH, EMBED = 8, 2, 16, 2, 8, 4096, 18432
+PERIOD = P * V
+ACTIVATION = LENGTH // TENSOR * EMBED * 2
+"""Bytes of what ranks hand on, in bf16: a tensor rank's tokens of one sequence."""
+
+
+def compiled(microbatches):
+    return Compiled(
+        "nemotron4_340b_bf16", 128, f"model.layers={LAYERS}", f"parallelism.pipeline={P}",
+        f"parallelism.virtual_stages={V}", f"parallelism.fsdp={FSDP}", "batch.microbatch=1",
+        f"batch.global_batch={FSDP * microbatches}",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short():
+    return compiled(3 * P)
+
+
+@pytest.fixture(scope="module")
+def long():
+    return compiled(6 * P)
+
+
+def received(program, kind, axes):
+    """(runs, bytes) of the collectives of a kind whose devices lie along these axes alone."""
+    strides = {"tensor": 1, "fsdp": TENSOR, "pipeline": TENSOR * FSDP}
+    sizes = {"tensor": TENSOR, "fsdp": FSDP, "pipeline": P}
+    runs = total = 0
+    for c in program.collectives:
+        along = {a for a in strides if len({d // strides[a] % sizes[a] for d in c.devices}) > 1}
+        if c.kind == kind and along == axes:
+            runs, total = runs + c.count, total + c.bytes * c.count
+    return runs, total
+
+
+def test_every_tick_hands_on_one_activation_each_way(short, long):
+    for row, microbatches in ((short, 3 * P), (long, 6 * P)):
+        ticks = 2 * (V * microbatches + P - 1)
+        assert received(row, "collective-permute", {"pipeline"}) == (ticks, ticks * ACTIVATION)
+
+
+def test_weights_come_and_gradients_go_once_per_step(long):
+    """In bf16, whatever the number of microbatches: to and from the ranks of their layers, and of
+    the fsdp ranks that share them."""
+    cfg = long.run.model
+    heads = cfg.heads + 2 * cfg.kv_heads + cfg.heads
+    layer = 2 * cfg.embed * (heads * cfg.head_dim + 2 * cfg.ffn)
+    own = LAYERS // P * layer // TENSOR
+    # Of each group of microbatches, every rank takes its own from the last stage.
+    groups = 6
+    outputs = groups * P * ACTIVATION
+    _, exchanged = received(long, "all-to-all", {"pipeline"})
+    assert exchanged == 2 * own // FSDP + outputs
+    assert received(long, "all-gather", {"fsdp"})[1] == own
+    assert received(long, "reduce-scatter", {"fsdp"})[1] == own // FSDP
+    head = 2 * cfg.embed * cfg.vocabulary // TENSOR
+    gathered = received(long, "all-gather", {"pipeline", "fsdp"})[1]
+    # Beside the head the tokens of 16 ranks, which are looked up, and again when their gradients
+    # return: one group too many each way, in a loop that looks one ahead.
+    tokens = 2 * (groups + 1) * 4 * P * FSDP * LENGTH
+    assert gathered == head + tokens
+    assert received(long, "reduce-scatter", {"pipeline", "fsdp"})[1] == head // P // FSDP
+
+
+@pytest.fixture(scope="module")
+def nemotron4():
+    """The row of 128 GPUs: 16 ranks with 6 chunks of a layer, two groups of microbatches."""
+    return Compiled("nemotron4_340b_bf16", 128)
+
+
+def test_nemotron4_fits_with_fused_attention_of_head_dim_192(nemotron4):
+    """In every tick one forward and one backward kernel, of an idle rank as well."""
+    calls, p = nemotron4.program.custom_calls(), nemotron4.run.parallelism
+    ticks = p.virtual_stages * nemotron4.run.accumulation + p.pipeline - 1
+    assert [calls[name] for name in cudnn.PRODUCTS] == [ticks, ticks] == [207, 207]
+    assert nemotron4.peak_gib <= H100.memory_limit / 2**30
+    assert nemotron4.executed_ratio == pytest.approx(207 / 192, rel=5e-3)
+    with jax.set_mesh(nemotron4.mesh):
+        check_program(nemotron4.compiled, nemotron4.run)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 schedules otherwise")
+def test_the_steady_state_waits_for_no_collective(nemotron4):
+    """Each direction's products hide what the other one sends."""
+    transfers = schedule.analyse(nemotron4.program, H100).transfers
+    # Each of a loop's two bodies runs in half of its 96 ticks; before and after them are 111.
+    found = [t for t in transfers if t.collective.count == 48]
+    permutes = [t for t in found if t.collective.kind == "collective-permute"]
+    assert sum(t.collective.count for t in permutes) == 2 * 96
+    assert sum(t.exposed_s for t in found) == 0
+
+
+def test_slots_are_updated_in_place(long):
+    slots = timetable(P, V, 6 * P).slots
+    copied = Counter(
+        i.opcode
+        for i, _, runs in long.program.walk()
+        for _, shape in i.arrays
+        if runs > 1 and i.opcode.startswith("copy") and shape[:1] == (slots,)
+    )
+    assert not copied
+
+
+def test_memory_does_not_grow_with_the_microbatches(short, long):
+    """But for the timetable: a few numbers for each tick."""
+    sizes = [row.compiled.memory_analysis().peak_memory_in_bytes for row in (short, long)]
+    assert abs(sizes[1] - sizes[0]) < 2**20
+
+
+def test_gradients_are_held_for_whole_layers(short):
+    cfg = short.run.model
+    with jax.set_mesh(short.mesh):
+        held = held_gradients(abstract_state(short.run).model, short.run)
+        ranks = jax.sharding.get_abstract_mesh().shape
+    assert ranks[mesh.PIPELINE] == P
+    layer = cfg.embed * ((2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim + 2 * cfg.ffn) // TENSOR
+    vectors = (2 * LAYERS // P * 2 + 2) * cfg.embed
+    head, table = cfg.embed * cfg.vocabulary // TENSOR, cfg.embed * cfg.vocabulary // 128
+    assert held == LAYERS // P * layer + vectors + head + table
+
+
+def test_farthest_pair_of_a_ring():
+    text = "source_target_pairs={{0,16},{16,32},{32,0}}, metadata={}"
+    assert collectives.first_group(text) == (32, 0)
