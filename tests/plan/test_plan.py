@@ -10,7 +10,7 @@ from compiled import needs_compiler
 
 from jaxbench.hardware import H100
 from jaxbench.plan import absent, command, sweep, text
-from jaxbench.plan.plan import mesh_axes, mfu, read
+from jaxbench.plan.plan import Pipelined, mesh_axes, mfu, read, stages
 from jaxbench.recipe import published, recipes
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
@@ -58,6 +58,18 @@ def test_collectives_lie_along_mesh_axes(planned):
     assert sums["across_nodes"]
     # Gradients in fp32, an eighth on each device, halved and doubled by a ring of two.
     assert sums["bytes"] == pytest.approx(found["state_bytes"]["parameters"], rel=0.01)
+
+
+def test_a_pipeline_is_described():
+    row = recipes.resolve(recipes.load("nemotron4_340b_bf16"), 128)
+    assert stages(row) == Pipelined(
+        ranks=16, virtual_stages=6, microbatches=32, bubble=15 / 192, slots=126, padding=0
+    )
+    padded = recipes.parse_overrides(["model.layers=90"])
+    short = stages(recipes.resolve(recipes.load("nemotron4_340b_bf16"), 128, overrides=padded))
+    assert short is not None
+    assert short.padding == 6
+    assert stages(recipes.resolve(recipes.load("llama2_70b_bf16"), 64)) is None
 
 
 @needs_compiler

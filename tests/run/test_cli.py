@@ -14,10 +14,7 @@ from jaxbench.recipe import recipes
 from jaxbench.run import command
 
 CONFIG = "configs/llama2_70b_bf16.yaml"
-MESHES = {
-    "fsdp": ("parallelism.fsdp=2", "parallelism.tensor=2", "parallelism.context=2"),
-    "pipeline": ("parallelism.pipeline=4", "parallelism.tensor=2"),
-}
+MESH = ("parallelism.pipeline=2", "parallelism.fsdp=2", "parallelism.tensor=2")
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +90,14 @@ def test_every_step_is_recorded_and_labelled(smoke):
     assert log.startswith("SMOKE RUN")
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_gives_the_same_losses(name, smoke, tmp_path):
-    settings = [part for text in MESHES[name] for part in ("--set", text)]
+def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
+    settings = [part for text in MESH for part in ("--set", text)]
     arguments = ("--config", CONFIG, "--steps", 12, "--output", tmp_path, "--cpu-devices", 8)
     status, _, err = run(*arguments, *settings, XLA_FLAGS="")
     assert status == 0, err
     record, steps = read(tmp_path)
-    assert record["recipe"]["parallelism"][name] > 1
-    assert record["recipe"]["overrides"] == list(MESHES[name])
+    assert record["recipe"]["parallelism"]["pipeline"] == 2
+    assert record["recipe"]["overrides"] == list(MESH)
     for step, expected in zip(steps, smoke[1], strict=True):
         # bf16 activations: a mesh sums in another order, and roundings of 2^-8 average out over
         # 2048 tokens.

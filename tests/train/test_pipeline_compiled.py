@@ -13,6 +13,7 @@ from compiled import Compiled, needs_compiler
 from jaxbench import mesh
 from jaxbench.hardware import H100
 from jaxbench.ops.attention import cudnn
+from jaxbench.plan.plan import traffic
 from jaxbench.train.pipeline import held_gradients
 from jaxbench.train.program import check_program
 from jaxbench.train.step import abstract_state
@@ -111,6 +112,12 @@ def test_the_steady_state_waits_for_no_collective(nemotron4):
     permutes = [t for t in found if t.collective.kind == "collective-permute"]
     assert sum(t.collective.count for t in permutes) == 2 * 96
     assert sum(t.exposed_s for t in found) == 0
+
+
+def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):
+    found = traffic(nemotron4.run, H100, schedule.analyse(nemotron4.program, H100))
+    permutes = [t for t in found if t.kind == "collective-permute"]
+    assert [(t.axes, t.across_nodes, t.count) for t in permutes] == [("pipeline", True, 2 * 207)]
 
 
 def test_slots_are_updated_in_place(long):
