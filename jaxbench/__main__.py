@@ -1,4 +1,4 @@
-"""`python -m jaxbench list | train | plan`: the commands, by name."""
+"""`python -m jaxbench list | train | plan | report`: the commands, by name."""
 
 import signal
 import sys
@@ -10,7 +10,8 @@ USAGE = """usage: python -m jaxbench COMMAND
 
   list    every recipe with its rows, meshes and published step times
   train   run a benchmark (python -m jaxbench.train --help)
-  plan    compile one for GPUs that are not there (python -m jaxbench.plan --help)"""
+  plan    compile one for GPUs that are not there (python -m jaxbench.plan --help)
+  report  results beside the published ones (python -m jaxbench.report --help)"""
 
 
 def list_recipes() -> int:
@@ -46,6 +47,10 @@ def main(argv: Sequence[str]) -> int:
             from jaxbench.plan import command as plan
 
             return plan.main(rest)
+        case ["report", *rest]:
+            from jaxbench.report import command as report
+
+            return report.main(rest)
     print(USAGE, file=sys.stderr)
     return 2
 

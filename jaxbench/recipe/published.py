@@ -9,9 +9,11 @@ the code says how to reproduce it (`tests/recipe/test_flops.py` does).
 import csv
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jaxbench import hardware
+from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
@@ -50,11 +52,19 @@ class Row:
 @cache
 def rows() -> tuple[Row, ...]:
     """All rows of published.csv."""
-    with (config_folder() / "published.csv").open() as file:
-        return tuple(_read(line) for line in csv.DictReader(file))
+    return read(config_folder() / "published.csv")
 
 
-def _read(line: dict[str, str]) -> Row:
+def read(path: Path) -> tuple[Row, ...]:
+    """The rows of a table like published.csv. Raises RecipeError where it is none."""
+    try:
+        with path.open() as file:
+            return tuple(_row(line) for line in csv.DictReader(file))
+    except (OSError, ValueError, LookupError) as error:
+        raise RecipeError(f"{path}: not a table like configs/published.csv: {error!r}") from error
+
+
+def _row(line: dict[str, str]) -> Row:
     values: dict = {}
     for f in fields(Row):
         text = line[f.name]

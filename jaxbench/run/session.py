@@ -30,11 +30,11 @@ from jaxbench.errors import RunFailed
 from jaxbench.files import write_json
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
+from jaxbench.recipe.window import spread
 from jaxbench.run import profiling
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
 from jaxbench.run.records import SCHEMA, Recorder, read
-from jaxbench.run.summary import spread
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels
 from jaxbench.train.step import State, abstract_state

@@ -1,35 +1,14 @@
 """What the steps of a run amount to, for run.json and for people."""
 
 import math
-import statistics
 from typing import Any
 
 from jaxbench import hardware
 from jaxbench.recipe import flops
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
-
-PUBLISHED_WINDOW = (11, 44)
-"""First and last step (0-based) of the published parser's average; older documents quote the last
-step instead."""
-
-
-def window(steps: int) -> tuple[int, int]:
-    """First and last step of the summary: the published window, or the last half of a run too short
-    for it."""
-    first, last = PUBLISHED_WINDOW
-    return (first, last) if steps > last else (steps // 2, steps - 1)
-
-
-def spread(samples: list[float]) -> dict[str, float]:
-    """Mean, population standard deviation, median and 95th percentile (nearest rank)."""
-    ordered = sorted(samples)
-    return {
-        "mean": statistics.fmean(ordered),
-        "std": statistics.pstdev(ordered),
-        "median": statistics.median(ordered),
-        "p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
-    }
+from jaxbench.recipe.verdict import Verdict, judge
+from jaxbench.recipe.window import spread, window
 
 
 def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
@@ -54,6 +33,19 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
             "ln_vocabulary": math.log(run.model.vocabulary),
         },
     }
+
+
+def verdict(record: dict[str, Any]) -> Verdict:
+    """What becomes of a run, by its record."""
+    means = record.get("summary", {}).get("step_time_s", {})
+    published = record["published"] or {}
+    failed = None if record["status"] == "completed" else record["reason"] or record["status"]
+    return judge(
+        means.get("mean"),
+        published.get("step_time_s"),
+        failed=failed,
+        not_comparable=record["not_comparable_because"],
+    )
 
 
 def short_line(run: Run, step: dict[str, Any]) -> str:
@@ -115,10 +107,7 @@ def lines(record: dict[str, Any]) -> list[str]:
         )
     elif record["label"] == "full":
         text.append("  published   nothing for this row")
-    if not record["comparable"]:
-        reasons = "; ".join(record["not_comparable_because"])
-        text.append(f"  not comparable with published rows: {reasons}")
-    return text
+    return [*text, f"  verdict     {verdict(record)}"]
 
 
 def _rate_line(summary: dict[str, Any], convention: str) -> str:

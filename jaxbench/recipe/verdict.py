@@ -1,0 +1,54 @@
+"""What becomes of a result: the published programme calls a run good at 95 % of the published
+throughput."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+PASS: Final = 0.95
+"""Of the published throughput: the least that passes."""
+
+Name = Literal["pass", "slow", "failed", "incomplete", "not comparable"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict, its reason in a few words, and the measured throughput over the published one,
+    None where they must not be compared."""
+
+    name: Name
+    reason: str
+    ratio: float | None = None
+
+    @property
+    def bad(self) -> bool:
+        """Whether a gate stops at it."""
+        return self.name in ("slow", "failed", "incomplete")
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def judge(
+    step_time_s: float | None,
+    published_s: float | None,
+    *,
+    failed: str | None = None,
+    incomplete: Sequence[str] = (),
+    not_comparable: Sequence[str] = (),
+) -> Verdict:
+    """The verdict on a mean step time. What failed is not compared; what is incomplete neither, and
+    what is not the published work never passes."""
+    if failed:
+        return Verdict("failed", failed)
+    if incomplete:
+        return Verdict("incomplete", "; ".join(incomplete))
+    if step_time_s is None:
+        return Verdict("incomplete", "no step has a time of its own")
+    if not_comparable:
+        return Verdict("not comparable", "; ".join(not_comparable))
+    if published_s is None:
+        return Verdict("not comparable", "nothing is published for this work")
+    ratio = published_s / step_time_s
+    reason = f"{100 * ratio:.1f} % of the published throughput"
+    return Verdict("pass" if ratio >= PASS else "slow", reason, ratio)

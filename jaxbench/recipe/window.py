@@ -1,0 +1,30 @@
+"""Which steps of a run count, and their spread."""
+
+import math
+import statistics
+from typing import Final
+
+PUBLISHED: Final = (11, 44)
+"""First and last step (0-based) of the published parser's average; older documents quote the last
+step instead."""
+
+WINDOWS = {"published": PUBLISHED, "newer": (35, 44)}
+"""By name: that of the releases in configs/published.csv, and that of the source's later ones."""
+
+
+def window(steps: int) -> tuple[int, int]:
+    """First and last step of the summary: the published window, or the last half of a run too short
+    for it."""
+    first, last = PUBLISHED
+    return (first, last) if steps > last else (steps // 2, steps - 1)
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Mean, population standard deviation, median and 95th percentile (nearest rank)."""
+    ordered = sorted(samples)
+    return {
+        "mean": statistics.fmean(ordered),
+        "std": statistics.pstdev(ordered),
+        "median": statistics.median(ordered),
+        "p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
+    }

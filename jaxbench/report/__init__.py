@@ -1,0 +1,6 @@
+"""Results of runs, ours and those of the published scripts, beside the published rows: `python -m
+jaxbench.report`. On a laptop: no JAX.
+
+Imports `recipe`, `hardware`, `errors` and `files`. `found` says what is known of a run, `folders`
+and `logs` find it, `formats` shows it, `command` is the command line.
+"""

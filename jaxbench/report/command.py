@@ -1,0 +1,135 @@
+"""The command line of `python -m jaxbench.report`: runs beside what is published for them, and an
+exit status for a gate."""
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxbench import hardware
+from jaxbench.errors import RecipeError
+from jaxbench.files import write_whole
+from jaxbench.recipe import flops, published
+from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.window import WINDOWS, window
+from jaxbench.report import folders, formats, logs
+from jaxbench.report.found import Found, Result, Steps, Window, result
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; `--help` is their documentation."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxbench.report",
+        description="Results of runs beside the published ones. Reads our result folders and the "
+        "logs of the published scripts, at any depth. The status is 1 when a run failed, is "
+        "incomplete or is slow: below 95 % of the published throughput.",
+    )
+    add = parser.add_argument
+    add(
+        "results", nargs="+", type=Path, metavar="RESULTS",
+        help="folders or logs; or published.csv, for the published figures themselves",
+    )  # fmt: skip
+    add("--format", choices=list(formats.TEXTS), default="table", help="default table")
+    add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
+    add(
+        "--window", metavar="NAME", default=None,
+        help="iterations that count: published (11 to 44), newer (35 to 44, as later releases "
+        "have it), or first:last; default published, of a shorter run its last half",
+    )  # fmt: skip
+    add("--flops", choices=flops.CONVENTIONS, default="published", help="how FLOPs are counted")
+    add("--no-gate", action="store_true", help="status 0 whatever the verdicts")
+    return parser.parse_args(argv)
+
+
+def find(path: Path) -> Iterator[Found]:
+    """The runs at a path, in the order of their names. Raises RecipeError for a missing one."""
+    if path.is_dir():
+        if (path / folders.RECORD).exists():
+            yield folders.read(path)
+            return
+        for child in sorted(path.iterdir()):
+            if child.is_dir() or child.suffix in (".out", ".log", ".txt"):
+                yield from find(child)
+    elif path.suffix == ".csv":
+        yield from tables(path)
+    elif path.exists():
+        found = logs.read(path)
+        if found is not None:
+            yield found
+    else:
+        raise RecipeError(f"{path}: no such file or folder")
+
+
+def tables(path: Path) -> Iterator[Found]:
+    """The published rows, as runs of one iteration."""
+    for row in published.read(path):
+        cfg = next(c for c in MODELS.values() if (c.family, c.size) == (row.workload, row.size))
+        count = published.source_flops(replace(cfg, layers=row.layers), row.seq_len)
+        steps = Steps(expected=1)
+        steps.add(0, row.step_time_s, 0.0)
+        errata = f" ({', '.join(row.errata)})" if row.errata else ""
+        yield Found(
+            path=path, source="published", recipe=f"{row.workload} {row.size}{errata}",
+            gpus=row.gpus, dtype=row.dtype, label="published", steps=steps,
+            tokens=row.gbs * row.seq_len, flops={"published": count * row.gbs / row.gpus},
+            peak_tflops=hardware.H100.tflops[row.dtype], published=asdict(row),
+            not_comparable=["the published figure itself"],
+        )  # fmt: skip
+
+
+def chosen_window(text: str | None, found: Found) -> Window:
+    """The iterations that count. Raises RecipeError for a name or a span that is none."""
+    if text is None:
+        return window(found.steps.expected or len(found.steps.seconds) or 1)
+    if text in WINDOWS:
+        return WINDOWS[text]
+    if (match := re.fullmatch(r"(\d+):(\d+)", text)) and int(match[1]) <= int(match[2]):
+        return int(match[1]), int(match[2])
+    raise RecipeError(f"--window {text}: expected {', '.join(WINDOWS)}, or first:last as in 11:44")
+
+
+def report(arguments: argparse.Namespace) -> list[Result]:
+    """The results of all runs that are found, by recipe, GPUs and place."""
+    results = [
+        result(found, chosen_window(arguments.window, found))
+        for path in arguments.results
+        for found in find(path)
+    ]
+    return sorted(results, key=lambda r: (r.found.recipe, r.found.dtype or "", r.found.gpus or 0))
+
+
+def _show(lines: list[dict[str, Any]], form: str, output: Path | None) -> None:
+    if form == "table" and output is None:
+        formats.print_table(lines, Console(width=max(Console().width, formats.PLAIN_WIDTH)))
+    elif output is None:
+        print(formats.TEXTS[form](lines), end="")
+    else:
+        write_whole(output, formats.TEXTS[form](lines))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints or writes the report; returns the exit status."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report | head` ends quietly
+    arguments = parse_arguments(argv)
+    try:
+        results = report(arguments)
+        if not results:
+            raise RecipeError(f"no run in {', '.join(map(str, arguments.results))}")
+        lines = [formats.line(r, arguments.flops) for r in results]
+        _show(lines, arguments.format, arguments.output)
+    except (RecipeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bad = [r for r in results if r.verdict.bad]
+    print(
+        f"{len(results)} runs: {len(results) - len(bad)} without fault, {len(bad)} failed, "
+        "incomplete or slow",
+        file=sys.stderr,
+    )
+    return int(bool(bad) and not arguments.no_gate)

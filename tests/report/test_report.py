@@ -1,0 +1,324 @@
+"""Reports: runs as they are found, whole and broken, and the verdict on each."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT
+
+from jaxbench.recipe import published
+from jaxbench.recipe.verdict import judge
+from jaxbench.report import command, logs
+from jaxbench.report.found import Steps
+
+PUBLISHED_S = 12.37
+"""Llama 3.1 405B in FP8 on 512 GPUs, 256 sequences of 8192 tokens."""
+
+EXPERIMENT = "pretrain_llama3.1_405b_fp8_512"
+
+
+def nemo(n, seconds=PUBLISHED_S, loss=11.9, last=49):
+    return (
+        f"Training epoch 0, iteration {n}/{last} | lr: 1.5e-07 | global_batch_size: 256 | "
+        f"global_step: {n} | peak_memory_usage: 70000000000 | memory_allocated: 60000000000 | "
+        f"reduced_train_loss: {loss} | train_step_timing in s: {seconds} | "
+        f"consumed_samples: {(n + 1) * 256}\n"
+    )
+
+
+def maxtext(n, seconds=4.71, loss=10.4):
+    """Llama 2 70B in bf16 on 64 GPUs, 128 sequences of 4096 tokens."""
+    return (
+        f"completed step: {n}, seconds: {seconds:.3f}, TFLOP/s/device: 400.000, "
+        f"Tokens/s/device: 1700.000, total_weights: 524288, loss: {loss:.3f}\n"
+    )
+
+
+def bar(n, seconds=4.61, count=50):
+    """Nemotron-4 340B in bf16 on 128 GPUs."""
+    return (
+        f"Epoch 0: :  {100 * (n + 1) // count}%|████      | {n + 1}/{count} [07:41<00:00, "
+        f"reduced_train_loss=12.40, global_step={n}.00, consumed_samples={32 * (n + 1)}.0, "
+        f"train_step_timing in s={seconds}]\r"
+    )
+
+
+def log(folder, text, name=f"log-{EXPERIMENT}.out", encoding="utf-8"):
+    """A log as a Slurm job leaves it, in folders of its own."""
+    path = folder / EXPERIMENT / "1726" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def reported(*arguments):
+    """(exit status, lines) of a report in JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxbench.report", *map(str, arguments), "--format", "json"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def verdict_of(folder, *more):
+    results = command.report(command.parse_arguments([str(folder), *more]))
+    assert len(results) == 1
+    return results[0]
+
+
+def test_nemo_log_that_passes(tmp_path):
+    log(tmp_path, "".join(nemo(n, 20.0 if n < 11 else 12.9) for n in range(50)))
+    status, (line,) = reported(tmp_path)
+    assert status == 0
+    assert line["verdict"] == "pass"
+    assert (line["recipe"], line["gpus"], line["dtype"]) == ("llama3.1 405b", 512, "fp8")
+    assert line["window"] == "11:44"
+    assert line["step_time_s"] == pytest.approx(12.9)
+    assert line["ratio"] == pytest.approx(PUBLISHED_S / 12.9)
+    assert line["tokens_per_s_per_gpu"] == pytest.approx(256 * 8192 / 12.9 / 512)
+    row = next(r for r in published.rows() if r.step_time_s == PUBLISHED_S)
+    # The printed MFU, at the printed step time, but for its erratum.
+    assert row.errata == ("GQA16",)
+    assert line["mfu_pct"] * 12.9 / PUBLISHED_S == pytest.approx(row.mfu_pct, rel=0.012)
+
+
+def test_slow_is_the_gate(tmp_path):
+    log(tmp_path, "".join(nemo(n, 13.1) for n in range(50)))
+    status, (line,) = reported(tmp_path)
+    assert (status, line["verdict"]) == (1, "slow")
+    assert line["reason"] == "94.4 % of the published throughput"
+    assert reported(tmp_path, "--no-gate")[0] == 0
+
+
+def test_window_by_name(tmp_path):
+    log(tmp_path, "".join(nemo(n, 14.0 if n < 35 else 12.0) for n in range(50)))
+    assert verdict_of(tmp_path).verdict.name == "slow"
+    newer = verdict_of(tmp_path, "--window", "newer")
+    assert (newer.window, newer.mean_s, newer.verdict.name) == ((35, 44), 12.0, "pass")
+    assert verdict_of(tmp_path, "--window", "0:0").mean_s == 14.0
+
+
+def test_maxtext_log_with_a_line_from_each_process(tmp_path):
+    name = "log-maxtext_llama2_70b_64_1407993.out"
+    declared = "GSW: MODEL=llama2 MODEL_SIZE=70b DTYPE=bf16 JOB_NUM_NODES=8 GPUS_PER_NODE=8\n"
+    log(tmp_path, declared + "".join(2 * maxtext(n) for n in range(50)), name)
+    found = verdict_of(tmp_path)
+    assert found.found.source == "maxtext log"
+    assert (found.found.gpus, found.found.dtype) == (64, "bf16")
+    assert found.found.published["workload"] == "llama2"
+    assert found.verdict.name in ("pass", "slow")
+
+
+def test_progress_bar_written_in_one_line(tmp_path):
+    name = "log-nemo_nemotron4_340b_128_55.out"
+    declared = "GSW: MODEL=nemotron4 MODEL_SIZE=340b DTYPE=bf16\n"
+    log(tmp_path, declared + "".join(2 * bar(n) for n in range(50)), name)
+    found = verdict_of(tmp_path)
+    assert (found.found.source, found.mean_s) == ("nemo progress bar", pytest.approx(4.61))
+    assert found.verdict.name == "pass"
+    assert len(found.found.steps.seconds) == 50
+
+
+BROKEN = {
+    "truncated": ([*range(30)], {}, "incomplete", "it ends after iteration 29 of 49"),
+    "a hole": ([*range(20), *range(23, 50)], {}, "incomplete", "missing iterations 20, 21, 22"),
+    "two runs": ([*range(50), *range(50)], {}, "incomplete", "iteration 0 comes again after"),
+    "begun again": ([*range(30), *range(20, 50)], {}, "incomplete", "iteration 20 comes again"),
+    "NaN": ([*range(50)], {17: {"loss": "nan"}}, "failed", "the loss is nan at iteration 17"),
+    "no time": ([*range(50)], {3: {"seconds": "inf"}}, "failed", "the step time is inf"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_never_passes(name, tmp_path):
+    iterations, changes, verdict, reason = BROKEN[name]
+    log(tmp_path, "".join(nemo(n, **changes.get(n, {})) for n in iterations))
+    found = verdict_of(tmp_path).verdict
+    assert (found.name, found.bad) == (verdict, True)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_other_encodings_are_read(encoding, tmp_path):
+    log(tmp_path, "".join(nemo(n) for n in range(50)), encoding=encoding)
+    assert verdict_of(tmp_path).verdict.name == "pass"
+
+
+def test_bytes_that_are_no_text_and_a_cut_line(tmp_path):
+    path = log(tmp_path, "".join(nemo(n) for n in range(50)))
+    path.write_bytes(
+        b"\xff\xfe\xfa\x00 no text \x80\n"[2:] + path.read_bytes() + nemo(49)[:40].encode()
+    )
+    assert verdict_of(tmp_path).verdict.name == "pass"
+
+
+def test_another_work_is_not_comparable(tmp_path):
+    text = "".join(nemo(n) for n in range(50)).replace(
+        "global_batch_size: 256", "global_batch_size: 8"
+    )
+    log(tmp_path, text)
+    found = verdict_of(tmp_path).verdict
+    assert (found.name, found.bad) == ("not comparable", False)
+    assert "its step has 65536 tokens, the published one 2097152" in found.reason
+
+
+def test_a_log_that_says_nothing_of_its_work(tmp_path):
+    path = tmp_path / "a.out"
+    path.write_text("".join(nemo(n) for n in range(50)))
+    found = logs.read(path)
+    assert found.not_comparable == ["the log does not say its model, size, dtype, gpus"]
+    (tmp_path / "b.out").write_text("hello\n")
+    assert logs.read(tmp_path / "b.out") is None
+
+
+def test_a_log_of_100_mb_takes_no_memory(tmp_path):
+    path = log(tmp_path, "".join(nemo(n) for n in range(50)))
+    noise = b"NCCL INFO AllReduce: opCount 3f sendbuff 0x7f recvbuff 0x7e count 16777216\n" * 1000
+    with path.open("ab") as file:
+        for _ in range(60):
+            file.write(noise)
+        for _ in range(60):  # one line of a progress bar that never ends
+            file.write(noise.replace(b"\n", b" "))
+    code = (
+        "import re, sys; from pathlib import Path; from jaxbench.report import logs; "
+        "found = logs.read(Path(sys.argv[1])); status = Path('/proc/self/status').read_text(); "
+        "print(len(found.steps.seconds), re.search(r'VmHWM:\\s+(\\d+)', status)[1])"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    steps, peak_kib = map(int, done.stdout.split())
+    assert steps == 50
+    assert peak_kib < 64 * 1024
+
+
+@pytest.fixture
+def record(tmp_path):
+    """Writes a record of ours into a folder: `record(name, status=.., steps=..)`."""
+
+    def write(name, status="completed", steps=50, seconds=4.7, reason=None, **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        row = next(
+            r for r in published.rows() if (r.workload, r.dtype, r.gpus) == ("llama2", "bf16", 64)
+        )
+        content = {
+            "status": status, "reason": reason, "label": "full", "not_comparable_because": [],
+            "recipe": {
+                "recipe": "llama2_70b_bf16", "row": "64", "gpus": 64, "steps": 50,
+                "precision": {"dtype": "bf16"},
+                "batch": {"global_batch": row.gbs, "sequence_length": row.seq_len},
+            },
+            "hardware": {"device": "NVIDIA H100 80GB HBM3"},
+            "published": {"step_time_s": row.step_time_s, "mfu_pct": row.mfu_pct},
+            "summary": {"step_time_s": {"mean": seconds}, "tflops_per_gpu": {"full": 400.0}},
+        } | changes  # fmt: skip
+        (folder / "run.json").write_text(json.dumps(content))
+        step = {"step_time_s": seconds, "loss": 10.4, "tflops_per_gpu": 400.0}
+        lines = [json.dumps({"step": n, **step}) + "\n" for n in range(steps)]
+        (folder / "steps.jsonl").write_text("".join(lines))
+        return folder
+
+    return write
+
+
+def test_our_folders(record, tmp_path):
+    record("good")
+    record("smoke", label="smoke", not_comparable_because=["smoke row on a CPU"])
+    record("lost", status="failed", reason="rank 3 is lost", steps=20)
+    record("killed", status="running", steps=20)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text('{"status": ')
+    status, lines = reported(tmp_path)
+    assert status == 1
+    by_name = {line["path"].rsplit("/")[-1]: line for line in lines}
+    assert {name: line["verdict"] for name, line in by_name.items()} == {
+        "good": "pass", "smoke": "not comparable", "lost": "failed", "killed": "incomplete",
+        "torn": "failed",
+    }  # fmt: skip
+    assert by_name["lost"]["reason"] == "rank 3 is lost"
+    assert by_name["killed"]["reason"].startswith("it still runs, or was killed")
+    assert by_name["torn"]["reason"].startswith("run.json cannot be read")
+    assert by_name["smoke"]["label"] == "smoke"
+
+
+def test_a_profiled_run_never_passes(record, tmp_path):
+    record("profiled", not_comparable_because=["steps 45 to 49 were profiled"])
+    assert verdict_of(tmp_path).verdict.name == "not comparable"
+
+
+def test_the_published_tables_through_the_same_code():
+    path = ROOT / "configs" / "published.csv"
+    status, lines = reported(path)
+    assert status == 0
+    assert len(lines) == len(published.rows())
+    for line, row in zip(lines, sorted_rows(), strict=True):
+        assert line["step_time_s"] == row.step_time_s
+        assert all(code in line["recipe"] for code in row.errata)
+        if not row.errata:
+            # What their source prints, by its own count of FLOPs; rounded step times.
+            assert line["mfu_pct"] == pytest.approx(row.mfu_pct, rel=0.012)
+
+
+def sorted_rows():
+    def key(row):
+        errata = f" ({', '.join(row.errata)})" if row.errata else ""
+        return f"{row.workload} {row.size}{errata}", row.dtype, row.gpus
+
+    return sorted(published.rows(), key=key)
+
+
+def test_other_formats(record, tmp_path, capsys):
+    record("good")
+    assert command.main([str(tmp_path), "--format", "csv"]) == 0
+    (line,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (line["verdict"], float(line["step_time_s"])) == ("pass", 4.7)
+    assert command.main([str(tmp_path), "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.count("| pass | llama2_70b_bf16:64 | 64 |") == 1
+    assert command.main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "pass     llama2_70b_bf16:64" in out
+    assert err == "1 runs: 1 without fault, 0 failed, incomplete or slow\n"
+    output = tmp_path / "report.txt"
+    assert command.main([str(tmp_path), "--output", str(output)]) == 0
+    assert "llama2_70b_bf16:64" in output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere"], "/nowhere: no such file or folder"),
+        (["{empty}"], "no run in "),
+        (["{empty}/../x.csv"], "not a table like configs/published.csv"),
+        (["{log}", "--window", "late"], "--window late: expected published, newer, or first:last"),
+        (["{log}", "--window", "9:3"], "--window 9:3: expected"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    places = {"empty": tmp_path / "empty", "log": log(tmp_path, nemo(0))}
+    assert command.main([text.format(**places) for text in arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_verdicts():
+    assert judge(10.0, 9.5).name == "pass"
+    assert judge(10.0, 9.49).name == "slow"
+    assert judge(10.0, 9.5, not_comparable=["another GPU"]).ratio is None
+    assert judge(10.0, None).reason == "nothing is published for this work"
+    assert judge(None, 9.5).name == "incomplete"
+    assert judge(10.0, 9.5, failed="NaN", incomplete=["short"]).name == "failed"
+
+
+def test_steps_of_a_run_that_is_whole():
+    steps = Steps(expected=3)
+    for n in (0, 1, 1, 2):
+        steps.add(n, 1.0 + n, 5.0)
+    assert steps.problems() == []
+    assert steps.seconds == {0: 1.0, 1: 2.0, 2: 3.0}
