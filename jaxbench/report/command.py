@@ -19,6 +19,7 @@ from jaxbench.recipe import flops, published
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.window import WINDOWS, window
 from jaxbench.report import folders, formats, logs
+from jaxbench.report.compare import compare
 from jaxbench.report.found import Found, Result, Steps, Window, result
 
 
@@ -32,8 +33,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "results", nargs="+", type=Path, metavar="RESULTS",
+        "results", nargs="*", type=Path, metavar="RESULTS",
         help="folders or logs; or published.csv, for the published figures themselves",
+    )  # fmt: skip
+    add(
+        "--compare", nargs=2, type=Path, metavar=("A", "B"),
+        help="two runs, or folders of repeats: the ratio of their step times with its confidence "
+        "interval, and what differs; status 1 when B is slower by more than the threshold",
+    )  # fmt: skip
+    add(
+        "--threshold", type=float, default=2.0, metavar="PERCENT",
+        help="of --compare: smaller changes are none (default 2)",
     )  # fmt: skip
     add("--format", choices=list(formats.TEXTS), default="table", help="default table")
     add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
@@ -94,14 +104,24 @@ def chosen_window(text: str | None, found: Found) -> Window:
     raise RecipeError(f"--window {text}: expected {', '.join(WINDOWS)}, or first:last as in 11:44")
 
 
-def report(arguments: argparse.Namespace) -> list[Result]:
-    """The results of all runs that are found, by recipe, GPUs and place."""
+def report(paths: list[Path], window: str | None) -> list[Result]:
+    """The results of all runs that are found, by recipe, GPUs and place. Raises RecipeError where
+    there is none."""
     results = [
-        result(found, chosen_window(arguments.window, found))
-        for path in arguments.results
-        for found in find(path)
+        result(found, chosen_window(window, found)) for path in paths for found in find(path)
     ]
+    if not results:
+        raise RecipeError(f"no run in {', '.join(map(str, paths))}")
     return sorted(results, key=lambda r: (r.found.recipe, r.found.dtype or "", r.found.gpus or 0))
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if arguments.results or arguments.threshold <= 0:
+        raise RecipeError("--compare takes two places and a threshold above 0, and no RESULTS")
+    a, b = (report([path], arguments.window) for path in arguments.compare)
+    found = compare(a, b, arguments.threshold / 100)
+    print("\n".join(found.lines()))
+    return int(found.verdict == "slower" and not arguments.no_gate)
 
 
 def _show(lines: list[dict[str, Any]], form: str, output: Path | None) -> None:
@@ -118,9 +138,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report | head` ends quietly
     arguments = parse_arguments(argv)
     try:
-        results = report(arguments)
-        if not results:
-            raise RecipeError(f"no run in {', '.join(map(str, arguments.results))}")
+        if arguments.compare:
+            return _compare(arguments)
+        if not arguments.results:
+            raise RecipeError("RESULTS are needed, or --compare A B")
+        results = report(arguments.results, arguments.window)
         lines = [formats.line(r, arguments.flops) for r in results]
         _show(lines, arguments.format, arguments.output)
     except (RecipeError, OSError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxbench import hardware
 from jaxbench.report.found import Found, Steps
 
-RECORD, STEPS = "run.json", "steps.jsonl"
+RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
 
 
 def read(folder: Path) -> Found:
@@ -21,6 +21,7 @@ def read(folder: Path) -> Found:
             path=folder, source="jaxbench", recipe=folder.name, gpus=None, dtype=None, label="",
             steps=Steps(), failed=reason,
         )  # fmt: skip
+    found.record["environment"] = _environment(folder / ENVIRONMENT)
     steps = folder / STEPS
     if steps.exists():
         with steps.open(errors="replace") as lines:
@@ -54,6 +55,13 @@ def _found(folder: Path, record: dict[str, Any]) -> Found:
         not_comparable=record["not_comparable_because"],
         record=record,
     )
+
+
+def _environment(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _add(found: Found, line: str) -> None:

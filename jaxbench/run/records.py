@@ -161,7 +161,11 @@ class Recorder:
             found = summary.summary(self.run, self.steps, peak)
             self.add(status=status, reason=reason, **found)
         finally:
-            for line in (*summary.lines(self.record), f"record: {self.folder / 'run.json'}"):
+            for line in (
+                *summary.lines(self.record),
+                f"record: {self.folder / 'run.json'}",
+                f"report: python -m jaxbench.report {self.folder}",
+            ):
                 self.say(line)
             for file in (self._json, self._log, self._jsonl):
                 file.close()

@@ -4,13 +4,17 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import ROOT
 
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import judge
 from jaxbench.report import command, logs
+from jaxbench.report.compare import compare
 from jaxbench.report.found import Steps
 
 PUBLISHED_S = 12.37
@@ -64,7 +68,7 @@ def reported(*arguments):
 
 
 def verdict_of(folder, *more):
-    results = command.report(command.parse_arguments([str(folder), *more]))
+    results = command.report([folder], more[1] if more else None)
     assert len(results) == 1
     return results[0]
 
@@ -305,6 +309,77 @@ def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def noisy(mean, seed):
+    """Step times with a spread of 1 %."""
+    return mean * np.random.default_rng(seed).normal(1, 0.01, 50)
+
+
+@pytest.fixture
+def repeats(record, tmp_path):
+    """Folders of repeats: `repeats(name, mean, ..)` with a run for each mean."""
+
+    def write(name, *means, **changes):
+        for n, mean in enumerate(means):
+            folder = record(f"{name}-{n}", **changes)
+            lines = [
+                json.dumps({"step": step, "step_time_s": s, "loss": 10.4})
+                for step, s in enumerate(noisy(mean, len(name) + n))
+            ]
+            (folder / "steps.jsonl").write_text("\n".join(lines))
+            (tmp_path / name).mkdir(exist_ok=True)
+            folder.rename(tmp_path / name / str(n))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_comparison_decides_what_the_spread_allows(repeats, capsys):
+    a = repeats("a", 4.70, 4.72, 4.68)
+    flags = {"flags": {"compiler_options": {"xla_some": True}}}
+    cases = {
+        "slower": repeats("slower", 4.95, 4.93, **flags), "faster": repeats("faster", 4.5, 4.51),
+        "same": repeats("same", 4.71, 4.70), "undecided": repeats("undecided", 4.70, 4.95),
+    }  # fmt: skip
+    for verdict, b in cases.items():
+        assert command.main(["--compare", a, b]) == (verdict == "slower"), verdict
+        out, err = capsys.readouterr()
+        assert out.startswith(f"{verdict}: the step time of B is ")
+        assert err == ""
+        differs = "  flags.compiler_options.xla_some: None -> True" in out
+        assert differs == (verdict == "slower")
+    assert command.main(["--compare", a, cases["slower"], "--threshold", "10"]) == 0
+    assert command.main(["--compare", a, cases["slower"], "--no-gate"]) == 0
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):
+    """Of 200 pairs of runs of the same speed 12 should lie outside: a bootstrap over 34 steps is a
+    little narrow, 6 % instead of 5. More than 20 in one of a hundred such tests."""
+    path = repeats("a", 4.7)
+    (like,) = command.report([Path(path)], None)
+    outside = 0
+    for seed in range(200):
+        pair = []
+        for half in range(2):
+            steps = Steps(dict(enumerate(noisy(4.7, 1000 + 2 * seed + half))))
+            pair.append(replace(like, found=replace(like.found, steps=steps)))
+        found = compare(pair[:1], pair[1:], 0.02)
+        outside += not found.low <= 1 <= found.high
+    assert 4 <= outside <= 20
+
+
+def test_only_whole_runs_of_one_work_are_compared(record, capsys):
+    good, other = record("good"), record("other")
+    cut = record("cut", steps=20)
+    content = json.loads((other / "run.json").read_text())
+    content["recipe"]["gpus"] = 128
+    (other / "run.json").write_text(json.dumps(content))
+    for b, message in ((cut, "a run of B, is incomplete"), (other, "A and B hold different work")):
+        assert command.main(["--compare", str(good), str(b)]) == 2
+        assert message in capsys.readouterr().err
+    assert command.main(["--compare", str(good), str(good)]) == 0
+    assert "only one run of A: what differs from job to job" in capsys.readouterr().out
 
 
 def test_verdicts():

@@ -1,0 +1,123 @@
+"""Two runs, or two sets of repeats, against each other: what a flag, a driver or a cluster changed.
+
+The ratio of mean step times comes with a confidence interval by the bootstrap (Efron 1979) over
+both what varies between repeats and what varies between the steps of one: repeats are drawn with
+replacement, and then steps from each. With a single run on a side only its steps are drawn, and
+what differs from job to job is not in the interval; the comparison says so.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxbench.errors import RecipeError
+from jaxbench.report.found import Result
+
+DRAWS = 4000
+CONFIDENCE = 0.95
+SEED = 0
+"""Of the draws: the same runs give the same interval."""
+
+SECTIONS = ("recipe", "flags", "versions", "hardware", "kernels", "environment")
+"""Parts of a record in which two runs may differ on purpose."""
+
+Name = Literal["faster", "slower", "same", "undecided"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The mean step time of B over that of A, its interval, and what it comes to at a threshold.
+
+    `differences` are (field, value in A, value in B); `runs` is the number of runs on each side.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    threshold: float
+    verdict: Name
+    runs: tuple[int, int]
+    differences: list[tuple[str, Any, Any]]
+
+    def lines(self) -> list[str]:
+        """The comparison for people."""
+        percent = f"{100 * (self.ratio - 1):+.2f} %"
+        single = [side for side, count in zip("AB", self.runs, strict=True) if count == 1]
+        return [
+            f"{self.verdict}: the step time of B is {percent} that of A "
+            f"(95 % between {100 * (self.low - 1):+.2f} and {100 * (self.high - 1):+.2f} %, "
+            f"threshold {100 * self.threshold:g} %)",
+            f"runs: {self.runs[0]} of A, {self.runs[1]} of B",
+            *(
+                f"only one run of {side}: what differs from job to job is not in the interval"
+                for side in single
+            ),
+            *(["what differs:"] if self.differences else ["nothing recorded differs"]),
+            *(f"  {name}: {a} -> {b}" for name, a, b in self.differences),
+        ]
+
+
+def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Comparison:
+    """Two sets of whole runs of the same work. Raises RecipeError for a run that is not whole, and
+    for sets of different work."""
+    for side, results in (("A", a), ("B", b)):
+        for r in results:
+            if r.verdict.name in ("failed", "incomplete"):
+                raise RecipeError(f"{r.found.path}, a run of {side}, is {r.verdict}")
+    works = {(r.found.recipe, r.found.dtype, r.found.gpus, r.found.tokens) for r in [*a, *b]}
+    if len(works) > 1:
+        shown = "; ".join(sorted(f"{recipe} {dtype} on {gpus}" for recipe, dtype, gpus, _ in works))
+        raise RecipeError(f"A and B hold different work: {shown}")
+    generator = np.random.default_rng(SEED)
+    samples = [[np.asarray(r.found.times(r.window)) for r in side] for side in (a, b)]
+    means = [np.mean([np.mean(times) for times in side]) for side in samples]
+    drawn = [_draw(side, generator) for side in samples]
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(drawn[1] / drawn[0], [tail, 100 - tail])
+    return Comparison(
+        ratio=float(means[1] / means[0]),
+        low=float(low),
+        high=float(high),
+        threshold=threshold,
+        verdict=_verdict(low, high, threshold),
+        runs=(len(a), len(b)),
+        differences=list(_differences(a[0], b[0])),
+    )
+
+
+def _draw(runs: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
+    """Means of resampled sets of runs, `[DRAWS]`."""
+    each = np.stack([
+        times[generator.integers(len(times), size=(DRAWS, len(times)))].mean(axis=1)
+        for times in runs
+    ])  # fmt: skip
+    chosen = generator.integers(len(runs), size=(len(runs), DRAWS))
+    return np.take_along_axis(each, chosen, axis=0).mean(axis=0)
+
+
+def _verdict(low: float, high: float, threshold: float) -> Name:
+    if low > 1 + threshold:
+        return "slower"
+    if high < 1 - threshold:
+        return "faster"
+    return "same" if 1 - threshold <= low and high <= 1 + threshold else "undecided"
+
+
+def _differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
+    left, right = (
+        {name: value for part in SECTIONS for name, value in _flat(part, r.found.record.get(part))}
+        for r in (a, b)
+    )
+    for name in dict.fromkeys([*left, *right]):
+        if left.get(name) != right.get(name):
+            yield name, left.get(name), right.get(name)
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}", inner)
+    elif value is not None:
+        yield prefix, value
