@@ -8,9 +8,9 @@ whose cotangent is unreduced, so that gradients are summed where the program say
 
 The same layers also run *inside* a `shard_map` over all axes (`train.pipeline`), on arrays that are
 one device's own. Then types name no axis: every `spec` is empty and every reshard does nothing; a
-function for each device (`on_each_device`) is called as it is; weights come gathered, and a
-gradient is what this device adds to it. Only what types would have moved or summed is spelled out:
-the functions with `seq` in their names.
+function for each device (`on_each_device`) is called as it is; weights come gathered (the table and
+experts stay split, as they are in use), and a gradient is what this device adds to it. Only what
+types would have moved or summed is spelled out: the functions with `seq` in their names.
 """
 
 from collections.abc import Callable, Collection, Iterable

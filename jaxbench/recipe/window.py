@@ -19,6 +19,13 @@ def window(steps: int) -> tuple[int, int]:
     return (first, last) if steps > last else (steps // 2, steps - 1)
 
 
+def too_short(steps: int) -> list[str]:
+    """Why a run of so many steps cannot stand beside published ones; nothing if it can."""
+    first, last = PUBLISHED
+    reason = f"{steps} iterations: the published means are of iterations {first} to {last}"
+    return [] if steps > last else [reason]
+
+
 def spread(samples: list[float]) -> dict[str, float]:
     """Mean, population standard deviation, median and 95th percentile (nearest rank)."""
     ordered = sorted(samples)

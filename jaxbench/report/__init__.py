@@ -2,5 +2,6 @@
 jaxbench.report`. On a laptop: no JAX.
 
 Imports `recipe`, `hardware`, `errors` and `files`. `found` says what is known of a run, `folders`
-and `logs` find it, `formats` shows it, `command` is the command line.
+and `logs` read it, `compare` sets two against each other, `formats` shows them, `command` is the
+command line.
 """

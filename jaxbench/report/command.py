@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -57,29 +56,77 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+LOGS = (".out", ".log", ".txt")
+NO_LOGS = ("sbatch_", "vboost")
+"""Suffixes of logs, and beginnings of the names of others beside them."""
+
+CHECKPOINTS = "checkpoints"
+
+
 def find(path: Path) -> Iterator[Found]:
-    """The runs at a path, in the order of their names. Raises RecipeError for a missing one."""
-    if path.is_dir():
-        if (path / folders.RECORD).exists():
-            yield folders.read(path)
-            return
-        for child in sorted(path.iterdir()):
-            if child.is_dir() or child.suffix in (".out", ".log", ".txt"):
-                yield from find(child)
-    elif path.suffix == ".csv":
+    """The runs at a path, in the order of their names. Raises RecipeError for a missing one, and
+    for a file that is none."""
+    if path.suffix == ".csv" and path.is_file():
         yield from tables(path)
-    elif path.exists():
-        found = logs.read(path)
-        if found is not None:
-            yield found
+    elif path.is_file():
+        if (found := _log(path)) is None:
+            raise RecipeError(f"{path}: neither a log of a published script nor one of its name")
+        yield found
+    elif path.is_dir():
+        yield from _below(path, set())
     else:
         raise RecipeError(f"{path}: no such file or folder")
 
 
+def _below(folder: Path, seen: set[Path]) -> Iterator[Found]:
+    """The runs in a folder and below it, each once, whatever links lead there. In the folder of a
+    run of ours its own logs are none."""
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
+    ours = folders.is_run(folder)
+    if ours:
+        yield folders.read(folder)
+    try:
+        children = sorted(folder.iterdir())
+    except OSError as error:
+        yield _unreadable(folder, error)
+        return
+    for child in children:
+        if child.is_dir() and child.name != CHECKPOINTS:
+            yield from _below(child, seen)
+        elif not ours and _is_log(child) and child.resolve() not in seen:
+            seen.add(child.resolve())
+            if (found := _log(child)) is not None:
+                yield found
+
+
+def _is_log(path: Path) -> bool:
+    return path.suffix in LOGS and not path.name.startswith(NO_LOGS) and path.is_file()
+
+
+def _log(path: Path) -> Found | None:
+    try:
+        return logs.read(path)
+    except OSError as error:
+        return _unreadable(path, error)
+
+
+def _unreadable(path: Path, error: OSError) -> Found:
+    return Found(
+        path=path, source="", recipe=path.name, gpus=None, dtype=None, label="", steps=Steps(),
+        failed=f"it cannot be read: {error.strerror}",
+    )  # fmt: skip
+
+
 def tables(path: Path) -> Iterator[Found]:
-    """The published rows, as runs of one iteration."""
+    """The published rows, as runs of one iteration. Raises RecipeError for a model or dtype that
+    nobody knows."""
+    known = {(cfg.family, cfg.size): cfg for cfg in MODELS.values()}
     for row in published.read(path):
-        cfg = next(c for c in MODELS.values() if (c.family, c.size) == (row.workload, row.size))
+        cfg, peak = known.get((row.workload, row.size)), hardware.H100.tflops.get(row.dtype)
+        if cfg is None or peak is None:
+            raise RecipeError(f"{path}: unknown work: {row.workload} {row.size} {row.dtype}")
         count = published.source_flops(replace(cfg, layers=row.layers), row.seq_len)
         steps = Steps(expected=1)
         steps.add(0, row.step_time_s, 0.0)
@@ -88,7 +135,7 @@ def tables(path: Path) -> Iterator[Found]:
             path=path, source="published", recipe=f"{row.workload} {row.size}{errata}",
             gpus=row.gpus, dtype=row.dtype, label="published", steps=steps,
             tokens=row.gbs * row.seq_len, flops={"published": count * row.gbs / row.gpus},
-            peak_tflops=hardware.H100.tflops[row.dtype], published=asdict(row),
+            peak_tflops=peak, published=asdict(row),
             not_comparable=["the published figure itself"],
         )  # fmt: skip
 
@@ -116,21 +163,24 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    if arguments.results or arguments.threshold <= 0:
-        raise RecipeError("--compare takes two places and a threshold above 0, and no RESULTS")
+    if arguments.results or not 0 < arguments.threshold < 100:
+        raise RecipeError(
+            "--compare takes two places, a threshold between 0 and 100 %, and no RESULTS"
+        )
+    if arguments.format not in ("table", "json"):
+        raise RecipeError(f"--compare has no --format {arguments.format}: table or json")
     a, b = (report([path], arguments.window) for path in arguments.compare)
     found = compare(a, b, arguments.threshold / 100)
-    print("\n".join(found.lines()))
+    text = formats.as_json(asdict(found)) if arguments.format == "json" else found.text()
+    _out(text, arguments.output)
     return int(found.verdict == "slower" and not arguments.no_gate)
 
 
-def _show(lines: list[dict[str, Any]], form: str, output: Path | None) -> None:
-    if form == "table" and output is None:
-        formats.print_table(lines, Console(width=max(Console().width, formats.PLAIN_WIDTH)))
-    elif output is None:
-        print(formats.TEXTS[form](lines), end="")
+def _out(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
     else:
-        write_whole(output, formats.TEXTS[form](lines))
+        write_whole(output, text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,8 +194,12 @@ def main(argv: list[str] | None = None) -> int:
             raise RecipeError("RESULTS are needed, or --compare A B")
         results = report(arguments.results, arguments.window)
         lines = [formats.line(r, arguments.flops) for r in results]
-        _show(lines, arguments.format, arguments.output)
-    except (RecipeError, OSError) as error:
+        if arguments.format == "table" and arguments.output is None:
+            width = max(Console().width, formats.PLAIN_WIDTH)
+            formats.print_table(lines, Console(width=width))
+        else:
+            _out(formats.TEXTS[arguments.format](lines), arguments.output)
+    except (RecipeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     bad = [r for r in results if r.verdict.bad]

@@ -41,11 +41,11 @@ class Comparison:
     runs: tuple[int, int]
     differences: list[tuple[str, Any, Any]]
 
-    def lines(self) -> list[str]:
+    def text(self) -> str:
         """The comparison for people."""
         percent = f"{100 * (self.ratio - 1):+.2f} %"
         single = [side for side, count in zip("AB", self.runs, strict=True) if count == 1]
-        return [
+        lines = [
             f"{self.verdict}: the step time of B is {percent} that of A "
             f"(95 % between {100 * (self.low - 1):+.2f} and {100 * (self.high - 1):+.2f} %, "
             f"threshold {100 * self.threshold:g} %)",
@@ -57,6 +57,7 @@ class Comparison:
             *(["what differs:"] if self.differences else ["nothing recorded differs"]),
             *(f"  {name}: {a} -> {b}" for name, a, b in self.differences),
         ]
+        return "\n".join(lines) + "\n"
 
 
 def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Comparison:
@@ -89,12 +90,15 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
 
 def _draw(runs: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
     """Means of resampled sets of runs, `[DRAWS]`."""
-    each = np.stack([
-        times[generator.integers(len(times), size=(DRAWS, len(times)))].mean(axis=1)
-        for times in runs
-    ])  # fmt: skip
+    each = np.stack([_resampled(times, generator) for times in runs])
     chosen = generator.integers(len(runs), size=(len(runs), DRAWS))
     return np.take_along_axis(each, chosen, axis=0).mean(axis=0)
+
+
+def _resampled(times: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Means of draws from the steps of a run, `[DRAWS]`; one by one, since a run may be long."""
+    draws = (generator.choice(times, len(times)).mean() for _ in range(DRAWS))
+    return np.fromiter(draws, float, DRAWS)
 
 
 def _verdict(low: float, high: float, threshold: float) -> Name:

@@ -2,12 +2,31 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxbench import hardware
 from jaxbench.report.found import Found, Steps
+from jaxbench.report.lines import lines
 
 RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
+
+BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading a file that is no record of ours can raise."""
+
+T = TypeVar("T")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run, whole or not."""
+    return any((folder / name).is_file() for name in (RECORD, STEPS))
 
 
 def read(folder: Path) -> Found:
@@ -15,52 +34,67 @@ def read(folder: Path) -> Found:
     try:
         record = json.loads((folder / RECORD).read_text())
         found = _found(folder, record)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except BROKEN as error:
         reason = f"{RECORD} cannot be read: {' '.join(str(error).split())}"
         return Found(
             path=folder, source="jaxbench", recipe=folder.name, gpus=None, dtype=None, label="",
             steps=Steps(), failed=reason,
         )  # fmt: skip
     found.record["environment"] = _environment(folder / ENVIRONMENT)
-    steps = folder / STEPS
-    if steps.exists():
-        with steps.open(errors="replace") as lines:
-            for line in lines:
-                _add(found, line)
+    if (folder / STEPS).is_file():
+        for line in lines(folder / STEPS):
+            _add(found, line)
     return found
 
 
+def _typed(values: dict[str, Any], name: str, kind: type[T]) -> T:
+    value = values[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
 def _found(folder: Path, record: dict[str, Any]) -> Found:
-    recipe, status = record["recipe"], record["status"]
-    batch, dtype = recipe["batch"], recipe["precision"]["dtype"]
-    failed = record["reason"] or status if status not in ("completed", "running") else None
-    summary = record.get("summary") or {}
-    mean = (summary.get("step_time_s") or {}).get("mean", 0.0)
-    rates = summary.get("tflops_per_gpu") or {}
-    peak = hardware.peak_tflops(record["hardware"]["device"], dtype)
+    recipe, status = _typed(record, "recipe", dict), _typed(record, "status", str)
+    batch = _typed(recipe, "batch", dict)
+    dtype = _typed(_typed(recipe, "precision", dict), "dtype", str)
+    reason = record["reason"]
+    failed = str(reason or status) if status not in ("completed", "running") else None
+    published = record["published"]
+    if published is not None:
+        published["step_time_s"] = float(published["step_time_s"])
+    device = _typed(_typed(record, "hardware", dict), "device", str)
     return Found(
         path=folder,
         source="jaxbench",
         recipe=f"{recipe['recipe']}:{recipe['row']}",
-        gpus=recipe["gpus"],
+        gpus=_typed(recipe, "gpus", int),
         dtype=dtype,
-        label=record["label"],
-        steps=Steps(expected=recipe["steps"]),
-        tokens=batch["global_batch"] * batch["sequence_length"],
-        flops={name: rate * mean * 1e12 for name, rate in rates.items()},
-        peak_tflops=peak,
-        published=record["published"],
+        label=_typed(record, "label", str),
+        steps=Steps(expected=_typed(recipe, "steps", int)),
+        tokens=_typed(batch, "global_batch", int) * _typed(batch, "sequence_length", int),
+        flops=_flops(record.get("summary")),
+        peak_tflops=hardware.peak_tflops(device, dtype),
+        published=published,
         failed=failed,
         unfinished=["it still runs, or was killed"] if status == "running" else [],
-        not_comparable=record["not_comparable_because"],
+        not_comparable=[str(each) for each in _typed(record, "not_comparable_because", list)],
         record=record,
     )
+
+
+def _flops(summary: dict[str, Any] | None) -> dict[str, float]:
+    """Of one GPU and step by convention, from the rates of a summary; none without one."""
+    if not summary:
+        return {}
+    mean = summary["step_time_s"]["mean"]
+    return {name: rate * mean * 1e12 for name, rate in summary["tflops_per_gpu"].items()}
 
 
 def _environment(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except BROKEN:
         return None
 
 
@@ -68,8 +102,8 @@ def _add(found: Found, line: str) -> None:
     """A line of steps.jsonl; one that was cut off while it was written is no step."""
     try:
         step = json.loads(line)
-        found.steps.add(int(step["step"]), float(step["step_time_s"]), float(step["loss"]))
-    except (ValueError, LookupError, TypeError):
+        seconds = float(step["step_time_s"])
+        found.steps.add(int(step["step"]), seconds, float(step["loss"]))
+        found.flops.setdefault("full", step["tflops_per_gpu"] * seconds * 1e12)
+    except BROKEN:
         return
-    if "full" not in found.flops:
-        found.flops["full"] = step.get("tflops_per_gpu", 0.0) * step["step_time_s"] * 1e12

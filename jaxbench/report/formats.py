@@ -55,7 +55,7 @@ def line(result: Result, convention: str) -> dict[str, Any]:
         "published_s": f.published["step_time_s"] if f.published else None,
         "ratio": result.verdict.ratio,
         "reason": result.verdict.reason,
-        "path": str(f.path),
+        "path": str(f.path).encode(errors="backslashreplace").decode(),
     }
 
 
@@ -119,9 +119,10 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def as_json(lines: list[dict[str, Any]]) -> str:
-    """A list with one object for each run, by the keys of `COLUMNS`; numbers in full precision."""
-    return json.dumps(lines, indent=2, allow_nan=False) + "\n"
+def as_json(content: Any) -> str:
+    """A list with one object for each run, by the keys of `COLUMNS`, or a comparison; numbers in
+    full precision."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 TEXTS = {"table": as_table, "csv": as_csv, "json": as_json, "markdown": as_markdown}

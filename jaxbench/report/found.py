@@ -1,61 +1,74 @@
 """One run as it was found: what it was, its steps, and the verdict on it."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import spread
+from jaxbench.recipe.window import spread, too_short
 
 Window = tuple[int, int]
 
 LISTED = 5
 """Iterations named in a reason; the rest are counted."""
 
+Again = Literal["never", "redrawn", "processes"]
+
 
 @dataclass
 class Steps:
-    """Seconds and loss of each iteration, and what is wrong with them.
+    """Seconds of each iteration, and what is wrong with them.
 
-    `expected` is how many the run was to make, None where nothing says so. An iteration that comes
-    twice keeps its first time.
+    `expected` is how many the run was to make, None where nothing says so. `again` says when an
+    iteration may come more than once: as a progress bar that is drawn again, whose last state
+    counts, or as often as there are processes, of which the first counts.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
     expected: int | None = None
-    not_finite: str | None = None
+    again: Again = "never"
+    wrong: str | None = None
     repeated: int | None = None
+    last: int = -1
+    counts: Counter[int] = field(default_factory=Counter)
 
     def add(self, iteration: int, seconds: float, loss: float) -> None:
-        """Takes an iteration in. One that lies behind the last two was begun again."""
-        if self.repeated is None and self.seconds and iteration < max(self.seconds) - 1:
-            self.repeated = iteration
-        if iteration in self.seconds:
-            return
+        """Takes an iteration in."""
         for name, value in (("step time", seconds), ("loss", loss)):
-            if self.not_finite is None and not math.isfinite(value):
-                self.not_finite = f"the {name} is {value} at iteration {iteration}"
-        self.seconds[iteration], self.losses[iteration] = seconds, loss
+            if self.wrong is None and not math.isfinite(value):
+                self.wrong = f"the {name} is {value} at iteration {iteration}"
+        if self.wrong is None and seconds <= 0:
+            self.wrong = f"the step time is {seconds} at iteration {iteration}"
+        near = {"never": 1, "redrawn": 0, "processes": -1}[self.again]
+        if self.repeated is None and iteration < self.last + near:
+            self.repeated = iteration
+        self.last = max(self.last, iteration)
+        self.counts[iteration] += 1
+        if self.again == "redrawn" or iteration not in self.seconds:
+            self.seconds[iteration] = seconds
 
     def problems(self) -> list[str]:
         """Why these are not all the steps of one run."""
         if not self.seconds:
             return ["no iteration is there"]
         found = []
+        uneven = self.again == "processes" and len(set(self.counts.values())) > 1
+        if self.repeated is None and uneven:
+            self.repeated = self.counts.most_common(1)[0][0]
         if self.repeated is not None:
             found.append(
-                f"iteration {self.repeated} comes again after iteration {max(self.seconds)}: two "
-                "runs, or one that began again"
+                f"iteration {self.repeated} comes again: two runs, or one that began again"
             )
-        count = self.expected if self.expected is not None else max(self.seconds) + 1
-        missing = [n for n in range(count) if n not in self.seconds]
-        if missing and missing[0] > max(self.seconds):
-            found.append(f"it ends after iteration {max(self.seconds)} of {count - 1}")
-        elif missing:
-            more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
-            found.append(f"missing iterations {', '.join(map(str, missing[:LISTED]))}{more}")
+        if self.expected is not None and self.last + 1 < self.expected:
+            found.append(f"it ends after iteration {self.last} of {self.expected - 1}")
+        absent = self.last + 1 - len(self.seconds)
+        if absent:
+            named = list(islice((n for n in count() if n not in self.seconds), min(absent, LISTED)))
+            more = f" and {absent - len(named)} more" if absent > len(named) else ""
+            found.append(f"missing iterations {', '.join(map(str, named))}{more}")
         return found
 
 
@@ -124,20 +137,19 @@ def result(found: Found, window: Window) -> Result:
     incomplete = [*found.unfinished, *found.steps.problems()]
     if not incomplete and len(times) < last - first + 1:
         incomplete = [f"iterations {first} to {last} are not all there"]
-    usable = [t for t in times if math.isfinite(t)]
+    usable = [t for t in times if math.isfinite(t) and t > 0]
     means = spread(usable) if usable else None
-    mean = means["mean"] if means else None
     verdict = judge(
-        mean,
+        means["mean"] if means else None,
         found.published["step_time_s"] if found.published else None,
-        failed=found.failed or found.steps.not_finite,
+        failed=found.failed or found.steps.wrong,
         incomplete=incomplete,
-        not_comparable=found.not_comparable,
+        not_comparable=found.not_comparable or too_short(found.steps.last + 1),
     )
     return Result(
         found=found,
         window=window,
-        mean_s=mean,
+        mean_s=means["mean"] if means else None,
         std_s=means["std"] if means else None,
         verdict=verdict,
     )

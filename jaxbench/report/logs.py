@@ -1,13 +1,10 @@
 """Logs of the published scripts: MaxText's, NeMo 2's, and the progress bar of older NeMo releases.
 
 Lines of the documents of DGX Cloud Benchmarking 24.11 to 25.05. A log is read in pieces and nothing
-of it is kept but the iterations, so that its size does not matter; a progress bar is one line that
-is written again and again after a carriage return.
+of it is kept but the iterations, so that its size does not matter.
 """
 
-import codecs
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,37 +12,48 @@ from typing import NamedTuple
 from jaxbench import hardware
 from jaxbench.recipe import published
 from jaxbench.recipe.families import MODELS
-from jaxbench.report.found import Found, Steps
-
-PIECE = 1 << 20
-LONGEST = 1 << 14
-"""Bytes read at once, and characters kept of a line: the lines that count are far shorter."""
+from jaxbench.report.found import Again, Found, Steps
+from jaxbench.report.lines import lines
 
 PUBLISHED_STEPS = 50
 """Of every published run; MaxText's lines do not say how many there are to be."""
 
-NUMBER = r"([-+.\deE]+|[-+]?nan|[-+]?inf)"
+
+def _number(name: str) -> str:
+    """A number that is whole: a line may have been cut off within one."""
+    digits = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+    return rf"(?P<{name}>{digits}|[-+]?(?:nan|inf))(?=[\s,|\]]|$)"
+
+
 MAXTEXT = re.compile(
-    rf"completed step: (?P<n>\d+), seconds: {NUMBER.replace('(', '(?P<s>', 1)}, .*?"
-    rf"total_weights: (?P<tokens>\d+), loss: {NUMBER.replace('(', '(?P<loss>', 1)}"
+    rf"completed step: (?P<n>\d{{1,9}}), seconds: {_number('s')}, .*?"
+    rf"total_weights: (?P<tokens>\d{{1,15}}), loss: {_number('loss')}"
 )
 NEMO = re.compile(
-    r"iteration (?P<n>\d+)/(?P<last>\d+) \|(?=.*?global_batch_size: (?P<batch>\d+))"
-    rf"(?=.*?reduced_train_loss: {NUMBER.replace('(', '(?P<loss>', 1)})"
-    rf".*?train_step_timing in s: {NUMBER.replace('(', '(?P<s>', 1)}"
+    r"iteration (?P<n>\d{1,9})/(?P<last>\d{1,9}) \|(?=.*?global_batch_size: (?P<batch>\d{1,9}))"
+    rf"(?=.*?reduced_train_loss: {_number('loss')})"
+    rf".*?train_step_timing in s: {_number('s')}"
 )
 BAR = re.compile(
-    rf"\| *\d+/(?P<count>\d+) \[.*?reduced_train_loss={NUMBER.replace('(', '(?P<loss>', 1)}, "
-    rf"global_step=(?P<n>\d+)\.?\d*, .*?train_step_timing in s={NUMBER.replace('(', '(?P<s>', 1)}"
+    rf"\| *\d+/(?P<count>\d{{1,9}}) \[.*?reduced_train_loss={_number('loss')}, "
+    rf"global_step=(?P<n>\d{{1,9}})\.?\d*, .*?train_step_timing in s={_number('s')}"
 )
-FORMATS = {"maxtext log": MAXTEXT, "nemo log": NEMO, "nemo progress bar": BAR}
+FORMATS: dict[str, tuple[re.Pattern, Again]] = {
+    "maxtext log": (MAXTEXT, "processes"),
+    "nemo log": (NEMO, "never"),
+    "nemo progress bar": (BAR, "redrawn"),
+}
+"""By the name of their source: the line of an iteration, and when one may come again."""
+
+PROFILED = re.compile(r"nccltrace|_nsys\b|-prof\b")
+"""In the name of a log, or of its experiment: not a plain run."""
 
 NAMES = (
-    re.compile(r"log-(?:nemo|maxtext)_(?P<model>[a-z0-9.]+)_(?P<size>\d+b)_(?P<gpus>\d+)_\d+"),
-    re.compile(r"log-(?P<model>maxtext)-(?P<gpus>\d+)_(?P<size>\d+b)_\d+"),
+    re.compile(r"log-(?:nemo|maxtext)_(?P<model>[a-z0-9.]+)_(?P<size>\d+b)_(?P<gpus>\d{1,6})_\d+"),
+    re.compile(r"log-(?P<model>maxtext)-(?P<gpus>\d{1,6})_(?P<size>\d+b)_\d+"),
     re.compile(
         r"pretrain(?:ing)?_(?P<model>[a-z0-9.]+)_(?P<size>\d+b)_(?P<dtype>bf16|fp8)_(?:gpus)?"
-        r"(?P<gpus>\d+)"
+        r"(?P<gpus>\d{1,6})"
     ),
 )
 """How the scripts name a log, or the experiment whose log it is."""
@@ -63,14 +71,15 @@ class Work(NamedTuple):
 def read(path: Path) -> Found | None:
     """The run in a log; None where the file is none of these."""
     steps, work, batch, tokens = Steps(), named(path), None, None
-    source = None
+    source, traced = None, False
     for line in lines(path):
         if line.startswith("GSW:"):
             work = declared(line, work)
-        for name, pattern in FORMATS.items():
+        traced = traced or ("NCCL INFO" in line and "opCount" in line)
+        for name, (pattern, again) in FORMATS.items():
             if (source or name) != name or not (match := pattern.search(line)):
                 continue
-            source, values = name, match.groupdict()
+            source, values, steps.again = name, match.groupdict(), again
             steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
             if "last" in values:
                 steps.expected, batch = int(values["last"]) + 1, int(values["batch"])
@@ -78,33 +87,27 @@ def read(path: Path) -> Found | None:
                 steps.expected = int(values["count"])
             else:
                 steps.expected, tokens = PUBLISHED_STEPS, int(values["tokens"])
-    return _found(path, source, steps, work, batch, tokens) if source else None
-
-
-def lines(path: Path) -> Iterator[str]:
-    """The lines of a file of any size, those of a progress bar one by one; what is not text in its
-    encoding is replaced."""
-    with path.open("rb") as file:
-        head = file.read(4)
-        file.seek(0)
-        wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8")("replace")
-        rest = ""
-        while piece := file.read(PIECE):
-            *whole, rest = re.split(r"[\r\n]", rest + decoder.decode(piece))
-            rest = rest[:LONGEST]
-            yield from (line[:LONGEST] for line in whole)
-        yield rest + decoder.decode(b"", final=True)
+    if source is None and work.model is None:
+        return None
+    found = _found(path, source or "log", steps, work, batch, tokens)
+    if source is None:
+        found.failed = "it made no iteration"
+    beside = (path.parent / "nsys_profile").is_dir()
+    if traced or beside or any(PROFILED.search(part) for part in path.parts[-3:]):
+        found.not_comparable.append("it was profiled, or traced by NCCL")
+    return found
 
 
 def named(path: Path) -> Work:
-    """What the names of a log and of its folders say."""
-    text = str(path)
-    dtype = next((part for part in path.parts if part in ("bf16", "fp8")), None)
-    for pattern in NAMES:
-        if match := pattern.search(text):
-            said = match.groupdict()
-            return Work(said["model"], said["size"], said.get("dtype", dtype), int(said["gpus"]))
+    """What the names of a log and of its folders say, the nearest first."""
+    nearest = path.parts[::-1]
+    dtype = next((part for part in nearest if part in ("bf16", "fp8")), None)
+    for part in nearest:
+        for pattern in NAMES:
+            if match := pattern.search(part):
+                said = match.groupdict()
+                gpus = int(said["gpus"])
+                return Work(said["model"], said["size"], said.get("dtype", dtype), gpus)
     return Work(dtype=dtype)
 
 
@@ -156,13 +159,13 @@ def _found(
         return found
     row = rows[0]
     per_step = row.gbs * row.seq_len
-    here = tokens or (batch or row.gbs) * row.seq_len
+    here = found.tokens = tokens or (batch or row.gbs) * row.seq_len
     if here != per_step:
         found.not_comparable.append(f"its step has {here} tokens, the published one {per_step}")
         return found
     cfg = next(cfg for cfg in MODELS.values() if (cfg.family, cfg.size) == (row.workload, row.size))
     count = published.source_flops(replace(cfg, layers=row.layers), row.seq_len)
-    found.tokens, found.published = per_step, asdict(row)
+    found.published = asdict(row)
     found.flops = {"published": count * row.gbs / row.gpus}
     found.peak_tflops = hardware.H100.tflops.get(row.dtype)
     return found

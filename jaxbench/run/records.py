@@ -162,7 +162,7 @@ class Recorder:
             self.add(status=status, reason=reason, **found)
         finally:
             for line in (
-                *summary.lines(self.record),
+                *summary.lines(self.record, self.steps),
                 f"record: {self.folder / 'run.json'}",
                 f"report: python -m jaxbench.report {self.folder}",
             ):

@@ -8,7 +8,7 @@ from jaxbench.recipe import flops
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import spread, window
+from jaxbench.recipe.window import spread, too_short, window
 
 
 def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
@@ -35,16 +35,18 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
     }
 
 
-def verdict(record: dict[str, Any]) -> Verdict:
-    """What becomes of a run, by its record."""
-    means = record.get("summary", {}).get("step_time_s", {})
-    published = record["published"] or {}
-    failed = None if record["status"] == "completed" else record["reason"] or record["status"]
+def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
+    """What becomes of a run, by its record and the lines of its steps; `jaxbench.report` looks
+    closer."""
+    mean = record.get("summary", {}).get("step_time_s", {}).get("mean")
+    published, count = record["published"] or {}, record["recipe"]["steps"]
+    whole = [step["step"] for step in steps] == list(range(count))
     return judge(
-        means.get("mean"),
+        mean,
         published.get("step_time_s"),
-        failed=failed,
-        not_comparable=record["not_comparable_because"],
+        failed=None if record["status"] == "completed" else record["reason"] or record["status"],
+        incomplete=[] if whole else [f"{len(steps)} of {count} steps are recorded"],
+        not_comparable=record["not_comparable_because"] or too_short(count),
     )
 
 
@@ -80,8 +82,8 @@ def nemo_line(run: Run, step: dict[str, Any]) -> str:
     )
 
 
-def lines(record: dict[str, Any]) -> list[str]:
-    """The record's result in a few lines for people."""
+def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
+    """The result in a few lines for people, from the record and the lines of its steps."""
     recipe = record["recipe"]
     text = [f"{record['status']}: {recipe['recipe']}, row {recipe['row']} ({record['label']})"]
     if record["reason"]:
@@ -107,7 +109,7 @@ def lines(record: dict[str, Any]) -> list[str]:
         )
     elif record["label"] == "full":
         text.append("  published   nothing for this row")
-    return [*text, f"  verdict     {verdict(record)}"]
+    return [*text, f"  verdict     {verdict(record, steps)}"]
 
 
 def _rate_line(summary: dict[str, Any], convention: str) -> str:

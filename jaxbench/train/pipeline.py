@@ -22,7 +22,7 @@ from jaxbench.models.layers import Pass
 from jaxbench.ops import fp8, routing
 from jaxbench.recipe.settings import Run
 from jaxbench.train.stages import Stages
-from jaxbench.train.ticks import Flight, Rank
+from jaxbench.train.ticks import Carry, Rank
 
 Values = tuple[jax.Array, routing.Figures]
 
@@ -43,14 +43,14 @@ def passes(
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
     shared = make_pass(run.model, run.batch.sequence_length, run.execution)
-    ranks = _Ranks(run, sums, weights.units[0], head, scaled, shared.kernel)
+    passes = _Passes(run, sums, weights.units[0], head, scaled, shared.kernel)
 
     parts = weights.units[0], weights.embedding, weights.norm, head
     observed = [s.observed for s in scaled if s.observed is not None]
     d_parts, observed = jax.tree.map(mesh.cotangent_spec, (parts, observed))
     out_specs = PartitionSpec(), d_parts, observed, PartitionSpec()
-    fly = jax.shard_map(ranks.fly, out_specs=out_specs, check_vma=False)
-    loss, (units, embedding, norm, d_head), observed, routed = fly(
+    run_all = jax.shard_map(passes.on_rank, out_specs=out_specs, check_vma=False)
+    loss, (units, embedding, norm, d_head), observed, routed = run_all(
         weights, head, scaled, tokens, targets, shared.rotary
     )
     grads = jax.tree.map(lambda w: w, weights)
@@ -63,7 +63,7 @@ def passes(
     return ((loss, _figures(routed, run.microbatch * run.batch_ranks)), grads), observed
 
 
-class _Ranks:
+class _Passes:
     """What all ranks of a pipeline do around their ticks. Knows, from types that a rank does not
     see, which dimensions of weights are gathered."""
 
@@ -76,7 +76,7 @@ class _Ranks:
             {name: _gathered_dims(w) for name, w in each.stored.items()} for each in scaled
         ]
 
-    def fly(
+    def on_rank(
         self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any, rotary: Any
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
         """On one device: (loss, gradients of units, embedding, norm and head at rest, magnitudes,
@@ -97,22 +97,22 @@ class _Ranks:
             tokens=tokens,
             targets=targets,
         )
-        flight = rank.fly()
+        carry = rank.run_ticks()
         d_units = [
             self.stages.send_back(grad, dims, w.shape)
             for grad, dims, w in zip(
-                jax.tree.leaves(flight.d_units), self.unit_dims, units, strict=True
+                jax.tree.leaves(carry.d_units), self.unit_dims, units, strict=True
             )
         ]
-        d_norm, d_head = flight.d_ends
+        d_norm, d_head = carry.d_ends
         d_head = mesh.scatter(d_head, self.head_dims)
-        d_parts = jax.tree.unflatten(structure, d_units), flight.d_embedding, d_norm, d_head
+        d_parts = jax.tree.unflatten(structure, d_units), carry.d_embedding, d_norm, d_head
         observed = [
-            self.stages.send_back(flight.observed, [], s.observed.shape)
+            self.stages.send_back(carry.observed, [], s.observed.shape)
             for s in scaled
             if s.observed is not None
         ]
-        return flight.loss, d_parts, observed, self._routed(flight)
+        return carry.loss, d_parts, observed, self._routed(carry)
 
     def _bring_scaled(self, scaled: fp8.Scaled, dims: dict[str, mesh.Gathered]) -> fp8.Scaled:
         bring, observed = self.stages.bring, scaled.observed
@@ -123,8 +123,8 @@ class _Ranks:
             observed=None if observed is None else bring(observed, []),
         )
 
-    def _routed(self, flight: Flight) -> Any:
-        """(mean balance loss, load, dropped choices) of each layer with experts, in each microbatch
+    def _routed(self, carry: Carry) -> Any:
+        """(balance loss, load, dropped choices) of each layer with experts, in each microbatch
         `[M, layers, ..]`, summed over its sequences and ranks."""
         layers = self.run.model.layers
         everyone = mesh.PIPELINE, *mesh.BATCH
@@ -134,7 +134,7 @@ class _Ranks:
             send = partial(self.stages.send_back, dims=[], shape=shape)
             return jax.lax.psum(jax.vmap(send)(figure[:-1]), everyone)
 
-        return jax.tree.map(at_rest, flight.routed)
+        return jax.tree.map(at_rest, carry.routed)
 
 
 def held_gradients(model: Decoder, run: Run) -> int:

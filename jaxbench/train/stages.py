@@ -54,7 +54,8 @@ class Stages:
         ((dim, axes),) = dims
         assert axes[-1] == mesh.PIPELINE
         w = jax.lax.all_to_all(w, mesh.PIPELINE, 1, dim + 2, tiled=True)[:, 0]
-        return gather(w, [(dim + 1, axes[:-1])])
+        rest = axes[:-1]
+        return jax.lax.all_gather(w, rest, axis=dim + 1, tiled=True) if rest else w
 
     def send_back(self, grad: jax.Array, dims: mesh.Gathered, shape: tuple[int, ...]) -> jax.Array:
         """The transpose of `bring`: gradients of this rank's layers to where a weight of this
@@ -63,18 +64,3 @@ class Stages:
         there = jax.ShapeDtypeStruct(shape, grad.dtype)
         (at_rest,) = jax.linear_transpose(partial(self.bring, dims=dims), there)(grad)
         return at_rest
-
-
-def gather(w: jax.Array, dims: mesh.Gathered) -> jax.Array:
-    """The whole of a weight that is gathered once per step."""
-    for dim, axes in dims:
-        w = jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
-    return w
-
-
-def scatter(grad: jax.Array, dims: mesh.Gathered) -> jax.Array:
-    """The transpose of `gather`."""
-    for dim, axes in dims:
-        if axes:
-            grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
-    return grad

@@ -5,8 +5,9 @@ another, and hands both results on; `timetable` says which. Embedding and loss a
 rank has microbatches of its own, one of every group, and the ranks exchange what enters the first
 stage and what leaves the last.
 
-The collectives of a tick hide behind the products of the other direction. Memory does not grow with
-the number of microbatches: what waits lies in slots, rings of two groups, and sums.
+The collectives of a tick hide behind the products of the other direction. What activations take
+does not grow with the number of microbatches: they wait in slots, and for one or two groups at the
+ends.
 
 Everything here is one device's own, inside a `shard_map` (`mesh`).
 """
@@ -29,7 +30,7 @@ from jaxbench.train.timetable import Duties, timetable
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Flight:
+class Carry:
     """What one tick leaves to the next, on one rank.
 
     `x` and `dy` have just arrived from the neighbours. `inputs` and `d_inputs` are what enters the
@@ -78,7 +79,7 @@ class Rank:
     tokens: jax.Array
     targets: jax.Array
 
-    def fly(self) -> Flight:
+    def run_ticks(self) -> Carry:
         """All ticks of a step."""
         groups, ranks = len(self.tokens), self.stages.ranks
         table = timetable(ranks, self.stages.chunks, groups * ranks)
@@ -86,38 +87,38 @@ class Rank:
 
         # Ranks enter a group one tick after another. So its first inputs are needed, and its last
         # gradients return, during the ticks of the group before and of the second one after it.
-        def group_of_ticks(flight: Flight, now: Any) -> tuple[Flight, None]:
+        def group_of_ticks(carry: Carry, now: Any) -> tuple[Carry, None]:
             group, duties = now
-            flight = self._losses(flight, group - 1)
-            flight = self._embed(flight, group + 1) if groups > 2 else flight
-            flight, _ = jax.lax.scan(self._tick, flight, duties)
-            return self._embed_back(flight, group - 2) if groups > 2 else flight, None
+            carry = self._losses(carry, group - 1)
+            carry = self._embed(carry, group + 1) if groups > 2 else carry
+            carry, _ = jax.lax.scan(self._tick, carry, duties)
+            return self._embed_back(carry, group - 2) if groups > 2 else carry, None
 
-        flight = self._start(table.slots)
+        carry = self._start(table.slots)
         for group in range(min(groups, 2)):
-            flight = self._embed(flight, group)
-        flight, _ = jax.lax.scan(self._tick, flight, (_own(table.forward, 0, warmup), None))
+            carry = self._embed(carry, group)
+        carry, _ = jax.lax.scan(self._tick, carry, (_own(table.forward, 0, warmup), None))
         between = _own(table.forward, warmup, end), _own(table.backward, warmup, end)
         if groups == 2:
-            flight, _ = group_of_ticks(flight, (1, between))
+            carry, _ = group_of_ticks(carry, (1, between))
         elif groups > 2:
             cut = jax.tree.map(lambda t: t.reshape(groups - 1, table.period), between)
-            flight, _ = jax.lax.scan(group_of_ticks, flight, (jnp.arange(1, groups), cut))
-        flight = self._losses(flight, groups - 1)
+            carry, _ = jax.lax.scan(group_of_ticks, carry, (jnp.arange(1, groups), cut))
+        carry = self._losses(carry, groups - 1)
         last = _own(table.backward, end, end + warmup)
-        flight, _ = jax.lax.scan(self._tick, flight, (None, last))
+        carry, _ = jax.lax.scan(self._tick, carry, (None, last))
         for group in range(max(groups - 2, 0), groups):
-            flight = self._embed_back(flight, group)
-        return flight
+            carry = self._embed_back(carry, group)
+        return carry
 
-    def _start(self, slots: int) -> Flight:
+    def _start(self, slots: int) -> Carry:
         (groups, _, _), ranks = self.tokens.shape, self.stages.ranks
 
         def rows(tree: Any, *count: int, dtype: Any = None) -> Any:
             return jax.tree.map(lambda a: jnp.zeros((*count, *a.shape), dtype or a.dtype), tree)
 
         vjp, figures = self._types
-        return Flight(
+        return Carry(
             x=rows(self._x),
             dy=rows(self._x),
             inputs=rows(self._x, 2 * ranks),
@@ -147,88 +148,90 @@ class Rank:
     def _embedded(self, embedding: Any, tokens: jax.Array) -> jax.Array:
         return embed(self.run.model, embedding, tokens, self.model.dtype)
 
-    def _embed(self, flight: Flight, group: Any) -> Flight:
+    def _embed(self, carry: Carry, group: Any) -> Carry:
         """Fills the inputs of the first stage for a group of microbatches."""
         x = self._embedded(self.model.embedding, _at(self.tokens, group))
         everyone = jax.lax.all_gather(x, mesh.PIPELINE)
         start = group % 2 * self.stages.ranks
         return replace(
-            flight, inputs=jax.lax.dynamic_update_slice_in_dim(flight.inputs, everyone, start, 0)
+            carry, inputs=jax.lax.dynamic_update_slice_in_dim(carry.inputs, everyone, start, 0)
         )
 
-    def _embed_back(self, flight: Flight, group: Any) -> Flight:
+    def _embed_back(self, carry: Carry, group: Any) -> Carry:
         """Adds the gradient of the embedding once a group has come all the way back."""
         ranks = self.stages.ranks
-        d_inputs = jax.lax.dynamic_slice_in_dim(flight.d_inputs, group % 2 * ranks, ranks)
+        d_inputs = jax.lax.dynamic_slice_in_dim(carry.d_inputs, group % 2 * ranks, ranks)
         dx = jax.lax.psum_scatter(d_inputs, mesh.PIPELINE, scatter_dimension=0)
         embedded = partial(self._embedded, tokens=_at(self.tokens, group))
         (d_embedding,) = jax.vjp(embedded, self.model.embedding)[1](dx)
-        return replace(flight, d_embedding=_add(flight.d_embedding, d_embedding))
+        return replace(carry, d_embedding=_add(carry.d_embedding, d_embedding))
 
-    def _losses(self, flight: Flight, group: Any) -> Flight:
+    def _losses(self, carry: Carry, group: Any) -> Carry:
         """Loss and gradient of a group, of whose microbatches each rank takes its own from the last
         one."""
         ranks, groups = self.stages.ranks, len(self.tokens)
-        own = jax.lax.all_to_all(flight.outputs[:ranks], mesh.PIPELINE, 0, 0)[-1]
+        own = jax.lax.all_to_all(carry.outputs[:ranks], mesh.PIPELINE, 0, 0)[-1]
         loss_of = partial(head_loss, self.run.model, targets=_at(self.targets, group))
         loss, pull = jax.vjp(loss_of, self.model.norm, self.head, own)
         *d_ends, dx = pull(jnp.full_like(loss, 1 / groups))
         return replace(
-            flight,
-            loss=flight.loss + loss / groups,
-            d_ends=_add(flight.d_ends, tuple(d_ends)),
+            carry,
+            loss=carry.loss + loss / groups,
+            d_ends=_add(carry.d_ends, tuple(d_ends)),
             d_outputs=jax.lax.all_gather(dx, mesh.PIPELINE),
         )
 
-    def _tick(self, flight: Flight, duties: tuple) -> tuple[Flight, None]:
+    def _tick(self, carry: Carry, duties: tuple) -> tuple[Carry, None]:
         forward, backward = duties
         if backward is not None:
             # Read before it is filled again, so that neither direction waits for the other.
             kept, slots = jax.lax.optimization_barrier(
-                (_at(flight.slots, backward["slot"]), flight.slots)
+                (_at(carry.slots, backward["slot"]), carry.slots)
             )
-            flight = self._backward(replace(flight, slots=slots), kept, backward)
+            carry = self._backward(replace(carry, slots=slots), kept, backward)
         if forward is not None:
-            flight = self._forward(flight, forward)
-        return flight, None
+            carry = self._forward(carry, forward)
+        return carry, None
 
-    def _forward(self, flight: Flight, now: dict[str, jax.Array]) -> Flight:
+    def _forward(self, carry: Carry, now: dict[str, jax.Array]) -> Carry:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
         microbatch, chunk = now["microbatch"], now["chunk"]
         enters = (rank == 0) & (chunk == 0)
-        x = jnp.where(enters, _at(flight.inputs, microbatch % (2 * ranks)), flight.x)
+        x = jnp.where(enters, _at(carry.inputs, microbatch % (2 * ranks)), carry.x)
         (y, _), vjp, figures = self._vjp(x, chunk=chunk)
+        residuals, expected = _residuals(vjp), _residuals(self._types[0])
+        assert [r.shape for r in residuals] == [r.shape for r in expected]
         leaves = (rank == ranks - 1) & (chunk == self.stages.chunks - 1) & now["busy"]
         row = jnp.where(now["busy"], microbatch, len(self.tokens) * ranks)
         return replace(
-            flight,
+            carry,
             x=jax.lax.ppermute(y, mesh.PIPELINE, [(i, (i + 1) % ranks) for i in range(ranks)]),
-            outputs=_put(flight.outputs, y, jnp.where(leaves, microbatch % ranks, ranks)),
-            slots=_put(flight.slots, (_residuals(vjp), x), now["slot"]),
-            routed=_put(flight.routed, figures, row, chunk),
+            outputs=_put(carry.outputs, y, jnp.where(leaves, microbatch % ranks, ranks)),
+            slots=_put(carry.slots, (residuals, x), now["slot"]),
+            routed=_put(carry.routed, figures, row, chunk),
         )
 
-    def _backward(self, flight: Flight, kept: Any, now: dict[str, jax.Array]) -> Flight:
+    def _backward(self, carry: Carry, kept: Any, now: dict[str, jax.Array]) -> Carry:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
         microbatch, chunk = now["microbatch"], now["chunk"]
         enters = (rank == ranks - 1) & (chunk == self.stages.chunks - 1)
-        dy = jnp.where(enters, _at(flight.d_outputs, microbatch % ranks), flight.dy)
+        dy = jnp.where(enters, _at(carry.d_outputs, microbatch % ranks), carry.dy)
         d_y, d_balance = jax.tree.map(
             lambda d: jnp.where(now["busy"], d, jnp.zeros_like(d)), (dy, self._d_balance)
         )
         residuals, x = kept
         vjp = _restored(self._types[0], residuals, [*self._arguments(chunk), x])
         d_layers, _, _, dx = vjp((d_y, d_balance))
-        d_units, observed = flight.d_units, flight.observed
+        d_units, observed = carry.d_units, carry.observed
         for place, (d_unit, seen) in enumerate(d_layers):
             d_units = _add(d_units, d_unit, chunk, place)
             observed = _raise(observed, seen, now["busy"], chunk, place)
         leaves = (rank == 0) & (chunk == 0) & now["busy"]
         row = jnp.where(leaves, microbatch % (2 * ranks), 2 * ranks)
         return replace(
-            flight,
+            carry,
             dy=jax.lax.ppermute(dx, mesh.PIPELINE, [((i + 1) % ranks, i) for i in range(ranks)]),
-            d_inputs=_put(flight.d_inputs, dx, row),
+            d_inputs=_put(carry.d_inputs, dx, row),
             d_units=d_units,
             observed=observed,
         )
@@ -277,7 +280,10 @@ def _compute(
 
 
 def _residuals(vjp: Any) -> list:
-    """What a transpose of `jax.vjp` keeps beside the arguments of its function, arrays or types."""
+    """What a transpose of `jax.vjp` keeps beside the arguments of its function, arrays or types.
+
+    JAX keeps the two apart (`VJP.args_res`), so that a slot need hold no weight.
+    """
     return jax.tree.leaves(replace(vjp, args_res=[]))
 
 

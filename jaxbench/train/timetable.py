@@ -60,8 +60,12 @@ def timetable(ranks: int, chunks: int, microbatches: int) -> Timetable:
 
 def _fill_slots(forward: Duties, backward: Duties, rank: int) -> int:
     """Gives a rank's chunks their slots, one that a chunk has just left first; how many it needs.
-    An idle rank fills one that is free."""
+
+    An idle rank fills a slot that is free, and goes back through the chunk that last filled slot
+    0: with another chunk's weights its activations could give what is not finite.
+    """
     held: dict[tuple[int, int], int] = {}
+    first_slot = 0
     free: list[int] = []
     count = 0
     for tick in range(len(forward.slot)):
@@ -70,10 +74,14 @@ def _fill_slots(forward: Duties, backward: Duties, rank: int) -> int:
             slot = held.pop((backward.microbatch[duty], backward.chunk[duty]))
             backward.slot[duty] = slot
             free.append(slot)
+        else:
+            backward.chunk[duty] = first_slot
         if not free:
             free.append(count)
             count += 1
         forward.slot[duty] = free[-1]
+        if free[-1] == 0:
+            first_slot = int(forward.chunk[duty])
         if forward.busy[duty]:
             held[forward.microbatch[duty], forward.chunk[duty]] = free.pop()
     return count

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -129,7 +130,7 @@ def test_progress_bar_written_in_one_line(tmp_path):
 BROKEN = {
     "truncated": ([*range(30)], {}, "incomplete", "it ends after iteration 29 of 49"),
     "a hole": ([*range(20), *range(23, 50)], {}, "incomplete", "missing iterations 20, 21, 22"),
-    "two runs": ([*range(50), *range(50)], {}, "incomplete", "iteration 0 comes again after"),
+    "two runs": ([*range(50), *range(50)], {}, "incomplete", "iteration 0 comes again: two runs"),
     "begun again": ([*range(30), *range(20, 50)], {}, "incomplete", "iteration 20 comes again"),
     "NaN": ([*range(50)], {17: {"loss": "nan"}}, "failed", "the loss is nan at iteration 17"),
     "no time": ([*range(50)], {3: {"seconds": "inf"}}, "failed", "the step time is inf"),
@@ -176,6 +177,7 @@ def test_a_log_that_says_nothing_of_its_work(tmp_path):
     assert found.not_comparable == ["the log does not say its model, size, dtype, gpus"]
     (tmp_path / "b.out").write_text("hello\n")
     assert logs.read(tmp_path / "b.out") is None
+    assert command.main([str(tmp_path / "b.out")]) == 2
 
 
 def test_a_log_of_100_mb_takes_no_memory(tmp_path):
@@ -246,11 +248,6 @@ def test_our_folders(record, tmp_path):
     assert by_name["killed"]["reason"].startswith("it still runs, or was killed")
     assert by_name["torn"]["reason"].startswith("run.json cannot be read")
     assert by_name["smoke"]["label"] == "smoke"
-
-
-def test_a_profiled_run_never_passes(record, tmp_path):
-    record("profiled", not_comparable_because=["steps 45 to 49 were profiled"])
-    assert verdict_of(tmp_path).verdict.name == "not comparable"
 
 
 def test_the_published_tables_through_the_same_code():
@@ -391,9 +388,109 @@ def test_verdicts():
     assert judge(10.0, 9.5, failed="NaN", incomplete=["short"]).name == "failed"
 
 
-def test_steps_of_a_run_that_is_whole():
-    steps = Steps(expected=3)
-    for n in (0, 1, 1, 2):
-        steps.add(n, 1.0 + n, 5.0)
-    assert steps.problems() == []
-    assert steps.seconds == {0: 1.0, 1: 2.0, 2: 3.0}
+@pytest.mark.parametrize(
+    ("again", "order", "whole"),
+    [
+        ("never", (0, 1, 2), True), ("never", (0, 1, 1, 2), False), ("never", (0, 1, 2, 1), False),
+        ("redrawn", (0, 1, 1, 2), True), ("redrawn", (0, 1, 0, 1, 2), False),
+        ("processes", (0, 0, 1, 1, 2, 2), True), ("processes", (0, 1, 0, 1, 2, 2), True),
+        ("processes", (0, 1, 2, 1, 2), False), ("processes", (0, 1, 2, 0, 1, 2), False),
+    ],
+)  # fmt: skip
+def test_when_an_iteration_may_come_again(again, order, whole):
+    steps = Steps(expected=3, again=again)
+    for place, n in enumerate(order):
+        steps.add(n, 1.0 + place, 5.0)
+    assert (steps.problems() == []) == whole
+    if whole and again == "redrawn":
+        assert steps.seconds[1] == 3.0
+
+
+def test_a_run_too_short_for_the_published_window_never_passes(tmp_path):
+    log(tmp_path, "".join(nemo(n, last=39) for n in range(40)))
+    found = verdict_of(tmp_path).verdict
+    assert found.name == "not comparable"
+    assert found.reason == "40 iterations: the published means are of iterations 11 to 44"
+
+
+@pytest.mark.parametrize("where", ["name", "folder", "lines"])
+def test_profiled_and_traced_logs_never_pass(where, tmp_path):
+    text = "".join(nemo(n) for n in range(50))
+    trace = "host:1 NCCL INFO AllGather: opCount 3f sendbuff 0x7f\n" if where == "lines" else ""
+    name = f"log-{EXPERIMENT}_nccltrace.out" if where == "name" else f"log-{EXPERIMENT}.out"
+    path = log(tmp_path, trace + text, name)
+    if where == "folder":
+        (path.parent / "nsys_profile").mkdir()
+    found = verdict_of(tmp_path).verdict
+    assert (found.name, found.reason) == ("not comparable", "it was profiled, or traced by NCCL")
+
+
+def test_a_log_that_made_no_iteration_is_a_failed_run(tmp_path):
+    log(tmp_path, "Traceback (most recent call last):\n")
+    found = verdict_of(tmp_path).verdict
+    assert (found.name, found.reason) == ("failed", "it made no iteration")
+
+
+CUT = {
+    "loss: --": ("reduced_train_loss: 11.9", "reduced_train_loss: --"),
+    "cut off in a number": ("train_step_timing in s: 12.37 |", "train_step_timing in s: 1.2e-"),
+    "a long number": ("iteration 7/", f"iteration {'7' * 5000}/"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_line_that_is_none_is_a_missing_iteration(name, tmp_path):
+    lines = [nemo(n) for n in range(50)]
+    lines[7] = lines[7].replace(*CUT[name])
+    log(tmp_path, "".join(lines))
+    found = verdict_of(tmp_path).verdict
+    assert (found.name, found.reason) == ("incomplete", "missing iterations 7")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -300.0])
+def test_a_time_that_is_none_fails(seconds, tmp_path):
+    log(tmp_path, "".join(nemo(n, seconds if n == 20 else 12.0) for n in range(50)))
+    found = verdict_of(tmp_path).verdict
+    assert (found.name, found.reason) == ("failed", f"the step time is {seconds} at iteration 20")
+
+
+ODD = {
+    "no reasons": {"not_comparable_because": None}, "no device": {"hardware": {"device": None}},
+    "a list": {"summary": [1]}, "a word": {"published": "x"}, "no label": {"label": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_record_that_is_none_is_a_failed_run(name, record, tmp_path):
+    record("odd", **ODD[name])
+    found = verdict_of(tmp_path).verdict
+    assert found.name == "failed"
+    assert found.reason.startswith("run.json cannot be read: ")
+
+
+def test_steps_that_are_none_are_missing(record, tmp_path):
+    folder = record("odd")
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    lines[3] = '{"step": Infinity, "step_time_s": 1.0, "loss": 1.0}'
+    lines[4] = "[" * 100000
+    lines[5] = lines[5].replace("4.7", '"x"')
+    (folder / "steps.jsonl").write_text("\n".join(lines))
+    assert verdict_of(tmp_path).verdict.reason == "missing iterations 3, 4, 5"
+    (folder / "run.json").unlink()
+    assert verdict_of(tmp_path).verdict.name == "failed"
+
+
+def test_each_run_once_whatever_lies_in_a_folder(record, tmp_path):
+    record("good")
+    log(tmp_path, "".join(nemo(n) for n in range(50)))
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.log").symlink_to("/nowhere")
+    os.mkfifo(tmp_path / "a.log")
+    (tmp_path / "notes.txt").write_text("hello")
+    assert len(command.report([tmp_path], None)) == 2
+
+
+def test_the_nearest_name_says_what_a_log_is(tmp_path):
+    path = tmp_path / "pretrain_llama3.1_405b_bf16_512" / f"log-{EXPERIMENT}.out"
+    assert logs.named(path) == ("llama3.1", "405b", "fp8", 512)
+    assert logs.named(tmp_path / "fp8" / "log-nemo_grok1_314b_64_1.out").dtype == "fp8"

@@ -14,7 +14,7 @@ from jaxbench.train.step import gradients
 LLAMA, NEMOTRON, GROK = "llama31_8b_bf16", "nemotron4_340b_bf16", "grok1_314b_bf16"
 
 CASES = {
-    # M = P, a layer in each stage
+    # two groups of microbatches, a layer in each stage
     "pipeline 8": (NEMOTRON, 8, "full", "pipeline=8"),
     # nothing is recomputed; one layer of padding
     "pipeline 4 x tensor 2": (LLAMA, 7, "none", "pipeline=4 virtual_stages=2 tensor=2"),
@@ -40,6 +40,25 @@ def run_of(family, layers, remat, axes, *more, devices=8):
         f"model.layers={layers}", "batch.global_batch=16", f"execution.remat={remat}",
         "precision.accumulate=fp32", *parallelism, *more, devices=devices, family=family,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "sums"), [(1, "fp32"), (3, "fp32"), (4, "bf16")])
+def test_any_number_of_groups(groups, sums):
+    """M = P, 3 P and 4 P; gradients summed in bf16 too."""
+    batch, dtype = f"batch.global_batch={2 * groups}", f"precision.accumulate={sums}"
+    axes = "pipeline=2 virtual_stages=2 tensor=2"
+    run = run_of(LLAMA, 4, "full", axes, "batch.microbatch=1", batch, dtype, devices=4)
+    assert run.accumulation == 2 * groups
+    one = same_sequences(run_of(LLAMA, 4, "full", "", batch, devices=1))
+    if sums == "fp32":
+        assert_same(same_sequences(run), one, roundings=200)
+    else:
+        loss, grads = same_sequences(run)
+        assert loss == pytest.approx(one[0], rel=1e-6)
+        for name, exact in one[1].items():
+            # Eight additions, each rounded to 8 bits.
+            bound = 8 * 2**-8 * np.abs(exact).max()
+            np.testing.assert_allclose(grads[name], exact, atol=bound, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize("name", CASES)

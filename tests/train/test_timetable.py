@@ -55,7 +55,7 @@ def test_ticks_are_those_of_the_work_and_the_bubble(ranks, chunks, microbatches)
 def test_a_slot_is_kept_until_its_backward_pass(ranks, chunks, microbatches):
     table = timetable(ranks, chunks, microbatches)
     for rank in range(ranks):
-        holds = {}
+        holds, chunk_in = {}, {}
         for tick in range(len(table.forward.busy)):
             for duties, fills in ((table.backward, False), (table.forward, True)):
                 here = duties.microbatch[tick, rank], duties.chunk[tick, rank]
@@ -63,6 +63,10 @@ def test_a_slot_is_kept_until_its_backward_pass(ranks, chunks, microbatches):
                 assert 0 <= slot < table.slots
                 if fills:  # an idle rank, too, fills a slot, but none that is held
                     assert slot not in holds
+                if fills:
+                    chunk_in[slot] = duties.chunk[tick, rank]
+                elif tick >= table.warmup:  # also of an idle rank: the chunk that filled the slot
+                    assert chunk_in[slot] == duties.chunk[tick, rank]
                 if duties.busy[tick, rank] and fills:
                     holds[slot] = here
                 elif duties.busy[tick, rank]:
