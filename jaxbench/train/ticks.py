@@ -307,9 +307,9 @@ def _at(tree: Any, *index: Any) -> Any:
 def _put(tree: Any, values: Any, *index: Any) -> Any:
     """The arrays with that entry replaced, in place."""
 
-    def put(a: jax.Array, value: jax.Array) -> jax.Array:
+    def put(a: jax.Array, value: Any) -> jax.Array:  # a residual may be a constant
         start = (*index, *(0 for _ in value.shape))
-        value = value.astype(a.dtype).reshape((1,) * len(index) + value.shape)
+        value = jnp.asarray(value, a.dtype).reshape((1,) * len(index) + value.shape)
         return jax.lax.dynamic_update_slice(a, value, start)
 
     return jax.tree.map(put, tree, values)

@@ -61,6 +61,18 @@ def test_any_number_of_groups(groups, sums):
             np.testing.assert_allclose(grads[name], exact, atol=bound, rtol=0, err_msg=name)
 
 
+def test_a_tied_head_soft_caps_and_scales():
+    """What the released Grok-1 has beside its experts."""
+    released = (
+        "model.tied=true", "model.softcap=5.0", "model.post_norm=true",
+        "model.embedding_scale=3.0", "model.logit_scale=0.5", "model.routing=balanced",
+    )  # fmt: skip
+    axes = "pipeline=2 context=2 tensor=2"
+    run = run_of(GROK, 3, "full", axes, "batch.microbatch=2", *released)
+    one = run_of(GROK, 3, "full", "", "batch.microbatch=4", *released, devices=1)
+    assert_same(same_sequences(run), same_sequences(one), roundings=200)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_changes_neither_loss_nor_gradients(name):
     family, layers, remat, axes = CASES[name]
