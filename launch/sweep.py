@@ -4,9 +4,10 @@ The list has one entry per line, `repeats` and `set` where they are wanted:
 
     - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [batch.microbatch=2]}
 
-`--show` submits nothing. Options behind `--` go to launch/submit.py for every job, those behind
-another `--` to `train`. What was submitted is kept in `<list>.jobs.json` beside the list; a job
-that failed is submitted again. Every entry is checked before the first is submitted.
+`--show` submits nothing; `--report` shows what has run beside the published figures, with the exit
+status of `python -m jaxbench.report`. Options behind `--` go to launch/submit.py for every job,
+those behind another `--` to `train`. What was submitted is kept in `<list>.jobs.json` beside the
+list; a job that failed is submitted again. Every entry is checked before the first is submitted.
 """
 
 import json
@@ -28,6 +29,7 @@ import submit
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_json
 from jaxbench.recipe import recipes
+from jaxbench.report import command as report
 from jaxbench.run.arguments import Parser
 
 DONE = ("completed", "running", "pending")
@@ -142,8 +144,9 @@ def read_jobs(store: Path) -> dict[str, dict[str, str]]:
         raise RecipeError(f"{store}: not what a sweep wrote ({error}); move it away") from error
 
 
-def sweep(path: Path, show: bool, options: list[str]) -> None:
-    """Submits what is missing of a list, and prints the state of every run."""
+def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
+    """Submits what is missing of a list, and prints the state of every run; the folders of those
+    that have begun."""
     store = path.with_suffix(".jobs.json")
     queued, jobs = queue(), read_jobs(store)
     runs: dict[str, Wanted] = {}
@@ -165,6 +168,8 @@ def sweep(path: Path, show: bool, options: list[str]) -> None:
         done = states[key] == "completed"
         text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
         print(f"{run}  {states[key]:18} {text}")
+    folders = [jobs[key]["folder"] for key in runs if key in jobs]
+    return [folder for folder in folders if Path(folder, "run.json").exists()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,13 +178,17 @@ def main(argv: list[str] | None = None) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = Parser(
         prog="launch/sweep.py", description=__doc__.splitlines()[0], allow_abbrev=False,
-        usage="%(prog)s LIST [--show] [-- options of launch/submit.sh [-- options of train]]",
+        usage="%(prog)s LIST [--show] [--report] [-- options of launch/submit.sh [-- options of "
+        "train]]",
     )  # fmt: skip
     parser.add_argument("list", type=Path)
     parser.add_argument("--show", action="store_true", help="submit nothing")
+    parser.add_argument("--report", action="store_true", help="and report what has run")
     try:
         args = parser.parse_args(arguments[:at])
-        sweep(args.list, args.show, arguments[at + 1 :])
+        begun = sweep(args.list, args.show, arguments[at + 1 :])
+        if args.report and begun:
+            return report.main(begun)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -66,6 +66,22 @@ def test_a_sweep_skips_what_is_done(here, capsys):
     assert "llama31_8b_bf16          8 GPUs  run 1  failed, submitted  81\n" in out
 
 
+def test_a_sweep_reports_what_has_run(here, capsys):
+    argv = [str(here / "runs.yaml"), "--show", "--report"]
+    assert sweep.main(argv) == 0  # nothing has
+    assert sweep.main(argv[:1]) == 0
+    first = next(iter(jobs(here).values()))
+    folder = sweep.Path(first["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"status": "failed"}))
+    capsys.readouterr()
+    assert sweep.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert f"failed   {folder.name}" in out
+    assert "run.json cannot be read: 'recipe'" in out
+    assert err == "1 runs: 0 without fault, 1 failed, incomplete or slow\n"
+
+
 def test_what_is_told_to_all_is_part_of_a_run(here):
     path = str(here / "runs.yaml")
     for _ in range(2):
