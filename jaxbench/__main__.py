@@ -18,7 +18,7 @@ def list_recipes() -> int:
     """Prints a table of all recipes and rows."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends quietly
     print(
-        f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':28} {'batch':>6} "
+        f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':42} {'batch':>6} "
         "published (MFU as its source prints it)"
     )
     for recipe in recipes.load_all():
@@ -29,7 +29,7 @@ def list_recipes() -> int:
             step = f"{row.step_time_s} s, {row.mfu_pct} % MFU" if row else nothing
             print(
                 f"{recipe.name:20} {run.row:>6} {run.label:6} {run.model.layers:6} "
-                f"{run.mesh_text():28} {run.batch.global_batch:6} {step}"
+                f"{run.mesh_text():42} {run.batch.global_batch:6} {step}"
             )
     return 0
 
