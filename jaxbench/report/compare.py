@@ -17,6 +17,7 @@ from jaxbench.report.found import Result
 
 DRAWS = 4000
 CONFIDENCE = 0.95
+DRAWN_AT_ONCE = 1_000_000
 SEED = 0
 """Of the draws: the same runs give the same interval."""
 
@@ -96,9 +97,13 @@ def _draw(runs: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
 
 
 def _resampled(times: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Means of draws from the steps of a run, `[DRAWS]`; one by one, since a run may be long."""
-    draws = (generator.choice(times, len(times)).mean() for _ in range(DRAWS))
-    return np.fromiter(draws, float, DRAWS)
+    """Means of draws from a run's steps, `[DRAWS]`; some at a time, since a run may be long."""
+    some = max(1, DRAWN_AT_ONCE // len(times))
+    counts = [min(some, DRAWS - start) for start in range(0, DRAWS, some)]
+    return np.concatenate([
+        times[generator.integers(len(times), size=(count, len(times)))].mean(axis=1)
+        for count in counts
+    ])  # fmt: skip
 
 
 def _verdict(low: float, high: float, threshold: float) -> Name:
