@@ -7,7 +7,7 @@ the code says how to reproduce it (`tests/recipe/test_flops.py` does).
 """
 
 import csv
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,17 @@ class Row:
     source_file: str
     errata: tuple[str, ...]
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step trains on."""
+        return self.gbs * self.seq_len
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Model FLOPs of a step on one GPU, by the formula of the source."""
+        cfg = replace(_models()[self.workload, self.size], layers=self.layers)
+        return source_flops(cfg, self.seq_len) * self.gbs / self.gpus
+
 
 @cache
 def rows() -> tuple[Row, ...]:
@@ -56,12 +67,22 @@ def rows() -> tuple[Row, ...]:
 
 
 def read(path: Path) -> tuple[Row, ...]:
-    """The rows of a table like published.csv. Raises RecipeError where it is none."""
+    """The rows of a table like published.csv. Raises RecipeError where it is none, or has a model
+    or dtype that nobody knows."""
     try:
         with path.open() as file:
-            return tuple(_row(line) for line in csv.DictReader(file))
+            found = tuple(_row(line) for line in csv.DictReader(file))
     except (OSError, ValueError, LookupError) as error:
         raise RecipeError(f"{path}: not a table like configs/published.csv: {error!r}") from error
+    for row in found:
+        if (row.workload, row.size) not in _models() or row.dtype not in hardware.H100.tflops:
+            raise RecipeError(f"{path}: unknown work: {row.workload} {row.size} {row.dtype}")
+    return found
+
+
+@cache
+def _models() -> dict[tuple[str, str], ModelConfig]:
+    return {(cfg.family, cfg.size): cfg for cfg in MODELS.values()}
 
 
 def _row(line: dict[str, str]) -> Row:

@@ -15,6 +15,9 @@ from jaxbench.recipe.model import SSD_CHUNK, ModelConfig
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
 
+CHOSEN = tuple(axis for axis in AXES if axis != "data")
+"""Those that a recipe sizes (`Parallelism`)."""
+
 SAVEABLE = (
     "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
 )  # fmt: skip
@@ -55,7 +58,7 @@ class Parallelism:
     @property
     def ranks(self) -> int:
         """Devices that together hold one copy of the model."""
-        return math.prod(getattr(self, axis) for axis in AXES if axis != "data")
+        return math.prod(getattr(self, axis) for axis in CHOSEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +243,7 @@ class Run:
 
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch
-        ranks = " x ".join(axis for axis in AXES if axis != "data")
+        ranks = " x ".join(CHOSEN)
         divides(ranks, p.ranks, "the number of devices", self.gpus)
         # The embedding table is split over all of these axes, heads and tokens over the last two.
         divides(ranks, p.ranks, "model.embed", m.embed)

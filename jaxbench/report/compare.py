@@ -18,6 +18,8 @@ from jaxbench.report.found import Result
 DRAWS = 4000
 CONFIDENCE = 0.95
 DRAWN_AT_ONCE = 1_000_000
+"""Steps, of all draws together: what a long run takes in memory."""
+
 SEED = 0
 """Of the draws: the same runs give the same interval."""
 

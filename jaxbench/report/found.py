@@ -55,13 +55,12 @@ class Steps:
         if not self.seconds:
             return ["no iteration is there"]
         found = []
+        repeated = self.repeated
         uneven = self.again == "processes" and len(set(self.counts.values())) > 1
-        if self.repeated is None and uneven:
-            self.repeated = self.counts.most_common(1)[0][0]
-        if self.repeated is not None:
-            found.append(
-                f"iteration {self.repeated} comes again: two runs, or one that began again"
-            )
+        if repeated is None and uneven:
+            repeated = self.counts.most_common(1)[0][0]
+        if repeated is not None:
+            found.append(f"iteration {repeated} comes again: two runs, or one that began again")
         if self.expected is not None and self.last + 1 < self.expected:
             found.append(f"it ends after iteration {self.last} of {self.expected - 1}")
         absent = self.last + 1 - len(self.seconds)

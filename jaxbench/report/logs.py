@@ -5,13 +5,12 @@ of it is kept but the iterations, so that its size does not matter.
 """
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxbench import hardware
 from jaxbench.recipe import published
-from jaxbench.recipe.families import MODELS
 from jaxbench.report.found import Again, Found, Steps
 from jaxbench.report.lines import lines
 
@@ -158,14 +157,13 @@ def _found(
         )
         return found
     row = rows[0]
-    per_step = row.gbs * row.seq_len
     here = found.tokens = tokens or (batch or row.gbs) * row.seq_len
-    if here != per_step:
-        found.not_comparable.append(f"its step has {here} tokens, the published one {per_step}")
+    if here != row.tokens_per_step:
+        found.not_comparable.append(
+            f"its step has {here} tokens, the published one {row.tokens_per_step}"
+        )
         return found
-    cfg = next(cfg for cfg in MODELS.values() if (cfg.family, cfg.size) == (row.workload, row.size))
-    count = published.source_flops(replace(cfg, layers=row.layers), row.seq_len)
     found.published = asdict(row)
-    found.flops = {"published": count * row.gbs / row.gpus}
+    found.flops = {"published": row.flops_per_gpu}
     found.peak_tflops = hardware.H100.tflops.get(row.dtype)
     return found

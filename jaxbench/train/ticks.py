@@ -12,6 +12,7 @@ ends.
 Everything here is one device's own, inside a `shard_map` (`mesh`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -216,16 +217,17 @@ class Rank:
         microbatch, chunk = now["microbatch"], now["chunk"]
         enters = (rank == ranks - 1) & (chunk == self.stages.chunks - 1)
         dy = jnp.where(enters, _at(carry.d_outputs, microbatch % ranks), carry.dy)
-        d_y, d_balance = jax.tree.map(
-            lambda d: jnp.where(now["busy"], d, jnp.zeros_like(d)), (dy, self._d_balance)
-        )
+
+        def unless_idle(tree: Any) -> Any:
+            return jax.tree.map(lambda a: jnp.where(now["busy"], a, jnp.zeros_like(a)), tree)
+
         residuals, x = kept
         vjp = _restored(self._types[0], residuals, [*self._arguments(chunk), x])
-        d_layers, _, _, dx = vjp((d_y, d_balance))
+        d_layers, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
         d_units, observed = carry.d_units, carry.observed
         for place, (d_unit, seen) in enumerate(d_layers):
             d_units = _add(d_units, d_unit, chunk, place)
-            observed = _raise(observed, seen, now["busy"], chunk, place)
+            observed = _raise(observed, unless_idle(seen), chunk, place)
         leaves = (rank == 0) & (chunk == 0) & now["busy"]
         row = jnp.where(leaves, microbatch % (2 * ranks), 2 * ranks)
         return replace(
@@ -315,18 +317,13 @@ def _put(tree: Any, values: Any, *index: Any) -> Any:
     return jax.tree.map(put, tree, values)
 
 
-def _add(tree: Any, values: Any, *index: Any) -> Any:
-    """The arrays with the values added to that entry, in place and in their own dtype."""
-    total = jax.tree.map(lambda old, new: old + new.astype(old.dtype), _at(tree, *index), values)
-    return _put(tree, total, *index)
+def _merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
+    """The arrays with the values combined into that entry, in place."""
+    return _put(tree, jax.tree.map(combine, _at(tree, *index), values), *index)
 
 
-def _raise(tree: Any, values: Any, busy: jax.Array, *index: Any) -> Any:
-    """The arrays with that entry raised to the values, unless a rank is idle."""
-    largest = jax.tree.map(
-        lambda old, new: jnp.where(busy, jnp.maximum(old, new), old), _at(tree, *index), values
-    )
-    return _put(tree, largest, *index)
+_add = partial(_merge, lambda total, value: total + value.astype(total.dtype))
+_raise = partial(_merge, jnp.maximum)
 
 
 def _own(duties: Duties, start: int, stop: int) -> dict[str, jax.Array]:

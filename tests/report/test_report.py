@@ -294,6 +294,7 @@ def test_other_formats(record, tmp_path, capsys):
         (["/nowhere"], "/nowhere: no such file or folder"),
         (["{empty}"], "no run in "),
         (["{empty}/../x.csv"], "not a table like configs/published.csv"),
+        (["{empty}/../y.csv"], "unknown work: llama9 70b bf16"),
         (["{log}", "--window", "late"], "--window late: expected published, newer, or first:last"),
         (["{log}", "--window", "9:3"], "--window 9:3: expected"),
     ],
@@ -301,6 +302,8 @@ def test_other_formats(record, tmp_path, capsys):
 def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    table = (ROOT / "configs" / "published.csv").read_text()
+    (tmp_path / "y.csv").write_text(table.replace("llama2,70b", "llama9,70b"))
     places = {"empty": tmp_path / "empty", "log": log(tmp_path, nemo(0))}
     assert command.main([text.format(**places) for text in arguments]) == 2
     err = capsys.readouterr().err
