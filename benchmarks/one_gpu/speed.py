@@ -15,7 +15,7 @@ from jaxbench.run.profiling import window
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program, read
 from jaxbench.xla import schedule
-from jaxbench.xla.hlo import SOURCE, Instruction, Program
+from jaxbench.xla.hlo import Program
 from one_gpu.operators import implementations, product, product_shapes, with_gradients
 from one_gpu.place import MEASURED, WRONG, Finding, Place, row
 from one_gpu.survives import operations
@@ -114,17 +114,11 @@ def least(program: Program, gpu: hardware.Gpu) -> tuple[Counter[str], dict[str, 
     """Least milliseconds of a step by kind of kernel, and the kind of each kernel by its name."""
     planned: Counter[str] = Counter()
     kinds = {}
-    for kernel, work, at_least, runs in schedule.kernels(program, gpu):
-        kinds[kernel.name] = kind(kernel, work)
-        planned[kinds[kernel.name]] += 1e3 * at_least * runs
+    roofline = schedule.Roofline(gpu)
+    for i, kernel, runs in schedule.kernels(program):
+        kinds[i.name] = kernel.part
+        planned[kernel.part] += 1e3 * sum(roofline.kernel(kernel).values()) * runs
     return planned, kinds
-
-
-def kind(kernel: Instruction, work: str | None) -> str:
-    """What a kernel counts as."""
-    if "ssd.scan" in (kernel.attribute(SOURCE) or ""):
-        return "scan"
-    return {"product": "products", "attention": "attention"}.get(work or "", "other kernels")
 
 
 def compiles(place: Place) -> Iterator[Finding]:

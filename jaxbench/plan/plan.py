@@ -179,7 +179,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
     if dump is not None:
         (dump / "program.hlo.txt").write_text(text)
     program, stats = Program.parse(text, RULES), compiled.memory_analysis()
-    timeline = schedule.analyse(program, gpu)
+    timeline = schedule.analyse(program, schedule.Roofline(gpu))
     row = published.lookup(run)
     bytes_per_device = Memory(
         arguments=stats.argument_size_in_bytes,
@@ -212,11 +212,13 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
         lower_s=lower_s,
         compile_s=compile_s,
         bound_parts_s=Bound(
-            compute=timeline.compute_s, memory=timeline.memory_s, exposed=timeline.exposed_s
+            compute=timeline.parts["compute"],
+            memory=timeline.parts["memory"],
+            exposed=timeline.exposed_s,
         ),
-        bound_step_s=timeline.bound_s,
+        bound_step_s=timeline.step_s,
         mfu={
-            "bound": mfu(run, gpu, timeline.bound_s),
+            "bound": mfu(run, gpu, timeline.step_s),
             "published": mfu(run, gpu, row.step_time_s) if row else None,
         },
         published=asdict(row) if row else None,

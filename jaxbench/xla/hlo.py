@@ -98,11 +98,17 @@ Scope = dict[str, Instruction]
 @dataclass(frozen=True)
 class Work:
     """What one run of a kernel computes: `kind` is `product`, or what a rule calls it; `dtype` is
-    that of its operands; one multiply-add is 2 FLOPs."""
+    that of its operands; one multiply-add is 2 FLOPs.
+
+    `sizes` are of a product (products in the batch, m, n, k) for `[m, k]` times `[k, n]`; of
+    attention (batch, heads, length, head dim), and `backward` says that it is its gradient.
+    """
 
     kind: str
     dtype: str
     flops: int
+    sizes: tuple[int, ...] = ()
+    backward: bool = False
 
 
 Rules = Mapping[str, Callable[[Instruction, Scope], Work]]
@@ -219,9 +225,14 @@ def root(scope: Scope) -> Instruction:
 
 def _product(i: Instruction, scope: Scope) -> Work:
     dtype, lhs = scope[i.operands[0]].arrays[0]
-    contracting = ints(i.attribute(r'"?lhs_contracting_dim\w*"?[=:][{\[]([\d,"]*)[}\]]'))
-    summed = math.prod(lhs[d] for d in contracting)
-    return Work("product", dtype, 2 * math.prod(i.arrays[0][1]) * summed)
+    result = math.prod(i.arrays[0][1])
+    k, batch = (
+        math.prod(lhs[d] for d in ints(i.attribute(rf'"?{dims}_dim\w*"?[=:][{{\[]([\d,"]*)[}}\]]')))
+        for dims in ("lhs_contracting", "lhs_batch")
+    )
+    m = math.prod(lhs) // (batch * k)
+    sizes = (batch, m, result // (batch * m), k)
+    return Work("product", dtype, 2 * result * k, sizes)
 
 
 def _element(scope: Scope, index: int, value: int) -> dict[str, int]:

@@ -1,18 +1,21 @@
-"""When a compiled program runs what: a roofline walk along XLA's schedule.
+"""When a compiled program runs what: a walk along XLA's schedule, under any account of how long
+things take.
 
 Two streams, as XLA:GPU has them. Kernels run one after another. A collective starts when the
 schedule says so, waits for the collectives before it, and runs beside the kernels until its
-`-done`; what is left of it there is *exposed*: the kernels wait. The model and its assumptions are
-explained in docs/plan.md.
+`-done`; what is left of it there is *exposed*: the kernels wait. `Roofline` is the account of the
+bound: the model and its assumptions are explained in docs/plan.md. `forecast` has another.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from jaxbench.hardware import Gpu
 from jaxbench.xla import collectives, hlo
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Instruction, Program, Scope, Work
+from jaxbench.xla.hlo import SOURCE, Instruction, Program, Scope, Work
 
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -22,11 +25,68 @@ FREE = {
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
+SCAN = "ssd.scan"
+"""In the source of every kernel of the Mamba-2 scan."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One run of a kernel: what it computes, also inside a fusion, the bytes that it reads and
+    writes, and the JAX operation that it stems from."""
+
+    works: tuple[Work, ...]
+    bytes: int
+    source: str
+
+    @property
+    def part(self) -> str:
+        """What it counts as: `products`, `attention`, `scan` or `other kernels`."""
+        if SCAN in self.source:
+            return "scan"
+        kinds = {"product": "products", "attention": "attention"}
+        return kinds[self.works[0].kind] if self.works else "other kernels"
+
+
+@runtime_checkable
+class Costs(Protocol):
+    """How long things take, in seconds.
+
+    A kernel's time may have several parts, by name. `slowdown` is by what a kernel's time is
+    multiplied while a collective runs beside it.
+    """
+
+    @property
+    def slowdown(self) -> float: ...
+
+    def kernel(self, kernel: Kernel) -> Mapping[str, float]: ...
+
+    def collective(self, collective: Collective) -> float: ...
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Least times on a GPU and its links: every kernel at its peak or at the memory bandwidth,
+    whichever is longer; no latency.
+
+    Parts are `compute`, products and attention, and `memory`, all other kernels.
+    """
+
+    gpu: Gpu
+    slowdown: float = 1.0
+
+    def kernel(self, kernel: Kernel) -> Mapping[str, float]:
+        memory = kernel.bytes / (self.gpu.bandwidth * 1e9)
+        compute = sum(w.flops / (peak(self.gpu, w.dtype) * 1e12) for w in kernel.works)
+        return {"compute": max(compute, memory)} if compute else {"memory": memory}
+
+    def collective(self, collective: Collective) -> float:
+        return collective.seconds(self.gpu)
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective with its time. `seconds` and `exposed_s` are per step, at the GPU's
-    bandwidths; `covered` says whether a matrix product or attention is scheduled beside it."""
+    """A collective with its time. `seconds` and `exposed_s` are per step; `covered` says whether a
+    matrix product or attention is scheduled beside it."""
 
     collective: Collective
     seconds: float
@@ -41,22 +101,23 @@ class Transfer:
 
 @dataclass
 class Schedule:
-    """Seconds of one step by what bounds them, kernel launches, and all collectives.
+    """Seconds of one step, kernel launches, and all collectives.
 
-    `compute_s` is of matrix products and attention, `memory_s` of all other kernels, `exposed_s` of
-    waiting for collectives. Their sum is `bound_s`.
+    `parts` are the seconds of kernels by what they are, `slowed_s` what collectives beside them
+    add to that, `exposed_s` waiting for collectives. Their sum is `step_s`.
     """
 
-    compute_s: float = 0.0
-    memory_s: float = 0.0
+    parts: Counter[str] = field(default_factory=Counter)
+    slowed_s: float = 0.0
     exposed_s: float = 0.0
     kernels: int = 0
     transfers: list[Transfer] = field(default_factory=list)
+    computes: bool = False
 
     @property
-    def bound_s(self) -> float:
-        """Least step time."""
-        return self.compute_s + self.memory_s + self.exposed_s
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts.values()) + self.slowed_s + self.exposed_s
 
     @property
     def uncovered_bytes(self) -> int:
@@ -65,89 +126,139 @@ class Schedule:
 
     def add(self, part: "Schedule", times: int) -> None:
         """Adds what a loop runs `times`."""
-        self.compute_s += part.compute_s * times
-        self.memory_s += part.memory_s * times
+        for name, seconds in part.parts.items():
+            self.parts[name] += seconds * times
+        self.slowed_s += part.slowed_s * times
         self.exposed_s += part.exposed_s * times
         self.kernels += part.kernels * times
         self.transfers += [t.repeated(times) for t in part.transfers]
 
 
-def analyse(program: Program, gpu: Gpu) -> Schedule:
-    """The schedule of one step on this GPU and its links."""
-    return _Walk(program, gpu).run(program.entry)
+@dataclass(frozen=True)
+class Event:
+    """An instruction as the walk sees it: the kernel that it launches, the computations that it
+    runs and how often, the collective that it starts, and the start that it completes."""
+
+    name: str
+    kernel: Kernel | None
+    bodies: tuple[tuple[str, int], ...]
+    starts: Collective | None
+    completes: str | None
+
+
+class Walk:
+    """A program as events in the order of its schedule, read once for any number of `Costs`."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.events = {name: _events(program, name) for name in _reached(program, program.entry)}
+
+    def under(self, costs: Costs) -> Schedule:
+        """The schedule of one step."""
+        return self._run(self.program.entry, costs)
+
+    def _run(self, name: str, costs: Costs) -> Schedule:
+        total, network_free = Schedule(), 0.0
+        running: dict[str, tuple[Collective, float, float]] = {}
+        uncovered: set[str] = set()
+        for event in self.events[name]:
+            before, computes = total.step_s, False
+            if event.kernel is not None:
+                total.kernels += 1
+                total.parts.update(costs.kernel(event.kernel))
+                computes = bool(event.kernel.works)
+            for callee, times in event.bodies:
+                inner = self._run(callee, costs)
+                computes = computes or inner.computes
+                total.add(inner, times)
+            total.slowed_s += _slowed(total.step_s - before, network_free - before, costs.slowdown)
+            if computes:
+                total.computes = True
+                uncovered.clear()
+            if event.starts is not None:
+                seconds = costs.collective(event.starts)
+                network_free = max(total.step_s, network_free) + seconds
+                running[event.name] = event.starts, seconds, network_free
+                uncovered.add(event.name)
+            if event.completes in running:
+                done, seconds, end = running.pop(event.completes)
+                waited = max(0.0, end - total.step_s)
+                total.exposed_s += waited
+                covered = event.completes not in uncovered
+                total.transfers.append(Transfer(done, seconds, waited, covered))
+        return total
+
+
+def analyse(program: Program, costs: Costs) -> Schedule:
+    """The schedule of one step."""
+    return Walk(program).under(costs)
 
 
 def kernels(
-    program: Program, gpu: Gpu, computation: str = "", runs: int = 1
-) -> Iterator[tuple[Instruction, str | None, float, int]]:
-    """Every kernel that is no collective, with the kind of its `Work`, the least seconds of a run,
-    and its runs per step."""
-    walk, scope = _Walk(program, gpu), program.computations[computation or program.entry]
+    program: Program, computation: str = "", runs: int = 1
+) -> Iterator[tuple[Instruction, Kernel, int]]:
+    """Every kernel that is no collective, with its runs per step."""
+    scope = program.computations[computation or program.entry]
     for i in scope.values():
         for callee, times in _bodies(i):
-            yield from kernels(program, gpu, callee, runs * times)
+            yield from kernels(program, callee, runs * times)
         if _launches(i) and not _is_collective(i):
-            kind = next((work.kind for work in walk.work(i, scope)), None)
-            yield i, kind, sum(walk.kernel_seconds(i, scope)), runs
+            yield i, _kernel(program, i, scope), runs
 
 
-class _Walk:
-    def __init__(self, program: Program, gpu: Gpu):
-        self.program, self.gpu = program, gpu
+def _slowed(seconds: float, busy: float, slowdown: float) -> float:
+    """What a collective that runs for `busy` more seconds adds to kernels of so many."""
+    beside = min(max(busy, 0.0), seconds * slowdown)
+    return beside * (1 - 1 / slowdown)
 
-    def run(self, name: str) -> Schedule:
-        """One run of a computation, loops inside it included."""
-        scope = self.program.computations[name]
-        transfers = {
-            _start_of(i): c
-            for i in scope.values()
-            if (c := collectives.completed(i, scope, 1)) is not None
-        }
-        total = Schedule()
-        network_free = 0.0
-        ends: dict[str, float] = {}
-        uncovered: set[str] = set()
-        for i in scope.values():
-            product, memory = self.kernel_seconds(i, scope)
-            total.compute_s += product
-            total.memory_s += memory
-            total.kernels += int(_launches(i))
-            for callee, times in _bodies(i):
-                inner = self.run(callee)
-                product += inner.compute_s
-                total.add(inner, times)
-            if product:
-                uncovered.clear()
-            if started := transfers.get(i.name):
-                network_free = max(total.bound_s, network_free) + started.seconds(self.gpu)
-                ends[i.name] = network_free
-                uncovered.add(i.name)
-            if not i.opcode.endswith("-start") and (start := _start_of(i)) in ends:
-                waited = max(0.0, ends.pop(start) - total.bound_s)
-                total.exposed_s += waited
-                done = transfers[start]
-                seconds = done.seconds(self.gpu)
-                total.transfers.append(Transfer(done, seconds, waited, start not in uncovered))
-        return total
 
-    def kernel_seconds(self, i: Instruction, scope: Scope) -> tuple[float, float]:
-        """(seconds of a product or attention, seconds of any other kernel); one of them is 0."""
-        if not _launches(i) or _is_collective(i):
-            return 0.0, 0.0
-        memory = traffic(self.program, i, scope) / (self.gpu.bandwidth * 1e9)
-        compute = sum(
-            work.flops / (peak(self.gpu, work.dtype) * 1e12) for work in self.work(i, scope)
+def _reached(program: Program, name: str) -> Iterator[str]:
+    yield name
+    for i in program.computations[name].values():
+        for callee, _ in _bodies(i):
+            yield from _reached(program, callee)
+
+
+def _events(program: Program, name: str) -> list[Event]:
+    scope = program.computations[name]
+    starts = {
+        _start_of(i): c
+        for i in scope.values()
+        if (c := collectives.completed(i, scope, 1)) is not None
+    }
+    return [
+        Event(
+            name=i.name,
+            kernel=_launched(program, i, scope),
+            bodies=tuple(_bodies(i)),
+            starts=starts.get(i.name),
+            completes=None if i.opcode.endswith("-start") else _start_of(i),
         )
-        return (max(compute, memory), 0.0) if compute else (0.0, memory)
+        for i in scope.values()
+    ]
 
-    def work(self, i: Instruction, scope: Scope) -> Iterator[Work]:
-        """What one kernel computes, also inside a fusion."""
-        if work := self.program.work(i, scope):
-            yield work
-        for name, _ in i.callees:
-            fused = self.program.computations[name]
-            for inner in fused.values():
-                yield from self.work(inner, fused)
+
+def _launched(program: Program, i: Instruction, scope: Scope) -> Kernel | None:
+    """The kernel of an instruction; of a collective one that computes and moves nothing, since
+    its time is that of the links; None where nothing is launched."""
+    if not _launches(i):
+        return None
+    return Kernel((), 0, "") if _is_collective(i) else _kernel(program, i, scope)
+
+
+def _kernel(program: Program, i: Instruction, scope: Scope) -> Kernel:
+    works = tuple(_works(program, i, scope))
+    return Kernel(works, traffic(program, i, scope), i.attribute(SOURCE) or "")
+
+
+def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
+    """What one kernel computes, also inside a fusion."""
+    if work := program.work(i, scope):
+        yield work
+    for name, _ in i.callees:
+        fused = program.computations[name]
+        for inner in fused.values():
+            yield from _works(program, inner, fused)
 
 
 def peak(gpu: Gpu, dtype: str) -> float:

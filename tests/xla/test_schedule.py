@@ -1,6 +1,6 @@
 """The roofline walk on programs whose times are known by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -9,7 +9,8 @@ from jaxbench.xla import hlo, schedule
 from jaxbench.xla.collectives import Collective
 
 # 1 GB/s in memory and over NVLink, half of it between nodes.
-SYSTEM = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, node=4)
+GPU = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, node=4)
+SYSTEM = schedule.Roofline(GPU)
 PRODUCT_S = 2 * 128 * 1e-9
 """One operand and the result, bf16 arrays of 8 x 8, at 1 GB/s: longer than 1024 FLOP at the H100's
 peak."""
@@ -42,7 +43,7 @@ GATHER_S = 96e-9
 
 def test_a_product_hides_a_gather():
     found = schedule.analyse(program(GATHER + DOT + DONE), SYSTEM)
-    assert found.compute_s == pytest.approx(PRODUCT_S)
+    assert found.parts["compute"] == pytest.approx(PRODUCT_S)
     assert (found.exposed_s, found.uncovered_bytes, found.kernels) == (0, 0, 2)
 
 
@@ -59,21 +60,23 @@ def test_kernels_one_by_one_are_what_the_walk_sums_up():
         'backend_config={"known_trip_count":{"n":"3"}}\n'
     )
     whole = program(GATHER + DOT + DONE + repeated, loop)
-    found = list(schedule.kernels(whole, SYSTEM))
-    assert [(i.name, kind, runs) for i, kind, _, runs in found] == [
-        ("dot", "product", 1), ("dot", "product", 3), ("copy", None, 3),
+    found = list(schedule.kernels(whole))
+    assert [(i.name, kernel.part, runs) for i, kernel, runs in found] == [
+        ("dot", "products", 1), ("dot", "products", 3), ("copy", "other kernels", 3),
     ]  # fmt: skip
-    seconds = [least * runs for _, _, least, runs in found]
+    seconds = [sum(SYSTEM.kernel(kernel).values()) * runs for _, kernel, runs in found]
     summed = schedule.analyse(whole, SYSTEM)
-    assert sum(seconds[:2]) == pytest.approx(summed.compute_s) == pytest.approx(4 * PRODUCT_S)
-    assert seconds[2] == pytest.approx(summed.memory_s)
+    assert (
+        sum(seconds[:2]) == pytest.approx(summed.parts["compute"]) == pytest.approx(4 * PRODUCT_S)
+    )
+    assert seconds[2] == pytest.approx(summed.parts["memory"])
 
 
 def test_nothing_between_start_and_done_exposes_it():
     found = schedule.analyse(program(GATHER + DONE + DOT), SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
     assert found.uncovered_bytes == 96
-    assert found.bound_s == pytest.approx(PRODUCT_S + GATHER_S)
+    assert found.step_s == pytest.approx(PRODUCT_S + GATHER_S)
 
 
 def test_a_synchronous_collective_is_exposed():
@@ -87,7 +90,7 @@ def test_a_kernel_hides_as_long_as_it_runs():
     copy = "  %copy = bf16[1,8]{1,0} copy(%row)\n"
     row = "  %row = bf16[1,8]{1,0} bitcast(%x)\n"
     found = schedule.analyse(program(row + GATHER + copy + DONE), SYSTEM)
-    assert found.memory_s == pytest.approx(32e-9)
+    assert found.parts["memory"] == pytest.approx(32e-9)
     assert found.exposed_s == pytest.approx(GATHER_S - 32e-9)
     assert found.uncovered_bytes == 96
 
@@ -95,10 +98,10 @@ def test_a_kernel_hides_as_long_as_it_runs():
 def test_collectives_queue_on_one_stream():
     """The second of two gathers waits for the first; the product hides one of them and a part."""
     second = GATHER.replace("%start", "%start2"), DONE.replace("start", "start2")
-    short = replace(SYSTEM, bandwidth=2.0)
+    short = schedule.Roofline(replace(GPU, bandwidth=2.0))
     both = GATHER + second[0] + DOT + DONE + second[1].replace("%done", "%done2")
     found = schedule.analyse(program(both), short)
-    assert found.compute_s == pytest.approx(PRODUCT_S / 2)
+    assert found.parts["compute"] == pytest.approx(PRODUCT_S / 2)
     assert found.exposed_s == pytest.approx(2 * GATHER_S - PRODUCT_S / 2)
     assert found.uncovered_bytes == 0
 
@@ -126,7 +129,7 @@ backend_config={"known_trip_count":{"n":"5"}}
   ROOT %w = bf16[8,8]{1,0} while(%x), body=%outer, backend_config={"known_trip_count":{"n":"3"}}
 """
     found = schedule.analyse(program(body, loop + outer), SYSTEM)
-    assert found.compute_s == pytest.approx(15 * PRODUCT_S)
+    assert found.parts["compute"] == pytest.approx(15 * PRODUCT_S)
     assert found.exposed_s == pytest.approx(15 * GATHER_S)
     (gather,) = found.transfers
     assert (gather.collective.count, gather.collective.wire_bytes) == (15, 15 * 96)
@@ -142,8 +145,8 @@ def test_a_product_inside_a_fusion_is_compute():
 """
     body = "  %f = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused\n"
     found = schedule.analyse(program(GATHER + body + DONE, fused), SYSTEM)
-    assert found.compute_s == pytest.approx(PRODUCT_S)
-    assert found.memory_s == 0
+    assert found.parts["compute"] == pytest.approx(PRODUCT_S)
+    assert found.parts["memory"] == 0
     assert found.uncovered_bytes == 0
 
 
@@ -189,9 +192,38 @@ def test_links_between_nodes_are_shared_by_their_members():
     """Ring: NIC times members per node; all-to-all: what leaves the node, over one NIC."""
 
     def seconds(kind: str, devices: tuple[int, ...]) -> float:
-        return Collective(kind, "c", 800, devices, 1, "").seconds(SYSTEM)
+        return Collective(kind, "c", 800, devices, 1, "").seconds(GPU)
 
     assert seconds("all-gather", (0, 1, 2, 3)) == pytest.approx(600e-9)
     assert seconds("all-gather", (0, 4)) == pytest.approx(400e-9 / 0.5)
     assert seconds("all-gather", (0, 2, 4, 6)) == pytest.approx(600e-9 / 1.0)
     assert seconds("all-to-all", (0, 2, 4, 6)) == pytest.approx(400e-9 / 0.5)
+
+
+def test_a_collective_slows_what_runs_beside_it():
+    """At a slowdown of 2 the product is half done when the gather ends, and goes on at full
+    speed; of a product that ends before the gather, all is slow."""
+
+    @dataclass(frozen=True)
+    class Slow(schedule.Roofline):
+        slowdown: float = 2.0
+
+    found = schedule.analyse(program(GATHER + DOT + DONE), Slow(GPU))
+    assert found.slowed_s == pytest.approx(GATHER_S / 2)
+    assert found.exposed_s == 0
+    fast = replace(GPU, bandwidth=8.0)
+    found = schedule.analyse(program(GATHER + DOT + DONE), Slow(fast))
+    assert found.slowed_s == pytest.approx(PRODUCT_S / 8)
+    assert found.exposed_s == pytest.approx(GATHER_S - 2 * PRODUCT_S / 8)
+
+
+def test_a_product_has_its_sizes():
+    """A batch of 3 products [4, 2] x [2, 5], the contracted dimension first in both."""
+    body = """\
+  %a = bf16[3,2,4]{2,1,0} parameter(1)
+  %b = bf16[3,2,5]{2,1,0} parameter(2)
+  %p = f32[3,4,5]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={1}, \
+rhs_batch_dims={0}, rhs_contracting_dims={1}
+"""
+    ((work, _, _),) = program(body).works()
+    assert (work.sizes, work.flops) == ((3, 4, 5, 2), 2 * 3 * 4 * 5 * 2)

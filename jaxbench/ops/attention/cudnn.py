@@ -49,7 +49,9 @@ def work(i: Instruction, scope: Scope) -> Work:
     dtype, (batch, heads, length, head_dim) = i.arrays[0]
     key_length = scope[i.operands[1]].arrays[0][1][1]
     per_product = 2 * batch * heads * length * key_length * head_dim
-    return Work("attention", dtype, PRODUCTS[i.target] * per_product)
+    sizes = (batch, heads, length, head_dim)
+    backward = i.target.endswith("Backward")
+    return Work("attention", dtype, PRODUCTS[i.target] * per_product, sizes, backward)
 
 
 @contextmanager

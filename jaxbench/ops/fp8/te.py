@@ -58,10 +58,13 @@ def takes(product: Product) -> bool:
 
 
 def work(i: Instruction, scope: Scope) -> Work:
-    """A product of [m, k] and [n, k]: the square root of the three sizes multiplied is m n k."""
-    (dtype, x), (_, w) = (scope[i.operands[n]].arrays[0] for n in (0, 2))
-    _, y = i.arrays[0]
-    return Work("product", dtype, 2 * isqrt(prod((*x, *w, *y))))
+    """A product of [m, k] and [n, k]: the square root of the three arrays' sizes multiplied is
+    m n k."""
+    dtype = scope[i.operands[0]].arrays[0][0]
+    x, w = (prod(scope[i.operands[n]].arrays[0][1]) for n in (0, 2))
+    y = prod(i.arrays[0][1])
+    mnk = isqrt(x * w * y)
+    return Work("product", dtype, 2 * mnk, (1, mnk // w, mnk // x, mnk // y))
 
 
 def problem(program: Program, precision: Precision) -> str | None:
