@@ -27,7 +27,8 @@ from jaxbench.xla import flags
 
 KEYS = (
     "recipe", "gpus", "target", "fits", "parameters", "bytes_per_device", "flops", "collectives",
-    "kernels", "stages", "lower_s", "compile_s", "bound_step_s", "published",
+    "kernels", "stages", "lower_s", "compile_s", "bound_step_s", "forecast_step_s", "forecast",
+    "rates", "published",
 )  # fmt: skip
 """What `--json` prints. A plan has more, for people and for `--diff`."""
 
@@ -50,6 +51,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--system", action="append", default=[], metavar="KEY=VALUE",
         help="change the system: nvlink=450 and nic=50 (GB/s per GPU, one direction), node=8 (GPUs "
         "in an NVLink domain)",
+    )  # fmt: skip
+    add(
+        "--kernels", type=Path, metavar="FILE",
+        help="measured kernels for the forecast, of jaxbench.calibrate; before the package's own",
     )  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the whole plan")
@@ -91,7 +96,7 @@ def resolve(config: str, gpus: int | None, changes: list[str]) -> tuple[Run, rec
     return run, recipe
 
 
-def plan_spec(spec: str, gpu: Gpu) -> Plan:
+def plan_spec(spec: str, gpu: Gpu, kernels: Path | None) -> Plan:
     """The plan of `recipe:gpus key=value ..`, or of a file that `--dump` left."""
     path = Path(spec)
     if path.is_dir() or path.suffix == ".json":
@@ -100,7 +105,7 @@ def plan_spec(spec: str, gpu: Gpu) -> Plan:
     name, _, gpus = row.partition(":")
     run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes)
     check_compiler()
-    return make_plan(run, gpu)
+    return make_plan(run, gpu, kernels=kernels)
 
 
 def public(plan: Plan) -> dict[str, Any]:
@@ -154,9 +159,11 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
         gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
         if args.diff:
-            print(text.difference(*(plan_spec(spec, gpu) for spec in args.diff)))
+            print(text.difference(*(plan_spec(spec, gpu, args.kernels) for spec in args.diff)))
             return 0
         if args.all:
+            if args.kernels:
+                raise RecipeError("--all uses the package's tables: leave --kernels out")
             check_compiler()
             return sweep.sweep(args.gpu, gpu, args.system, args.output)
         if not args.config or args.gpus is None:
@@ -165,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         check_compiler()
         if args.dump:
             args.dump.mkdir(parents=True, exist_ok=True)
-        plan = make_plan(run, gpu, args.dump)
+        plan = make_plan(run, gpu, args.dump, args.kernels)
         if args.dump:
             write_json(args.dump / "plan.json", asdict(plan))
     except (RecipeError, RunFailed, OSError) as error:

@@ -14,10 +14,13 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
+from jaxbench.forecast.forecast import Forecast, forecast
+from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.traffic import Traffic, mesh_axes, traffic
 from jaxbench.recipe import flops, published, recipes
-from jaxbench.recipe.settings import AXES, Run
+from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
 from jaxbench.train.pipeline import held_gradients
 from jaxbench.train.program import RULES, check_program, compile_program
@@ -30,7 +33,6 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
-PART = "part of "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +77,21 @@ class Kernels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Collectives of one step of a kind over some mesh axes; `bytes` are sent by one device."""
-
-    kind: str
-    axes: str
-    across_nodes: bool
-    count: int = 0
-    bytes: int = 0
-    least_s: float = 0.0
-    exposed_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bound:
     """Seconds of the bound: products and attention, other kernels, waiting for collectives."""
 
     compute: float
     memory: float
     exposed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What follows from a step time; model FLOPs utilisation with attention counted in full, None
+    where no peak is known."""
+
+    tokens_per_s_per_gpu: float
+    mfu: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +110,8 @@ class Pipelined:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything about one row; FLOPs and bytes are per device and step. `mfu` (full attention) is
-    that of the bound and of the published step time."""
+    """Everything about one row; FLOPs and bytes are per device and step. `rates` are those of the
+    bound, the forecast and the published step time."""
 
     recipe: str
     row: str
@@ -140,13 +138,15 @@ class Plan:
     compile_s: float
     bound_parts_s: Bound
     bound_step_s: float
-    mfu: dict[str, float | None]
+    forecast_step_s: float
+    forecast: Forecast
+    rates: dict[str, Rates]
     published: dict[str, Any] | None
 
 
 NESTED = {
     "bytes_per_device": Memory, "state_bytes": StateBytes, "flops": Flops, "kernels": Kernels,
-    "bound_parts_s": Bound, "stages": Pipelined,
+    "bound_parts_s": Bound, "stages": Pipelined, "forecast": Forecast,
 }  # fmt: skip
 LISTS = {"largest_buffers": Buffer, "collectives": Traffic}
 
@@ -157,14 +157,16 @@ def read(path: Path) -> Plan:
         values = json.loads(path.read_text())
         nested = {name: cls(**values[name]) for name, cls in NESTED.items() if values[name]}
         lists = {name: [cls(**v) for v in values[name]] for name, cls in LISTS.items()}
-        return Plan(**(values | nested | lists))
+        rates = {name: Rates(**v) for name, v in values["rates"].items()}
+        return Plan(**(values | nested | lists | {"rates": rates}))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(f"{path}: cannot read a plan: {error}") from error
 
 
-def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
+def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None = None) -> Plan:
     """Compiles one step of the run for absent GPUs, and describes it. The scheduled program is kept
-    in `dump`."""
+    in `dump`; `kernels` are measurements that come before the package's (`forecast.tables`)."""
+    tables = load(gpu.name.lower(), kernels)
     devices = compile_only_devices(gpu, run.gpus)
     with (
         jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)),
@@ -179,7 +181,9 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
     if dump is not None:
         (dump / "program.hlo.txt").write_text(text)
     program, stats = Program.parse(text, RULES), compiled.memory_analysis()
-    timeline = schedule.analyse(program, schedule.Roofline(gpu))
+    walk = schedule.Walk(program)
+    timeline = walk.under(schedule.Roofline(gpu))
+    expected = forecast(program, walk, gpu, tables, lambda c: mesh_axes(c.devices, run.mesh_shape))
     row = published.lookup(run)
     bytes_per_device = Memory(
         arguments=stats.argument_size_in_bytes,
@@ -206,7 +210,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
         collectives=traffic(run, gpu, timeline),
         wire_bytes=sum(t.collective.wire_bytes for t in timeline.transfers),
         uncovered_wire_bytes=timeline.uncovered_bytes,
-        kernels=kernels(program),
+        kernels=executed_kernels(program),
         stages=stages(run),
         launches=timeline.kernels,
         lower_s=lower_s,
@@ -217,10 +221,17 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
             exposed=timeline.exposed_s,
         ),
         bound_step_s=timeline.step_s,
-        mfu={
-            "bound": mfu(run, gpu, timeline.step_s),
-            "published": mfu(run, gpu, row.step_time_s) if row else None,
-        },
+        forecast_step_s=expected.step_s,
+        forecast=expected,
+        rates=rates(
+            run,
+            gpu,
+            {
+                "bound": timeline.step_s,
+                "forecast": expected.step_s,
+                "published": row.step_time_s if row else None,
+            },
+        ),
         published=asdict(row) if row else None,
     )
 
@@ -279,7 +290,7 @@ def executed(run: Run, program: Program) -> Flops:
     )
 
 
-def kernels(program: Program) -> Kernels:
+def executed_kernels(program: Program) -> Kernels:
     """`Kernels` of a program."""
     runs = {"fp8": 0, "bf16": 0, "attention": 0}
     for work, times, _ in program.works():
@@ -289,44 +300,11 @@ def kernels(program: Program) -> Kernels:
     return Kernels(gemm_bf16=runs["bf16"], gemm_fp8=runs["fp8"], attention=runs["attention"])
 
 
-def traffic(run: Run, gpu: Gpu, timeline: schedule.Schedule) -> list[Traffic]:
-    """Collectives of one step, summed by kind and mesh axes."""
-    found: dict[tuple[str, str], Traffic] = {}
-    for t in timeline.transfers:
-        c = t.collective
-        axes = mesh_axes(c.devices, run.mesh_shape)
-        if c.kind == "collective-permute":  # between neighbours, never among all
-            axes = axes.removeprefix(PART)
-        new = Traffic(kind=c.kind, axes=axes, across_nodes=c.crosses_nodes(gpu))
-        sums = found.get((c.kind, axes), new)
-        found[c.kind, axes] = Traffic(
-            kind=sums.kind,
-            axes=sums.axes,
-            across_nodes=sums.across_nodes,
-            count=sums.count + c.count,
-            bytes=sums.bytes + c.wire_bytes,
-            least_s=sums.least_s + t.seconds,
-            exposed_s=sums.exposed_s + t.exposed_s,
-        )
-    return sorted(found.values(), key=lambda sums: -sums.bytes)
-
-
-def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:
-    """The mesh axes along which a group of devices lies, as in `fsdp x context`.
-
-    Devices are numbered along the mesh, the last axis fastest. A group that is not the whole of its
-    axes is `part of` them.
-    """
-    strides = [math.prod(mesh_shape[i + 1 :]) for i in range(len(AXES))]
-    seen = [
-        {device // stride % size for device in devices}
-        for stride, size in zip(strides, mesh_shape, strict=True)
-    ]
-    along = [i for i, indices in enumerate(seen) if len(indices) > 1]
-    whole = math.prod(mesh_shape[i] for i in along) == len(devices)
-    return ("" if whole else PART) + " x ".join(AXES[i] for i in along)
-
-
-def mfu(run: Run, gpu: Gpu, step_s: float) -> float | None:
-    """Model FLOPs utilisation (full attention) at a step time."""
-    return throughput(run, step_s, gpu.tflops.get(run.precision.dtype))["mfu"]["full"]
+def rates(run: Run, gpu: Gpu, seconds: dict[str, float | None]) -> dict[str, Rates]:
+    """`Rates` of step times, of those that are there."""
+    peak = gpu.tflops.get(run.precision.dtype)
+    found = {name: throughput(run, s, peak) for name, s in seconds.items() if s}
+    return {
+        name: Rates(tokens_per_s_per_gpu=t["tokens_per_s_per_gpu"], mfu=t["mfu"]["full"])
+        for name, t in found.items()
+    }

@@ -34,8 +34,8 @@ PROCESS_BYTES = 5 * 2**30
 MARK = "<!-- table -->"
 COLUMNS = (
     "recipe", "GPUs", "mesh", "peak GiB", "limit GiB", "fits", "TFLOP", "recompute",
-    "wire GiB", "uncovered GiB", "exposed s", "bound s", "bound MFU %", "published s",
-    "published MFU %", "launches", "compile s",
+    "wire GiB", "uncovered GiB", "exposed s", "bound s", "bound MFU %", "forecast s", "fast s",
+    "slow s", "forecast MFU %", "published s", "published MFU %", "launches", "compile s",
 )  # fmt: skip
 
 
@@ -121,8 +121,9 @@ def cells(plan: Plan) -> tuple[str, ...]:
     """A row of the table."""
     size, row = plan.bytes_per_device, plan.published
 
-    def percent(mfu: float | None) -> str:
-        return "" if mfu is None else f"{100 * mfu:.1f}"
+    def mfu(name: str) -> str:
+        found = plan.rates[name].mfu if name in plan.rates else None
+        return "" if found is None else f"{100 * found:.1f}"
 
     return (
         plan.recipe,
@@ -137,9 +138,13 @@ def cells(plan: Plan) -> tuple[str, ...]:
         f"{plan.uncovered_wire_bytes / 2**30:.1f}",
         f"{plan.bound_parts_s.exposed:.3f}",
         f"{plan.bound_step_s:.3f}",
-        percent(plan.mfu["bound"]),
+        mfu("bound"),
+        f"{plan.forecast_step_s:.3f}",
+        f"{plan.forecast.fast_s:.3f}",
+        f"{plan.forecast.slow_s:.3f}",
+        mfu("forecast"),
         str(row["step_time_s"]) if row else "",
-        percent(plan.mfu["published"]),
+        mfu("published"),
         str(plan.launches),
         f"{plan.compile_s:.0f}",
     )

@@ -7,6 +7,12 @@ from typing import Any
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe.published import ERRATA
 
+BAR = 30
+"""Characters of the longest part of a forecast."""
+
+SHOWN_OUTSIDE = 0.05
+"""Share of a forecast outside the tables from which on it is said."""
+
 IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives")
 
 
@@ -48,15 +54,35 @@ def report(plan: Plan) -> str:
     lines.append(
         f"bound       {plan.bound_step_s:.3f} s per step: products and attention "
         f"{parts.compute:.3f}, other kernels {parts.memory:.3f}, exposed "
-        f"{parts.exposed:.3f}; MFU {_percent(plan.mfu['bound'])} (full count)"
+        f"{parts.exposed:.3f}; {_rates(plan, 'bound')}"
     )
+    lines += _forecast(plan)
     if row:
         lines.append(
-            f"published   {row['step_time_s']} s, MFU {_percent(plan.mfu['published'])} (full "
-            f"count), {row['mfu_pct']} % as its source prints it"
+            f"published   {row['step_time_s']} s, {_rates(plan, 'published')}; MFU "
+            f"{row['mfu_pct']} % as its source prints it"
         )
         lines += [f"  {code:10} {ERRATA[code]}" for code in row["errata"]]
     return "\n".join(lines)
+
+
+def _forecast(plan: Plan) -> list[str]:
+    """The forecast, and where its time goes."""
+    f = plan.forecast
+    widest = max(f.parts_s.values())
+    lines = [
+        f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}; "
+        f"{_rates(plan, 'forecast')}"
+    ]
+    for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
+        share, bar = seconds / f.step_s, "#" * round(BAR * seconds / widest)
+        lines.append(f"  {name:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
+    if f.outside >= SHOWN_OUTSIDE:
+        lines.append(
+            f"  {100 * f.outside:.0f} % of the kernels' time lies outside the tables, and was "
+            f"taken in proportion: {'; '.join(f.beyond)}"
+        )
+    return lines
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -69,8 +95,10 @@ def _pipeline(plan: Plan) -> list[str]:
     ]
 
 
-def _percent(mfu: float | None) -> str:
-    return "unknown" if mfu is None else f"{100 * mfu:.1f} %"
+def _rates(plan: Plan, name: str) -> str:
+    rates = plan.rates[name]
+    mfu = "unknown" if rates.mfu is None else f"{100 * rates.mfu:.1f} % (full count)"
+    return f"{rates.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {mfu}"
 
 
 def _buffers(plan: Plan, indent: str) -> list[str]:

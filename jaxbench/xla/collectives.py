@@ -47,6 +47,10 @@ class Collective:
         """Whether the group lies in more than one NVLink domain."""
         return len({device // gpu.node for device in self.devices}) > 1
 
+    def members(self, gpu: Gpu) -> int:
+        """Devices of the group in one NVLink domain."""
+        return max(1, sum(device // gpu.node == 0 for device in self.devices))
+
     def seconds(self, gpu: Gpu) -> float:
         """Least time of one run: bytes over bandwidth, no latency.
 
@@ -56,7 +60,7 @@ class Collective:
         leaves through the sender's own NIC.
         """
         per_run = self.wire_bytes / self.count
-        members = max(1, sum(d // gpu.node == 0 for d in self.devices))
+        members = self.members(gpu)
         if not self.crosses_nodes(gpu):
             rate = gpu.nvlink
         elif self.kind == "all-to-all":

@@ -1,10 +1,11 @@
 """When a compiled program runs what: a walk along XLA's schedule, under any account of how long
 things take.
 
-Two streams, as XLA:GPU has them. Kernels run one after another. A collective starts when the
-schedule says so, waits for the collectives before it, and runs beside the kernels until its
-`-done`; what is left of it there is *exposed*: the kernels wait. `Roofline` is the account of the
-bound: the model and its assumptions are explained in docs/plan.md. `forecast` has another.
+Streams, as XLA:GPU has them. Kernels run one after another. A collective starts when the schedule
+says so, waits for those before it on the same links (NVLink, or the network between nodes), and
+runs beside the kernels until its `-done`; what is left of it there is *exposed*: the kernels wait.
+`Roofline` is the account of the bound: the model and its assumptions are explained in docs/plan.md.
+`forecast` has another.
 """
 
 from collections import Counter
@@ -52,8 +53,11 @@ class Costs(Protocol):
     """How long things take, in seconds.
 
     A kernel's time may have several parts, by name. `slowdown` is by what a kernel's time is
-    multiplied while a collective runs beside it.
+    multiplied while a collective runs beside it; `gpu` says which links a collective takes.
     """
+
+    @property
+    def gpu(self) -> Gpu: ...
 
     @property
     def slowdown(self) -> float: ...
@@ -158,7 +162,7 @@ class Walk:
         return self._run(self.program.entry, costs)
 
     def _run(self, name: str, costs: Costs) -> Schedule:
-        total, network_free = Schedule(), 0.0
+        total, free = Schedule(), {True: 0.0, False: 0.0}
         running: dict[str, tuple[Collective, float, float]] = {}
         uncovered: set[str] = set()
         for event in self.events[name]:
@@ -171,14 +175,16 @@ class Walk:
                 inner = self._run(callee, costs)
                 computes = computes or inner.computes
                 total.add(inner, times)
-            total.slowed_s += _slowed(total.step_s - before, network_free - before, costs.slowdown)
+            busy = max(free.values()) - before
+            total.slowed_s += _slowed(total.step_s - before, busy, costs.slowdown)
             if computes:
                 total.computes = True
                 uncovered.clear()
             if event.starts is not None:
                 seconds = costs.collective(event.starts)
-                network_free = max(total.step_s, network_free) + seconds
-                running[event.name] = event.starts, seconds, network_free
+                links = event.starts.crosses_nodes(costs.gpu)
+                free[links] = max(total.step_s, free[links]) + seconds
+                running[event.name] = event.starts, seconds, free[links]
                 uncovered.add(event.name)
             if event.completes in running:
                 done, seconds, end = running.pop(event.completes)

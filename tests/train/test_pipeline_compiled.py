@@ -13,7 +13,7 @@ from compiled import Compiled, needs_compiler
 from jaxbench import mesh
 from jaxbench.hardware import H100
 from jaxbench.ops.attention import cudnn
-from jaxbench.plan.plan import traffic
+from jaxbench.plan.traffic import traffic
 from jaxbench.train.pipeline import held_gradients
 from jaxbench.train.program import check_program
 from jaxbench.train.step import abstract_state

@@ -95,8 +95,9 @@ def test_a_kernel_hides_as_long_as_it_runs():
     assert found.uncovered_bytes == 96
 
 
-def test_collectives_queue_on_one_stream():
-    """The second of two gathers waits for the first; the product hides one of them and a part."""
+def test_collectives_queue_on_the_same_links():
+    """The second of two gathers waits for the first; the product hides one of them and a part. One
+    between nodes, where it takes as long as the product, waits for none."""
     second = GATHER.replace("%start", "%start2"), DONE.replace("start", "start2")
     short = schedule.Roofline(replace(GPU, bandwidth=2.0))
     both = GATHER + second[0] + DOT + DONE + second[1].replace("%done", "%done2")
@@ -104,6 +105,9 @@ def test_collectives_queue_on_one_stream():
     assert found.parts["compute"] == pytest.approx(PRODUCT_S / 2)
     assert found.exposed_s == pytest.approx(2 * GATHER_S - PRODUCT_S / 2)
     assert found.uncovered_bytes == 0
+    far = second[0].replace("[1,4]<=[4]", "[4,4]<=[4,4]T(1,0)")
+    found = schedule.analyse(program(both.replace(second[0], far)), SYSTEM)
+    assert found.exposed_s == 0
 
 
 def test_loops_multiply():

@@ -1,0 +1,72 @@
+"""A forecast: the real schedule under measured times. `docs/forecast.md` has its model, and how it
+compares with published steps."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.tables import Tables
+from jaxbench.hardware import Gpu
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Program, Work
+from jaxbench.xla.schedule import Walk, kernels
+
+SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Seconds of a step: expected, and where nothing or much is lost beside collectives.
+
+    `parts_s` add up to `step_s`: kernels by what they are, `launches`, what collectives beside
+    kernels add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
+    `outside` is the share of the kernels' seconds for which a shape lies outside the tables, whose
+    largest are `beyond`; `sources` says where each kind of table is from.
+    """
+
+    step_s: float
+    fast_s: float
+    slow_s: float
+    parts_s: dict[str, float]
+    outside: float
+    beyond: list[str]
+    sources: dict[str, str]
+
+
+def forecast(
+    program: Program, walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]
+) -> Forecast:
+    """The forecast of a program on a GPU; `axes` names the mesh axes of a collective."""
+    costs = {name: Measured(gpu, tables, each) for name, each in CONDITIONS.items()}
+    found = {name: walk.under(each) for name, each in costs.items()}
+    expected = found["expected"]
+    parts: defaultdict[str, float] = defaultdict(float, expected.parts)
+    parts["slowed"] = expected.slowed_s
+    for transfer in expected.transfers:
+        parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
+    beyond = _beyond(program, costs["expected"])
+    largest = sorted(beyond, key=lambda work: -beyond[work])
+    return Forecast(
+        step_s=expected.step_s,
+        fast_s=found["fast"].step_s,
+        slow_s=found["slow"].step_s,
+        parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
+        outside=sum(beyond.values()) / sum(expected.parts.values()),
+        beyond=[_named(work) for work in largest[:SHOWN]],
+        sources=dict(tables.sources),
+    )
+
+
+def _beyond(program: Program, costs: Measured) -> dict[Work, float]:
+    """Seconds per step of the work that the tables do not reach."""
+    found: defaultdict[Work, float] = defaultdict(float)
+    for _, kernel, runs in kernels(program):
+        for work in kernel.works:
+            if not costs.covers(work):
+                found[work] += costs.work(work) * runs
+    return found
+
+
+def _named(work: Work) -> str:
+    return f"{work.kind} {work.dtype} {' x '.join(map(str, work.sizes))}"

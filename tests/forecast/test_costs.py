@@ -1,0 +1,124 @@
+"""Times of single kernels and collectives, from measurements."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxbench.forecast import tables
+from jaxbench.forecast.costs import CONDITIONS, Conditions, Measured
+from jaxbench.hardware import H100
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Work
+from jaxbench.xla.schedule import Kernel
+
+
+def measured(gpu=H100, conditions="expected") -> Measured:
+    return Measured(gpu, tables.load("h100"), CONDITIONS[conditions])
+
+
+def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1) -> Work:
+    return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f8e4m3fn", "f8e5m2"])
+def test_a_product_that_was_measured(dtype):
+    name = "bf16" if dtype == "bf16" else "fp8"
+    time = tables.load("h100").values["product", name][4096, 8192, 8192]
+    assert measured().work(product(4096, 8192, 8192, dtype)) == pytest.approx(time * 1e-6)
+
+
+def test_products_are_padded_to_tiles_and_batches_are_rows():
+    costs = measured()
+    assert costs.work(product(4000, 8100, 8190)) == costs.work(product(4096, 8192, 8192))
+    assert costs.work(product(1024, 2048, 2048, batch=4)) == costs.work(product(4096, 2048, 2048))
+
+
+def test_fp32_products_take_twice_as_long():
+    costs = measured()
+    twice = 2 * costs.work(product(4096, 8192, 8192))
+    assert costs.work(product(4096, 8192, 8192, "f32")) == pytest.approx(twice)
+
+
+def test_no_product_is_faster_than_the_peak_or_its_bytes():
+    """Far below the table a line that goes on may fall to nothing."""
+    costs = measured()
+    tiny = product(128, 128, 64)
+    assert costs.work(tiny) >= tiny.flops / 989e12
+    assert not costs.covers(tiny)
+    moving = Kernel((tiny,), 10**9, "")
+    start, seconds = 3e-6, 1e9 / (0.8 * 3352.32e9)
+    assert costs.kernel(moving) == {"products": pytest.approx(start + seconds)}
+
+
+def test_other_kernels_take_their_start_and_their_bytes():
+    found = measured().kernel(Kernel((), 10**9, "jit(step)/add"))
+    assert found == {
+        "launches": pytest.approx(3e-6), "other kernels": pytest.approx(1e9 / (0.8 * 3352.32e9)),
+    }  # fmt: skip
+    assert measured().kernel(Kernel((), 0, "")) == {}
+
+
+@pytest.mark.parametrize(("backward", "rate"), [(False, 529e12), (True, 518e12 * 529 / 600)])
+def test_attention_runs_at_the_rate_that_was_measured(backward, rate):
+    """cuDNN at a length of 8192: 529 TFLOP/s forward and causal, 600 unmasked, 518 backward. Ten
+    FLOPs backward and four forward for each score and element of a head."""
+    per_score = 10 if backward else 4
+    work = Work("attention", "bf16", 0, (2, 32, 8192, 128), backward)
+    seconds = per_score * 2 * 32 * 8192**2 * 128 / 2 / rate
+    assert measured().work(work) == pytest.approx(seconds, rel=1e-4)
+    longer = replace(work, sizes=(1, 32, 32768, 128))
+    assert not measured().covers(longer)
+    faster = {False: 539 / 529, True: (516 * 539 / 595) / (518 * 529 / 600)}[backward]
+    assert measured().work(longer) == pytest.approx(8 * seconds / faster, rel=1e-4)
+
+
+def gather(devices: range, whole: int, kind: str = "all-gather") -> Collective:
+    return Collective(kind, "c", whole, tuple(devices), 1, "")
+
+
+def test_a_collective_inside_a_node_that_was_measured():
+    times = tables.load("h100").values["collective", "all-gather"]
+    time = times[8, 2**26] * 1e-6
+    costs = measured()
+    assert costs.collective(gather(range(8), 2**26)) == pytest.approx(time)
+    scattered = gather(range(8), 2**23, "reduce-scatter")
+    by_table = tables.load("h100").values["collective", "reduce-scatter"][8, 2**26]
+    assert costs.collective(scattered) == pytest.approx(by_table * 1e-6)
+    slower = measured(replace(H100, nvlink=225.0)).collective(gather(range(8), 2**26))
+    assert slower == pytest.approx(2 * time)
+
+
+def test_a_larger_ring_inside_a_domain_takes_a_step_for_each_gpu():
+    domain = replace(H100, node=64)
+    time = tables.load("h100").values["collective", "all-gather"][8, 2**26] * 1e-6
+    found = measured(domain).collective(gather(range(64), 2**26))
+    assert found == pytest.approx(time * (63 / 64) / (7 / 8) + 56 * 3.4e-6)
+
+
+def test_a_ring_between_nodes_by_hand():
+    """1 GiB over 8 nodes of 8 GPUs: 86.25 % of 400 GB/s, and NCCL's latencies."""
+    sent, rate = 2**30 * 63 / 64, 0.8625 * 400e9
+    latency = 8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6
+    found = measured().collective(gather(range(64), 2**30))
+    assert found == pytest.approx(sent / rate + latency)
+    untuned = measured(conditions="slow").collective(gather(range(64), 2**30))
+    assert untuned == pytest.approx(sent / 200e9 + latency)
+
+
+def test_an_all_to_all_leaves_over_one_adapter():
+    found = measured().collective(gather(range(16), 2**30, "all-to-all"))
+    assert found == pytest.approx(2**30 / 2 / (0.97 * 50e9) + 22.4e-6)
+
+
+def test_between_more_nodes_than_were_measured_the_line_goes_on():
+    shares = [
+        2**30 * (n - 1) / n / 400e9 / (measured().collective(gather(range(n), 2**30)) - latency)
+        for n, latency in ((512, 0.0024135), (1024, 0.0048339), (2048, 0.0096747))
+    ]
+    assert shares == pytest.approx([0.70, 0.65, 0.60], abs=0.001)
+
+
+def test_conditions_are_in_order():
+    slowdowns = [CONDITIONS[name].slowdown for name in ("fast", "expected", "slow")]
+    assert slowdowns == sorted(slowdowns)
+    assert isinstance(CONDITIONS["fast"], Conditions)

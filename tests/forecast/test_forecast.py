@@ -1,0 +1,68 @@
+"""The forecast of a program."""
+
+import json
+
+import pytest
+from compiled import needs_compiler
+
+from jaxbench.forecast import tables
+from jaxbench.forecast.forecast import forecast
+from jaxbench.hardware import H100
+from jaxbench.plan import command
+from jaxbench.xla import hlo
+from jaxbench.xla.schedule import Walk
+
+PROGRAM = """\
+HloModule toy, is_scheduled=true
+
+ENTRY %main (x: bf16[8192,8192]) -> bf16[8192,8192] {
+  %x = bf16[8192,8192]{1,0} parameter(0)
+  %shard = bf16[1024,8192]{1,0} bitcast(%x)
+  %start = ((bf16[1024,8192]{1,0}), bf16[8192,8192]{1,0}) all-gather-start(%shard), \
+replica_groups=[8,8]<=[64], dimensions={0}
+  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = bf16[8192,8192]{1,0} all-gather-done(%start)
+  %long = bf16[8192,131072]{1,0} parameter(1)
+  %wide = bf16[8192,131072]{1,0} dot(%x, %long), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+  %again = bf16[8192,8192]{1,0} all-gather(%shard), replica_groups=[8,8]<=[64], dimensions={0}
+  ROOT %copy = bf16[8192,131072]{1,0} copy(%wide)
+}
+"""
+
+
+def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
+    program = hlo.Program.parse(PROGRAM)
+    found = forecast(program, Walk(program), H100, tables.load("h100"), lambda c: "fsdp")
+    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
+    times = tables.load("h100").values
+    square = times["product", "bf16"][8192, 8192, 8192] * 1e-6
+    wide = 2 * times["product", "bf16"][8192, 65536, 8192] * 1e-6
+    gather = times["collective", "all-gather"][8, 2**27] * 1e-6
+    assert found.parts_s["products"] == pytest.approx(square + wide)
+    assert found.parts_s["exposed: fsdp"] == pytest.approx(gather)
+    assert found.parts_s["slowed"] == pytest.approx(gather * (1 - 1 / 1.189))
+    assert found.fast_s == pytest.approx(found.step_s - found.parts_s["slowed"])
+    assert found.slow_s == pytest.approx(found.fast_s + gather * (1 - 1 / 1.4))
+    assert found.beyond == ["product bf16 1 x 8192 x 131072 x 8192"]
+    moved = found.parts_s["other kernels"] + found.parts_s["launches"]
+    assert found.outside == pytest.approx(wide / (square + wide + moved))
+
+
+@needs_compiler
+def test_plan_prints_a_forecast_by_a_users_own_kernels(tmp_path, capsys):
+    """Products that take ten times as long in a file make a plan's products take as long."""
+    row = ["--config", "llama31_8b_bf16", "--gpus", "1", "--set", "model.layers=2", "--json"]
+    assert command.main(row) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["forecast_step_s"] == pytest.approx(sum(found["forecast"]["parts_s"].values()))
+    assert found["bound_step_s"] < found["forecast"]["fast_s"] <= found["forecast_step_s"]
+    slow = tmp_path / "slow.csv"
+    times = tables.load("h100").values["product", "bf16"]
+    rows = [f"product,bf16,{m}x{n}x{k},{10 * t}" for (m, n, k), t in times.items()]
+    slow.write_text("\n".join(["# gpu: h100", "kind,name,sizes,microseconds", *rows]) + "\n")
+    assert command.main([*row, "--kernels", str(slow)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    products = [f["forecast"]["parts_s"]["products"] for f in (found, again)]
+    assert products[1] == pytest.approx(10 * products[0], rel=0.02)
+    assert again["forecast"]["sources"]["product"] == "slow.csv and the package's h100.csv"

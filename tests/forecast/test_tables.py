@@ -1,0 +1,74 @@
+"""Tables of measured kernels, ours and a user's."""
+
+import pytest
+
+from jaxbench.errors import RecipeError
+from jaxbench.forecast import tables
+from jaxbench.hardware import PLANNED
+
+OWN = """\
+# gpu: h100
+# product: measured here
+kind,name,sizes,microseconds
+product,bf16,1024x1024x1024,7.5
+"""
+
+
+@pytest.mark.parametrize("gpu", PLANNED)
+def test_every_gpu_that_is_planned_has_tables(gpu):
+    found = tables.load(gpu)
+    assert {kind for kind, _ in found.values} == set(tables.KINDS)
+    assert found.names("product") == {"bf16", "fp8"}
+    assert found.names("collective") == {
+        "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(tables.FOLDER.glob("*.csv")), ids=lambda path: path.stem)
+def test_every_table_says_where_its_kinds_are_from(path):
+    stated = [line for line in path.read_text().splitlines() if line.startswith("# ")]
+    kinds = {kind for kind, _ in tables.read(path)[1]}
+    assert {k for k in kinds if any(line.startswith(f"# {k}") for line in stated)} == kinds
+
+
+def test_a_users_table_comes_first(tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text(OWN)
+    found = tables.load("h100", file)
+    assert found.values["product", "bf16"] == {(1024, 1024, 1024): 7.5}
+    assert found.sources["product"] == "own.csv and the package's h100.csv"
+    assert found.sources["memory"] == "the package's h100.csv"
+    assert len(found.values["product", "fp8"]) == len(tables.load("h100").values["product", "fp8"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (OWN.replace("h100", "h200"), "kernels of h200, but h100 is planned"),
+        (OWN.replace("# gpu: h100\n", ""), "no line '# gpu: NAME'"),
+        (OWN.replace("7.5", "-1"), "product,bf16,1024x1024x1024,-1"),
+        (OWN.replace("7.5", "nan"), "product,bf16,1024x1024x1024,nan"),
+        (OWN.replace("1024x1024x1024", "1024"), "product,bf16,1024,7.5"),
+        (OWN.replace("product,", "sausage,"), "sausage"),
+        ("# gpu: h100\n", "not a table of kernels"),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_line(tmp_path, text, message):
+    file = tmp_path / "own.csv"
+    file.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        tables.load("h100", file)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_gpu_says_which_are_known():
+    with pytest.raises(
+        RecipeError, match=r"no kernels were measured on a100; .* b200, gb200, h100"
+    ):
+        tables.load("a100")
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(RecipeError, match="No such file"):
+        tables.load("h100", tmp_path / "none.csv")
