@@ -20,6 +20,7 @@ is wrong.
     breakdown   1.5   where a step's time goes
     choices     8     one setting against another
     others      3     row 1 of the other recipes
+    kernels     4     what forecasts need, beside the package's tables
 
 Run from the source tree; nothing is installed.
 """
@@ -41,7 +42,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
-from one_gpu import choices, operators, speed, survives, trains
+from one_gpu import choices, kernels, operators, speed, survives, trains
 from one_gpu.place import MEASURED, NOT_RUN, OK, ROOT, WRONG, Finding, Place, read_lines
 
 from jaxbench import hardware
@@ -71,6 +72,7 @@ CHECKS = {
     "breakdown": Check(speed.breakdown, 120, speed.compiles),
     "choices": Check(choices.check, 480, choices.compiles),
     "others": Check(trains.others, 240),
+    "kernels": Check(kernels.check, 300, kernels.compiles, rehearsed=True),
     "plans": Check(trains.plans, 600, trains.plans),
 }
 """In the order in which they run; `plans`, which needs no GPU, beside them all."""

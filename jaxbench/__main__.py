@@ -1,4 +1,4 @@
-"""`python -m jaxbench list | train | plan | report`: the commands, by name."""
+"""`python -m jaxbench list | train | plan | calibrate | report`: the commands, by name."""
 
 import signal
 import sys
@@ -11,6 +11,8 @@ USAGE = """usage: python -m jaxbench COMMAND
   list    every recipe with its rows, meshes and published step times
   train   run a benchmark (python -m jaxbench.train --help)
   plan    compile one for GPUs that are not there (python -m jaxbench.plan --help)
+  calibrate
+          measure this GPU's kernels for plan's forecasts (python -m jaxbench.calibrate --help)
   report  results beside the published ones (python -m jaxbench.report --help)"""
 
 
@@ -47,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
             from jaxbench.plan import command as plan
 
             return plan.main(rest)
+        case ["calibrate", *rest]:
+            from jaxbench import calibrate
+
+            return calibrate.main(rest)
         case ["report", *rest]:
             from jaxbench.report import command as report
 

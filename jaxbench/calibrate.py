@@ -1,0 +1,268 @@
+"""Measures this machine's kernels for forecasts: `python -m jaxbench.calibrate --output mine.csv`.
+
+What is measured, and how the file is written, is what `forecast.tables` reads: products in bf16 and
+FP8, attention forward and backward, copies, and on several GPUs collectives inside the node. Then
+`python -m jaxbench.plan .. --kernels mine.csv` forecasts any row with it: one GPU tells about a
+cluster, but for the network between nodes, which is the package's.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from rich.console import Console
+from rich.progress import track
+
+from jaxbench import hardware
+from jaxbench.errors import RecipeError
+from jaxbench.files import write_whole
+from jaxbench.forecast.tables import GPU, Sizes
+from jaxbench.ops import attention
+from jaxbench.ops.fp8 import xla as fp8
+from jaxbench.ops.fp8.per_tensor import VALUES
+from jaxbench.versions import versions
+from jaxbench.xla import flags
+
+REPEATS = 10
+"""Runs of a kernel in one program, so that what it takes to start one does not count."""
+
+LEAST = 0.1
+"""Microseconds that a kernel takes, at least: what is left of one that is nearly nothing."""
+
+SECONDS = 0.05
+"""For which a program is run again, at least, once it is warm."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is measured. Products have all combinations of rows and sizes; attention has as many
+    tokens at every length; copies and collectives move bytes, those of the whole buffer."""
+
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tokens: int
+    heads: int
+    head_dim: int
+    copied: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
+GPU_SAMPLE = Sample(
+    rows=(2048, 8192, 32768),
+    sizes=(1024, 4096, 8192, 16384, 65536),
+    lengths=(1024, 2048, 4096, 8192, 16384),
+    tokens=16384,
+    heads=16,
+    head_dim=128,
+    copied=(2**16, 2**20, 2**24, 2**28, 2**31),
+    sent=(2**17, 2**20, 2**23, 2**26, 2**29),
+)
+TINY_SAMPLE = Sample(
+    rows=(64, 128), sizes=(64, 128), lengths=(64, 128), tokens=128, heads=2, head_dim=16,
+    copied=(2**10, 2**12), sent=(2**12, 2**13),
+)  # fmt: skip
+"""Of a rehearsal on a CPU: whether all of it runs."""
+
+Array = Callable[..., jax.ShapeDtypeStruct]
+"""Shape and dtype to an array of one GPU."""
+
+LARGEST = 2**31
+"""Elements of a product's largest array."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A kernel to be measured: its line in the table, its function, and the shapes and dtypes of
+    its arguments. `beside` is the function of what runs with it and must be taken off."""
+
+    kind: str
+    name: str
+    sizes: Sizes
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    beside: Callable[..., Any] | None = None
+
+
+def probes(sample: Sample, kernel: str, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
+    """Everything that is measured on some GPUs of a node; `kernel` computes attention."""
+    array = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(gpus[0]))
+    yield from products(sample, array)
+    yield from attentions(sample, kernel, array)
+    for size in sample.copied:
+        yield Probe("memory", "any", (size,), jnp.negative, (array((size // 4,), jnp.bfloat16),))
+    for count in (2, 4, 8):
+        if count <= len(gpus):
+            yield from collectives(sample, gpus[:count])
+
+
+def products(sample: Sample, array: Array) -> Iterator[Probe]:
+    """[m, k] times [n, k], the layout that FP8 products need, with a bf16 result."""
+    combined = [(m, n, k) for m in sample.rows for n in sample.sizes for k in sample.sizes]
+    for m, n, k in combined:
+        if max(m * n, m * k, n * k) > LARGEST:
+            continue
+        x, w = (m, k), (n, k)
+        in_bf16 = array(x, jnp.bfloat16), array(w, jnp.bfloat16)
+        yield Probe("product", "bf16", (m, n, k), partial(jnp.einsum, "mk,nk->mn"), in_bf16)
+        inverse = array((), jnp.bfloat16)
+        in_fp8 = array(x, VALUES), inverse, array(w, VALUES), inverse
+        yield Probe("product", "fp8", (m, n, k), partial(fp8.multiply, "mk,nk->mn"), in_fp8)
+
+
+def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
+    """Causal attention; backward as what the gradients take beyond forward."""
+    attend = attention.KERNELS[kernel].call
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attend(query, key, value, None)
+
+    def backward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        out, vjp = jax.vjp(call, query, key, value)
+        return vjp(out)
+
+    for length in sample.lengths:
+        sizes = (sample.tokens // length, sample.heads, length, sample.head_dim)
+        shape = (sizes[0], length, sample.heads, sample.head_dim)
+        arrays = (array(shape, jnp.bfloat16),) * 3
+        yield Probe("attention", "forward", sizes, call, arrays)
+        yield Probe("attention", "backward", sizes, backward, arrays, beside=call)
+
+
+def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
+    """Collectives among some GPUs, of arrays in bf16."""
+    mesh = jax.make_mesh((len(gpus),), ("gpus",), devices=gpus)
+    split, whole = PartitionSpec("gpus"), PartitionSpec()
+    n = len(gpus)
+    kinds: dict[str, tuple[Callable[..., jax.Array], PartitionSpec, PartitionSpec, int]] = {
+        # Of each: its function, how its operand and its result lie, and how many times the buffer
+        # all devices' operands are.
+        "all-gather": (partial(jax.lax.all_gather, tiled=True), split, whole, 1),
+        "all-reduce": (jax.lax.psum, split, whole, n),
+        "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), split, split, n),
+        "all-to-all": (partial(_exchange, n), split, split, n),
+    }
+    for name, (function, operand, result, times) in kinds.items():
+        for size in sample.sent:
+            local = jax.shard_map(
+                partial(function, axis_name="gpus"), mesh=mesh, in_specs=operand,
+                out_specs=result, check_vma=False,
+            )  # fmt: skip
+            sharding = jax.sharding.NamedSharding(mesh, operand)
+            buffer = jax.ShapeDtypeStruct((times * size // 2,), jnp.bfloat16, sharding=sharding)
+            yield Probe("collective", name, (n, size), local, (buffer,))
+
+
+def _exchange(n: int, x: jax.Array, axis_name: str) -> jax.Array:
+    parts = x.reshape(n, -1)
+    return jax.lax.all_to_all(parts, axis_name, 0, 0, tiled=True).reshape(-1)
+
+
+def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function run `REPEATS` times. Each run waits for the one before it: in a loop, since
+    the compiler computes equal products of a straight program once, barriers or not."""
+
+    def run(first: jax.Array, *others: jax.Array) -> Any:
+        def again(_: jax.Array, result: Any) -> Any:
+            after, _ = jax.lax.optimization_barrier((first, result))
+            return function(after, *others)
+
+        return jax.lax.fori_loop(1, REPEATS, again, function(first, *others))
+
+    return run
+
+
+def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
+    """The program that repeats a kernel, compiled as a step is."""
+    (platform,) = {d.platform for a in probe.arguments for d in a.sharding.device_set}
+    options: Any = flags.TUNED if platform == "gpu" else {}
+    return jax.jit(repeated(function)).lower(*probe.arguments).compile(options)
+
+
+def measure(probe: Probe) -> float:
+    """Microseconds of a run, without what the loop around it takes."""
+    beside = _microseconds(probe, probe.beside) if probe.beside else _loop()
+    return max(_microseconds(probe, probe.function) - beside, LEAST)
+
+
+@cache
+def _loop() -> float:
+    """Microseconds of a run of nothing."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    nothing = (jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=device),)
+    return _microseconds(Probe("", "", (), lambda x: x, nothing), lambda x: x)
+
+
+def _microseconds(probe: Probe, function: Callable[..., Any]) -> float:
+    program = compiled(probe, function)
+    keys = jax.random.split(jax.random.key(0), len(probe.arguments))
+    arguments = [
+        jax.device_put(jax.random.normal(key, a.shape, jnp.bfloat16).astype(a.dtype), a.sharding)
+        for key, a in zip(keys, probe.arguments, strict=True)
+    ]
+    jax.block_until_ready(program(*arguments))
+    best, ends = float("inf"), time.perf_counter() + SECONDS
+    while True:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() > ends:
+            return best / REPEATS * 1e6
+
+
+def table(gpu: str, device: str, lines: list[str]) -> str:
+    """The file."""
+    here = ", ".join(f"{name} {value}" for name, value in versions().items() if value)
+    kinds = dict.fromkeys(line.partition(",")[0] for line in lines)
+    head = [f"{GPU}{gpu}", *(f"# {kind}: measured on {device}" for kind in kinds), f"# with {here}"]
+    return "\n".join([*head, "kind,name,sizes,microseconds", *lines]) + "\n"
+
+
+def line(probe: Probe, microseconds: float) -> str:
+    """A line of the file."""
+    return f"{probe.kind},{probe.name},{'x'.join(map(str, probe.sizes))},{microseconds:.6g}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxbench.calibrate",
+        description="Measures products, attention, copies and collectives of this machine's GPUs, "
+        "for plan --kernels FILE. A few minutes.",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny, on this CPU: a file that no plan takes"
+    )
+    args = parser.parse_args(argv)
+    try:
+        if args.rehearse:
+            jax.config.update("jax_platforms", "cpu")
+        devices = jax.local_devices()
+        device = devices[0].device_kind
+        found = hardware.identify(device)
+        if not args.rehearse and found is None:
+            raise RecipeError(f"no GPU that is known was found, but {device}; see --rehearse")
+        sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
+        planned = list(probes(sample, kernel, devices))
+        console = Console(stderr=True)
+        lines = [line(p, measure(p)) for p in track(planned, "measuring", console=console)]
+        name = found.name.lower() if found else "cpu"
+        write_whole(args.output, table(name, device, lines))
+    except (RecipeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(lines)} kernels of {device}: plan with --kernels {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

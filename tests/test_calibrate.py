@@ -1,0 +1,59 @@
+"""What `calibrate` measures is what forecasts read."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from compiled import needs_compiler
+
+from jaxbench import calibrate
+from jaxbench.errors import RecipeError
+from jaxbench.forecast import tables
+from jaxbench.hardware import H100
+from jaxbench.plan.absent import compile_only_devices
+from jaxbench.xla import collectives, hlo, schedule
+
+
+def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
+    file = tmp_path / "cpu.csv"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "jaxbench.calibrate", "--rehearse", "--output", file],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    gpu, found = tables.read(file)
+    assert gpu == "cpu"
+    packaged = tables.load("h100").values
+    assert set(found) == {key for key in packaged if key[0] not in ("network", "nvlink")}
+    with pytest.raises(RecipeError, match="kernels of cpu, but h100 is planned"):
+        tables.load("h100", file)
+
+
+@needs_compiler
+def test_a_program_is_the_kernel_as_often_as_it_is_counted():
+    """And nothing else that takes time, for a GPU that is not there."""
+    gpus = compile_only_devices(H100, 2)
+    wanted = {"bf16": "__cublas$lt$matmul", "fp8": "__cublas$lt$matmul$f8"}
+    first = {}
+    for probe in calibrate.probes(calibrate.GPU_SAMPLE, "xla", gpus):
+        first.setdefault((probe.kind, probe.name), probe)
+    for name, target in wanted.items():
+        probe = first["product", name]
+        program = hlo.Program.parse(calibrate.compiled(probe, probe.function).as_text())
+        assert program.custom_calls()[target] == calibrate.REPEATS
+        beside = [k for _, k, _ in schedule.kernels(program) if not k.works and k.bytes > 64]
+        assert not beside
+    gather = first["collective", "all-gather"]
+    program = hlo.Program.parse(calibrate.compiled(gather, gather.function).as_text())
+    assert sum(c.count for c in collectives.find(program)) == calibrate.REPEATS
+
+
+def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxbench", "calibrate", "--output", tmp_path / "none.csv"],
+        capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "error: no GPU that is known was found, but cpu; see --rehearse\n"
