@@ -15,7 +15,7 @@ import jax
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import Gpu
-from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.absent import compile_only_devices, placed
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import AXES, Run
 from jaxbench.recipe.throughput import model_flops, throughput
@@ -165,6 +165,7 @@ def read(path: Path) -> Plan:
 def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
     """Compiles one step of the run for absent GPUs, and describes it. The scheduled program is kept
     in `dump`."""
+    gpu = placed(gpu, run.gpus)
     devices = compile_only_devices(gpu, run.gpus)
     with (
         jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)),
@@ -180,7 +181,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
         (dump / "program.hlo.txt").write_text(text)
     program, stats = Program.parse(text, RULES), compiled.memory_analysis()
     timeline = schedule.analyse(program, gpu)
-    row = published.lookup(run)
+    row = published.lookup(run, gpu)
     bytes_per_device = Memory(
         arguments=stats.argument_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
@@ -217,7 +218,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
         bound_step_s=timeline.bound_s,
         mfu={
             "bound": mfu(run, gpu, timeline.bound_s),
-            "published": mfu(run, gpu, row.step_time_s) if row else None,
+            "published": mfu(run, row.gpu, row.step_time_s) if row else None,
         },
         published=asdict(row) if row else None,
     )
@@ -225,7 +226,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None) -> Plan:
 
 def system(gpu: Gpu) -> dict[str, Any]:
     """What a plan depends on of the GPUs and their links."""
-    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node")
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node", "domain")
     return {name: getattr(gpu, name) for name in names}
 
 

@@ -106,9 +106,13 @@ def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, caps
     ("arguments", "message"),
     [
         (["--config", ROW[1]], "--config and --gpus are needed"),
-        ([*ROW[:3], "9"], "recipe llama31_8b_bf16 has the rows 8, 16"),
-        ([*ROW, "--system", "nic=fast"], "--system nic=fast: expected nvlink=N, nic=N or node=N"),
-        ([*ROW, "--system", "node=7"], "16 GPUs do not fill nodes of 7"),
+        ([*ROW[:3], "9"], "they do not fill nodes of 8; the nearest counts that work: 8 and 16"),
+        (
+            [*ROW, "--system", "nic=fast"],
+            "--system nic=fast: expected nvlink=N, nic=N, node=N or domain=N",
+        ),
+        ([*ROW, "--system", "node=7"], "a domain of 8 GPUs is not one of nodes of 7"),
+        ([*ROW, "--system", "node=7", "--system", "domain=7"], "the nearest that do: 14 and 21"),
         ([*ROW, "--set", "model.head_dim=100"], "cuDNN attention takes multiples of 8 up to 256"),
         (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
     ],
@@ -124,9 +128,9 @@ def test_mistakes_are_one_line(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("row", "line", "errata"),
     [
-        (("llama31_405b_bf16", 2048), "19.87 s, MFU 54.7 % (full count), 55.22 % as its source pr",
+        (("llama31_405b_bf16", 2048), "19.87 s on H100, MFU 54.7 % (full count), 55.22 % as its s",
          {"PEAK", "GQA16"}),
-        (("llama2_70b_bf16", 64), "6.999 s, MFU 52.6 % (full count), 52.59 % as its source pri",
+        (("llama2_70b_bf16", 64), "6.999 s on H100, MFU 52.6 % (full count), 52.59 % as its",
          set()),
     ],
 )  # fmt: skip
@@ -166,9 +170,10 @@ def test_difference_of_two_plans_from_files(planned, capsys):
 def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     """A finished row is read; a row whose process fails is listed, and the status says so."""
     found = json.loads((planned[1] / "plan.json").read_text())
-    runs = [command.resolve(ROW[1], 16, SMALL[1::2])[0], command.resolve(ROW[1], 8, [])[0]]
+    asked = ((16, SMALL[1::2]), (8, []))
+    runs = [command.resolve(ROW[1], gpus, changes, H100)[0] for gpus, changes in asked]
     monkeypatch.setattr(sweep, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(sweep, "rows", lambda: runs)
+    monkeypatch.setattr(sweep, "rows", lambda gpu: runs)
     folder = tmp_path / "cache" / f"{sweep.key(runs[0])}-h100"
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(found))
