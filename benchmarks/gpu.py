@@ -112,7 +112,7 @@ def find_gpu() -> hardware.Gpu:
     except (OSError, subprocess.CalledProcessError):
         names = ""
     found = hardware.identify(names.partition("\n")[0])
-    return found if found and found.target else hardware.H100
+    return found if found and found.chip else hardware.H100
 
 
 def one_check(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from jaxbench import hardware
 from jaxbench.recipe import published, recipes
 
 USAGE = """usage: python -m jaxbench COMMAND
@@ -24,14 +25,15 @@ def list_recipes() -> int:
         "published (MFU as its source prints it)"
     )
     for recipe in recipes.load_all():
-        for name in recipe.rows:
-            run = recipes.resolve(recipe, name)
-            row = published.lookup(run)
+        rows = [(hardware.H100, name) for name in recipe.rows]
+        rows += [(hardware.PLANNED[gpu], name) for gpu, own in recipe.own.items() for name in own]
+        for gpu, name in rows:
+            run = recipes.resolve(recipe.on(gpu), name)
+            row = published.lookup(run, gpu)
             nothing = "" if name == recipes.SMOKE else "nothing is published"
-            step = f"{row.step_time_s} s, {row.mfu_pct} % MFU" if row else nothing
             print(
                 f"{recipe.name:20} {run.row:>6} {run.label:6} {run.model.layers:6} "
-                f"{run.mesh_text():42} {run.batch.global_batch:6} {step}"
+                f"{run.mesh_text():42} {run.batch.global_batch:6} {row or nothing}"
             )
     return 0
 

@@ -1,10 +1,10 @@
 """The GPUs that are known, one entry for each: peaks, memory, links, and XLA's description of it.
 
-A new GPU is a new entry in `GPUS`. Entries without `target` are known by their peaks alone: `train`
+A new GPU is a new entry in `GPUS`. Entries without `chip` are known by their peaks alone: `train`
 runs on them, `plan` cannot compile for them.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
@@ -14,14 +14,14 @@ RESERVE_BYTES = 2 * 2**30
 """Kept free inside that share: fragmentation of the allocator, and the buffers that kernels take at
 run time."""
 
-HOPPER = """
+TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock}
   device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{ major: {capability} feature_extension: ACCELERATED_FEATURES }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{device}"
@@ -33,7 +33,22 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{device}"
 """
-"""XLA's description of a Hopper GPU, a text proto (`GpuTargetConfigProto`)."""
+"""XLA's description of a GPU, a text proto (`GpuTargetConfigProto`). What is not left open here is
+the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/target_config/specs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What the compiler is told of a chip beside its memory: major compute capability, cores
+    (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
+
+    capability: int
+    cores: int
+    l2: int
+    clock: float
+
+
+HOPPER = Chip(capability=9, cores=132, l2=52428800, clock=1.98)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +57,8 @@ class Gpu:
 
     `name` are words of the driver's name for it. `tflops` are dense peaks by dtype. `memory` is
     what the driver reports, in bytes; bandwidths are in GB/s (1e9 bytes), links in one direction:
-    `nvlink` joins the `node` GPUs of a node, `nic` is each GPU's share of the network between
-    nodes.
+    `nvlink` joins the GPUs of a `domain`, `nic` is each GPU's share of the network between domains.
+    A `node` are the GPUs of one host; a domain is one node (DGX) or many (18 in GB200 NVL72).
     """
 
     name: str
@@ -54,7 +69,8 @@ class Gpu:
     nvlink: float = 0.0
     nic: float = 0.0
     node: int = 8
-    target: str = ""
+    domain: int = 8
+    chip: Chip | None = None
 
     @property
     def memory_limit(self) -> int:
@@ -64,8 +80,33 @@ class Gpu:
     @property
     def description(self) -> str:
         """What XLA compiles for."""
+        assert self.chip is not None
         bandwidth = round(self.bandwidth * 1e9)
-        return self.target.format(device=self.device, memory=self.memory, bandwidth=bandwidth)
+        return TARGET.format(
+            device=self.device, memory=self.memory, bandwidth=bandwidth, **asdict(self.chip)
+        )
+
+    def spread(self, count: int) -> tuple[int, int, int] | None:
+        """(domains, nodes of each, GPUs of each node) of a job of `count` GPUs; None where they
+        fill no whole nodes, or no domains evenly.
+
+        A job that needs several domains takes the same number of nodes in each, as Slurm's
+        --segment gives them out, and as few domains as that allows: 512 GPUs are 8 x 64 of the 72
+        of NVL72. More than twice as many as would hold them are a count to change.
+        """
+        if count < self.node:
+            return 1, 1, count
+        nodes, rest = divmod(count, self.node)
+        least = -(-count // self.domain)
+        even = (n for n in range(least, 2 * least) if rest == 0 and nodes % n == 0)
+        domains = next(even, None)
+        return (domains, nodes // domains, self.node) if domains else None
+
+    def nearest(self, count: int) -> list[int]:
+        """The counts nearest to `count`, below and above, that can be `spread`."""
+        below = (n for n in range(count - 1, 0, -1) if self.spread(n))
+        above = (n for n in range(count + 1, count + self.domain + 1) if self.spread(n))
+        return [n for n in (next(below, None), next(above, None)) if n]
 
 
 H100 = Gpu(
@@ -76,7 +117,7 @@ H100 = Gpu(
     bandwidth=3352.32,
     nvlink=450.0,
     nic=50.0,
-    target=HOPPER,
+    chip=HOPPER,
 )
 """What the published rows were measured on."""
 
@@ -91,24 +132,49 @@ GPUS = (
         bandwidth=4800.0,
         nvlink=450.0,
         nic=50.0,
-        target=HOPPER,
+        chip=HOPPER,
     ),
-    # The same chips with less power, on cards: the published figures are not theirs.
+    # The Hopper chips with less power, on cards: the published figures are not theirs.
     Gpu(name="H100 PCIe", tflops={"bf16": 756.5, "fp8": 1513.0}),
     Gpu(name="H100 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
     Gpu(name="H200 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
-    Gpu(name="B200", tflops={"bf16": 2250.0, "fp8": 4500.0}),
+    Gpu(
+        name="B200",
+        tflops={"bf16": 2250.0, "fp8": 4500.0},
+        device="NVIDIA B200",
+        memory=191514411008,
+        bandwidth=7672.32,
+        nvlink=900.0,
+        nic=50.0,
+        chip=Chip(capability=10, cores=148, l2=132644864, clock=1.965),
+    ),
     Gpu(name="B300", tflops={"bf16": 2250.0, "fp8": 4500.0}),
-    Gpu(name="GB200", tflops={"bf16": 2450.0, "fp8": 4900.0}),
+    Gpu(
+        name="GB200",
+        tflops={"bf16": 2450.0, "fp8": 4900.0},
+        device="NVIDIA GB200",
+        memory=197897748480,
+        bandwidth=7928.064,
+        nvlink=900.0,
+        nic=50.0,
+        node=4,
+        domain=72,
+        chip=Chip(capability=10, cores=152, l2=135528448, clock=2.062),
+    ),
     Gpu(name="GB300", tflops={"bf16": 2450.0, "fp8": 4900.0}),
 )
 """Peaks of A100, H100 and H200: published benchmark documents and pytorch/torchtitan
 tools/utils.py; of PCIe and NVL cards: NVIDIA's H100 and H200 data sheets, half of what they print
 with sparsity; of Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
 GB200's bf16). Links of H100 and H200 SXM in DGX nodes: NVLink 4 with 900 GB/s in both directions
-together, and one 400 Gb/s adapter per GPU (NVIDIA DGX H100 data sheet)."""
+together, and one 400 Gb/s adapter per GPU (NVIDIA DGX H100 data sheet). Chips, memory and
+bandwidth of B200 and GB200: openxla/xla, xla/backends/gpu/target_config/specs/b200.txtpb and
+gb200.txtpb at 300ec95. Their links: NVLink 5 with 1800 GB/s in both directions together, among the
+8 GPUs of a DGX B200 and the 72 of a GB200 NVL72, whose 18 compute trays are hosts with 4 GPUs each;
+one 400 Gb/s adapter (ConnectX-7) per GPU (NVIDIA DGX B200 and GB200 NVL72 data sheets), 100 GB/s
+where a GB200 has ConnectX-8: `--system nic=100`."""
 
-PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.target}
+PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.chip}
 """Those that programs can be compiled for without having one, by the name that a user gives."""
 
 

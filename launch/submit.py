@@ -20,11 +20,12 @@ sys.path.insert(0, str(ROOT))
 
 import sbatch  # noqa: E402
 from options import behind, train_options  # noqa: E402
-from variables import Variables, check_gpu_type, recipe_path, stage_folder  # noqa: E402
+from variables import Variables, gpu_type, recipe_path, stage_folder  # noqa: E402
 
 import jaxbench  # noqa: E402
 from jaxbench.errors import RecipeError  # noqa: E402
-from jaxbench.recipe import published, recipes  # noqa: E402
+from jaxbench.hardware import Gpu  # noqa: E402
+from jaxbench.recipe import derive, published, recipes  # noqa: E402
 from jaxbench.recipe.settings import STEPS, Run  # noqa: E402
 from jaxbench.run import arguments  # noqa: E402
 
@@ -35,6 +36,7 @@ class Job:
     `options` are those of sbatch."""
 
     run: Run
+    gpu: Gpu
     results: Path
     arguments: tuple[str, ...]
     settings: Mapping[str, str]
@@ -71,16 +73,16 @@ class Job:
 
     def remarks(self) -> list[str]:
         """What a reader of the result should know."""
-        if self.run.row == recipes.SMOKE or published.lookup(self.run) is not None:
+        published_row = published.lookup(self.run, self.gpu)
+        same = published_row is not None and published_row.gpu is self.gpu
+        if self.run.row == recipes.SMOKE or same:
             return []
-        row = f"{self.run.recipe} on {self.run.gpus} GPUs"
+        row = f"{self.run.recipe} on {self.run.gpus} {self.gpu.name}s"
         settings = " with these settings" if self.run.overrides else ""
         return [f"nothing is published for {row}{settings}: the result stands beside no figure"]
 
 
-def layout(
-    args: argparse.Namespace, variables: Variables, recipe: recipes.Recipe
-) -> tuple[int, int, int]:
+def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[int, int, int]:
     """(GPUs, GPUs of a node, processes of a node)."""
     asked = {"--gpus": args.gpus, "JOB_TOTAL_GPUS": variables.number("JOB_TOTAL_GPUS")}
     counts = {count for count in asked.values() if count is not None}
@@ -89,9 +91,8 @@ def layout(
     (gpus,) = counts
     if gpus < 1:
         raise RecipeError(f"--gpus {gpus}: expected a whole number above 0")
-    if not args.cpu and gpus not in recipe.rows:
-        raise RecipeError(f"{recipe.name} has no row for {gpus} GPUs: {recipe.row_names()}")
-    per_node = min(variables.number("GPUS_PER_NODE", "RUN_CONF_GPU_PER_NODE") or 8, gpus)
+    asked_node = variables.number("GPUS_PER_NODE", "RUN_CONF_GPU_PER_NODE")
+    per_node = min(asked_node or gpu.node, gpus)
     if gpus % per_node:
         raise RecipeError(f"{gpus} GPUs do not fill nodes of {per_node}")
     processes = per_node if args.processes_per_node is None else args.processes_per_node
@@ -128,19 +129,19 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     """The job of options and environment. Raises RecipeError for all that can be known now."""
     variables = Variables(environment)
     path = recipe_path(args.config, variables)
-    recipe = recipes.load(path)
-    check_gpu_type(variables)
-    gpus, per_node, processes = layout(args, variables, recipe)
+    gpu = gpu_type(variables)
+    recipe = recipes.load(path).on(gpu)
+    gpus, per_node, processes = layout(args, variables, gpu)
     if args.system and not (ROOT / "launch" / "env" / f"{args.system}.sh").exists():
         raise RecipeError(f"--system {args.system}: there is no launch/env/{args.system}.sh")
     workload = recipe.name.split("_")[0]
     stage = stage_folder(variables, workload)
     sbatch.check_path(stage)
     options, settings = train_options(args, variables, workload, stage)
+    overrides, row = recipes.parse_overrides(options["set"]), recipes.SMOKE if args.cpu else gpus
     run = recipes.resolve(
-        recipe, recipes.SMOKE if args.cpu else gpus, devices=gpus,
-        steps=options.get("steps", STEPS), overrides=recipes.parse_overrides(options["set"]),
-        seed=options["seed"],
+        derive.extend(recipe, row, gpu, overrides, here=True), row, devices=gpus,
+        steps=options.get("steps", STEPS), overrides=overrides, seed=options["seed"],
     )  # fmt: skip
     version = jaxbench.__version__ + ("-nccl-trace" if "nccl_trace" in options else "")
     results = stage / "results" / version / run.precision.dtype / run.model.size / str(gpus)
@@ -165,7 +166,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "job-name": name, "nodes": str(gpus // per_node), "ntasks-per-node": str(processes),
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
     }  # fmt: skip
-    return Job(run, results, texts, settings, slurm_options(args, variables, own))
+    return Job(run, gpu, results, texts, settings, slurm_options(args, variables, own))
 
 
 def check(job: Job) -> None:

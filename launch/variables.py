@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.errors import RecipeError
+from jaxbench.hardware import PLANNED, Gpu
 from jaxbench.recipe import recipes
 
 WORKLOADS = {
@@ -88,14 +89,12 @@ def stage_folder(variables: Variables, workload: str) -> Path:
     return Path(stage).absolute()
 
 
-def check_gpu_type(variables: Variables) -> None:
-    """Raises RecipeError for a GPU of which nothing is published."""
-    kind = variables.text("GPU_TYPE")
-    if kind and kind.lower() != "h100":
-        raise RecipeError(
-            f"GPU_TYPE={kind}: rows are published for h100 only; unset it to run on other GPUs, "
-            "with results that are marked as not comparable"
-        )
+def gpu_type(variables: Variables) -> Gpu:
+    """The GPU whose rows are asked for. Raises RecipeError for one that is not known."""
+    kind = variables.text("GPU_TYPE") or "h100"
+    if kind.lower() not in PLANNED:
+        raise RecipeError(f"GPU_TYPE={kind}: expected one of {', '.join(PLANNED)}")
+    return PLANNED[kind.lower()]
 
 
 def observation(

@@ -5,6 +5,7 @@ installation.
 """
 
 import importlib.util
+from dataclasses import replace
 
 import jax
 from jax.experimental import topologies
@@ -21,13 +22,32 @@ def check_compiler() -> None:
         raise RecipeError(f"plan needs the compiler for GPUs: {INSTALL}")
 
 
+def placed(gpu: Gpu, count: int) -> Gpu:
+    """The GPU with as large a `domain` as a job of `count` GPUs takes of it (`Gpu.spread`). Raises
+    RecipeError where they fill no nodes."""
+    spread = gpu.spread(count)
+    if spread is None:
+        near = " and ".join(map(str, gpu.nearest(count)))
+        raise RecipeError(
+            f"{count} GPUs do not fill nodes of {gpu.node} in NVLink domains of {gpu.domain}; the "
+            f"nearest that do: {near}"
+        )
+    _, nodes, devices = spread
+    return replace(gpu, domain=nodes * devices)
+
+
 def compile_only_devices(gpu: Gpu, count: int) -> list[jax.Device]:
-    """`count` devices in full nodes, or in a part of one, on which programs can be compiled but not
-    run. Raises RecipeError where they fill no nodes."""
-    nodes, local = max(count // gpu.node, 1), min(count, gpu.node)
-    if nodes * local != count:
-        raise RecipeError(f"{count} GPUs do not fill nodes of {gpu.node}")
+    """`count` devices on which programs can be compiled but not run, in full nodes or in a part of
+    one. Raises RecipeError where they fill no nodes.
+
+    XLA is told of NVLink domains, their nodes, and the GPUs of each: it estimates and combines
+    collectives by whether they stay in a domain.
+    """
+    domains = count // placed(gpu, count).domain
+    local = min(count, gpu.node)
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=gpu.description, topology=f"{nodes}x1x{local}"
+        platform="cuda",
+        target_config=gpu.description,
+        topology=f"{domains}x{count // (domains * local)}x{local}",
     )
     return topology.devices

@@ -20,7 +20,7 @@ from jaxbench.hardware import Gpu
 from jaxbench.plan import driver, sweep, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
-from jaxbench.recipe import recipes
+from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
@@ -41,7 +41,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--config", help="recipe file or name, such as llama2_70b_bf16")
-    add("--gpus", type=int, help="the row: number of GPUs")
+    add("--gpus", type=int, help="the row: number of GPUs; any that fills nodes")
     add("--gpu", choices=list(hardware.PLANNED), default="h100", help="default h100")
     add(
         "--set", action="append", default=[], metavar="KEY=VALUE",
@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--system", action="append", default=[], metavar="KEY=VALUE",
         help="change the system: nvlink=450 and nic=50 (GB/s per GPU, one direction), node=8 (GPUs "
-        "in an NVLink domain)",
+        "of a host), domain=8 (GPUs that NVLink joins)",
     )  # fmt: skip
     add(
         "--kernels", type=Path, metavar="FILE",
@@ -73,23 +73,35 @@ def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
     RecipeError."""
     for setting in settings:
         key, _, value = setting.partition("=")
+        counts = ("node", "domain")
         try:
-            number = int(value) if key == "node" else float(value)
+            number = int(value) if key in counts else float(value)
         except ValueError:
             number = 0
-        if key not in ("nvlink", "nic", "node") or not 0 < number < float("inf"):
-            raise RecipeError(f"--system {setting}: expected nvlink=N, nic=N or node=N, N above 0")
+        if key not in ("nvlink", "nic", *counts) or not 0 < number < float("inf"):
+            raise RecipeError(
+                f"--system {setting}: expected nvlink=N, nic=N, node=N or domain=N, N above 0"
+            )
         changes: dict[str, Any] = {key: number}
         gpu = replace(gpu, **changes)
+    if gpu.domain % gpu.node:
+        raise RecipeError(
+            f"--system: a domain of {gpu.domain} GPUs is not one of nodes of {gpu.node}"
+        )
     return gpu
 
 
-def resolve(config: str, gpus: int | None, changes: list[str]) -> tuple[Run, recipes.Recipe]:
-    """The run of a row, and its recipe. Raises RecipeError for what cannot run on GPUs."""
-    recipe = recipes.load(config)
-    if gpus not in recipe.rows:
+def resolve(
+    config: str, gpus: int | None, changes: list[str], gpu: Gpu
+) -> tuple[Run, recipes.Recipe]:
+    """The run of a row, which may be derived, and its recipe, on a GPU. Raises RecipeError for what
+    cannot run there."""
+    recipe = recipes.load(config).on(gpu)
+    if gpus is None:
         raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
-    run = recipes.resolve(recipe, gpus, overrides=recipes.parse_overrides(changes))
+    overrides = recipes.parse_overrides(changes)
+    recipe = derive.extend(recipe, gpus, gpu, overrides)
+    run = recipes.resolve(recipe, gpus, overrides=overrides)
     if run.precision.implementation == "te":
         driver.pretend()
     check_run(run, "gpu")
@@ -103,7 +115,7 @@ def plan_spec(spec: str, gpu: Gpu, kernels: Path | None) -> Plan:
         return read(path / "plan.json" if path.is_dir() else path)
     row, *changes = spec.split() or [""]
     name, _, gpus = row.partition(":")
-    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes)
+    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes, gpu)
     check_compiler()
     return make_plan(run, gpu, kernels=kernels)
 
@@ -168,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             return sweep.sweep(args.gpu, gpu, args.system, args.output)
         if not args.config or args.gpus is None:
             raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
-        run, recipe = resolve(args.config, args.gpus, args.set)
+        run, recipe = resolve(args.config, args.gpus, args.set, gpu)
         check_compiler()
         if args.dump:
             args.dump.mkdir(parents=True, exist_ok=True)

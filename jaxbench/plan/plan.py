@@ -17,7 +17,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.forecast.forecast import Forecast, forecast
 from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu
-from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.absent import compile_only_devices, placed
 from jaxbench.plan.traffic import Traffic, mesh_axes, traffic
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
@@ -167,6 +167,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     """Compiles one step of the run for absent GPUs, and describes it. The scheduled program is kept
     in `dump`; `kernels` are measurements that come before the package's (`forecast.tables`)."""
     tables = load(gpu.name.lower(), kernels)
+    gpu = placed(gpu, run.gpus)
     devices = compile_only_devices(gpu, run.gpus)
     with (
         jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)),
@@ -184,7 +185,13 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     walk = schedule.Walk(program)
     timeline = walk.under(schedule.Roofline(gpu))
     expected = forecast(program, walk, gpu, tables, lambda c: mesh_axes(c.devices, run.mesh_shape))
-    row = published.lookup(run)
+    row = published.lookup(run, gpu)
+    rates = {
+        "bound": rates_of(run, gpu, timeline.step_s),
+        "forecast": rates_of(run, gpu, expected.step_s),
+    }
+    if row:
+        rates["published"] = rates_of(run, row.gpu, row.step_time_s)
     bytes_per_device = Memory(
         arguments=stats.argument_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
@@ -223,22 +230,14 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         bound_step_s=timeline.step_s,
         forecast_step_s=expected.step_s,
         forecast=expected,
-        rates=rates(
-            run,
-            gpu,
-            {
-                "bound": timeline.step_s,
-                "forecast": expected.step_s,
-                "published": row.step_time_s if row else None,
-            },
-        ),
+        rates=rates,
         published=asdict(row) if row else None,
     )
 
 
 def system(gpu: Gpu) -> dict[str, Any]:
     """What a plan depends on of the GPUs and their links."""
-    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node")
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node", "domain")
     return {name: getattr(gpu, name) for name in names}
 
 
@@ -300,11 +299,7 @@ def executed_kernels(program: Program) -> Kernels:
     return Kernels(gemm_bf16=runs["bf16"], gemm_fp8=runs["fp8"], attention=runs["attention"])
 
 
-def rates(run: Run, gpu: Gpu, seconds: dict[str, float | None]) -> dict[str, Rates]:
-    """`Rates` of step times, of those that are there."""
-    peak = gpu.tflops.get(run.precision.dtype)
-    found = {name: throughput(run, s, peak) for name, s in seconds.items() if s}
-    return {
-        name: Rates(tokens_per_s_per_gpu=t["tokens_per_s_per_gpu"], mfu=t["mfu"]["full"])
-        for name, t in found.items()
-    }
+def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
+    """`Rates` of a step time."""
+    found = throughput(run, seconds, gpu.tflops.get(run.precision.dtype))
+    return Rates(tokens_per_s_per_gpu=found["tokens_per_s_per_gpu"], mfu=found["mfu"]["full"])

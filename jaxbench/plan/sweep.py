@@ -21,6 +21,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.hardware import Gpu
+from jaxbench.plan.absent import placed
 from jaxbench.plan.plan import Plan, read, system
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
@@ -39,11 +40,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows() -> list[Run]:
-    """Every row of every recipe but the smoke rows."""
+def rows(gpu: Gpu) -> list[Run]:
+    """Every row of every recipe on a GPU but the smoke rows."""
     return [
         recipes.resolve(recipe, row)
-        for recipe in recipes.load_all()
+        for recipe in (loaded.on(gpu) for loaded in recipes.load_all())
         for row in recipe.rows
         if row != recipes.SMOKE
     ]
@@ -52,7 +53,7 @@ def rows() -> list[Run]:
 def sweep(name: str, gpu: Gpu, settings: list[str], output: Path) -> int:
     """Plans all rows and writes the tables; 1 when a row fails or does not fit."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    runs = rows()
+    runs = rows(gpu)
     plans: dict[str, Plan] = {}
     failures: list[str] = []
     console = Console(stderr=True)
@@ -110,7 +111,7 @@ def finished(path: Path, run: Run, gpu: Gpu) -> Plan | None:
     expected = {
         "settings": json.loads(json.dumps(recipes.describe(run))),
         "flags": flags.options(run, "gpu"),
-        "system": system(gpu),
+        "system": system(placed(gpu, run.gpus)),
         "versions": versions() | {"commit": plan.versions["commit"]},
     }
     same = all(getattr(plan, name) == value for name, value in expected.items())

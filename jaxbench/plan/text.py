@@ -27,7 +27,7 @@ def report(plan: Plan) -> str:
     parts, row = plan.bound_parts_s, plan.published
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{plan.recipe}, row {plan.row}: {plan.mesh}, {plan.system['device']}",
+        f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
         f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
         f"jax {plan.versions['jax']}",
         "",
@@ -59,8 +59,8 @@ def report(plan: Plan) -> str:
     lines += _forecast(plan)
     if row:
         lines.append(
-            f"published   {row['step_time_s']} s, {_rates(plan, 'published')}; MFU "
-            f"{row['mfu_pct']} % as its source prints it"
+            f"published   {row['step_time_s']} s on {row['gpu_type'].upper()}, "
+            f"{_rates(plan, 'published')}; MFU {row['mfu_pct'] or 'no'} % as its source prints it"
         )
         lines += [f"  {code:10} {ERRATA[code]}" for code in row["errata"]]
     return "\n".join(lines)
@@ -83,6 +83,14 @@ def _forecast(plan: Plan) -> list[str]:
             f"taken in proportion: {'; '.join(f.beyond)}"
         )
     return lines
+
+
+def _derived(plan: Plan) -> str:
+    """What is not in the recipe's file must be shown."""
+    if plan.settings["label"] != "derived":
+        return ""
+    model, batch = plan.settings["model"], plan.settings["batch"]
+    return f" (derived: {model['layers']} layers, global batch {batch['global_batch']})"
 
 
 def _pipeline(plan: Plan) -> list[str]:

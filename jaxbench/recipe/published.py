@@ -1,9 +1,9 @@
 """The published rows (configs/published.csv).
 
 A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and
-1979 TFLOP/s and their own, often rounded, model FLOPs. Where a printed figure does not follow from
-what its source states, the row carries an erratum code (`ERRATA`); the printed figure is kept, and
-the code says how to reproduce it (`tests/recipe/test_flops.py` does).
+1979 TFLOP/s (2450 and 4900 on GB200) and their own, often rounded, model FLOPs. Where a printed
+figure does not follow from what its source states, the row carries an erratum code (`ERRATA`); the
+printed figure is kept, and the code says how to reproduce it (`tests/recipe/test_flops.py` does).
 """
 
 import csv
@@ -27,26 +27,39 @@ ERRATA = {
     "PEAK": "MFU is reproduced with a peak of 989.5 TFLOP/s (half of 1979), not the stated 989",
     "FLOPS3": "MFU is reproduced only with model FLOPs of 3.94e15, rounded but not stated",
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
+    "FULL": "MFU is that of the full count, 1/1.17 of what the formula of release 24.11 gives",
+    "HALF": "tokens/s and days are those of half the global batch",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published measurement; None where the source prints nothing. MFU in percent."""
+    """One published measurement on GPUs of a type; None where the source prints nothing. MFU in
+    percent."""
 
     workload: str
     size: str
     dtype: str
+    gpu_type: str
     gpus: int
     seq_len: int
     layers: int
     gbs: int
     step_time_s: float
-    tokens_per_s: float
-    mfu_pct: float
+    tokens_per_s: float | None
+    mfu_pct: float | None
     days_per_1t_tokens: float | None
     source_file: str
     errata: tuple[str, ...]
+
+    @property
+    def gpu(self) -> hardware.Gpu:
+        """What it was measured on."""
+        return hardware.PLANNED[self.gpu_type]
+
+    def __str__(self) -> str:
+        mfu = "" if self.mfu_pct is None else f", {self.mfu_pct} % MFU"
+        return f"{self.step_time_s} s{mfu}, {self.gpu.name}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -67,15 +80,17 @@ def rows() -> tuple[Row, ...]:
 
 
 def read(path: Path) -> tuple[Row, ...]:
-    """The rows of a table like published.csv. Raises RecipeError where it is none, or has a model
-    or dtype that nobody knows."""
+    """The rows of a table like published.csv. Raises RecipeError where it is none, or has a model,
+    a GPU or a dtype that nobody knows."""
     try:
         with path.open() as file:
             found = tuple(_row(line) for line in csv.DictReader(file))
     except (OSError, ValueError, LookupError) as error:
         raise RecipeError(f"{path}: not a table like configs/published.csv: {error!r}") from error
     for row in found:
-        if (row.workload, row.size) not in _models() or row.dtype not in hardware.H100.tflops:
+        if row.gpu_type not in hardware.PLANNED:
+            raise RecipeError(f"{path}: unknown GPU: {row.gpu_type}")
+        if (row.workload, row.size) not in _models() or row.dtype not in row.gpu.tflops:
             raise RecipeError(f"{path}: unknown work: {row.workload} {row.size} {row.dtype}")
     return found
 
@@ -98,11 +113,13 @@ def _row(line: dict[str, str]) -> Row:
     return Row(**values)
 
 
-def lookup(run: Run) -> Row | None:
-    """The published row with the run's model, work, precision and GPU count; None where there is
-    none."""
+def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
+    """The published row with the run's model, work, precision and GPU count: of that GPU if there
+    is one, else of another; None where there is none."""
     m, b = run.model, run.batch
-    if all(_widths(m) != _widths(published) for published in MODELS.values()):
+    if run.label == "derived" or all(
+        _widths(m) != _widths(published) for published in MODELS.values()
+    ):
         return None
     work = (
         m.family,
@@ -113,10 +130,12 @@ def lookup(run: Run) -> Row | None:
         b.sequence_length,
         b.global_batch,
     )
-    for row in rows():
-        if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs):
-            return row
-    return None
+    found = [
+        row
+        for row in rows()
+        if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs)
+    ]
+    return min(found, key=lambda row: gpu is None or row.gpu.name != gpu.name, default=None)
 
 
 def _widths(cfg: ModelConfig) -> dict[str, Any]:
@@ -126,13 +145,18 @@ def _widths(cfg: ModelConfig) -> dict[str, Any]:
 
 def differences(run: Run, device: str) -> list[str]:
     """Why the run's figures must not stand beside a published row; empty when they may."""
+    gpu = hardware.identify(device)
+    row = lookup(run, gpu)
     reasons = []
     if run.label == "smoke":
         reasons.append("smoke row on a CPU")
-    elif lookup(run) is None:
+    elif run.label == "derived":
+        reasons.append(f"its row is derived: the recipe has none for {run.gpus} GPUs")
+    elif row is None:
         reasons.append(f"nothing is published for this work on {run.gpus} GPUs")
-    if hardware.identify(device) is not hardware.H100:
-        reasons.append(f"the hardware is {device}, the published one is {hardware.H100.name}")
+    published = row.gpu if row else hardware.H100
+    if gpu is not published:
+        reasons.append(f"the hardware is {device}, the published one is {published.name}")
     return reasons
 
 

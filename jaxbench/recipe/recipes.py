@@ -1,20 +1,22 @@
 """Recipes: configs/*.yaml, resolved for a number of GPUs into a `Run`.
 
 A recipe names a model, holds what all of its rows share, and a table of rows, one per GPU count. A
-row is given in the short names of `ROW_KEYS`; it may also hold whole sections. Everything is
-checked here, before any slow work.
+row is given in the short names of `ROW_KEYS`; it may also hold whole sections. Rows are sized for
+the H100; another GPU may have a table of its own, under its name, whose rows take the place of
+those of the same count (`Recipe.on`). Everything is checked here, before any slow work.
 """
 
 import difflib
 import math
 import types
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
@@ -50,12 +52,21 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as it was read: `shared` sections, and `rows` by GPU count or `smoke`."""
+    """A recipe as it was read: `shared` sections, `rows` by GPU count or `smoke`, and those of some
+    GPUs alone (`own`), by the GPU's name. `derived` are counts whose rows stand in no file
+    (`derive.extend`)."""
 
     name: str
     model: str
     shared: dict[str, dict]
     rows: dict[int | str, dict]
+    own: dict[str, dict[int | str, dict]] = field(default_factory=dict)
+    derived: frozenset[int] = frozenset()
+
+    def on(self, gpu: hardware.Gpu | None) -> "Recipe":
+        """The recipe as it is on a GPU: its own rows in place of those of the same count."""
+        own = self.own.get(gpu.name.lower(), {}) if gpu else {}
+        return replace(self, rows=self.rows | own)
 
     def row_names(self) -> str:
         """The rows there are, for a message."""
@@ -100,22 +111,29 @@ def load(config: str | Path) -> Recipe:
         raise RecipeError(f"{path}: expected a mapping with model, rows and sections")
     sections = [s for s in SECTIONS if s != "model"]
     for key in content:
-        _known(key, ["model", "rows", *sections], f"{path}")
-    model, rows = content.get("model"), content.get("rows")
+        _known(key, ["model", "rows", *hardware.PLANNED, *sections], f"{path}")
+    model = content.get("model")
     if not isinstance(model, str) or model not in MODELS:
         raise RecipeError(f"{path}: model is {_shown(model)}; expected one of {', '.join(MODELS)}")
+    rows = _rows(content.get("rows"), f"{path}: rows")
+    own = {gpu: _rows(content[gpu], f"{path}: {gpu}") for gpu in hardware.PLANNED if gpu in content}
+    shared = {section: content.get(section) or {} for section in sections}
+    for section, values in shared.items():
+        _mapping(values, f"{path}: {section}")
+    return Recipe(path.stem, model, shared, rows, own)
+
+
+def _rows(rows: Any, where: str) -> dict[int | str, dict]:
+    """A table of rows, checked but for what they hold."""
     if not isinstance(rows, dict) or not rows:
-        raise RecipeError(f"{path}: rows must map GPU counts and 'smoke' to settings")
+        raise RecipeError(f"{where} must map GPU counts and 'smoke' to settings")
     for name, row in rows.items():
         count = type(name) is int and 0 < name <= LARGEST
         if not (name == SMOKE or count) or not isinstance(row, dict):
             raise RecipeError(
-                f"{path}: row {_shown(name)} must be a GPU count or 'smoke' and hold a mapping"
+                f"{where}: row {_shown(name)} must be a GPU count or 'smoke' and hold a mapping"
             )
-    shared = {section: content.get(section) or {} for section in sections}
-    for section, values in shared.items():
-        _mapping(values, f"{path}: {section}")
-    return Recipe(path.stem, model, shared, rows)
+    return rows
 
 
 def _read(path: Path) -> Any:
@@ -138,20 +156,16 @@ def _parse(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def choose_row(recipe: Recipe, platform: str, devices: int, gpus: int | None = None) -> int | str:
-    """The row for the devices found: the GPU count, or `smoke` on a machine without GPUs.
+def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
+    """The row for the devices found: the GPU count, or `smoke` on a machine without GPUs. The
+    recipe may have none of that count (`derive.extend`).
 
-    Raises RecipeError when `gpus` asks for another number, or when the recipe has no such row.
+    Raises RecipeError when `gpus` asks for another number.
     """
     found = f"{devices} {'GPU' if platform == 'gpu' else 'CPU device'}{'s' if devices > 1 else ''}"
     if gpus is not None and (platform != "gpu" or gpus != devices):
         raise RecipeError(f"--gpus {gpus} was asked for, but this job sees {found}")
-    row = devices if platform == "gpu" else SMOKE
-    if row not in recipe.rows:
-        raise RecipeError(
-            f"recipe {recipe.name} has no row for {found}; its rows are {recipe.row_names()}"
-        )
-    return row
+    return devices if platform == "gpu" else SMOKE
 
 
 def resolve(
@@ -181,10 +195,13 @@ def resolve(
     built: dict[str, Any] = {
         name: _build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
     }
+    label: Any = "full" if built["model"] == published else "proxy"
+    if row == SMOKE or row in recipe.derived:
+        label = "smoke" if row == SMOKE else "derived"
     return Run(
         recipe=recipe.name,
         row=str(row),
-        label="smoke" if row == SMOKE else "full" if built["model"] == published else "proxy",
+        label=label,
         gpus=row if isinstance(row, int) else devices or 1,
         steps=steps,
         seed=seed,

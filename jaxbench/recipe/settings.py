@@ -172,13 +172,13 @@ class Run:
     """One benchmark run on `gpus` devices (CPU devices for the smoke row).
 
     `label` says what the figures are: `full` (the published model), `proxy` (a shortened one),
-    `smoke` (tiny dims, no benchmark). `overrides` are the `--set` entries that were applied to the
-    recipe's row.
+    `derived` (a row that no recipe has, of either), `smoke` (tiny dims, no benchmark). `overrides`
+    are the `--set` entries that were applied to the recipe's row.
     """
 
     recipe: str
     row: str
-    label: Literal["full", "proxy", "smoke"]
+    label: Literal["full", "proxy", "derived", "smoke"]
     gpus: int
     model: ModelConfig
     parallelism: Parallelism

@@ -124,11 +124,12 @@ def tables(path: Path) -> Iterator[Found]:
         steps = Steps(expected=1)
         steps.add(0, row.step_time_s, 0.0)
         errata = f" ({', '.join(row.errata)})" if row.errata else ""
+        gpu = "" if row.gpu is hardware.H100 else f" {row.gpu.name}"
         yield Found(
-            path=path, source="published", recipe=f"{row.workload} {row.size}{errata}",
+            path=path, source="published", recipe=f"{row.workload} {row.size}{gpu}{errata}",
             gpus=row.gpus, dtype=row.dtype, label="published", steps=steps,
             tokens=row.tokens_per_step, flops={"published": row.flops_per_gpu},
-            peak_tflops=hardware.H100.tflops[row.dtype], published=asdict(row),
+            peak_tflops=row.gpu.tflops[row.dtype], published=asdict(row),
             not_comparable=["the published figure itself"],
         )  # fmt: skip
 

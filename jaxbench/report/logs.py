@@ -143,6 +143,7 @@ def _found(
         r
         for r in published.rows()
         if (r.workload, r.size, r.dtype, r.gpus) == (family, work.size, work.dtype, work.gpus)
+        and r.gpu is hardware.H100  # no log names its GPU
     ]
     found = Found(
         path=path, source=source, recipe=f"{family or work.model or path.stem} {work.size or ''}",

@@ -9,8 +9,8 @@ import jax
 
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import MEMORY_FRACTION
-from jaxbench.recipe import recipes
+from jaxbench.hardware import MEMORY_FRACTION, identify
+from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import devices, profiling, session
 from jaxbench.run.arguments import check_arguments, parse_arguments
@@ -52,7 +52,10 @@ def find_run(
     count, platform = jax.device_count(), jax.devices()[0].platform
     if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
         print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
-    row = recipes.choose_row(recipe, platform, count, args.gpus)
+    row = recipes.choose_row(platform, count, args.gpus)
+    if row != recipes.SMOKE:
+        gpu = identify(jax.devices()[0].device_kind)
+        recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, here=True)
     run = recipes.resolve(
         recipe, row, devices=count, overrides=overrides, steps=args.steps or STEPS, seed=args.seed
     )

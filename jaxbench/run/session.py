@@ -28,6 +28,7 @@ from jaxbench.cluster.signals import reason as stop_reason
 from jaxbench.cluster.watched import watched
 from jaxbench.errors import RunFailed
 from jaxbench.files import write_json
+from jaxbench.hardware import identify
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import spread
@@ -89,7 +90,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
     resumed = resumed_at(session)
     if resumed:
         reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
-    row = published.lookup(run)
+    row = published.lookup(run, identify(devices["device"]))
     return {
         "schema": SCHEMA,
         "status": "running",

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from jaxbench import hardware
 from jaxbench.recipe import flops
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
@@ -103,9 +102,9 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
         if pgle := record.get("pgle"):
             text.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s before")
     if row := record["published"]:
+        mfu = "" if row["mfu_pct"] is None else f"{row['mfu_pct']} % MFU, "
         text.append(
-            f"  published   {row['step_time_s']} s, {row['mfu_pct']} % MFU, {row['gpus']} "
-            f"{hardware.H100.name}"
+            f"  published   {row['step_time_s']} s, {mfu}{row['gpus']} {row['gpu_type'].upper()}"
         )
     elif record["label"] == "full":
         text.append("  published   nothing for this row")

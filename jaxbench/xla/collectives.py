@@ -3,7 +3,9 @@ least."""
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -16,7 +18,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 @dataclass(frozen=True)
 class Collective:
     """One collective instruction of the program. `bytes` is its result on one device, `devices` the
-    first of its groups, `count` its runs per step."""
+    first of its groups, `others` the rest of them, `count` its runs per step."""
 
     kind: str
     name: str
@@ -24,6 +26,7 @@ class Collective:
     devices: tuple[int, ...]
     count: int
     source: str
+    others: tuple[tuple[int, ...], ...] = ()
 
     @property
     def group(self) -> int:
@@ -44,23 +47,23 @@ class Collective:
         return round(per_run * self.count)
 
     def crosses_nodes(self, gpu: Gpu) -> bool:
-        """Whether the group lies in more than one NVLink domain."""
-        return len({device // gpu.node for device in self.devices}) > 1
+        """Whether any of the groups lies in more than one NVLink domain."""
+        return self.members(gpu) < self.group
 
     def members(self, gpu: Gpu) -> int:
-        """Devices of the group in one NVLink domain."""
-        return max(1, sum(device // gpu.node == 0 for device in self.devices))
+        """Those of a group that share a domain, the fewest of any group and domain: the steps of a
+        program wait for the slowest of its groups."""
+        return _fewest((self.devices, *self.others), gpu.domain)
 
     def seconds(self, gpu: Gpu) -> float:
         """Least time of one run: bytes over bandwidth, no latency.
 
-        Rings pass through all members of a node before they leave it, and each member carries a
-        share of the traffic on its own NIC; so the rate between nodes is NIC x members per node, up
-        to NVLink's. An all-to-all sends every byte straight to its receiver: what leaves the node
-        leaves through the sender's own NIC.
+        Rings pass through all members of a domain before they leave it, and each member carries a
+        share of the traffic on its own NIC; so the rate between domains is NIC x members of the
+        domain with the fewest, up to NVLink's. An all-to-all sends every byte straight to its
+        receiver: what leaves the domain leaves through the sender's own NIC.
         """
-        per_run = self.wire_bytes / self.count
-        members = self.members(gpu)
+        per_run, members = self.wire_bytes / self.count, self.members(gpu)
         if not self.crosses_nodes(gpu):
             rate = gpu.nvlink
         elif self.kind == "all-to-all":
@@ -68,6 +71,11 @@ class Collective:
         else:
             rate = min(gpu.nvlink, gpu.nic * members)
         return per_run / (rate * 1e9)
+
+
+@cache
+def _fewest(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
+    return min(min(Counter(d // domain for d in group).values()) for group in groups)
 
 
 def find(program: Program) -> list[Collective]:
@@ -82,28 +90,45 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     if kind not in KINDS:
         return None
     start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
-    devices = first_group(start.attributes)
+    devices, *others = groups(start.attributes)
+    if len(devices) < 2:
+        return None
     source = start.attribute(SOURCE) or ""
-    return Collective(kind, i.name, i.bytes, devices, runs, source) if len(devices) > 1 else None
+    return Collective(kind, i.name, i.bytes, devices, runs, source, tuple(others))
 
 
 def first_group(attributes: str) -> tuple[int, ...]:
-    """Devices of the first replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
-    with or without `T(..)`, and `mesh['a'=2,'b'=2] {'b'}`. Of `source_target_pairs` those farthest
-    apart: in a ring they cross nodes if any do."""
+    """Devices of the first replica group. Of `source_target_pairs` those farthest apart: in a ring
+    they cross nodes if any do."""
+    return groups(attributes)[0]
+
+
+@cache
+def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """Devices of each replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]` with
+    or without `T(..)`, and `mesh['a'=2,'b'=2] {'b'}`; of `source_target_pairs` the pairs, those
+    farthest apart first."""
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
         ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         inside = set(re.findall(r"'(\w+)'", found.group(2)))
-        return tuple(ids[tuple(slice(None) if a in inside else 0 for a in sizes)].ravel().tolist())
+        order = sorted(range(len(sizes)), key=lambda n: list(sizes)[n] in inside)
+        group = math.prod(size for axis, size in sizes.items() if axis in inside)
+        return _rows(ids.transpose(order).reshape(-1, group))
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         dims = ints(iota.group(2))
         order = ints(iota.group(3)) or list(range(len(dims)))
         ids = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-        return tuple(ids.ravel()[: int(iota.group(1))].tolist())
+        return _rows(ids.reshape(-1, int(iota.group(1))))
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes):
         ends = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs.group(1))]
-        return max(ends, key=lambda pair: abs(pair[0] - pair[1]))
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
-    return tuple(ints(listed.group(1))) if listed else (0,)
+        return tuple(sorted(ends, key=lambda pair: -abs(pair[0] - pair[1])))
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes)
+    if listed is None:
+        return ((0,),)
+    return tuple(tuple(ints(ids)) for ids in re.findall(r"\{([\d,]*)\}", listed.group(1)))
+
+
+def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in ids.tolist())

@@ -89,7 +89,7 @@ def test_a_collective_inside_a_node_that_was_measured():
 
 
 def test_a_larger_ring_inside_a_domain_takes_a_step_for_each_gpu():
-    domain = replace(H100, node=64)
+    domain = replace(H100, domain=64)
     time = tables.load("h100").values["collective", "all-gather"][8, 2**26] * 1e-6
     found = measured(domain).collective(gather(range(64), 2**26))
     assert found == pytest.approx(time * (63 / 64) / (7 / 8) + 56 * 3.4e-6)

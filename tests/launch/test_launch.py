@@ -100,6 +100,19 @@ def test_second_generation_folders():
     assert str(made.results).startswith("/mine/results/")
 
 
+def test_rows_of_another_gpu():
+    """GB200: four to a node, rows of their own; any count has a row."""
+    made = job(**LLAMA, GPU_TYPE="gb200", JOB_TOTAL_GPUS="256")
+    assert (made.options["nodes"], made.run.label) == ("64", "full")
+    assert made.remarks() == []
+    assert "nothing is published for" in job(**LLAMA, JOB_TOTAL_GPUS="256").remarks()[0]
+    made = job(**LLAMA, GPU_TYPE="B200", JOB_TOTAL_GPUS="512")
+    assert made.options["nodes"] == "64"
+    assert "512 B200s" in made.remarks()[0]
+    made = job("llama31_8b_bf16", "--gpus", "24", STAGE_PATH="/stage")
+    assert (made.run.label, made.options["nodes"]) == ("derived", "3")
+
+
 def test_checkpoints(tmp_path):
     (tmp_path / "old").mkdir()
     environment = LLAMA | {"STAGE_PATH": str(tmp_path), "JOB_TOTAL_GPUS": "512"}
@@ -121,7 +134,7 @@ def test_checkpoints(tmp_path):
             LLAMA | {"JOB_TOTAL_GPUS": "512"},
             "--gpus and JOB_TOTAL_GPUS contradict",
         ),
-        (("--gpus", "100"), LLAMA, "has no row for 100 GPUs"),
+        (("--gpus", "100"), LLAMA, "100 GPUs do not fill nodes of 8"),
         (("--gpus", "512"), LLAMA | {"STAGE_PATH": ""}, "set STAGE_PATH"),
         (("--gpus", "512"), LLAMA | {"LLMB_INSTALL": "/llmb"}, "are both set; use one"),
         (("--gpus", "512"), LLAMA | {"ENABLE_PROFILE": "yes"}, "expected true or false"),
@@ -168,7 +181,7 @@ def test_checkpoints(tmp_path):
             "profiles nothing",
         ),
         (("--gpus", "512"), LLAMA | {"ENABLE_PROFILE": "1"}, "expected true or false"),
-        (("--gpus", "512"), LLAMA | {"GPU_TYPE": "b200"}, "GPU_TYPE=b200: rows are published for"),
+        (("--gpus", "512"), LLAMA | {"GPU_TYPE": "v100"}, "GPU_TYPE=v100: expected one of h100"),
         (("--gpus", "512"), LLAMA | {"WORKLOAD": "gpt"}, "/gpt_405b_bf16.yaml: No such file"),
         (("--gpus", "0", "--cpu"), LLAMA, "--gpus 0: expected a whole number above 0"),
         (("--gpus", "512", "--time", "soon"), LLAMA, "--time soon: expected a time above 0 as M, "),

@@ -121,7 +121,7 @@ def test_a_recipe_of_ones_own_is_another_one(here):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ("{config: llama31_8b_bf16, gpus: 9}", "llama31_8b_bf16 has no row for 9 GPUs"),
+        ("{config: llama31_8b_bf16, gpus: 9}", "9 GPUs do not fill nodes of 8"),
         ("{config: nothing, gpus: 8}", "nothing.yaml: No such file"),
         ("{config: llama31_8b_bf16, gpus: eight}", "expected a number, or a list of numbers"),
         ("{config: llama31_8b_bf16, gpus: 8, set: a.b=1}", "unknown key 'a.b'"),

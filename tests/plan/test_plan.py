@@ -10,7 +10,7 @@ from compiled import needs_compiler
 
 from jaxbench.hardware import H100
 from jaxbench.plan import absent, command, sweep, text
-from jaxbench.plan.plan import Pipelined, rates, read, stages
+from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.traffic import mesh_axes
 from jaxbench.recipe import published, recipes
 
@@ -107,9 +107,13 @@ def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, caps
     ("arguments", "message"),
     [
         (["--config", ROW[1]], "--config and --gpus are needed"),
-        ([*ROW[:3], "9"], "recipe llama31_8b_bf16 has the rows 8, 16"),
-        ([*ROW, "--system", "nic=fast"], "--system nic=fast: expected nvlink=N, nic=N or node=N"),
-        ([*ROW, "--system", "node=7"], "16 GPUs do not fill nodes of 7"),
+        ([*ROW[:3], "9"], "they do not fill nodes of 8; the nearest counts that work: 8 and 16"),
+        (
+            [*ROW, "--system", "nic=fast"],
+            "--system nic=fast: expected nvlink=N, nic=N, node=N or domain=N",
+        ),
+        ([*ROW, "--system", "node=7"], "a domain of 8 GPUs is not one of nodes of 7"),
+        ([*ROW, "--system", "node=7", "--system", "domain=7"], "the nearest that do: 14 and 21"),
         ([*ROW, "--set", "model.head_dim=100"], "cuDNN attention takes multiples of 8 up to 256"),
         (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
     ],
@@ -136,7 +140,7 @@ def test_a_published_mfu_is_the_one_of_the_list(planned, row, line, errata):
     run = recipes.resolve(recipes.load(row[0]), row[1])
     found = published.lookup(run)
     plan = read(planned[1] / "plan.json")
-    known = plan.rates | rates(run, H100, {"published": found.step_time_s})
+    known = plan.rates | {"published": rates_of(run, H100, found.step_time_s)}
     plan = replace(plan, published=asdict(found), rates=known)
     text_lines = text.report(plan).splitlines()
     at = next(i for i, found in enumerate(text_lines) if found.startswith("published"))
@@ -167,9 +171,10 @@ def test_difference_of_two_plans_from_files(planned, capsys):
 def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     """A finished row is read; a row whose process fails is listed, and the status says so."""
     found = json.loads((planned[1] / "plan.json").read_text())
-    runs = [command.resolve(ROW[1], 16, SMALL[1::2])[0], command.resolve(ROW[1], 8, [])[0]]
+    asked = ((16, SMALL[1::2]), (8, []))
+    runs = [command.resolve(ROW[1], gpus, changes, H100)[0] for gpus, changes in asked]
     monkeypatch.setattr(sweep, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(sweep, "rows", lambda: runs)
+    monkeypatch.setattr(sweep, "rows", lambda gpu: runs)
     folder = tmp_path / "cache" / f"{sweep.key(runs[0])}-h100"
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(found))

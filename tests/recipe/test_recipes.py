@@ -6,7 +6,9 @@ import pytest
 from tiny import tiny_run
 
 from jaxbench.errors import RecipeError
+from jaxbench.hardware import PLANNED
 from jaxbench.recipe import published, recipes
+from jaxbench.recipe.families import MODELS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 RECIPES = {recipe.name: recipe for recipe in recipes.load_all()}
@@ -16,11 +18,12 @@ EXAMPLE = RECIPES["llama2_70b_bf16"]
 def text(recipe) -> str:
     """Every row of a recipe, resolved: a line for each section."""
     lines = []
-    for row in recipe.rows:
-        run = recipes.resolve(recipe, row)
+    tables = [("", recipe.rows), *((f"{gpu} ", own) for gpu, own in recipe.own.items())]
+    for gpu, row in ((gpu, row) for gpu, rows in tables for row in rows):
+        run = recipes.resolve(recipe.on(PLANNED.get(gpu.strip())), row)
         sections = recipes.describe(run)
         common = {k: v for k, v in sections.items() if not isinstance(v, dict)}
-        lines.append(f"{row}: mesh {run.mesh_text()}, {fields(common)}")
+        lines.append(f"{gpu}{row}: mesh {run.mesh_text()}, {fields(common)}")
         nested = {k: v for k, v in sections.items() if isinstance(v, dict)}
         lines += [f"  {name}: {fields(values)}" for name, values in nested.items()]
     return "\n".join(lines) + "\n"
@@ -47,9 +50,10 @@ def test_every_published_row_has_a_recipe_row_with_its_work(name):
     rows = [r for r in rows if (r.size, r.dtype) == (size, dtype)]
     assert rows or name == "nemotronh_56b_bf16"  # measured in FP8 only
     for row in rows:
-        run = recipes.resolve(RECIPES[name], row.gpus)
-        assert published.lookup(run) == row
-        assert run.label == ("proxy" if row.days_per_1t_tokens is None else "full")
+        run = recipes.resolve(RECIPES[name].on(row.gpu), row.gpus)
+        assert published.lookup(run, row.gpu) == row
+        whole = MODELS[RECIPES[name].model].layers
+        assert run.label == ("full" if row.layers == whole else "proxy")
     assert {1, "smoke"} <= RECIPES[name].rows.keys()
     smoke = recipes.resolve(RECIPES[name], "smoke")
     assert smoke.label == "smoke"
@@ -242,23 +246,22 @@ def test_bad_row_names_the_row():
 
 @pytest.mark.parametrize(
     ("platform", "devices", "gpus", "row"),
-    [("gpu", 64, None, 64), ("gpu", 64, 64, 64), ("gpu", 1, None, 1), ("cpu", 8, None, "smoke")],
+    [("gpu", 64, None, 64), ("gpu", 64, 64, 64), ("gpu", 8, None, 8), ("cpu", 8, None, "smoke")],
 )
 def test_row_of_a_machine(platform, devices, gpus, row):
-    assert recipes.choose_row(EXAMPLE, platform, devices, gpus) == row
+    assert recipes.choose_row(platform, devices, gpus) == row
 
 
 @pytest.mark.parametrize(
     ("platform", "devices", "gpus", "message"),
     [
-        ("gpu", 8, None, "no row for 8 GPUs; its rows are 64, 128, 256, 512, 1024, 2048, 1, smoke"),
         ("gpu", 8, 64, "--gpus 64 was asked for, but this job sees 8 GPUs"),
         ("cpu", 1, 64, "--gpus 64 was asked for, but this job sees 1 CPU device"),
     ],
 )
 def test_no_row_for_a_machine(platform, devices, gpus, message):
     with pytest.raises(RecipeError) as error:
-        recipes.choose_row(EXAMPLE, platform, devices, gpus)
+        recipes.choose_row(platform, devices, gpus)
     assert message in str(error.value)
 
 

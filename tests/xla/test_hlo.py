@@ -101,7 +101,7 @@ def test_collectives(program):
     ("attributes", "devices"),
     [
         ("replica_groups={{0,1,2,3}}, dimensions={0}", (0, 1, 2, 3)),
-        ("replica_groups={{0,4},{1,5}}", (0, 4)),
+        ("replica_groups={{0,2},{1,3}}", (0, 2)),
         ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
         ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", (0, 4)),
         ("replica_groups=[4,4]<=[2,2,4]T(1,0,2), dimensions={0}", (0, 1, 2, 3)),
@@ -113,6 +113,9 @@ def test_collectives(program):
 )
 def test_first_group(attributes, devices):
     assert collectives.first_group(attributes) == devices
+    found = [device for group in collectives.groups(attributes) for device in group]
+    if "source_target_pairs" not in attributes:  # there a device sends and receives
+        assert sorted(found) == list(range(len(found)))
 
 
 def test_a_real_program():

@@ -9,7 +9,7 @@ from jaxbench.xla import hlo, schedule
 from jaxbench.xla.collectives import Collective
 
 # 1 GB/s in memory and over NVLink, half of it between nodes.
-GPU = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, node=4)
+GPU = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, domain=4)
 SYSTEM = schedule.Roofline(GPU)
 PRODUCT_S = 2 * 128 * 1e-9
 """One operand and the result, bf16 arrays of 8 x 8, at 1 GB/s: longer than 1024 FLOP at the H100's
@@ -192,8 +192,8 @@ def test_traffic_of_slices_and_updates_in_place(line, expected):
     assert schedule.traffic(found, scope["k"], scope) == expected
 
 
-def test_links_between_nodes_are_shared_by_their_members():
-    """Ring: NIC times members per node; all-to-all: what leaves the node, over one NIC."""
+def test_links_between_domains_are_shared_by_their_members():
+    """Ring: NIC times members of a domain; all-to-all: what leaves it, over one NIC."""
 
     def seconds(kind: str, devices: tuple[int, ...]) -> float:
         return Collective(kind, "c", 800, devices, 1, "").seconds(GPU)
@@ -231,3 +231,11 @@ rhs_batch_dims={0}, rhs_contracting_dims={1}
 """
     ((work, _, _),) = program(body).works()
     assert (work.sizes, work.flops) == ((3, 4, 5, 2), 2 * 3 * 4 * 5 * 2)
+
+
+def test_the_slowest_of_the_groups_decides():
+    """A group that is split 3 to 1 sends through one NIC, whatever the first group does."""
+    groups = ((0, 1, 2, 3), (4, 5, 6, 8))
+    found = Collective("all-gather", "c", 800, groups[0], 1, "", groups[1:])
+    assert found.crosses_nodes(GPU)
+    assert found.seconds(GPU) == pytest.approx(600e-9 / 0.5)

@@ -1,0 +1,149 @@
+"""Rows for GPU counts that a recipe has none for.
+
+A row is derived from the nearest smaller one, or from the smallest: the same model and sequence
+length, a global batch in proportion to the GPUs (weak scaling, as the published rows have it), and
+a mesh as close to that row's as the count allows. Its runs are labelled `derived` and stand beside
+no published figure.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from jaxbench.errors import RecipeError
+from jaxbench.hardware import Gpu
+from jaxbench.recipe import flops, recipes
+from jaxbench.recipe.recipes import SMOKE, Override, Recipe
+from jaxbench.recipe.settings import CHOSEN, Run
+
+LARGEST = 2**20
+"""Of the counts that a row is derived for."""
+
+STATE_BYTES = 14
+"""Of a parameter, at least: itself and two moments in fp32, its gradient in bf16."""
+
+OTHERS = tuple(axis for axis in CHOSEN if axis != "fsdp")
+"""The axes that a row sizes, but for the one that takes what the count needs."""
+
+
+def extend(
+    recipe: Recipe,
+    gpus: int | str,
+    gpu: Gpu | None,
+    overrides: tuple[Override, ...] = (),
+    *,
+    here: bool = False,
+) -> Recipe:
+    """The recipe with a row for `gpus`, derived where it has none. Axes that are overridden keep
+    that size; GPUs that are `here` may lie in any nodes.
+
+    Raises RecipeError, naming the nearest counts that work, for a count that fills no nodes, or on
+    which the train state alone fits no mesh.
+    """
+    if gpus == SMOKE or gpus in recipe.rows:
+        return recipe
+    assert isinstance(gpus, int)
+    if not 0 < gpus <= LARGEST:
+        raise RecipeError(f"--gpus {gpus}: expected a whole number from 1 to {LARGEST}")
+    fixed = {o.name: o.value for o in overrides if o.section == "parallelism"}
+
+    def row(count: int) -> dict[str, Any] | None:
+        whole = here or gpu is None or gpu.spread(count) is not None
+        return derived(recipe, count, gpu, fixed) if whole else None
+
+    if (found := row(gpus)) is not None:
+        return replace(recipe, rows=recipe.rows | {gpus: found}, derived=recipe.derived | {gpus})
+    counts = [n for n in recipe.rows if isinstance(n, int) and n > 1]
+    last = 2 * max(gpus, *counts)
+    below, above = range(gpus - 1, 1, -1), range(gpus + 1, last)
+    near = [
+        next((n for n in numbers if n in counts or row(n) is not None), None)
+        for numbers in (below, above)
+    ]
+    raise RecipeError(
+        f"recipe {recipe.name} on {gpus} {gpu.name if gpu else 'GPU'}s: "
+        f"{_why(gpus, gpu, fixed, here)}; the nearest counts that work: "
+        f"{' and '.join(str(n) for n in near if n) or 'none'}; its rows are {recipe.row_names()}"
+    )
+
+
+def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], here: bool) -> str:
+    """What is wrong with a count that no row can be derived for."""
+    if gpu and not here and gpu.spread(gpus) is None:
+        domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
+        return f"they do not fill nodes of {gpu.node}{domains}"
+    asked = f" with {', '.join(f'{name}={size}' for name, size in fixed.items())}" if fixed else ""
+    return f"no mesh of them{asked} holds the train state"
+
+
+def base(recipe: Recipe, gpus: int) -> int:
+    """The row to derive from: the largest that is smaller, else the smallest. That of one GPU holds
+    other work, and is taken where there is no other. Raises RecipeError where there is none."""
+    counts = sorted(n for n in recipe.rows if isinstance(n, int) and n not in recipe.derived)
+    counts = [n for n in counts if n > 1] or counts
+    if not counts:
+        raise RecipeError(f"recipe {recipe.name}: its rows are {recipe.row_names()}")
+    return max((n for n in counts if n < gpus), default=counts[0])
+
+
+def derived(
+    recipe: Recipe, gpus: int, gpu: Gpu | None, fixed: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The settings of a row, with axes of `fixed` sizes; None where the train state fits no mesh of
+    so many GPUs."""
+    count = base(recipe, gpus)
+    run = recipes.resolve(recipe, count)
+    room = gpu.memory_limit if gpu and gpu.memory else math.inf
+    state = STATE_BYTES * flops.parameters(run.model)["total"]
+    for sizes in meshes(run, gpus, fixed):
+        if state / math.prod(sizes[axis] for axis in CHOSEN) > room:
+            continue
+        row = recipe.rows[count] | sizes | batch(run, gpus, sizes)
+        try:
+            recipes.resolve(replace(recipe, rows={gpus: row}), gpus)
+        except RecipeError:
+            continue
+        return row
+    return None
+
+
+def meshes(run: Run, gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
+    """Meshes for `gpus`, the closest to the run's first: axes other than fsdp as they are, or
+    divided as little as possible; then as many devices to a copy of the model, or as few more as
+    possible, else as many as possible."""
+    p = run.parallelism
+    found: list[tuple[tuple[float, bool, float], dict[str, int]]] = []
+    for sizes in product(*(_sizes(axis, getattr(p, axis), fixed) for axis in OTHERS)):
+        inner = math.prod(sizes)
+        if gpus % inner or run.model.embed % inner:
+            continue
+        divided = sum(
+            abs(math.log2(getattr(p, axis) / size))
+            for axis, size in zip(OTHERS, sizes, strict=True)
+        )
+        for fsdp in _sizes("fsdp", math.gcd(gpus, run.model.embed) // inner, fixed):
+            ranks = inner * fsdp
+            if gpus % ranks == run.model.embed % ranks == 0:
+                order = (divided, ranks < p.ranks, abs(math.log2(ranks / p.ranks)))
+                found.append((order, {**dict(zip(OTHERS, sizes, strict=True)), "fsdp": fsdp}))
+    for _, mesh in sorted(found, key=lambda entry: entry[0]):
+        chunks = max(p.pipeline * p.virtual_stages // mesh["pipeline"], 1)
+        yield mesh | {"virtual_stages": chunks if mesh["pipeline"] > 1 else 1}
+
+
+def _sizes(axis: str, most: int, fixed: dict[str, Any]) -> list[int]:
+    """The sizes that an axis can have: what divides `most`, or the fixed one."""
+    size = fixed.get(axis)
+    if size is not None:
+        return [size] if isinstance(size, int) and size > 0 else []
+    return [n for n in range(1, most + 1) if most % n == 0]
+
+
+def batch(run: Run, gpus: int, mesh: dict[str, int]) -> dict[str, int | None]:
+    """The run's microbatch, and the global batch that is nearest to proportional."""
+    ranks = gpus // math.prod(mesh[axis] for axis in ("pipeline", "context", "tensor"))
+    one_pass = (run.batch.microbatch or 1) * ranks * mesh["pipeline"]
+    passes = max(1, round(run.batch.global_batch * gpus / run.gpus / one_pass))
+    return {"global_batch": passes * one_pass, "microbatch": run.batch.microbatch}
