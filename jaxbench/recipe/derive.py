@@ -21,7 +21,7 @@ from jaxbench.recipe.settings import CHOSEN, Run
 LARGEST = 2**20
 """Of the counts that a row is derived for."""
 
-SEARCHED = 1024
+SEARCHED = 256
 """Counts on either side of one that cannot work that are tried."""
 
 STATE_BYTES = 14
