@@ -32,6 +32,22 @@ def test_another_card_is_not_the_published_one(device):
     assert published.differences(run, "NVIDIA H100 80GB HBM3") == []
 
 
+def test_a_gpu_stands_beside_its_own_row():
+    """405B on 512 is published for both, the same work: 19.78 s and 9.508 s."""
+    recipe = recipes.load("llama31_405b_bf16")
+    for name, device, seconds in (
+        ("h100", "NVIDIA H100 80GB HBM3", 19.78),
+        ("gb200", "NVIDIA GB200", 9.508),
+    ):
+        gpu = hardware.PLANNED[name]
+        run = recipes.resolve(recipe.on(gpu), 512)
+        assert published.lookup(run, gpu).step_time_s == seconds
+        assert published.differences(run, device) == []
+    run = recipes.resolve(recipe.on(hardware.PLANNED["gb200"]), 128)  # on H100 62 layers
+    (reason,) = published.differences(run, "NVIDIA H100 80GB HBM3")
+    assert reason.endswith("the published one is GB200")
+
+
 def test_every_planned_gpu_is_described():
     for name, gpu in hardware.PLANNED.items():
         assert hardware.identify(gpu.device).name.lower() == name
@@ -40,3 +56,35 @@ def test_every_planned_gpu_is_described():
         assert gpu.bandwidth > gpu.nvlink > gpu.nic > 0
         assert f'name: "{gpu.device}"' in gpu.description
         assert f"device_memory_size: {gpu.memory} " in gpu.description
+        assert f"major: {gpu.chip.capability} " in gpu.description
+        assert gpu.domain % gpu.node == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "spread"),
+    [
+        ("h100", 3, (1, 1, 3)),  # a part of a node
+        ("h100", 24, (3, 1, 8)),
+        ("h100", 12, None),
+        ("gb200", 4, (1, 1, 4)),
+        ("gb200", 72, (1, 18, 4)),  # one rack
+        ("gb200", 96, (2, 12, 4)),
+        ("gb200", 128, (2, 16, 4)),  # as published: 16 of a rack's 18 trays
+        ("gb200", 512, (8, 16, 4)),
+        ("gb200", 3072, (48, 16, 4)),
+        ("gb200", 76, None),  # 19 nodes: 18 and 1
+        ("gb200", 10, None),
+    ],
+)
+def test_domains_are_filled_evenly(name, count, spread):
+    gpu = hardware.PLANNED[name]
+    assert gpu.spread(count) == spread
+    if spread:
+        domains, nodes, devices = spread
+        assert domains * nodes * devices == count
+        assert nodes * devices <= gpu.domain
+    else:
+        below, above = gpu.nearest(count)
+        assert below < count < above
+        assert gpu.spread(below)
+        assert gpu.spread(above)

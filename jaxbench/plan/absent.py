@@ -40,8 +40,7 @@ def compile_only_devices(gpu: Gpu, count: int) -> list[jax.Device]:
     """`count` devices on which programs can be compiled but not run, in full nodes or in a part of
     one. Raises RecipeError where they fill no nodes.
 
-    XLA is told of NVLink domains, their nodes, and the GPUs of each: it estimates and combines
-    collectives by whether they stay in a domain.
+    XLA is told of NVLink domains (its slices), their nodes, and the GPUs of each.
     """
     domains = count // placed(gpu, count).domain
     local = min(count, gpu.node)

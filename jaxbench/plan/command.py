@@ -124,7 +124,7 @@ def public(plan: Plan) -> dict[str, Any]:
     """The part of a plan that `--json` prints."""
     names = ("kind", "axes", "count", "bytes", "exposed_s")
     values = asdict(plan)
-    chosen = {key: values[key] for key in KEYS}
+    chosen = {key: values[key] for key in KEYS} | {"label": plan.settings["label"]}
     return chosen | {"collectives": [{n: c[n] for n in names} for c in values["collectives"]]}
 
 

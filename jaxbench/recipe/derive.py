@@ -21,6 +21,9 @@ from jaxbench.recipe.settings import CHOSEN, Run
 LARGEST = 2**20
 """Of the counts that a row is derived for."""
 
+SEARCHED = 256
+"""Counts on either side of one that cannot work that are tried."""
+
 STATE_BYTES = 14
 """Of a parameter, at least: itself and two moments in fp32, its gradient in bf16."""
 
@@ -56,8 +59,9 @@ def extend(
     if (found := row(gpus)) is not None:
         return replace(recipe, rows=recipe.rows | {gpus: found}, derived=recipe.derived | {gpus})
     counts = [n for n in recipe.rows if isinstance(n, int) and n > 1]
-    last = 2 * max(gpus, *counts)
-    below, above = range(gpus - 1, 1, -1), range(gpus + 1, last)
+    last = max(gpus, *counts) + 1
+    below = range(gpus - 1, max(1, gpus - SEARCHED), -1)
+    above = range(gpus + 1, max(last, gpus + SEARCHED))
     near = [
         next((n for n in numbers if n in counts or row(n) is not None), None)
         for numbers in (below, above)

@@ -154,9 +154,8 @@ def differences(run: Run, device: str) -> list[str]:
         reasons.append(f"its row is derived: the recipe has none for {run.gpus} GPUs")
     elif row is None:
         reasons.append(f"nothing is published for this work on {run.gpus} GPUs")
-    published = row.gpu if row else hardware.H100
-    if gpu is not published:
-        reasons.append(f"the hardware is {device}, the published one is {published.name}")
+    if row is not None and gpu is not row.gpu:
+        reasons.append(f"the hardware is {device}, the published one is {row.gpu.name}")
     return reasons
 
 

@@ -76,7 +76,7 @@ def test_a_pipeline_is_described():
 @needs_compiler
 def test_json_has_the_documented_keys(planned):
     found = json.loads((planned[1] / "printed.json").read_text())
-    assert tuple(found) == command.KEYS
+    assert tuple(found) == (*command.KEYS, "label")
     assert set(found["bytes_per_device"]) == {"arguments", "temporaries", "peak", "limit"}
     assert set(found["flops"]) == {"model_causal", "model_full", "compiled", "recompute_ratio"}
     assert set(found["kernels"]) == {"gemm_bf16", "gemm_fp8", "attention"}

@@ -211,6 +211,9 @@ def test_bad_override(texts, message):
         ("model: llama2_70b\nbatch: 3\nrows: {8: {}}", "batch must be a mapping"),
         ("model: [llama2_70b]\nrows: {8: {}}", "model is ['llama2_70b']; expected one of"),
         ("model: llama2_70b\nrows: {0: {}}", "row 0 must be a GPU count"),
+        ("model: llama2_70b\nrows: {8: {}}\ngb200: 4", "gb200 must map GPU counts"),
+        ("model: llama2_70b\nrows: {8: {}}\ngb200: {x: {}}", "gb200: row 'x' must be a GPU count"),
+        ("model: llama2_70b\nrows: {8: {}}\ngb20: {8: {}}", "'gb20'; did you mean 'gb200'"),
         ("model: llama2_70b\nrows: {true: {}}", "row True must be a GPU count"),
         ("model: llama2_70b\nrows: {8: {layers: " + "9" * 5000 + "}}", "not valid YAML"),
         ("[" * 5000, "not valid YAML"),
@@ -229,6 +232,17 @@ def test_missing_recipe_file_names_those_there_are(tmp_path):
     with pytest.raises(RecipeError, match="No such file") as error:
         recipes.load(tmp_path / "llama.yaml")
     assert "llama2_70b_bf16" in str(error.value)
+
+
+def test_rows_of_a_gpu_take_the_place_of_others():
+    recipe = RECIPES["llama31_405b_bf16"]
+    assert recipe.on(None).rows == recipe.rows
+    assert recipe.on(PLANNED["h200"]).rows == recipe.rows
+    own = recipe.on(PLANNED["gb200"])
+    assert own.rows.keys() == recipe.rows.keys() | {256}
+    assert recipes.resolve(own, 128).model.layers == 126
+    assert recipes.resolve(recipe, 128).model.layers == 62
+    assert own.rows[2048] == recipe.rows[2048]
 
 
 def test_bad_row_names_the_row():
