@@ -20,6 +20,7 @@ from jaxbench.hardware import Gpu
 from jaxbench.plan import driver, sweep, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
+from jaxbench.plan.processes import Target
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import check_run, compile_program
@@ -52,6 +53,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "in an NVLink domain)",
     )  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
+    add(
+        "--remedy", action=argparse.BooleanOptionalAction, default=True,
+        help="compile settings that may help where a row does not fit (default: yes)",
+    )  # fmt: skip
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the whole plan")
     add(
         "--diff", nargs=2, metavar=("A", "B"),
@@ -153,12 +158,13 @@ def main(argv: list[str] | None = None) -> int:
         flags.check_environment(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
         gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
+        target = Target(gpu=gpu, name=args.gpu, system=tuple(args.system))
         if args.diff:
             print(text.difference(*(plan_spec(spec, gpu) for spec in args.diff)))
             return 0
         if args.all:
             check_compiler()
-            return sweep.sweep(args.gpu, gpu, args.system, args.output)
+            return sweep.sweep(target, args.output)
         if not args.config or args.gpus is None:
             raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
         run, recipe = resolve(args.config, args.gpus, args.set)
@@ -174,6 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(public(plan), indent=2) if args.json else text.report(plan))
     if not plan.fits:
         print(text.too_big(plan), file=sys.stderr)
+    if not plan.fits and args.remedy:
+        print("what would make it fit:", file=sys.stderr)
         for line in find_remedy(run, recipe, args.gpus, gpu):
             print(line, file=sys.stderr, flush=True)
     return 0 if plan.fits else 1
