@@ -17,7 +17,7 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import Gpu
-from jaxbench.plan import driver, sweep, text
+from jaxbench.plan import driver, scaling, sweep, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
 from jaxbench.plan.processes import Target
@@ -64,6 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "'llama2_70b_bf16:64 execution.remat=full'",
     )  # fmt: skip
     add("--all", action="store_true", help="plan every row of every recipe")
+    add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
     add("--output", type=Path, default=Path("docs"), help="folder of --all's table (default docs)")
     return parser.parse_args(argv)
 
@@ -151,32 +152,40 @@ def find_remedy(run: Run, recipe: recipes.Recipe, row: int | str, gpu: Gpu) -> I
     yield "  none of these settings makes it fit: it needs more GPUs or fewer layers"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, 1 when a plan does not fit, or 2 for a user's mistake."""
-    args = parse_arguments(argv)
-    try:
-        flags.check_environment(os.environ.get("XLA_FLAGS", ""))
-        jax.config.update("jax_platforms", "cpu")
-        gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
-        target = Target(gpu=gpu, name=args.gpu, system=tuple(args.system))
-        if args.diff:
-            print(text.difference(*(plan_spec(spec, gpu) for spec in args.diff)))
-            return 0
-        if args.all:
-            check_compiler()
-            return sweep.sweep(target, args.output)
-        if not args.config or args.gpus is None:
-            raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
-        run, recipe = resolve(args.config, args.gpus, args.set)
-        check_compiler()
-        if args.dump:
-            args.dump.mkdir(parents=True, exist_ok=True)
-        plan = make_plan(run, gpu, args.dump)
-        if args.dump:
-            write_json(args.dump / "plan.json", asdict(plan))
-    except (RecipeError, RunFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises RecipeError for options that are missing, or that do not go together."""
+    asked = [f"--{name}" for name in ("diff", "all", "scaling") if getattr(args, name)]
+    if len(asked) > 1:
+        raise RecipeError(f"{' and '.join(asked)}: one of them at a time")
+    if asked and args.dump:
+        raise RecipeError(f"--dump keeps a single plan; expected no {asked[0]}")
+    if args.scaling and (not args.config or args.gpus is not None):
+        raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
+    if not asked and (not args.config or args.gpus is None):
+        raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
+
+
+def plan_many(args: argparse.Namespace, target: Target) -> int:
+    """What `--diff`, `--all` and `--scaling` ask for."""
+    if args.diff:
+        print(text.difference(*(plan_spec(spec, target.gpu) for spec in args.diff)))
+        return 0
+    check_compiler()
+    if args.scaling:
+        recipe = recipes.load(args.config)
+        return scaling.scaling(recipe, args.config, args.set, target, args.json)
+    return sweep.sweep(target, args.output)
+
+
+def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
+    """The plan of one row, and what would make it fit if it does not."""
+    run, recipe = resolve(args.config, args.gpus, args.set)
+    check_compiler()
+    if args.dump:
+        args.dump.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(run, gpu, args.dump)
+    if args.dump:
+        write_json(args.dump / "plan.json", asdict(plan))
     print(json.dumps(public(plan), indent=2) if args.json else text.report(plan))
     if not plan.fits:
         print(text.too_big(plan), file=sys.stderr)
@@ -185,3 +194,19 @@ def main(argv: list[str] | None = None) -> int:
         for line in find_remedy(run, recipe, args.gpus, gpu):
             print(line, file=sys.stderr, flush=True)
     return 0 if plan.fits else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns 0, 1 when a plan does not fit, or 2 for a user's mistake."""
+    args = parse_arguments(argv)
+    try:
+        flags.check_environment(os.environ.get("XLA_FLAGS", ""))
+        jax.config.update("jax_platforms", "cpu")
+        gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
+        check_arguments(args)
+        if args.diff or args.all or args.scaling:
+            return plan_many(args, Target(gpu=gpu, name=args.gpu, system=tuple(args.system)))
+        return plan_one(args, gpu)
+    except (RecipeError, RunFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
