@@ -17,11 +17,12 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import Gpu
-from jaxbench.plan import driver, scaling, sweep, text
+from jaxbench.plan import driver, scaling, search, sweep, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
 from jaxbench.plan.processes import Target
 from jaxbench.recipe import recipes
+from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
@@ -65,6 +66,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add("--all", action="store_true", help="plan every row of every recipe")
     add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
+    add("--search", action="store_true", help="try other meshes and remat policies for the row")
+    add("--limit", type=int, help=f"candidates that --search compiles (default {search.LIMIT})")
     add("--output", type=Path, default=Path("docs"), help="folder of --all's table (default docs)")
     return parser.parse_args(argv)
 
@@ -154,23 +157,30 @@ def find_remedy(run: Run, recipe: recipes.Recipe, row: int | str, gpu: Gpu) -> I
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises RecipeError for options that are missing, or that do not go together."""
-    asked = [f"--{name}" for name in ("diff", "all", "scaling") if getattr(args, name)]
+    asked = [f"--{name}" for name in ("diff", "all", "scaling", "search") if getattr(args, name)]
     if len(asked) > 1:
         raise RecipeError(f"{' and '.join(asked)}: one of them at a time")
     if asked and args.dump:
         raise RecipeError(f"--dump keeps a single plan; expected no {asked[0]}")
+    if args.limit is not None and not args.search:
+        raise RecipeError("--limit is for --search")
+    positive("--", args, "limit")
     if args.scaling and (not args.config or args.gpus is not None):
         raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
-    if not asked and (not args.config or args.gpus is None):
+    if asked in ([], ["--search"]) and (not args.config or args.gpus is None):
         raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
 
 
 def plan_many(args: argparse.Namespace, target: Target) -> int:
-    """What `--diff`, `--all` and `--scaling` ask for."""
+    """What `--diff`, `--all`, `--scaling` and `--search` ask for."""
     if args.diff:
         print(text.difference(*(plan_spec(spec, target.gpu) for spec in args.diff)))
         return 0
     check_compiler()
+    if args.search:
+        row, recipe = resolve(args.config, args.gpus, args.set)
+        limit = args.limit or search.LIMIT
+        return search.search(recipe, row, args.config, limit, target, args.json)
     if args.scaling:
         recipe = recipes.load(args.config)
         return scaling.scaling(recipe, args.config, args.set, target, args.json)
@@ -204,9 +214,15 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
         gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
         check_arguments(args)
-        if args.diff or args.all or args.scaling:
+        if args.diff or args.all or args.scaling or args.search:
             return plan_many(args, Target(gpu=gpu, name=args.gpu, system=tuple(args.system)))
         return plan_one(args, gpu)
     except (RecipeError, RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(
+            "interrupted; the plans that were made are kept (--all, --scaling and --search go on)",
+            file=sys.stderr,
+        )
+        return 130
