@@ -8,6 +8,7 @@ both figures by what compiled plans show (`search`).
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class Kept:
     flops: float
 
 
+@cache
 def activations(cfg: ModelConfig, length: int) -> dict[str, Kept]:
     """Those of a model by name (`settings.SAVEABLE`), in sequences of a length."""
     queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
@@ -85,6 +87,9 @@ def _rows(cfg: ModelConfig) -> float:
     return cfg.experts_per_token * (cfg.capacity_factor or 1.0)
 
 
+parameters, model_flops = cache(flops.parameters), cache(flops.model_flops)
+
+
 def estimate(run: Run, gpu: Gpu) -> Estimate:
     """`Estimate` of a run."""
     p, layers = run.parallelism, run.model.layers
@@ -106,7 +111,7 @@ def estimate(run: Run, gpu: Gpu) -> Estimate:
 def least_state(run: Run) -> float:
     """Bytes of train state and gradients that a device has at least: every weight is split over all
     ranks at most, and clipping needs all gradients at once."""
-    return flops.parameters(run.model)["total"] / run.parallelism.ranks * (STATE_BYTES + _sums(run))
+    return parameters(run.model)["total"] / run.parallelism.ranks * (STATE_BYTES + _sums(run))
 
 
 def _sums(run: Run) -> int:
@@ -122,10 +127,10 @@ def _peak(run: Run, gpu: Gpu, name: str) -> float:
 
 def _product_seconds(run: Run, gpu: Gpu) -> float:
     """The model's products on one device."""
-    work = flops.model_flops(run.model, run.batch.sequence_length)
-    del work["total"]
+    work = model_flops(run.model, run.batch.sequence_length)
     share = run.batch.global_batch / run.gpus
-    return share * sum(value / _peak(run, gpu, name) for name, value in work.items())
+    parts = (value / _peak(run, gpu, name) for name, value in work.items() if name != "total")
+    return share * sum(parts)
 
 
 def _recomputed_seconds(run: Run, gpu: Gpu) -> float:
@@ -148,7 +153,7 @@ def _other_seconds(run: Run, gpu: Gpu) -> float:
     moved = VISITS * BF16 * share * features
     if p.pipeline > 1:
         moved += run.accumulation * sum(_weights(run)) / p.pipeline * (2 * _sums(run) + BF16)
-    moved += flops.parameters(cfg)["total"] / p.ranks * OPTIMIZER_BYTES
+    moved += parameters(cfg)["total"] / p.ranks * OPTIMIZER_BYTES
     return moved / (gpu.bandwidth * 1e9)
 
 
@@ -160,7 +165,7 @@ def _missing(run: Run, name: str) -> float:
 
 def _weights(run: Run) -> tuple[float, float]:
     """Weights of products that a tensor rank uses, without experts; and those of its experts."""
-    counts, p = flops.parameters(run.model), run.parallelism
+    counts, p = parameters(run.model), run.parallelism
     experts = counts.get("experts", 0)
     rest = counts["total"] - counts["embedding"] - counts["norms"] - experts
     return rest / p.tensor, experts / (p.tensor * p.expert)
@@ -228,7 +233,7 @@ def _peak_bytes(run: Run) -> float:
     """State, gradients, weights in use, the activations that wait for the backward pass, and a
     layer's workspace."""
     cfg, p = run.model, run.parallelism
-    total, sums = flops.parameters(cfg)["total"], _sums(run)
+    total, sums = parameters(cfg)["total"], _sums(run)
     tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
     per_layer = {
         name: cfg.letters.count(kept.letter) * kept.features
