@@ -75,10 +75,10 @@ def _parallelisms(row: Run) -> Iterator[Parallelism]:
     """Every division of the GPUs among the axes; of a pipeline, those chunks that leave no more
     layers of padding than one chunk per rank."""
     for sizes in _factors(row.gpus, len(CHOSEN)):
-        axes = dict(zip(CHOSEN, sizes, strict=True))
-        ranks = axes["pipeline"]
-        for chunks in _divisors(-(-row.model.layers // ranks)) if ranks > 1 else (1,):
-            yield Parallelism(**axes, virtual_stages=chunks)
+        sized = Parallelism(**dict(zip(CHOSEN, sizes, strict=True)))
+        layers = -(-row.model.layers // sized.pipeline)
+        for chunks in _divisors(layers) if sized.pipeline > 1 else (1,):
+            yield replace(sized, virtual_stages=chunks)
 
 
 def _factors(total: int, count: int) -> Iterator[tuple[int, ...]]:

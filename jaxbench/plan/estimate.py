@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from jaxbench import mesh
 from jaxbench.hardware import Gpu
 from jaxbench.recipe import flops
 from jaxbench.recipe.model import SSD_CHUNK, ModelConfig
@@ -186,9 +187,8 @@ def _weight_seconds(run: Run, gpu: Gpu) -> float:
     p = run.parallelism
     gathers, passes = (1, 1) if p.pipeline > 1 else (2, run.accumulation)
     width = 1 if run.precision.dtype == "fp8" and run.precision.gather == "fp8" else BF16
-    everyone, without = ("pipeline", "fsdp", "expert", "context"), ("pipeline", "fsdp", "context")
     total = 0.0
-    for whole, axes in zip(_weights(run), (everyone, without), strict=True):
+    for whole, axes in zip(_weights(run), (mesh.AT_REST, mesh.EXPERT_AT_REST), strict=True):
         ranks, weights = math.prod(getattr(p, axis) for axis in axes), whole / p.pipeline
         total += gathers * _seconds(run, gpu, "all-gather", weights * width, *axes)
         total += _seconds(run, gpu, "reduce-scatter", weights * BF16 / ranks, *axes)
@@ -197,8 +197,8 @@ def _weight_seconds(run: Run, gpu: Gpu) -> float:
 
 def _replica_seconds(run: Run, gpu: Gpu) -> float:
     """The sum of gradients over replicas, once per step."""
-    shard = sum(_weights(run)) / run.parallelism.ranks * run.parallelism.tensor
-    return _seconds(run, gpu, "all-reduce", shard * _sums(run), "data")
+    shard = parameters(run.model)["total"] / run.parallelism.ranks
+    return _seconds(run, gpu, "all-reduce", shard * _sums(run), *mesh.REPLICAS)
 
 
 def _token_seconds(run: Run, gpu: Gpu) -> float:
@@ -213,17 +213,17 @@ def _token_seconds(run: Run, gpu: Gpu) -> float:
     for letter in set(cfg.letters):
         each = 0.0
         if letter != "E":
-            each += 3 * _seconds(run, gpu, "all-gather", whole, "tensor")
-            each += 2 * _seconds(run, gpu, "reduce-scatter", whole / p.tensor, "tensor")
+            each += 3 * _seconds(run, gpu, "all-gather", whole, mesh.TENSOR)
+            each += 2 * _seconds(run, gpu, "reduce-scatter", whole / p.tensor, mesh.TENSOR)
         else:
             rows = tokens / p.tensor * kept["dispatched"].features * BF16
             times = 4 + _missing(run, "dispatched")
-            each += times * _seconds(run, gpu, "all-to-all", rows, "expert", "tensor")
+            each += times * _seconds(run, gpu, "all-to-all", rows, *mesh.EXPERTS)
         if letter == "*":
             for name in ("query", "key", "value", "attention"):
                 size = tokens / p.tensor * kept[name].features * BF16
                 times = 2 + _missing(run, name)
-                each += times * _seconds(run, gpu, "all-to-all", size, "context")
+                each += times * _seconds(run, gpu, "all-to-all", size, mesh.CONTEXT)
         total += cfg.letters.count(letter) * each
     layers = 1 / p.pipeline  # those of a rank
     return total * run.accumulation * layers
