@@ -18,6 +18,10 @@ from jaxbench.recipe.settings import Run
 WORTH = 1.5
 """A candidate is not tried when its corrected estimate is this many times the best step found."""
 
+CAUTION = 0.95
+"""The share of the memory limit that a shape may be expected to take before one of its policies was
+compiled: estimates of another shape's memory are a few GiB off."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -49,14 +53,20 @@ class Search:
         self._estimates: dict[Run, Estimate] = {}
 
     def next(self) -> Run | None:
-        """What to compile now; None when nothing is left that is worth it."""
+        """What to compile now; None when nothing is left that is worth it. Of a shape that is being
+        compiled the outcome comes first."""
         if self.row not in self.tried:
             return self.row
         sources = [self._near(), self._far()]
         if len(self.tried) % 3 == 0:
             sources.reverse()
+        compiling = {shape(run) for run, outcome in self.tried.items() if outcome is None}
         for source in sources:
-            found = {run: self.expected(run) for run in source if run not in self.tried}
+            found = {
+                run: self.expected(run)
+                for run in source
+                if run not in self.tried and shape(run) not in compiling
+            }
             worth = [run for run in found if self._worth(run, found[run])]
             if worth:
                 return min(worth, key=lambda run: self._rank(found[run]))
@@ -69,7 +79,7 @@ class Search:
 
     def expected(self, run: Run) -> Estimate:
         """The estimate, corrected by what is known of the candidate's shape, or of the centre."""
-        known = {r: o for r, o in self.tried.items() if o and math.isfinite(o.peak)}
+        known = self._known()
         alike = [r for r in known if shape(r) == shape(run)]
         mine = self._estimate(run)
         if not (alike := alike or [r for r in known if r == self._centre()]):
@@ -97,9 +107,19 @@ class Search:
             return True
         known = self.tried[best]
         assert known is not None
-        tried = {shape(r) for r in self.tried}
-        most = known.seconds * (1 if shape(run) in tried else WORTH)
-        return expected.peak <= self.gpu.memory_limit and expected.seconds < most
+        most = known.seconds * (1 if self._is_known(run) else WORTH)
+        return expected.peak <= self._room(run) and expected.seconds < most
+
+    def _is_known(self, run: Run) -> bool:
+        return shape(run) in {shape(known) for known in self._known()}
+
+    def _known(self) -> dict[Run, Outcome]:
+        """What was compiled."""
+        return {run: o for run, o in self.tried.items() if o and math.isfinite(o.peak)}
+
+    def _room(self, run: Run) -> float:
+        """Bytes that a candidate may be expected to take."""
+        return self.gpu.memory_limit * (1 if self._is_known(run) else CAUTION)
 
     def _rank(self, expected: Estimate) -> tuple[float, float]:
         """What fits by its shorter time, before what is over the limit by less."""
@@ -137,10 +157,10 @@ class Search:
     def _fitted(self, run: Run) -> Run:
         """The shape with the policy that keeps most of what is expected to fit, or least."""
         rungs = self._policies(run) or [run]
-        low, high = 0, len(rungs) - 1
+        low, high, room = 0, len(rungs) - 1, self._room(run)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.expected(rungs[middle]).peak <= self.gpu.memory_limit:
+            if self.expected(rungs[middle]).peak <= room:
                 low = middle
             else:
                 high = middle - 1

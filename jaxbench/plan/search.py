@@ -46,7 +46,9 @@ def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as
             runs = {resolved(recipe, run, row): run for run in batch}
             for run, plan in plan_each(runs, target, config):
                 found[runs[run]] = plan
-                bar.advance(task)
+                fitting = [seconds(p) for p in found.values() if not isinstance(p, str) and p.fits]
+                best = f"best {min(fitting):.3f} s" if fitting else "none fits yet"
+                bar.update(task, advance=1, description=f"{row.recipe} {row.row}, {best}")
                 yield runs[run], outcome(plan)
 
         holds = StateFits(target.gpu, row.gpus)
@@ -151,7 +153,7 @@ def show(
     """The candidates, and what to paste."""
     grid = Table(box=None)
     for heading in ("step s", "of row", "peak GiB", "mesh", "chunks", "microbatch", "remat", "why"):
-        grid.add_column(heading, no_wrap=heading == "mesh")
+        grid.add_column(heading, no_wrap=heading in ("mesh", "why"))
     for line in lines:
         figures = ("", "", "")
         if "step_s" in line:
@@ -160,10 +162,10 @@ def show(
         numbers = str(line["virtual_stages"]), str(line["microbatch"])
         said = "the row; " * (not line["set"]) + line["why"]
         grid.add_row(*figures, line["mesh"], *numbers, line["remat"], said.removesuffix("; "))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(grid, markup=False)
+    console.print(grid)
     print(
         f"\n{len(lines)} compiled of {counts['shapes']} meshes and microbatches; of "
         f"{counts['state_does_not_fit']} the train state alone does not fit"
