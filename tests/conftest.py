@@ -37,8 +37,8 @@ def transformer_engine_on_a_cpu(monkeypatch):
 
 
 SHARING = (
-    "test_slurm.py", "test_compile.py", "test_plan.py", "test_survive.py", "test_nemotron.py",
-    "test_cli.py", "test_checkpoint.py", "test_routing.py",
+    "test_slurm.py", "test_compile.py", "test_plan.py", "test_search.py", "test_survive.py",
+    "test_nemotron.py", "test_cli.py", "test_checkpoint.py", "test_routing.py",
 )  # fmt: skip
 """Files whose tests share what takes long to make, the longest first."""
 

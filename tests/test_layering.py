@@ -80,7 +80,7 @@ def test_models_know_no_run_optimizer_or_environment():
 
 
 def test_laptop_wings_load_without_jax():
-    laptop = ("errors", "files", "hardware", "versions", "recipe", "xla", "report")
+    laptop = ("errors", "files", "hardware", "versions", "recipe", "xla", "forecast", "report")
     modules = [m for m in MODULES if wing(m) in laptop and not m.endswith("__main__")]
     modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog", "jaxbench.run.arguments"]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"

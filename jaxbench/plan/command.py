@@ -17,10 +17,12 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import Gpu
-from jaxbench.plan import driver, sweep, text
+from jaxbench.plan import driver, scaling, search, sweep, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
+from jaxbench.plan.processes import Target
 from jaxbench.recipe import derive, recipes
+from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
@@ -57,6 +59,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="measured kernels for the forecast, of jaxbench.calibrate; before the package's own",
     )  # fmt: skip
     add("--json", action="store_true", help="print the plan as JSON")
+    add(
+        "--remedy", action=argparse.BooleanOptionalAction, default=True,
+        help="compile settings that may help where a row does not fit (default: yes)",
+    )  # fmt: skip
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the whole plan")
     add(
         "--diff", nargs=2, metavar=("A", "B"),
@@ -64,6 +70,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "'llama2_70b_bf16:64 execution.remat=full'",
     )  # fmt: skip
     add("--all", action="store_true", help="plan every row of every recipe")
+    add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
+    add("--search", action="store_true", help="try other meshes and remat policies for the row")
+    add("--limit", type=int, help=f"candidates that --search compiles (default {search.LIMIT})")
     add("--output", type=Path, default=Path("docs"), help="folder of --all's table (default docs)")
     return parser.parse_args(argv)
 
@@ -163,6 +172,58 @@ def find_remedy(run: Run, recipe: recipes.Recipe, row: int | str, gpu: Gpu) -> I
     yield "  none of these settings makes it fit: it needs more GPUs or fewer layers"
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises RecipeError for options that are missing, or that do not go together."""
+    asked = [f"--{name}" for name in ("diff", "all", "scaling", "search") if getattr(args, name)]
+    if len(asked) > 1:
+        raise RecipeError(f"{' and '.join(asked)}: one of them at a time")
+    if asked and args.dump:
+        raise RecipeError(f"--dump keeps a single plan; expected no {asked[0]}")
+    if args.limit is not None and not args.search:
+        raise RecipeError("--limit is for --search")
+    positive("--", args, "limit")
+    if args.scaling and (not args.config or args.gpus is not None):
+        raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
+    if asked in ([], ["--search"]) and (not args.config or args.gpus is None):
+        raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
+
+
+def plan_many(args: argparse.Namespace, target: Target) -> int:
+    """What `--diff`, `--all`, `--scaling` and `--search` ask for."""
+    if args.diff:
+        plans = (plan_spec(spec, target.gpu, args.kernels) for spec in args.diff)
+        print(text.difference(*plans))
+        return 0
+    check_compiler()
+    if args.search:
+        row, recipe = resolve(args.config, args.gpus, args.set, target.gpu)
+        limit = args.limit or search.LIMIT
+        return search.search(recipe, row, args.config, limit, target, args.json)
+    if args.scaling:
+        recipe = recipes.load(args.config).on(target.gpu)
+        return scaling.scaling(recipe, args.config, args.set, target, args.json)
+    return sweep.sweep(target, args.output)
+
+
+def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
+    """The plan of one row, and what would make it fit if it does not."""
+    run, recipe = resolve(args.config, args.gpus, args.set, gpu)
+    check_compiler()
+    if args.dump:
+        args.dump.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(run, gpu, args.dump, args.kernels)
+    if args.dump:
+        write_json(args.dump / "plan.json", asdict(plan))
+    print(json.dumps(public(plan), indent=2) if args.json else text.report(plan))
+    if not plan.fits:
+        print(text.too_big(plan), file=sys.stderr)
+    if not plan.fits and args.remedy:
+        print("what would make it fit:", file=sys.stderr)
+        for line in find_remedy(run, recipe, args.gpus, gpu):
+            print(line, file=sys.stderr, flush=True)
+    return 0 if plan.fits else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, 1 when a plan does not fit, or 2 for a user's mistake."""
     args = parse_arguments(argv)
@@ -170,29 +231,16 @@ def main(argv: list[str] | None = None) -> int:
         flags.check_environment(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
         gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
-        if args.diff:
-            print(text.difference(*(plan_spec(spec, gpu, args.kernels) for spec in args.diff)))
-            return 0
-        if args.all:
-            if args.kernels:
-                raise RecipeError("--all uses the package's tables: leave --kernels out")
-            check_compiler()
-            return sweep.sweep(args.gpu, gpu, args.system, args.output)
-        if not args.config or args.gpus is None:
-            raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
-        run, recipe = resolve(args.config, args.gpus, args.set, gpu)
-        check_compiler()
-        if args.dump:
-            args.dump.mkdir(parents=True, exist_ok=True)
-        plan = make_plan(run, gpu, args.dump, args.kernels)
-        if args.dump:
-            write_json(args.dump / "plan.json", asdict(plan))
+        check_arguments(args)
+        if args.diff or args.all or args.scaling or args.search:
+            return plan_many(args, Target(gpu, args.gpu, tuple(args.system), args.kernels))
+        return plan_one(args, gpu)
     except (RecipeError, RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(public(plan), indent=2) if args.json else text.report(plan))
-    if not plan.fits:
-        print(text.too_big(plan), file=sys.stderr)
-        for line in find_remedy(run, recipe, args.gpus, gpu):
-            print(line, file=sys.stderr, flush=True)
-    return 0 if plan.fits else 1
+    except KeyboardInterrupt:
+        print(
+            "interrupted; the plans that were made are kept (--all, --scaling and --search go on)",
+            file=sys.stderr,
+        )
+        return 130

@@ -120,7 +120,6 @@ def too_big(plan: Plan) -> str:
         [
             f"does not fit: {gib(size.peak)} of {gib(size.limit)}; largest buffers:",
             *_buffers(plan, "  "),
-            "what would make it fit:",
         ]
     )
 

@@ -3,14 +3,16 @@
 import contextlib
 import importlib.util
 import json
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, command, sweep, text
+from jaxbench.plan import absent, command, processes, sweep, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
+from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
 from jaxbench.recipe import published, recipes
 
@@ -170,19 +172,17 @@ def test_difference_of_two_plans_from_files(planned, capsys):
 
 def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     """A finished row is read; a row whose process fails is listed, and the status says so."""
-    found = json.loads((planned[1] / "plan.json").read_text())
     asked = ((16, SMALL[1::2]), (8, []))
     runs = [command.resolve(ROW[1], gpus, changes, H100)[0] for gpus, changes in asked]
-    monkeypatch.setattr(sweep, "CACHE", tmp_path / "cache")
+    target = Target(gpu=H100, name="h100")
+    monkeypatch.setattr(processes, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(sweep, "rows", lambda gpu: runs)
-    folder = tmp_path / "cache" / f"{sweep.key(runs[0])}-h100"
-    folder.mkdir(parents=True)
-    (folder / "plan.json").write_text(json.dumps(found))
-    monkeypatch.setattr(sweep.sys, "executable", "false")
-    assert sweep.sweep("h100", H100, [], tmp_path) == 1
+    shutil.copytree(planned[1], processes.folder(runs[0], target))
+    monkeypatch.setattr(processes.sys, "executable", "false")
+    assert sweep.sweep(target, tmp_path) == 1
     written = (tmp_path / "plan.md").read_text()
     assert "| llama31_8b_bf16 | 16 | data 2 x fsdp 8 |" in written
-    assert "not planned: llama31_8b_bf16-8" in written
+    assert "not planned: llama31_8b_bf16-8: exit status 1" in written
     assert len((tmp_path / "plan.csv").read_text().splitlines()) == 2
 
 
