@@ -112,7 +112,8 @@ def resolve(
     recipe = derive.extend(recipe, gpus, gpu, overrides)
     run = recipes.resolve(recipe, gpus, overrides=overrides)
     if run.precision.implementation == "te":
-        driver.pretend()
+        assert gpu.chip is not None
+        driver.pretend(gpu.chip.capability)
     check_run(run, "gpu")
     return run, recipe
 

@@ -3,8 +3,8 @@ there is no GPU.
 
 Its libraries are linked to the driver's and to NCCL, and while it is traced it asks the runtime for
 the number of GPUs and their compute capability. The library made here, with a C compiler, answers
-these three questions for one Hopper GPU, and fails every other call. What is traced so is compiled
-for absent GPUs, and never run.
+these three questions for one GPU, and fails every other call. What is traced so is compiled for
+absent GPUs, and never run.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ RUNTIME = """
 cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
 cudaError_t cudaGetDevice(int *n) { *n = 0; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
-  memset(p, 0, sizeof *p); p->major = 9; return cudaSuccess;
+  memset(p, 0, sizeof *p); p->major = MAJOR; return cudaSuccess;
 }
 """
 
@@ -44,9 +44,9 @@ def missing() -> str | None:
 
 
 @cache
-def pretend() -> None:
-    """Loads the library into this process, which has no driver. Raises RecipeError where it cannot
-    be made."""
+def pretend(capability: int) -> None:
+    """Loads the library into this process, which has no driver, for a GPU of a major compute
+    capability. Raises RecipeError where it cannot be made."""
     if reason := missing():
         raise RecipeError(f"Transformer Engine cannot be planned: {reason}")
     site = Path(sysconfig.get_paths()["purelib"])
@@ -54,8 +54,8 @@ def pretend() -> None:
         source, library = Path(folder, "driver.c"), Path(folder, "libcuda.so.1")
         failing = (f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in _driver_calls(site))
         source.write_text("".join(failing) + RUNTIME)
-        include = f"-I{site}/nvidia/cu13/include"
-        command = ["gcc", "-shared", "-fPIC", include, f"-Wl,-soname,{library.name}", "-o"]
+        given = [f"-I{site}/nvidia/cu13/include", f"-DMAJOR={capability}"]
+        command = ["gcc", "-shared", "-fPIC", *given, f"-Wl,-soname,{library.name}", "-o"]
         done = subprocess.run([*command, library, source], capture_output=True, text=True)
         if done.returncode:
             raise RecipeError(

@@ -213,8 +213,10 @@ def test_list_shows_every_row_and_published_step_time():
     assert out.splitlines()[0].endswith("published (MFU as its source prints it)")
     for row, said in (("128 full", "nothing is published"), ("smoke smoke", "")):
         assert re.search(rf"(?m)^nemotronh_56b_bf16 +{row} .* {said}$", out)
-    rows = [recipe.rows for recipe in recipes.load_all()]
-    assert len(rows) == 14
+    assert re.search(r"llama31_405b_bf16 +256 full +126 .* 9\.484 s, 46\.7 % MFU, GB200", out)
+    loaded = recipes.load_all()
+    rows = [table for recipe in loaded for table in (recipe.rows, *recipe.own.values())]
+    assert len(loaded) == 14
     assert len(out.splitlines()) == 1 + sum(map(len, rows))
 
 
