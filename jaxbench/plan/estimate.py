@@ -174,10 +174,11 @@ def _weights(run: Run) -> tuple[float, float]:
 
 def _seconds(run: Run, gpu: Gpu, kind: str, size: float, *axes: str) -> float:
     """A collective over some axes, whose result on one device has `size` bytes."""
-    ids = np.arange(run.gpus).reshape(run.mesh_shape)
-    group = ids[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel()
-    if len(group) == 1:
+    sizes = run.mesh_shape
+    if all(size == 1 or axis not in axes for axis, size in zip(AXES, sizes, strict=True)):
         return 0.0
+    ids = np.arange(run.gpus).reshape(sizes)
+    group = ids[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel()
     return Collective(kind, "", round(size), tuple(group.tolist()), 1, "").seconds(gpu)
 
 

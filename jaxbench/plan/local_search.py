@@ -148,8 +148,7 @@ class Search:
         if "execution.remat" in self.fixed:
             only = with_remat(run, self.row.execution.remat)
             return [only] if only else []
-        p = run.parallelism
-        kind = (p.pipeline > 1, p.expert, p.context, p.tensor)
+        kind = tuple(size > 1 for size in run.mesh_shape)  # what is worth keeping differs by axes
         if kind not in self._ladders:
             self._ladders[kind] = [rung.execution.remat for rung in ladder(run, self.gpu)]
         return [found for remat in self._ladders[kind] if (found := with_remat(run, remat))]
