@@ -8,6 +8,11 @@ from typing import Final, Literal
 PASS: Final = 0.95
 """Of the published throughput: the least that passes."""
 
+SMOKE: Final = (
+    "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
+)
+"""What the log of a smoke run begins with."""
+
 Name = Literal["pass", "slow", "failed", "incomplete", "not comparable"]
 
 

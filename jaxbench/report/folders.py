@@ -1,10 +1,12 @@
 """Our own results: a folder with run.json and steps.jsonl."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxbench import hardware
+from jaxbench.report import plans
 from jaxbench.report.found import Found, Steps
 from jaxbench.report.lines import lines
 
@@ -41,6 +43,7 @@ def read(folder: Path) -> Found:
             steps=Steps(), failed=reason,
         )  # fmt: skip
     found.record["environment"] = _environment(folder / ENVIRONMENT)
+    found.plan = plans.beside(folder, found.record["recipe"], found.record["hardware"]["device"])
     if (folder / STEPS).is_file():
         for line in lines(folder / STEPS):
             _add(found, line)
@@ -63,7 +66,11 @@ def _found(folder: Path, record: dict[str, Any]) -> Found:
     published = record["published"]
     if published is not None:
         published["step_time_s"] = float(published["step_time_s"])
-    device = _typed(_typed(record, "hardware", dict), "device", str)
+    devices = _typed(record, "hardware", dict)
+    device = _typed(devices, "device", str)
+    gpu, limit = hardware.identify(device), devices.get("device_memory_bytes")
+    model = recipe["model"]
+    started, dated = _started(folder, record)
     return Found(
         path=folder,
         source="jaxbench",
@@ -72,6 +79,7 @@ def _found(folder: Path, record: dict[str, Any]) -> Found:
         dtype=dtype,
         label=_typed(record, "label", str),
         steps=Steps(expected=_typed(recipe, "steps", int)),
+        model=f"{model['family']} {model['size']}",
         tokens=_typed(batch, "global_batch", int) * _typed(batch, "sequence_length", int),
         flops=_flops(record.get("summary")),
         peak_tflops=hardware.peak_tflops(device, dtype),
@@ -79,8 +87,18 @@ def _found(folder: Path, record: dict[str, Any]) -> Found:
         failed=failed,
         unfinished=["it still runs, or was killed"] if status == "running" else [],
         not_comparable=[str(each) for each in _typed(record, "not_comparable_because", list)],
+        memory_limit=float(limit or (gpu.memory if gpu else 0)) or None,
+        started=started,
+        dated=dated,
         record=record,
     )
+
+
+def _started(folder: Path, record: dict[str, Any]) -> tuple[datetime, str]:
+    """When a run began: by its record, which older ones do not say, or by the file's time."""
+    if "started" in record:
+        return datetime.fromisoformat(record["started"]).astimezone(UTC), "record"
+    return datetime.fromtimestamp((folder / RECORD).stat().st_mtime, UTC), "file time"
 
 
 def _flops(summary: dict[str, Any] | None) -> dict[str, float]:
@@ -105,5 +123,6 @@ def _add(found: Found, line: str) -> None:
         seconds = float(step["step_time_s"])
         found.steps.add(int(step["step"]), seconds, float(step["loss"]))
         found.flops.setdefault("full", step["tflops_per_gpu"] * seconds * 1e12)
+        found.peak_memory = max(found.peak_memory or 0.0, float(step["peak_memory_bytes"]))
     except BROKEN:
         return

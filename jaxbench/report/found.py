@@ -3,12 +3,14 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxbench.recipe.verdict import Verdict, judge
 from jaxbench.recipe.window import spread, too_short
+from jaxbench.report.plans import Plan
 
 Window = tuple[int, int]
 
@@ -75,9 +77,11 @@ class Steps:
 class Found:
     """What is known of a run.
 
-    `source` says whose record it is. `flops` are the model's in one step on one GPU, by
-    convention; `published` is the published row. `record` is the whole run.json, where there is
-    one.
+    `source` says whose record it is, `model` what was trained (family and size). `flops` are the
+    model's in one step on one GPU, by convention; `published` is the published row. Bytes are of
+    one GPU. `started` comes from the record, or else (`dated` is then "file time") from the file.
+    `plan` is what was planned for the same program, `record` the whole run.json and
+    environment.json, or what a log declares.
     """
 
     path: Path
@@ -87,6 +91,7 @@ class Found:
     dtype: str | None
     label: str
     steps: Steps
+    model: str = ""
     tokens: int | None = None
     flops: dict[str, float] = field(default_factory=dict)
     peak_tflops: float | None = None
@@ -94,6 +99,11 @@ class Found:
     failed: str | None = None
     unfinished: list[str] = field(default_factory=list)
     not_comparable: list[str] = field(default_factory=list)
+    peak_memory: float | None = None
+    memory_limit: float | None = None
+    started: datetime | None = None
+    dated: str = "record"
+    plan: Plan | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
     def times(self, window: Window) -> list[float]:

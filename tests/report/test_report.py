@@ -215,6 +215,7 @@ def record(tmp_path):
             "status": status, "reason": reason, "label": "full", "not_comparable_because": [],
             "recipe": {
                 "recipe": "llama2_70b_bf16", "row": "64", "gpus": 64, "steps": 50,
+                "model": {"family": "llama2", "size": "70b"},
                 "precision": {"dtype": "bf16"},
                 "batch": {"global_batch": row.gbs, "sequence_length": row.seq_len},
             },
