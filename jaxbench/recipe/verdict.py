@@ -1,6 +1,7 @@
 """What becomes of a result: the published programme calls a run good at 95 % of the published
 throughput."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -34,6 +35,11 @@ class Verdict:
         return f"{self.name}: {self.reason}"
 
 
+def percent(ratio: float) -> str:
+    """A ratio rounded down to a tenth of a percent: what is slow never reads as 95.0 %."""
+    return f"{math.floor(1000 * ratio) / 10:.1f} %"
+
+
 def judge(
     step_time_s: float | None,
     published_s: float | None,
@@ -55,5 +61,5 @@ def judge(
     if published_s is None:
         return Verdict("not comparable", "nothing is published for this work")
     ratio = published_s / step_time_s
-    reason = f"{100 * ratio:.1f} % of the published throughput"
+    reason = f"{percent(ratio)} of the published throughput"
     return Verdict("pass" if ratio >= PASS else "slow", reason, ratio)
