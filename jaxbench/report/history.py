@@ -113,6 +113,7 @@ def chart(row: Row, threshold: float) -> Chart | None:
     if row.published_s:
         levels.append(("published", row.published_s, f"published {row.published_s:g}"))
     ends = sorted({all_days[0], all_days[-1]})
+    shown = "%Y-%m-%d" if ends[-1] - ends[0] > 1 else "%m-%d %H:%M"
     said = "; ".join(f"{p.started:%Y-%m-%d} {_percent(p.change)}" for p in row.changes)
     drawn = frame(
         row.name,
@@ -120,7 +121,7 @@ def chart(row: Row, threshold: float) -> Chart | None:
         all_days, [f * s for _, s in points for f in (1 - threshold, 1 + threshold)]
         + [level for _, level, _ in levels],
         unit="s per step", across="", labels=[label for _, _, label in levels],
-        x_ticks=[(day, f"{datetime.fromtimestamp(day * 86400, UTC):%Y-%m-%d}") for day in ends],
+        x_ticks=[(day, f"{datetime.fromtimestamp(day * 86400, UTC):{shown}}") for day in ends],
         watermark=NO_RESULT if row.smoke else "",
     )  # fmt: skip
     for css, level, _ in levels[1:]:

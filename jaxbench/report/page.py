@@ -82,12 +82,11 @@ def page(results: Sequence[Result], convention: str) -> str:
 def history_page(rows: Sequence[history.Row], threshold: float) -> str:
     """The page of a history."""
     changes = sum(len(row.changes) for row in rows)
+    counted = f"{changes} change{'s' * (changes > 1)}" if changes else "No change"
     return render(
         "history.html",
         title="Training benchmark history",
-        answer=f"{changes} changes above {100 * threshold:g} % in {len(rows)} rows."
-        if changes
-        else f"No change above {100 * threshold:g} % in {len(rows)} rows.",
+        answer=f"{counted} above {100 * threshold:g} % in {len(rows)} row{'s' * (len(rows) > 1)}.",
         rows=[(row, history.chart(row, threshold)) for row in rows],
         named=history.NAMED,
         threshold=f"{100 * threshold:g}",
@@ -98,16 +97,24 @@ def history_page(rows: Sequence[history.Row], threshold: float) -> str:
 
 
 def shown(results: Sequence[Result], convention: str) -> list[Shown]:
-    """The runs with a number and a name each, the folder in it where a recipe comes again."""
+    """The runs with a number and a name each, the folder in it where a recipe comes again; those
+    that are no results last."""
+    results = sorted(results, key=lambda result: result.found.label == "smoke")
     lines = [formats.line(result, convention) for result in results]
-    times = Counter((formats.name(line), line["gpus"]) for line in lines)
-    runs = []
-    for number, (result, line) in enumerate(zip(results, lines, strict=True), 1):
-        name, place = formats.name(line), Path(line["path"])
-        place = place if place.is_dir() else place.parent
-        again = f" · {place.name}" if times[name, line["gpus"]] > 1 else ""
+    names = [_name(line) for line in lines]
+    times, runs = Counter(names), []
+    for number, (result, line, name) in enumerate(zip(results, lines, names, strict=True), 1):
+        path = result.found.path
+        place = Path(line["path"] if path.is_dir() else Path(line["path"]).parent).name
+        again = f" · {place}" if times[name] > 1 else ""
         runs.append(Shown(number=number, result=result, line=line, name=name + again))
     return runs
+
+
+def _name(line: dict[str, Any]) -> str:
+    """A run by its recipe and row, or its work and GPUs."""
+    gpus = "" if ":" in line["recipe"] or not line["gpus"] else f" on {line['gpus']}"
+    return formats.name(line) + gpus
 
 
 def answer(runs: Sequence[Shown]) -> str:

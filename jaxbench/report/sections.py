@@ -91,12 +91,15 @@ NAMES = {"published": "published", "ours": "ours", "other": "not comparable"}
 
 def _scaling(title: str, series: Rates) -> dict[str, Any]:
     means = {n: {g: statistics.fmean(v) for g, v in each.items()} for n, each in series.items()}
-    efficiency = {name: {g: rate / next(iter(rates.values())) for g, rate in rates.items()}
+    lead = next(means[name] for name in ("ours", "other", "published") if name in means)
+    first, last = min(lead), max(lead)
+    efficiency = {name: {g: rate / rates.get(first, next(iter(rates.values())))
+                         for g, rate in rates.items()}
                   for name, rates in means.items()}  # fmt: skip
-    gpus = sorted({g for rates in means.values() for g in rates})
-    said = {name: f"{NAMES[name]} {100 * [*shares.values()][-1]:.0f} %"
-            if len(shares) > 1 else NAMES[name]
+    said = {name: f"{NAMES[name]} {100 * shares[last]:.0f} %"
+            if first < last and last in shares else NAMES[name]
             for name, shares in efficiency.items()}  # fmt: skip
+    gpus = sorted({g for rates in means.values() for g in rates})
     values = [v for rates in series.values() for each in rates.values() for v in each]
     description = "; ".join(
         f"{NAMES[name]}: " + ", ".join(f"{rate:.0f} on {g} GPUs" for g, rate in rates.items())
@@ -114,7 +117,8 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
         chart.dots(name, spread)
     chart.labels((name, [*rates.values()][-1], said[name]) for name, rates in means.items())
     table = [(g, [(means[n].get(g), efficiency[n].get(g)) for n in means]) for g in gpus]
-    return {"chart": chart, "names": [NAMES[name] for name in means], "rows": table}
+    return {"chart": chart, "names": [NAMES[name] for name in means], "rows": table,
+            "span": (first, last)}  # fmt: skip
 
 
 def _full_rows(model: str, dtype: str) -> list[published.Row]:
