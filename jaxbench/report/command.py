@@ -134,6 +134,7 @@ def tables(path: Path) -> Iterator[Found]:
         yield Found(
             path=path, source="published", recipe=f"{row.workload} {row.size}{errata}",
             gpus=row.gpus, dtype=row.dtype, label="published", steps=steps,
+            model=f"{row.workload} {row.size}",
             tokens=row.tokens_per_step, flops={"published": row.flops_per_gpu},
             peak_tflops=hardware.H100.tflops[row.dtype], published=asdict(row),
             not_comparable=["the published figure itself"],
