@@ -164,8 +164,9 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
 
 
 def _order(r: Result) -> tuple[str, str, int, str]:
-    """By recipe without its row, then by numbers."""
-    return r.found.recipe.partition(":")[0], r.found.dtype or "", r.found.gpus or 0, r.found.recipe
+    """By recipe without its row or errata, then by numbers."""
+    name = re.split(r"[:(]", r.found.recipe)[0].strip()
+    return name, r.found.dtype or "", r.found.gpus or 0, r.found.recipe
 
 
 def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from jaxbench import hardware
 from jaxbench.report import plans
-from jaxbench.report.found import Found, Steps
+from jaxbench.report.found import Found, Steps, figure
 from jaxbench.report.lines import lines
 
 RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
@@ -57,6 +57,12 @@ def _typed(values: dict[str, Any], name: str, kind: type[T]) -> T:
     return value
 
 
+def _positive(value: Any) -> float:
+    if not figure(value):
+        raise TypeError(f"{value} is no figure")
+    return figure(value)
+
+
 def _found(folder: Path, record: dict[str, Any]) -> Found:
     recipe, status = _typed(record, "recipe", dict), _typed(record, "status", str)
     batch = _typed(recipe, "batch", dict)
@@ -65,7 +71,8 @@ def _found(folder: Path, record: dict[str, Any]) -> Found:
     failed = str(reason or status) if status not in ("completed", "running") else None
     published = record["published"]
     if published is not None:
-        published["step_time_s"] = float(published["step_time_s"])
+        published["step_time_s"] = _positive(published["step_time_s"])
+        published["errata"] = [str(code) for code in published.get("errata") or []]
     devices = _typed(record, "hardware", dict)
     device = _typed(devices, "device", str)
     gpu, limit = hardware.identify(device), devices.get("device_memory_bytes")
@@ -75,19 +82,19 @@ def _found(folder: Path, record: dict[str, Any]) -> Found:
         path=folder,
         source="jaxbench",
         recipe=f"{recipe['recipe']}:{recipe['row']}",
-        gpus=_typed(recipe, "gpus", int),
+        gpus=int(_positive(recipe["gpus"])),
         dtype=dtype,
         label=_typed(record, "label", str),
         steps=Steps(expected=_typed(recipe, "steps", int)),
         model=f"{model['family']} {model['size']}",
-        tokens=_typed(batch, "global_batch", int) * _typed(batch, "sequence_length", int),
+        tokens=int(_positive(batch["global_batch"]) * _positive(batch["sequence_length"])),
         flops=_flops(record.get("summary")),
         peak_tflops=hardware.peak_tflops(device, dtype),
         published=published,
         failed=failed,
         unfinished=["it still runs, or was killed"] if status == "running" else [],
         not_comparable=[str(each) for each in _typed(record, "not_comparable_because", list)],
-        memory_limit=float(limit or (gpu.memory if gpu else 0)) or None,
+        memory_limit=figure(limit or (gpu.memory if gpu else 0)) or None,
         started=started,
         dated=dated,
         record=record,
@@ -105,8 +112,8 @@ def _flops(summary: dict[str, Any] | None) -> dict[str, float]:
     """Of one GPU and step by convention, from the rates of a summary; none without one."""
     if not summary:
         return {}
-    mean = summary["step_time_s"]["mean"]
-    return {name: rate * mean * 1e12 for name, rate in summary["tflops_per_gpu"].items()}
+    mean, rates = figure(summary["step_time_s"]["mean"]), summary["tflops_per_gpu"]
+    return {name: figure(rate) * mean * 1e12 for name, rate in rates.items()}
 
 
 def _environment(path: Path) -> Any:
@@ -122,7 +129,7 @@ def _add(found: Found, line: str) -> None:
         step = json.loads(line)
         seconds = float(step["step_time_s"])
         found.steps.add(int(step["step"]), seconds, float(step["loss"]))
-        found.flops.setdefault("full", step["tflops_per_gpu"] * seconds * 1e12)
-        found.peak_memory = max(found.peak_memory or 0.0, float(step["peak_memory_bytes"]))
+        found.flops.setdefault("full", figure(step["tflops_per_gpu"]) * seconds * 1e12)
+        found.peak_memory = max(found.peak_memory or 0.0, figure(step["peak_memory_bytes"]))
     except BROKEN:
         return

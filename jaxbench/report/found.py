@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 from jaxbench.recipe.verdict import Verdict, judge
 from jaxbench.recipe.window import spread, too_short
-from jaxbench.report.plans import Plan
 
 Window = tuple[int, int]
 
 LISTED = 5
 """Iterations named in a reason; the rest are counted."""
+
+LARGEST = 1e18
+"""Figure that anybody can have measured, in any unit here."""
 
 Again = Literal["never", "redrawn", "processes"]
 
@@ -71,6 +73,26 @@ class Steps:
             more = f" and {absent - len(named)} more" if absent > len(named) else ""
             found.append(f"missing iterations {', '.join(map(str, named))}{more}")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a plan of the same program says of a step: `kind` is `forecast`, or `bound` where it has
+    no forecast. Parts are in seconds by name, memory in bytes of one GPU."""
+
+    path: Path
+    kind: str
+    step_s: float
+    parts: dict[str, float]
+    peak_memory: float | None
+
+
+def figure(value: Any) -> float:
+    """A time, a rate or a size that somebody recorded. Raises TypeError for what is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value < LARGEST):
+        raise TypeError(f"{str(value)[:20]} is no figure")
+    return float(value)
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jaxbench import hardware
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import SMOKE
-from jaxbench.report.found import Again, Found, Steps
+from jaxbench.report.found import LARGEST, Again, Found, Steps
 from jaxbench.report.lines import lines
 
 PUBLISHED_STEPS = 50
@@ -101,7 +101,7 @@ def read(path: Path) -> Found | None:
         found.label = "smoke"
         found.not_comparable.insert(0, "smoke row on a CPU")
     found.started, found.dated = datetime.fromtimestamp(path.stat().st_mtime, UTC), "file time"
-    found.peak_memory = memory or None
+    found.peak_memory = memory if 0 < memory < LARGEST else None
     found.record = {"environment": {k: v for k, v in said.items() if k != "JOB_ID"}} if said else {}
     beside = (path.parent / "nsys_profile").is_dir()
     if traced or beside or any(PROFILED.search(part) for part in path.parts[-3:]):

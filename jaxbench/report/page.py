@@ -122,6 +122,8 @@ def answer(runs: Sequence[Shown]) -> str:
     compared = [run for run in runs if run.comparable]
     if runs and all(run.smoke for run in runs):
         return "Smoke runs only. Nothing on this page is a benchmark result."
+    if runs and all(run.line["label"] == "published" for run in runs):
+        return "The published figures. Nothing on this page was measured here."
     if not compared:
         return "No run here may stand beside a published figure."
     good = sum(run.line["verdict"] == "pass" for run in compared)

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jaxbench import hardware
+from jaxbench.report.found import Plan, figure
 
 PLAN = "plan.json"
 PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
@@ -18,21 +18,6 @@ LABELS = {
     "exposed": "exposed collectives", "products": "matrix products",
 }  # fmt: skip
 """Of a plan's parts, for people; others are called by their own names."""
-
-LARGEST = 1e18
-"""Figure of a plan, in seconds or bytes: what is larger, or no number, is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a plan says of a step: `kind` is `forecast`, or `bound` where it has no forecast. Parts
-    are in seconds by name, memory in bytes of one GPU."""
-
-    path: Path
-    kind: str
-    step_s: float
-    parts: dict[str, float]
-    peak_memory: float | None
 
 
 def beside(folder: Path, recipe: dict[str, Any], device: str) -> Plan | None:
@@ -91,6 +76,7 @@ def _plan(path: Path, values: dict[str, Any]) -> Plan | None:
 
 
 def _number(value: Any) -> float | None:
-    """A figure that is one: finite and not negative."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if number and 0 <= value < LARGEST else None
+    try:
+        return figure(value)
+    except TypeError:
+        return None

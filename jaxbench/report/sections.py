@@ -10,7 +10,7 @@ from typing import Any
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
 from jaxbench.report.charts import Chart, frame
-from jaxbench.report.found import Result
+from jaxbench.report.found import Result, figure
 
 SIGMAS, LEAST = 3.0, 0.01
 """An outlier is that many robust standard deviations (1.4826 times the median distance from the
@@ -204,9 +204,9 @@ def ranks(run: Shown) -> dict[str, Any] | None:
     found = []
     for each in said if isinstance(said, list) else ():
         try:
-            share = 100 * float(each["wait_s"]) / float(each["step_time_s"]["mean"])
-            found.append((int(each["rank"]), share, str(each["host"])))
-        except (LookupError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+            share = 100 * figure(each["wait_s"]) / figure(each["step_time_s"]["mean"])
+            found.append((int(figure(each["rank"])), figure(share), str(each["host"])))
+        except (LookupError, TypeError, ZeroDivisionError):
             continue
     if len(found) < 2:
         return None
