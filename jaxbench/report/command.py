@@ -3,7 +3,6 @@ exit status for a gate."""
 
 import argparse
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -210,7 +209,6 @@ def _out(text: str, output: Path | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints or writes the report; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report | head` ends quietly
     arguments = parse_arguments(argv)
     try:
         if arguments.compare:
