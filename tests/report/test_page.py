@@ -163,6 +163,32 @@ def test_what_runs_say_is_escaped(tmp_path):
         assert "{{ 7 * 7 }}" in text
 
 
+ODD = (None, [], [[1]], {"a": [1]}, -1, 1e308, float("nan"), 10**400)
+FIELDS = (
+    ("recipe", "gpus"), ("recipe", "batch", "global_batch"), ("published", "step_time_s"),
+    ("published", "errata"), ("published", "layers"), ("ranks", 0, "rank"), ("ranks", 0, "wait_s"),
+    ("hardware", "device_memory_bytes"), ("summary", "step_time_s", "mean"), ("started",),
+    ("summary", "tflops_per_gpu", "published"), ("recipe", "model", "family"), ("command",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FIELDS, ids=lambda path: ".".join(map(str, path)))
+def test_an_odd_record_is_a_run_on_the_page(path, tmp_path):
+    folder = write_record(tmp_path / "runs", "run", times(7.0), ranks=2)
+    record = (folder / "run.json").read_text()
+    for value in ODD:
+        changed = inner = json.loads(record)
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        (folder / "run.json").write_text(json.dumps(changed))
+        status, text = page(tmp_path / "runs")
+        assert status in (0, 1)
+        assert 'id="run-1"' in text
+        assert 'id="row-1-h"' in history_page(tmp_path / "runs")
+        assert command.main([str(folder), "--format", "json", "--no-gate"]) == 0
+
+
 def history_page(folder):
     output = folder.parent / "history.html"
     command.main(["--history", str(folder), "--format", "html", "--output", str(output)])
