@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
         case ["report", *rest]:
             from jaxbench.report import command as report
 
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             return report.main(rest)
     print(USAGE, file=sys.stderr)
     return 2

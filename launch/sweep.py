@@ -5,9 +5,10 @@ The list has one entry per line, `repeats` and `set` where they are wanted:
     - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [batch.microbatch=2]}
 
 `--show` submits nothing; `--report` shows what has run beside the published figures, with the exit
-status of `python -m jaxbench.report`. Options behind `--` go to launch/submit.py for every job,
-those behind another `--` to `train`. What was submitted is kept in `<list>.jobs.json` beside the
-list; a job that failed is submitted again. Every entry is checked before the first is submitted.
+status of `python -m jaxbench.report`, and makes the page of it, `<list>.html` beside the list.
+Options behind `--` go to launch/submit.py for every job, those behind another `--` to `train`. What
+was submitted is kept in `<list>.jobs.json` beside the list; a job that failed is submitted again.
+Every entry is checked before the first is submitted.
 """
 
 import json
@@ -27,9 +28,10 @@ import sbatch
 import submit
 
 from jaxbench.errors import RecipeError
-from jaxbench.files import write_json
+from jaxbench.files import write_json, write_whole
 from jaxbench.recipe import recipes
 from jaxbench.report import command as report
+from jaxbench.report.page import page
 from jaxbench.run.arguments import Parser
 
 DONE = ("completed", "running", "pending")
@@ -183,11 +185,15 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("list", type=Path)
     parser.add_argument("--show", action="store_true", help="submit nothing")
-    parser.add_argument("--report", action="store_true", help="and report what has run")
+    parser.add_argument("--report", action="store_true", help="and report, make the page")
     try:
         args = parser.parse_args(arguments[:at])
         begun = sweep(args.list, args.show, arguments[at + 1 :])
         if args.report and begun:
+            place = args.list.with_suffix(".html")
+            results = report.report([Path(folder) for folder in begun], None)
+            write_whole(place, page(results, "published"))
+            print(f"page: {place}")
             return report.main(begun)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

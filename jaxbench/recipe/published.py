@@ -53,6 +53,11 @@ class Row:
     errata: tuple[str, ...]
 
     @property
+    def title(self) -> str:
+        """What was trained, and on what."""
+        return titled(f"{self.workload} {self.size}", self.gpu)
+
+    @property
     def gpu(self) -> hardware.Gpu:
         """What it was measured on."""
         return hardware.PLANNED[self.gpu_type]
@@ -71,6 +76,11 @@ class Row:
         """Model FLOPs of a step on one GPU, by the formula of the source."""
         cfg = replace(_models()[self.workload, self.size], layers=self.layers)
         return source_flops(cfg, self.seq_len) * self.gbs / self.gpus
+
+
+def titled(model: str, gpu: hardware.Gpu | None) -> str:
+    """The name of a model, with the GPU where it is not the H100 of most published rows."""
+    return model if gpu in (None, hardware.H100) else f"{model} {gpu.name}"
 
 
 @cache

@@ -1,12 +1,18 @@
 """What becomes of a result: the published programme calls a run good at 95 % of the published
 throughput."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 PASS: Final = 0.95
 """Of the published throughput: the least that passes."""
+
+SMOKE: Final = (
+    "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
+)
+"""What the log of a smoke run begins with."""
 
 Name = Literal["pass", "slow", "failed", "incomplete", "not comparable"]
 
@@ -27,6 +33,11 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
+
+
+def percent(ratio: float) -> str:
+    """A ratio rounded down to a tenth of a percent: what is slow never reads as 95.0 %."""
+    return f"{math.floor(1000 * ratio) / 10:.1f} %"
 
 
 def judge(
@@ -50,5 +61,5 @@ def judge(
     if published_s is None:
         return Verdict("not comparable", "nothing is published for this work")
     ratio = published_s / step_time_s
-    reason = f"{100 * ratio:.1f} % of the published throughput"
+    reason = f"{percent(ratio)} of the published throughput"
     return Verdict("pass" if ratio >= PASS else "slow", reason, ratio)

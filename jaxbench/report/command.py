@@ -3,7 +3,6 @@ exit status for a gate."""
 
 import argparse
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,12 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.recipe import flops, published
 from jaxbench.recipe.window import WINDOWS, window
-from jaxbench.report import folders, formats, logs
+from jaxbench.report import folders, formats, history, logs, page
 from jaxbench.report.compare import compare
 from jaxbench.report.found import Found, Result, Steps, Window, result
 
@@ -40,10 +38,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "interval, and what differs; status 1 when B is slower by more than the threshold",
     )  # fmt: skip
     add(
-        "--threshold", type=float, default=2.0, metavar="PERCENT",
-        help="of --compare: smaller changes are none (default 2)",
+        "--history", type=Path, metavar="FOLDER",
+        help="runs of many dates: where the step time of each row changed, and what with it",
     )  # fmt: skip
-    add("--format", choices=list(formats.TEXTS), default="table", help="default table")
+    add(
+        "--threshold", type=float, default=2.0, metavar="PERCENT",
+        help="of --compare and --history: smaller changes are none (default 2)",
+    )  # fmt: skip
+    add(
+        "--format", choices=[*formats.TEXTS, "html"], default="table",
+        help="default table; html is a page for people, whole in one file",
+    )  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
     add(
         "--window", metavar="NAME", default=None,
@@ -124,10 +129,10 @@ def tables(path: Path) -> Iterator[Found]:
         steps = Steps(expected=1)
         steps.add(0, row.step_time_s, 0.0)
         errata = f" ({', '.join(row.errata)})" if row.errata else ""
-        gpu = "" if row.gpu is hardware.H100 else f" {row.gpu.name}"
         yield Found(
-            path=path, source="published", recipe=f"{row.workload} {row.size}{gpu}{errata}",
+            path=path, source="published", recipe=f"{row.title}{errata}",
             gpus=row.gpus, dtype=row.dtype, label="published", steps=steps,
+            model=row.title,
             tokens=row.tokens_per_step, flops={"published": row.flops_per_gpu},
             peak_tflops=row.gpu.tflops[row.dtype], published=asdict(row),
             not_comparable=["the published figure itself"],
@@ -153,21 +158,45 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
     ]
     if not results:
         raise RecipeError(f"no run in {', '.join(map(str, paths))}")
-    return sorted(results, key=lambda r: (r.found.recipe, r.found.dtype or "", r.found.gpus or 0))
+    return sorted(results, key=_order)
+
+
+def _order(r: Result) -> tuple[str, str, int, str]:
+    """By recipe without its row or errata, then by numbers."""
+    name = re.split(r"[:(]", r.found.recipe)[0].strip()
+    return name, r.found.dtype or "", r.found.gpus or 0, r.found.recipe
+
+
+def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:
+    """Raises RecipeError for arguments that --compare or --history do not go with."""
+    if arguments.results or not 0 < arguments.threshold < 100:
+        raise RecipeError(f"{name} takes a threshold between 0 and 100 %, and no RESULTS")
+    if arguments.format not in formats:
+        raise RecipeError(f"{name} has no --format {arguments.format}: {', '.join(formats)}")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    if arguments.results or not 0 < arguments.threshold < 100:
-        raise RecipeError(
-            "--compare takes two places, a threshold between 0 and 100 %, and no RESULTS"
-        )
-    if arguments.format not in ("table", "json"):
-        raise RecipeError(f"--compare has no --format {arguments.format}: table or json")
+    _check(arguments, "--compare", "table", "json")
     a, b = (report([path], arguments.window) for path in arguments.compare)
     found = compare(a, b, arguments.threshold / 100)
     text = formats.as_json(asdict(found)) if arguments.format == "json" else found.text()
     _out(text, arguments.output)
     return int(found.verdict == "slower" and not arguments.no_gate)
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    _check(arguments, "--history", "table", "json", "html")
+    threshold = arguments.threshold / 100
+    rows = history.history(report([arguments.history], arguments.window), threshold)
+    match arguments.format:
+        case "html":
+            text = page.history_page(rows, threshold)
+        case "json":
+            text = history.as_json(rows)
+        case _:
+            text = history.text(rows, threshold)
+    _out(text, arguments.output)
+    return 0
 
 
 def _out(text: str, output: Path | None) -> None:
@@ -179,16 +208,19 @@ def _out(text: str, output: Path | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints or writes the report; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `report | head` ends quietly
     arguments = parse_arguments(argv)
     try:
         if arguments.compare:
             return _compare(arguments)
+        if arguments.history:
+            return _history(arguments)
         if not arguments.results:
-            raise RecipeError("RESULTS are needed, or --compare A B")
+            raise RecipeError("RESULTS are needed, or --compare A B, or --history FOLDER")
         results = report(arguments.results, arguments.window)
         lines = [formats.line(r, arguments.flops) for r in results]
-        if arguments.format == "table" and arguments.output is None:
+        if arguments.format == "html":
+            _out(page.page(results, arguments.flops), arguments.output)
+        elif arguments.format == "table" and arguments.output is None:
             width = max(Console().width, formats.PLAIN_WIDTH)
             formats.print_table(lines, Console(width=width))
         else:

@@ -6,6 +6,7 @@ replacement, and then steps from each. With a single run on a side only its step
 what differs from job to job is not in the interval; the comparison says so.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,9 @@ SEED = 0
 
 SECTIONS = ("recipe", "flags", "versions", "hardware", "kernels", "environment")
 """Parts of a record in which two runs may differ on purpose."""
+
+NAMES_A_JOB = re.compile(r"SLURM\w*_(JOBID|\w*ID|\w*TIME|\w*PORT|JOB_NAME|\w*SUBMIT_DIR|\w*ADDR)$")
+"""Variables of the environment that differ from job to job, whatever it runs."""
 
 Name = Literal["faster", "slower", "same", "undecided"]
 
@@ -87,7 +91,7 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
         threshold=threshold,
         verdict=_verdict(low, high, threshold),
         runs=(len(a), len(b)),
-        differences=list(_differences(a[0], b[0])),
+        differences=list(differences(a[0], b[0])),
     )
 
 
@@ -116,19 +120,22 @@ def _verdict(low: float, high: float, threshold: float) -> Name:
     return "same" if 1 - threshold <= low and high <= 1 + threshold else "undecided"
 
 
-def _differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
+def differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
+    """(field, value in A, value in B) of what two records say otherwise, but for what names a job
+    and not what it ran on."""
     left, right = (
-        {name: value for part in SECTIONS for name, value in _flat(part, r.found.record.get(part))}
+        {name: value for part in SECTIONS for name, value in flat(part, r.found.record.get(part))}
         for r in (a, b)
     )
     for name in dict.fromkeys([*left, *right]):
-        if left.get(name) != right.get(name):
+        if left.get(name) != right.get(name) and not NAMES_A_JOB.search(name):
             yield name, left.get(name), right.get(name)
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of nested objects, by their keys in a row: `flags.compiler_options.xla_some`."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}", inner)
+            yield from flat(f"{prefix}.{key}", inner)
     elif value is not None:
         yield prefix, value

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,9 @@ Window = tuple[int, int]
 
 LISTED = 5
 """Iterations named in a reason; the rest are counted."""
+
+LARGEST = 1e18
+"""Figure that anybody can have measured, in any unit here."""
 
 Again = Literal["never", "redrawn", "processes"]
 
@@ -71,13 +75,35 @@ class Steps:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a plan of the same program says of a step: `kind` is `forecast`, or `bound` where it has
+    no forecast. Parts are in seconds by name, memory in bytes of one GPU."""
+
+    path: Path
+    kind: str
+    step_s: float
+    parts: dict[str, float]
+    peak_memory: float | None
+
+
+def figure(value: Any) -> float:
+    """A time, a rate or a size that somebody recorded. Raises TypeError for what is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value < LARGEST):
+        raise TypeError(f"{str(value)[:20]} is no figure")
+    return float(value)
+
+
 @dataclass(kw_only=True)
 class Found:
     """What is known of a run.
 
-    `source` says whose record it is. `flops` are the model's in one step on one GPU, by
-    convention; `published` is the published row. `record` is the whole run.json, where there is
-    one.
+    `source` says whose record it is, `model` what was trained (family and size). `flops` are the
+    model's in one step on one GPU, by convention; `published` is the published row. Bytes are of
+    one GPU. `started` comes from the record, or else (`dated` is then "file time") from the file.
+    `plan` is what was planned for the same program, `record` the whole run.json and
+    environment.json, or what a log declares.
     """
 
     path: Path
@@ -87,6 +113,7 @@ class Found:
     dtype: str | None
     label: str
     steps: Steps
+    model: str = ""
     tokens: int | None = None
     flops: dict[str, float] = field(default_factory=dict)
     peak_tflops: float | None = None
@@ -94,6 +121,11 @@ class Found:
     failed: str | None = None
     unfinished: list[str] = field(default_factory=list)
     not_comparable: list[str] = field(default_factory=list)
+    peak_memory: float | None = None
+    memory_limit: float | None = None
+    started: datetime | None = None
+    dated: str = "record"
+    plan: Plan | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
     def times(self, window: Window) -> list[float]:

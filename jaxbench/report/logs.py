@@ -6,12 +6,14 @@ of it is kept but the iterations, so that its size does not matter.
 
 import re
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxbench import hardware
 from jaxbench.recipe import published
-from jaxbench.report.found import Again, Found, Steps
+from jaxbench.recipe.verdict import SMOKE
+from jaxbench.report.found import LARGEST, Again, Found, Steps
 from jaxbench.report.lines import lines
 
 PUBLISHED_STEPS = 50
@@ -31,6 +33,7 @@ MAXTEXT = re.compile(
 NEMO = re.compile(
     r"iteration (?P<n>\d{1,9})/(?P<last>\d{1,9}) \|(?=.*?global_batch_size: (?P<batch>\d{1,9}))"
     rf"(?=.*?reduced_train_loss: {_number('loss')})"
+    rf"(?=(?:.*?peak_memory_usage: {_number('memory')})?)"
     rf".*?train_step_timing in s: {_number('s')}"
 )
 BAR = re.compile(
@@ -70,10 +73,12 @@ class Work(NamedTuple):
 def read(path: Path) -> Found | None:
     """The run in a log; None where the file is none of these."""
     steps, work, batch, tokens = Steps(), named(path), None, None
-    source, traced = None, False
+    source, traced, smoke, memory, said = None, False, False, 0.0, {}
     for line in lines(path):
         if line.startswith("GSW:"):
-            work = declared(line, work)
+            said = dict(re.findall(r"(\w+)=(\S+)", line))
+            work = declared(said, work)
+        smoke = smoke or line.startswith(SMOKE[:9])
         traced = traced or ("NCCL INFO" in line and "opCount" in line)
         for name, (pattern, again) in FORMATS.items():
             if (source or name) != name or not (match := pattern.search(line)):
@@ -82,6 +87,7 @@ def read(path: Path) -> Found | None:
             steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
             if "last" in values:
                 steps.expected, batch = int(values["last"]) + 1, int(values["batch"])
+                memory = max(memory, float(values["memory"] or 0))
             elif "count" in values:
                 steps.expected = int(values["count"])
             else:
@@ -91,6 +97,12 @@ def read(path: Path) -> Found | None:
     found = _found(path, source or "log", steps, work, batch, tokens)
     if source is None:
         found.failed = "it made no iteration"
+    if smoke:
+        found.label = "smoke"
+        found.not_comparable.insert(0, "smoke row on a CPU")
+    found.started, found.dated = datetime.fromtimestamp(path.stat().st_mtime, UTC), "file time"
+    found.peak_memory = memory if 0 < memory < LARGEST else None
+    found.record = {"environment": {k: v for k, v in said.items() if k != "JOB_ID"}} if said else {}
     beside = (path.parent / "nsys_profile").is_dir()
     if traced or beside or any(PROFILED.search(part) for part in path.parts[-3:]):
         found.not_comparable.append("it was profiled, or traced by NCCL")
@@ -110,9 +122,8 @@ def named(path: Path) -> Work:
     return Work(dtype=dtype)
 
 
-def declared(line: str, work: Work) -> Work:
-    """What the first line of an older script's log says, beside what is known."""
-    said = dict(re.findall(r"(\w+)=(\S+)", line))
+def declared(said: dict[str, str], work: Work) -> Work:
+    """What the first line of an older script's log says of its work, beside what is known."""
     gpus = work.gpus
     if {"JOB_NUM_NODES", "GPUS_PER_NODE"} <= said.keys():
         numbers = said["JOB_NUM_NODES"], said["GPUS_PER_NODE"]
@@ -148,6 +159,7 @@ def _found(
     found = Found(
         path=path, source=source, recipe=f"{family or work.model or path.stem} {work.size or ''}",
         gpus=work.gpus, dtype=work.dtype, label="log", steps=steps, tokens=tokens,
+        model=f"{family or work.model} {work.size}" if work.model else "",
     )  # fmt: skip
     if not rows:
         unknown = [name for name, value in work._asdict().items() if value is None]
@@ -167,4 +179,5 @@ def _found(
     found.published = asdict(row)
     found.flops = {"published": row.flops_per_gpu}
     found.peak_tflops = hardware.H100.tflops.get(row.dtype)
+    found.memory_limit = hardware.H100.memory
     return found

@@ -5,17 +5,16 @@ import json
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import Lines, ReservedJson, write_whole
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
+from jaxbench.recipe.verdict import SMOKE
 from jaxbench.run import summary
 
-WARNING = (
-    "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
-)
 SCHEMA = 1
 """Of run.json: one more when a field changes its meaning or goes."""
 
@@ -72,7 +71,7 @@ class Recorder:
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         self._jsonl = Lines(folder / "steps.jsonl")
         if run.label == "smoke":
-            self.say(WARNING)
+            self.say(SMOKE)
 
     def add(self, **entries: Any) -> None:
         """Puts entries into run.json. Raises RunFailed where it cannot be written."""
@@ -157,6 +156,8 @@ class Recorder:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        report = f"python -m jaxbench.report {quote(str(self.folder))}"
+        page = quote(str(self.folder / "report.html"))
         try:
             found = summary.summary(self.run, self.steps, peak)
             self.add(status=status, reason=reason, **found)
@@ -164,7 +165,8 @@ class Recorder:
             for line in (
                 *summary.lines(self.record, self.steps),
                 f"record: {self.folder / 'run.json'}",
-                f"report: python -m jaxbench.report {self.folder}",
+                f"report: {report}",
+                f"page:   {report} --format html --output {page}",
             ):
                 self.say(line)
             for file in (self._json, self._log, self._jsonl):

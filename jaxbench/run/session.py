@@ -8,11 +8,13 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +95,8 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
     row = published.lookup(run, identify(devices["device"]))
     return {
         "schema": SCHEMA,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
         "status": "running",
         "reason": None,
         "label": run.label,

@@ -78,6 +78,8 @@ def test_a_sweep_reports_what_has_run(here, capsys):
     assert sweep.main(argv) == 1
     out, err = capsys.readouterr()
     assert f"failed   {folder.name}" in out
+    assert f"page: {here / 'runs.html'}\n" in out
+    assert folder.name in (here / "runs.html").read_text()
     assert "run.json cannot be read: 'recipe'" in out
     assert err == "1 runs: 0 without fault, 1 failed, incomplete or slow\n"
 

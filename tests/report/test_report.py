@@ -6,56 +6,19 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import ROOT
+from results import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
 
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import judge
 from jaxbench.report import command, logs
 from jaxbench.report.compare import compare
 from jaxbench.report.found import Steps
-
-PUBLISHED_S = 12.37
-"""Llama 3.1 405B in FP8 on 512 GPUs, 256 sequences of 8192 tokens."""
-
-EXPERIMENT = "pretrain_llama3.1_405b_fp8_512"
-
-
-def nemo(n, seconds=PUBLISHED_S, loss=11.9, last=49):
-    return (
-        f"Training epoch 0, iteration {n}/{last} | lr: 1.5e-07 | global_batch_size: 256 | "
-        f"global_step: {n} | peak_memory_usage: 70000000000 | memory_allocated: 60000000000 | "
-        f"reduced_train_loss: {loss} | train_step_timing in s: {seconds} | "
-        f"consumed_samples: {(n + 1) * 256}\n"
-    )
-
-
-def maxtext(n, seconds=4.71, loss=10.4):
-    """Llama 2 70B in bf16 on 64 GPUs, 128 sequences of 4096 tokens."""
-    return (
-        f"completed step: {n}, seconds: {seconds:.3f}, TFLOP/s/device: 400.000, "
-        f"Tokens/s/device: 1700.000, total_weights: 524288, loss: {loss:.3f}\n"
-    )
-
-
-def bar(n, seconds=4.61, count=50):
-    """Nemotron-4 340B in bf16 on 128 GPUs."""
-    return (
-        f"Epoch 0: :  {100 * (n + 1) // count}%|████      | {n + 1}/{count} [07:41<00:00, "
-        f"reduced_train_loss=12.40, global_step={n}.00, consumed_samples={32 * (n + 1)}.0, "
-        f"train_step_timing in s={seconds}]\r"
-    )
-
-
-def log(folder, text, name=f"log-{EXPERIMENT}.out", encoding="utf-8"):
-    """A log as a Slurm job leaves it, in folders of its own."""
-    path = folder / EXPERIMENT / "1726" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode(encoding))
-    return path
 
 
 def reported(*arguments):
@@ -204,31 +167,7 @@ def test_a_log_of_100_mb_takes_no_memory(tmp_path):
 @pytest.fixture
 def record(tmp_path):
     """Writes a record of ours into a folder: `record(name, status=.., steps=..)`."""
-
-    def write(name, status="completed", steps=50, seconds=4.7, reason=None, **changes):
-        folder = tmp_path / name
-        folder.mkdir()
-        row = next(
-            r for r in published.rows() if (r.workload, r.dtype, r.gpus) == ("llama2", "bf16", 64)
-        )
-        content = {
-            "status": status, "reason": reason, "label": "full", "not_comparable_because": [],
-            "recipe": {
-                "recipe": "llama2_70b_bf16", "row": "64", "gpus": 64, "steps": 50,
-                "precision": {"dtype": "bf16"},
-                "batch": {"global_batch": row.gbs, "sequence_length": row.seq_len},
-            },
-            "hardware": {"device": "NVIDIA H100 80GB HBM3"},
-            "published": {"step_time_s": row.step_time_s, "mfu_pct": row.mfu_pct},
-            "summary": {"step_time_s": {"mean": seconds}, "tflops_per_gpu": {"full": 400.0}},
-        } | changes  # fmt: skip
-        (folder / "run.json").write_text(json.dumps(content))
-        step = {"step_time_s": seconds, "loss": 10.4, "tflops_per_gpu": 400.0}
-        lines = [json.dumps({"step": n, **step}) + "\n" for n in range(steps)]
-        (folder / "steps.jsonl").write_text("".join(lines))
-        return folder
-
-    return write
+    return partial(write_record, tmp_path)
 
 
 def test_our_folders(record, tmp_path):
@@ -265,12 +204,7 @@ def test_the_published_tables_through_the_same_code():
 
 
 def sorted_rows():
-    def key(row):
-        errata = f" ({', '.join(row.errata)})" if row.errata else ""
-        gpu = " GB200" if row.gpu_type == "gb200" else ""
-        return f"{row.workload} {row.size}{gpu}{errata}", row.dtype, row.gpus
-
-    return sorted(published.rows(), key=key)
+    return sorted(published.rows(), key=lambda r: (r.title, r.dtype, r.gpus))
 
 
 def test_other_formats(record, tmp_path, capsys):

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 from commands import ROOT, TINY, read, run, start, wait_for_steps
@@ -32,6 +33,8 @@ def test_record_is_complete(smoke):
     assert record["status"] == "completed"
     assert record["reason"] is None
     assert record["label"] == "smoke"
+    assert datetime.fromisoformat(record["started"]).tzinfo is not None
+    assert f"-m jaxbench.train --config {CONFIG} --steps 12" in record["command"]
     assert record["comparable"] is False
     assert "smoke row on a CPU" in record["not_comparable_because"]
     assert record["recipe"]["batch"] == {

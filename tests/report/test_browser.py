@@ -1,0 +1,111 @@
+"""The page in a real browser: it asks for nothing, complains of nothing, and fits.
+
+Chromium is the system's (`CHROMIUM` names another one) or Playwright's own.
+"""
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from results import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
+
+from jaxbench.report import command
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+SYSTEM = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium."""
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, SYSTEM)), None)
+    with sync_api.sync_playwright() as playwright:
+        path = found or playwright.chromium.executable_path
+        if not Path(path).exists():
+            pytest.skip("no Chromium is installed")
+        try:  # as root, as CI may run, it has no sandbox
+            browser = playwright.chromium.launch(executable_path=path, chromium_sandbox=False)
+        except sync_api.Error as error:
+            pytest.skip(f"Chromium does not start: {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A report and a history of runs of all kinds, as files."""
+    folder = tmp_path_factory.mktemp("pages") / "runs"
+    for n, row in enumerate((64, 128, 256)):
+        write_record(folder, f"llama2-{row}", times(7.0 + n / 5), row=row, ranks=row // 8,
+                     started=day(n))  # fmt: skip
+    write_record(folder, "a-name-that-is-long-" * 6, times(7.9), started=day(9), ranks=300)
+    write_record(folder, "lost", status="failed", reason="rank 3 is lost " * 9, steps=20)
+    write_record(folder, "smoke", times(0.3), row="smoke", ranks=2)
+    log(folder, "".join(nemo(n, s) for n, s in enumerate(times(PUBLISHED_S))), f"{EXPERIMENT}.out")
+    settings = json.loads((folder / "llama2-64" / "run.json").read_text())["recipe"]
+    plan = {"gpus": 64, "target": "h100", "settings": settings, "bound_step_s": 5.0,
+            "bound_parts_s": {"compute": 4.0, "memory": 0.9, "exposed": 0.1}}  # fmt: skip
+    (folder / "llama2-64" / "plan.json").write_text(json.dumps(plan))
+    files = {name: folder.parent / f"{name}.html" for name in ("report", "history")}
+    for arguments in ([str(folder), "--no-gate"], ["--history", str(folder)]):
+        output = files["history" if arguments[0] == "--history" else "report"]
+        command.main([*arguments, "--format", "html", "--output", str(output)])
+    return files
+
+
+@pytest.mark.parametrize("name", ["report", "history"])
+@pytest.mark.parametrize(
+    ("width", "scheme", "media"),
+    [(1280, "light", "screen"), (1280, "dark", "screen"), (360, "light", "screen"),
+     (360, "dark", "screen"), (794, "dark", "print")],
+)  # fmt: skip
+def test_a_page_loads_alone_and_fits(name, width, scheme, media, browser, pages):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    said, asked = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.emulate_media(media=media, color_scheme=scheme)
+    page.goto(pages[name].as_uri())
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    assert said == []
+    assert [url for url in asked if not url.startswith("data:")] == [pages[name].as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(OUTSIDE) == []
+    dark = scheme == "dark" and media == "screen"
+    assert page.evaluate(BRIGHTNESS) < 64 if dark else page.evaluate(BRIGHTNESS) > 192
+    page.close()
+
+
+OUTSIDE = """
+[...document.querySelectorAll('svg[role=img] text')].filter(text => {
+  const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
+  return inner.left < outer.left - 2 || inner.right > outer.right + 2;
+}).map(text => text.textContent)
+"""
+"""What is written over the edge of its chart."""
+
+BRIGHTNESS = """
+Math.max(...getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).slice(0, 3))
+"""
+"""Of the paper, 0 to 255."""
+
+
+def test_keyboard_and_download(browser, pages):
+    """The first stop leads past the navigation; a record opens with a key; its JSON is whole."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(pages["report"].as_uri())
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    assert page.locator(".skip").bounding_box()["x"] >= 0
+    page.locator("#run-1 summary").focus()
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    with page.expect_download() as download:
+        page.click("#run-1 a[download]")
+    content = json.loads(gzip.decompress(Path(download.value.path()).read_bytes()))
+    assert content["record"]["command"].startswith("python -m jaxbench.train")
+    page.close()

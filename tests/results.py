@@ -1,0 +1,123 @@
+"""Results as runs leave them: our records, and logs of the published scripts."""
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+
+from jaxbench import hardware
+from jaxbench.recipe import flops, published, recipes
+from jaxbench.recipe.throughput import throughput
+from jaxbench.recipe.window import spread
+from jaxbench.xla import flags
+
+PUBLISHED_S = 12.37
+"""Llama 3.1 405B in FP8 on 512 GPUs, 256 sequences of 8192 tokens."""
+
+EXPERIMENT = "pretrain_llama3.1_405b_fp8_512"
+
+
+def nemo(n, seconds=PUBLISHED_S, loss=11.9, last=49):
+    return (
+        f"Training epoch 0, iteration {n}/{last} | lr: 1.5e-07 | global_batch_size: 256 | "
+        f"global_step: {n} | peak_memory_usage: 70000000000 | memory_allocated: 60000000000 | "
+        f"reduced_train_loss: {loss} | train_step_timing in s: {seconds} | "
+        f"consumed_samples: {(n + 1) * 256}\n"
+    )
+
+
+def maxtext(n, seconds=4.71, loss=10.4):
+    """Llama 2 70B in bf16 on 64 GPUs, 128 sequences of 4096 tokens."""
+    return (
+        f"completed step: {n}, seconds: {seconds:.3f}, TFLOP/s/device: 400.000, "
+        f"Tokens/s/device: 1700.000, total_weights: 524288, loss: {loss:.3f}\n"
+    )
+
+
+def bar(n, seconds=4.61, count=50):
+    """Nemotron-4 340B in bf16 on 128 GPUs."""
+    return (
+        f"Epoch 0: :  {100 * (n + 1) // count}%|████      | {n + 1}/{count} [07:41<00:00, "
+        f"reduced_train_loss=12.40, global_step={n}.00, consumed_samples={32 * (n + 1)}.0, "
+        f"train_step_timing in s={seconds}]\r"
+    )
+
+
+def log(folder, text, name=f"log-{EXPERIMENT}.out", encoding="utf-8"):
+    """A log as a Slurm job leaves it, in folders of its own."""
+    path = folder / EXPERIMENT / "1726" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def times(mean, steps=50, seed=0, noise=0.004):
+    """Step times with a slow beginning and a spread."""
+    slow = 1 + 0.4 * np.exp(-np.arange(steps) / 1.5)
+    return [float(s) for s in mean * slow * np.random.default_rng(seed).normal(1, noise, steps)]
+
+
+def write_record(
+    folder,
+    name,
+    seconds=None,
+    *,
+    recipe="llama2_70b_bf16",
+    row=64,
+    status="completed",
+    reason=None,
+    steps=50,
+    device=hardware.H100.device,
+    started=None,
+    ranks=0,
+    driver="580.65.06",
+    **changes,
+):
+    """A folder of ours with a record of the real recipe. `seconds` is one step time, or all."""
+    run = recipes.resolve(recipes.load(recipe), row)
+    found = published.lookup(run)
+    seconds = 4.7 if seconds is None else seconds
+    each = seconds if isinstance(seconds, list) else [seconds] * steps
+    peak = hardware.peak_tflops(device, run.precision.dtype)
+    mean = spread(each[11:45] or each)
+    content = {
+        "schema": 1, "started": (started or datetime(2026, 3, 1, tzinfo=UTC)).isoformat(),
+        "command": f"python -m jaxbench.train --config {recipe} --gpus {run.gpus}",
+        "status": status, "reason": reason, "label": run.label,
+        "not_comparable_because": published.differences(run, device),
+        "recipe": recipes.describe(run),
+        "hardware": {
+            "platform": "gpu", "device": device, "devices": run.gpus, "processes": run.gpus,
+            "host": "node001", "runtime": "cuda 13000", "device_memory_bytes": 78_149_541_000,
+        },
+        "versions": {"jaxbench": "0.1.0", "jax": "0.11.2", "jaxlib": "0.11.2", "driver": driver},
+        "flags": {"compiler_options": flags.options(run, "gpu"), "XLA_FLAGS": ""},
+        "parameters": flops.parameters(run.model)["total"],
+        "published": found and asdict(found), "resumed_at": [],
+        "kernels": {"attention": "cudnn", "products": run.precision.dtype},
+        "ranks": [
+            {"rank": r, "host": f"node{r // 8:03}", "wait_s": w, "step_time_s": mean}
+            for r, w in enumerate(np.random.default_rng(1).normal(0.9, 0.01, ranks) * mean["mean"])
+        ],
+        "summary": {
+            "window": [11, 44], "step_time_s": mean, **throughput(run, mean["mean"], peak),
+            "peak_memory_bytes": 60_000_000_000,
+        },
+    } | changes  # fmt: skip
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps(content))
+    rate = content["summary"]["tflops_per_gpu"]["full"] if "summary" not in changes else 400.0
+    lines = [
+        json.dumps({"step": n, "step_time_s": s, "loss": 10.4, "peak_memory_bytes": 6e10,
+                    "tflops_per_gpu": rate * mean["mean"] / s}) + "\n"
+        for n, s in enumerate(each[:steps])
+    ]  # fmt: skip
+    (path / "steps.jsonl").write_text("".join(lines))
+    return path
+
+
+def day(number):
+    """The first of March 2026 and so many days."""
+    return datetime(2026, 3, 1, 9, 30, tzinfo=UTC) + timedelta(days=number)
