@@ -55,18 +55,18 @@ def test_what_nothing_is_published_for_says_so():
     assert job("llama31_8b_bf16", "--gpus", "8", **STAGE).remarks() == []
     assert job("nemotronh_56b_bf16", "--gpus", "4", "--cpu", **STAGE).remarks() == []
     (line,) = job("nemotronh_56b_bf16", "--gpus", "128", **STAGE).remarks()
-    assert line.startswith("nothing is published for nemotronh_56b_bf16 on 128 GPUs: ")
+    assert line.startswith("nothing is published for nemotronh_56b_bf16 on 128 H100s: ")
     changed = job("llama31_8b_bf16", "--gpus", "8", "--set", "batch.global_batch=64", **STAGE)
     (line,) = changed.remarks()
-    assert "llama31_8b_bf16 on 8 GPUs with these settings: " in line
+    assert "llama31_8b_bf16 on 8 H100s with these settings: " in line
 
 
 def test_a_submission_says_that_nothing_is_published(here, monkeypatch, capsys):
     options = ("nemotronh_56b_bf16", "--gpus", "128")
     out, _ = submitted(options, here, monkeypatch, capsys)
-    assert out[2].startswith("nothing is published for nemotronh_56b_bf16 on 128 GPUs")
+    assert out[2].startswith("nothing is published for nemotronh_56b_bf16 on 128 H100s")
     out, _ = submitted((*options, "--dry-run"), here, monkeypatch, capsys)
-    assert out[-1].startswith("# nothing is published for nemotronh_56b_bf16 on 128 GPUs")
+    assert out[-1].startswith("# nothing is published for nemotronh_56b_bf16 on 128 H100s")
 
 
 RUN = ("llama31_8b_bf16", "--gpus", "8")
