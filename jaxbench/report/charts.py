@@ -176,7 +176,7 @@ def frame(
     x_ticks: list[tuple[float, str]] | None = None, log: bool = False, watermark: str = "",
 ) -> Chart:  # fmt: skip
     """An empty chart that holds these values, with a margin above and below, and with room for
-    labels on the right."""
+    labels on the right. Ticks across are whole numbers, but for `x_ticks`."""
     margin = 0.12 * (max(ys) - min(ys)) or 1.0
     low, high = max(0.0, min(ys) - margin), max(ys) + margin
     right = WIDTH - 10 - CHARACTER * max(map(len, [across, *labels]))
@@ -185,6 +185,6 @@ def frame(
     return Chart(
         title=title, description=description, x=x, y=y, unit=unit, across=across,
         watermark=watermark,
-        x_ticks=x_ticks or written(ticks(x.low, x.high)),
+        x_ticks=x_ticks or written([v for v in ticks(x.low, x.high) if v == int(v)] or [x.low]),
         y_ticks=written(ticks(low, high, 4)),
     )  # fmt: skip

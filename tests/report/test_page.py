@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import shutil
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -223,7 +224,8 @@ def test_the_published_tables_as_a_page(tmp_path):
     text = page(tmp_path / table)[1]
     assert "The published figures. Nothing on this page was measured here." in text
     parsed = Parsed(text)
-    works = {(r.workload, r.size, r.dtype) for r in published.rows()}
+    counts = Counter((r.title, r.dtype) for r in published.rows())
+    works = [work for work, count in counts.items() if count > 1]
     assert len(re.findall(r'id="scaling-\d+-t"', text)) == len(works)
     for code in {code for row in published.rows() for code in row.errata}:
         assert f"<b>{code}</b>" in text
