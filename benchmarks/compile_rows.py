@@ -18,8 +18,8 @@ import jax
 
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import H100
-from jaxbench.plan.command import resolve
 from jaxbench.plan.plan import make_plan
+from jaxbench.planning.command import resolve
 from jaxbench.recipe.settings import Run
 
 PEER_ROWS = """

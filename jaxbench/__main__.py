@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
             return train.main(rest)
         case ["plan", *rest]:
-            from jaxbench.plan import command as plan
+            from jaxbench.planning import command as plan
 
             return plan.main(rest)
         case ["calibrate", *rest]:

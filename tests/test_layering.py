@@ -114,6 +114,6 @@ def test_only_the_mesh_names_its_axes():
 
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
-    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "plan.command",
+    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "planning.command",
                "cluster.job"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

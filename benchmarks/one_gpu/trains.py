@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxbench import hardware
 from jaxbench.files import write_json
 from jaxbench.plan import plan
-from jaxbench.plan.command import resolve
+from jaxbench.planning.command import resolve
 from jaxbench.recipe import recipes
 from one_gpu.place import (
     MEASURED,

@@ -10,10 +10,11 @@ import pytest
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, command, processes, sweep, text
+from jaxbench.plan import absent, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
-from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
+from jaxbench.planning import command, processes, sweep
+from jaxbench.planning.processes import Target
 from jaxbench.recipe import published, recipes
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]

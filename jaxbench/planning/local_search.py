@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from jaxbench.hardware import Gpu
-from jaxbench.plan.candidates import Shape, ladder, moves, shape, shapes, with_remat
-from jaxbench.plan.estimate import Estimate, estimate, least_state
+from jaxbench.planning.candidates import Shape, ladder, moves, shape, shapes, with_remat
+from jaxbench.planning.estimate import Estimate, estimate, least_state
 from jaxbench.recipe.settings import Run
 
 WORTH = 1.5

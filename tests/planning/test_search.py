@@ -12,11 +12,11 @@ import pytest
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
-from jaxbench.plan import candidates, command, processes, scaling, search
-from jaxbench.plan.estimate import estimate, least_state
-from jaxbench.plan.local_search import Outcome, Search, run_search
-from jaxbench.plan.parts import parts, seconds
 from jaxbench.plan.plan import read
+from jaxbench.planning import candidates, command, processes, scaling, search
+from jaxbench.planning.estimate import estimate, least_state
+from jaxbench.planning.local_search import Outcome, Search, run_search
+from jaxbench.planning.parts import parts, seconds
 from jaxbench.recipe import flops, recipes
 
 RECIPE = """

@@ -17,10 +17,11 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import Gpu
-from jaxbench.plan import driver, scaling, search, sweep, text
+from jaxbench.plan import driver, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
 from jaxbench.plan.plan import Plan, make_plan, read
-from jaxbench.plan.processes import Target
+from jaxbench.planning import scaling, search, sweep
+from jaxbench.planning.processes import Target
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import Run

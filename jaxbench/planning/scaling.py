@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbench.errors import RecipeError
-from jaxbench.plan.parts import parts, seconds, tokens_per_s_per_gpu
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.processes import Target, plan_each, progress
+from jaxbench.planning.parts import parts, seconds, tokens_per_s_per_gpu
+from jaxbench.planning.processes import Target, plan_each, progress
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxbench.files import write_whole
 from jaxbench.hardware import Gpu
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.processes import Target, plan_each, progress
+from jaxbench.planning.processes import Target, plan_each, progress
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.versions import versions

@@ -12,12 +12,12 @@ from rich.table import Table
 from jaxbench import mesh
 from jaxbench.hardware import Gpu
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.candidates import CHOICES, changes
-from jaxbench.plan.local_search import Outcome, Search, run_search
-from jaxbench.plan.parts import parts, seconds
 from jaxbench.plan.plan import Plan, state_bytes
-from jaxbench.plan.processes import Target, plan_each, progress, workers
 from jaxbench.plan.text import gib
+from jaxbench.planning.candidates import CHOICES, changes
+from jaxbench.planning.local_search import Outcome, Search, run_search
+from jaxbench.planning.parts import parts, seconds
+from jaxbench.planning.processes import Target, plan_each, progress, workers
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run

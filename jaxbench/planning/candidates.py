@@ -11,7 +11,7 @@ from itertools import combinations
 
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import Gpu
-from jaxbench.plan.estimate import activations, estimate
+from jaxbench.planning.estimate import activations, estimate
 from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
 
 CHOICES = (
