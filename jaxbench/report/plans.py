@@ -16,6 +16,7 @@ PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
 LABELS = {
     "compute": "products and attention", "memory": "other kernels",
     "exposed": "exposed collectives", "products": "matrix products",
+    "slowed": "slowed by collectives",
 }  # fmt: skip
 """Of a plan's parts, for people; others are called by their own names."""
 
@@ -56,7 +57,7 @@ def _plan(path: Path, values: dict[str, Any]) -> Plan | None:
     """The forecast of a plan, or its bound; None where it has neither."""
     forecast = values.get("forecast")
     if isinstance(forecast, dict):
-        kind, total, parts = "forecast", forecast.get("step_s"), forecast.get("parts")
+        kind, total, parts = "forecast", forecast.get("step_s"), forecast.get("parts_s")
     else:
         kind, total, parts = "bound", values.get("bound_step_s"), values.get("bound_parts_s")
     if (step_s := _number(total)) is None or not isinstance(parts, dict):

@@ -286,7 +286,7 @@ def test_the_plan_of_the_same_program_is_shown(place, tmp_path):
     settings = json.loads((folder / "run.json").read_text())["recipe"]
     path = tmp_path / "runs" / place
     path.parent.mkdir(exist_ok=True)
-    forecast = {"step_s": 6.5, "parts": {"products": 5.0, "cold_starts": 1.5, "odd": "x"}}
+    forecast = {"step_s": 6.5, "parts_s": {"products": 5.0, "cold_starts": 1.5, "odd": "x"}}
     path.write_text(json.dumps(PLAN | {"settings": settings, "forecast": forecast}))
     status, text = page(tmp_path / "runs")
     assert status == 0
