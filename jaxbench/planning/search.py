@@ -3,6 +3,7 @@ best of those that were compiled, and why the others lost."""
 
 import json
 from collections.abc import Iterator
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ LIMIT = 40
 
 WIDTH = 200
 """Characters of a table that is no terminal's."""
+
+WHY = 70
+"""Characters of a reason in the table; `--json` has all of it."""
 
 Found = dict[Run, Plan | str]
 """The plan of each candidate, or why there is none."""
@@ -153,7 +157,7 @@ def show(
     """The candidates, and what to paste."""
     grid = Table(box=None)
     for heading in ("step s", "of row", "peak GiB", "mesh", "chunks", "microbatch", "remat", "why"):
-        grid.add_column(heading, no_wrap=heading in ("mesh", "why"))
+        grid.add_column(heading, no_wrap=heading != "remat")
     for line in lines:
         figures = ("", "", "")
         if "step_s" in line:
@@ -161,7 +165,8 @@ def show(
             figures = (f"{line['step_s']:.3f}", ratio, f"{line['peak'] / 2**30:.1f}")
         numbers = str(line["virtual_stages"]), str(line["microbatch"])
         said = "the row; " * (not line["set"]) + line["why"]
-        grid.add_row(*figures, line["mesh"], *numbers, line["remat"], said.removesuffix("; "))
+        said = shorten(said.removesuffix("; "), WHY)
+        grid.add_row(*figures, line["mesh"], *numbers, line["remat"], said)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = WIDTH
