@@ -88,7 +88,7 @@ class Measured:
     def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
         """FLOP/s of the causal half by sizes."""
         times = self.tables.values["attention", direction]
-        per_score = PRODUCTS[direction]
+        per_score = FLOPS_PER_SCORE[direction]
         return {
             (b, n, s, h): per_score * b * n * s * s * h / 2 / (time * MICRO)
             for (b, n, s, h), time in times.items()
@@ -99,15 +99,14 @@ class Measured:
         points = sorted((log(s[2]), rate) for s, rate in self._attention_rates(direction).items())
         length = min(max(log(work.sizes[2]), points[0][0]), points[-1][0])
         batch, heads, tokens, head_dim = work.sizes
-        flops = PRODUCTS[direction] * batch * heads * tokens * tokens * head_dim / 2
+        flops = FLOPS_PER_SCORE[direction] * batch * heads * tokens * tokens * head_dim / 2
         return flops / between(points, length)
 
     def _memory(self, moved: int) -> tuple[float, float]:
         """(start, seconds beyond it) of a kernel that moves so many bytes."""
         points = sorted((s[0], time) for s, time in self.tables.values["memory", "any"].items())
         start = between(points, 0) * MICRO
-        faster = self.gpu.bandwidth / PLANNED[self.gpu.name.lower()].bandwidth
-        return start, max(0.0, between(points, moved) * MICRO - start) / faster
+        return start, max(0.0, between(points, moved) * MICRO - start)
 
     def collective(self, collective: Collective) -> float:
         """Seconds of one run, alone."""
@@ -145,9 +144,16 @@ class Measured:
         rounds = 2 if collective.kind == "all-reduce" else 1
         latency = (group - nodes) * RING_NVLINK + (nodes - 1) * RING_NETWORK
         rate = self.gpu.nic * members * self._ring_share(nodes) * 1e9
-        whole = buffer(collective)
-        inside = self._inside(collective.kind, members, whole) if members > 1 else 0.0
-        return RING_START + rounds * latency + max(sent / rate, inside)
+        return RING_START + rounds * latency + sent / min(rate, self._nvlink(collective.kind))
+
+    def _nvlink(self, kind: str) -> float:
+        """Bytes per second that a GPU sends in a ring over NVLink: those of the largest transfer of
+        the table."""
+        times = self.tables.values["collective", kind]
+        n, whole = max(times)
+        rounds = 2 if kind == "all-reduce" else 1
+        slower = PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
+        return rounds * whole * (n - 1) / n / (times[n, whole] * MICRO) / slower
 
     def _ring_share(self, nodes: int) -> float:
         """The share of the adapters' rate that a ring over nodes reaches: on the line of the
@@ -163,7 +169,7 @@ class Measured:
         return max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), 0.1)
 
 
-PRODUCTS = {"forward": 4, "backward": 10}
+FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
 """FLOPs of attention for each score and element of a head: two products forward; four backward,
 and the scores again."""
 
