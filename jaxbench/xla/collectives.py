@@ -97,12 +97,6 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     return Collective(kind, i.name, i.bytes, devices, runs, source, tuple(others))
 
 
-def first_group(attributes: str) -> tuple[int, ...]:
-    """Devices of the first replica group. Of `source_target_pairs` those farthest apart: in a ring
-    they cross nodes if any do."""
-    return groups(attributes)[0]
-
-
 @cache
 def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     """Devices of each replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]` with

@@ -195,11 +195,6 @@ class Walk:
         return total
 
 
-def analyse(program: Program, costs: Costs) -> Schedule:
-    """The schedule of one step."""
-    return Walk(program).under(costs)
-
-
 def kernels(
     program: Program, computation: str = "", runs: int = 1
 ) -> Iterator[tuple[Instruction, Kernel, int]]:

@@ -65,7 +65,7 @@ def test_collectives_are_hidden_behind_products(llama2, llama2_fp8):
     """All but the first and the last of the step: at most a peer's 4 GiB. Launches at most half of
     its 19520, which the compiler of jax 0.11 gave."""
     for row in (llama2, llama2_fp8):
-        timeline = schedule.analyse(row.program, schedule.Roofline(H100))
+        timeline = schedule.Walk(row.program).under(schedule.Roofline(H100))
         assert timeline.uncovered_bytes <= 4 * 2**30
     if jax.__version_info__[:2] == (0, 11):
         assert timeline.kernels <= 19520 / 2

@@ -106,7 +106,7 @@ def test_nemotron4_fits_with_fused_attention_of_head_dim_192(nemotron4):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 schedules otherwise")
 def test_the_steady_state_waits_for_no_collective(nemotron4):
     """Each direction's products hide what the other one sends."""
-    transfers = schedule.analyse(nemotron4.program, schedule.Roofline(H100)).transfers
+    transfers = schedule.Walk(nemotron4.program).under(schedule.Roofline(H100)).transfers
     # Each of a loop's two bodies runs in half of its 96 ticks; before and after them are 111.
     found = [t for t in transfers if t.collective.count == 48]
     permutes = [t for t in found if t.collective.kind == "collective-permute"]
@@ -116,7 +116,7 @@ def test_the_steady_state_waits_for_no_collective(nemotron4):
 
 def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):
     found = traffic(
-        nemotron4.run, H100, schedule.analyse(nemotron4.program, schedule.Roofline(H100))
+        nemotron4.run, H100, schedule.Walk(nemotron4.program).under(schedule.Roofline(H100))
     )
     permutes = [t for t in found if t.kind == "collective-permute"]
     assert [(t.axes, t.across_nodes, t.count) for t in permutes] == [("pipeline", True, 2 * 207)]
@@ -153,4 +153,4 @@ def test_gradients_are_held_for_whole_layers(short):
 
 def test_farthest_pair_of_a_ring():
     text = "source_target_pairs={{0,16},{16,32},{32,0}}, metadata={}"
-    assert collectives.first_group(text) == (32, 0)
+    assert collectives.groups(text)[0] == (32, 0)

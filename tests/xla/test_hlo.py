@@ -111,8 +111,8 @@ def test_collectives(program):
         ("dimensions={0}", (0,)),
     ],
 )
-def test_first_group(attributes, devices):
-    assert collectives.first_group(attributes) == devices
+def test_groups(attributes, devices):
+    assert collectives.groups(attributes)[0] == devices
     found = [device for group in collectives.groups(attributes) for device in group]
     if "source_target_pairs" not in attributes:  # there a device sends and receives
         assert sorted(found) == list(range(len(found)))

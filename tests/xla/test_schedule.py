@@ -42,7 +42,7 @@ GATHER_S = 96e-9
 
 
 def test_a_product_hides_a_gather():
-    found = schedule.analyse(program(GATHER + DOT + DONE), SYSTEM)
+    found = schedule.Walk(program(GATHER + DOT + DONE)).under(SYSTEM)
     assert found.parts["compute"] == pytest.approx(PRODUCT_S)
     assert (found.exposed_s, found.uncovered_bytes, found.kernels) == (0, 0, 2)
 
@@ -65,7 +65,7 @@ def test_kernels_one_by_one_are_what_the_walk_sums_up():
         ("dot", "products", 1), ("dot", "products", 3), ("copy", "other kernels", 3),
     ]  # fmt: skip
     seconds = [sum(SYSTEM.kernel(kernel).values()) * runs for _, kernel, runs in found]
-    summed = schedule.analyse(whole, SYSTEM)
+    summed = schedule.Walk(whole).under(SYSTEM)
     assert (
         sum(seconds[:2]) == pytest.approx(summed.parts["compute"]) == pytest.approx(4 * PRODUCT_S)
     )
@@ -73,7 +73,7 @@ def test_kernels_one_by_one_are_what_the_walk_sums_up():
 
 
 def test_nothing_between_start_and_done_exposes_it():
-    found = schedule.analyse(program(GATHER + DONE + DOT), SYSTEM)
+    found = schedule.Walk(program(GATHER + DONE + DOT)).under(SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
     assert found.uncovered_bytes == 96
     assert found.step_s == pytest.approx(PRODUCT_S + GATHER_S)
@@ -81,7 +81,7 @@ def test_nothing_between_start_and_done_exposes_it():
 
 def test_a_synchronous_collective_is_exposed():
     body = "  %all = bf16[8,8]{1,0} all-gather(%shard), replica_groups=[1,4]<=[4]\n"
-    found = schedule.analyse(program(body), SYSTEM)
+    found = schedule.Walk(program(body)).under(SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
 
 
@@ -89,7 +89,7 @@ def test_a_kernel_hides_as_long_as_it_runs():
     """Copying 16 bytes takes 32 ns of the gather's 96."""
     copy = "  %copy = bf16[1,8]{1,0} copy(%row)\n"
     row = "  %row = bf16[1,8]{1,0} bitcast(%x)\n"
-    found = schedule.analyse(program(row + GATHER + copy + DONE), SYSTEM)
+    found = schedule.Walk(program(row + GATHER + copy + DONE)).under(SYSTEM)
     assert found.parts["memory"] == pytest.approx(32e-9)
     assert found.exposed_s == pytest.approx(GATHER_S - 32e-9)
     assert found.uncovered_bytes == 96
@@ -101,12 +101,12 @@ def test_collectives_queue_on_the_same_links():
     second = GATHER.replace("%start", "%start2"), DONE.replace("start", "start2")
     short = schedule.Roofline(replace(GPU, bandwidth=2.0))
     both = GATHER + second[0] + DOT + DONE + second[1].replace("%done", "%done2")
-    found = schedule.analyse(program(both), short)
+    found = schedule.Walk(program(both)).under(short)
     assert found.parts["compute"] == pytest.approx(PRODUCT_S / 2)
     assert found.exposed_s == pytest.approx(2 * GATHER_S - PRODUCT_S / 2)
     assert found.uncovered_bytes == 0
     far = second[0].replace("[1,4]<=[4]", "[4,4]<=[4,4]T(1,0)")
-    found = schedule.analyse(program(both.replace(second[0], far)), SYSTEM)
+    found = schedule.Walk(program(both.replace(second[0], far))).under(SYSTEM)
     assert found.exposed_s == 0
 
 
@@ -132,7 +132,7 @@ backend_config={"known_trip_count":{"n":"5"}}
     body = """\
   ROOT %w = bf16[8,8]{1,0} while(%x), body=%outer, backend_config={"known_trip_count":{"n":"3"}}
 """
-    found = schedule.analyse(program(body, loop + outer), SYSTEM)
+    found = schedule.Walk(program(body, loop + outer)).under(SYSTEM)
     assert found.parts["compute"] == pytest.approx(15 * PRODUCT_S)
     assert found.exposed_s == pytest.approx(15 * GATHER_S)
     (gather,) = found.transfers
@@ -148,7 +148,7 @@ def test_a_product_inside_a_fusion_is_compute():
 }
 """
     body = "  %f = bf16[8,8]{1,0} fusion(%x), kind=kCustom, calls=%fused\n"
-    found = schedule.analyse(program(GATHER + body + DONE, fused), SYSTEM)
+    found = schedule.Walk(program(GATHER + body + DONE, fused)).under(SYSTEM)
     assert found.parts["compute"] == pytest.approx(PRODUCT_S)
     assert found.parts["memory"] == 0
     assert found.uncovered_bytes == 0
@@ -212,11 +212,11 @@ def test_a_collective_slows_what_runs_beside_it():
     class Slow(schedule.Roofline):
         slowdown: float = 2.0
 
-    found = schedule.analyse(program(GATHER + DOT + DONE), Slow(GPU))
+    found = schedule.Walk(program(GATHER + DOT + DONE)).under(Slow(GPU))
     assert found.slowed_s == pytest.approx(GATHER_S / 2)
     assert found.exposed_s == 0
     fast = replace(GPU, bandwidth=8.0)
-    found = schedule.analyse(program(GATHER + DOT + DONE), Slow(fast))
+    found = schedule.Walk(program(GATHER + DOT + DONE)).under(Slow(fast))
     assert found.slowed_s == pytest.approx(PRODUCT_S / 8)
     assert found.exposed_s == pytest.approx(GATHER_S - 2 * PRODUCT_S / 8)
 
