@@ -28,8 +28,8 @@ LIMIT = 40
 """Candidates that a search compiles, if it is not told."""
 
 ROUND = min(4, os.cpu_count() or 1)
-"""Candidates that are chosen at a time. Processes may be fewer, as memory allows at the moment; what
-is tried must not depend on that, or a search would not go on where it stopped."""
+"""Candidates that are chosen at a time. Processes may be fewer, as memory allows at the moment;
+what is tried must not depend on that, or a search would not go on where it stopped."""
 
 WIDTH = 200
 """Characters of a table that is no terminal's."""
