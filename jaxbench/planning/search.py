@@ -2,6 +2,7 @@
 best of those that were compiled, and why the others lost."""
 
 import json
+import os
 from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any
@@ -18,13 +19,17 @@ from jaxbench.plan.text import gib
 from jaxbench.planning.candidates import CHOICES, changes
 from jaxbench.planning.local_search import Outcome, Search, run_search
 from jaxbench.planning.parts import parts, seconds
-from jaxbench.planning.processes import Target, plan_each, progress, workers
+from jaxbench.planning.processes import Target, plan_each, progress
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 
 LIMIT = 40
 """Candidates that a search compiles, if it is not told."""
+
+ROUND = min(4, os.cpu_count() or 1)
+"""Candidates that are chosen at a time. Processes may be fewer, as memory allows at the moment;
+what is tried must not depend on that, or a search would not go on where it stopped."""
 
 WIDTH = 200
 """Characters of a table that is no terminal's."""
@@ -56,7 +61,7 @@ def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as
                 yield runs[run], outcome(plan)
 
         holds = StateFits(target.gpu, row.gpus)
-        run_search(searching, limit, compile_all, workers(), holds)
+        run_search(searching, limit, compile_all, ROUND, holds)
         bar.update(task, total=len(found))
     lines = table(found, searching.row)
     counts = {
