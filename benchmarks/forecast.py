@@ -143,8 +143,8 @@ def summary(found: dict[Figure, Plan | str]) -> list[str]:
 def table(found: dict[Figure, Plan | str]) -> list[str]:
     """A line for each figure."""
     lines = [
-        "| recipe | GPU | GPUs | published layout | tokens/s/GPU published | forecast | of it | "
-        "slow to fast | bound | mesh here | source |",
+        "| recipe | GPU | GPUs | published layout | tokens/s/GPU published | forecast | "
+        "forecast / published in seconds | slow to fast | bound | mesh here | source |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for figure, plan in found.items():
@@ -155,7 +155,7 @@ def table(found: dict[Figure, Plan | str]) -> list[str]:
             rate, f = plan.rates["forecast"].tokens_per_s_per_gpu, plan.forecast
             slow, fast = (rate * f.step_s / seconds for seconds in (f.slow_s, f.fast_s))
             bound = plan.rates["bound"].tokens_per_s_per_gpu
-            cells += [f"{rate:.0f}", f"{rate / figure.rate:.2f}", f"{slow:.0f} to {fast:.0f}"]
+            cells += [f"{rate:.0f}", f"{ratio(figure, plan):.2f}", f"{slow:.0f} to {fast:.0f}"]
             cells += [f"{bound:.0f}", plan.mesh + ("" if plan.fits else ", does not fit")]
         lines.append(f"| {' | '.join([*cells, figure.source])} |")
     return lines

@@ -249,8 +249,9 @@ def main(argv: list[str] | None = None) -> int:
         devices = jax.local_devices()
         device = devices[0].device_kind
         found = hardware.identify(device)
-        if not args.rehearse and found is None:
-            raise RecipeError(f"no GPU that is known was found, but {device}; see --rehearse")
+        if not args.rehearse and found not in hardware.PLANNED.values():
+            known = ", ".join(hardware.PLANNED)
+            raise RecipeError(f"{device} is none of the GPUs that are planned for: {known}")
         sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
         planned = list(probes(sample, kernel, devices))
         console = Console(stderr=True)

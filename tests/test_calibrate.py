@@ -56,4 +56,7 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
         capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "error: no GPU that is known was found, but cpu; see --rehearse\n"
+    assert (
+        done.stderr
+        == "error: cpu is none of the GPUs that are planned for: h100, h200, b200, gb200\n"
+    )

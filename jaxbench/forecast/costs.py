@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import log
+from math import log, log2
 
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
@@ -17,24 +17,25 @@ TILE = (128, 128, 64)
 
 MICRO = 1e-6
 
-RING_START, RING_NVLINK, RING_NETWORK = 8.4 * MICRO, 3.4 * MICRO, 14.0 * MICRO
-"""Latency of a ring with the protocol for large messages, and of each of its steps inside and
-between nodes: the constants by which NCCL itself chooses (NVIDIA/nccl src/graph/tuning.cc)."""
+START, RING_NVLINK, TREE_NVLINK, NETWORK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO, 14.0 * MICRO
+"""Latency with the protocol for large messages: of a start, of each step of a ring and of a tree
+over NVLink, and of each step between domains. These are the constants by which NCCL itself chooses
+(NVIDIA/nccl src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
 class Conditions:
     """What no table of single kernels says: by what a kernel is slower beside a collective, and
-    which line of the network's table rings follow."""
+    whether rings between domains are as fast as in a tuned network."""
 
     slowdown: float
-    network: str = "ring"
+    tuned: bool = True
 
 
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
     "fast": Conditions(slowdown=1.0),
-    "slow": Conditions(slowdown=1.40, network="untuned"),
+    "slow": Conditions(slowdown=1.40, tuned=False),
 }
 """By name. Kernels beside a collective were 18.9 % slower on average and 40 % at most, on H100 and
 other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On an H100 clocks fell from
@@ -75,12 +76,20 @@ class Measured:
     def covers(self, work: Work) -> bool:
         """Whether the tables reach as far as a product or attention."""
         if work.kind == "product":
-            return self.products[self.dtype(work)].covers(padded(work))
-        lengths = [sizes[2] for sizes in self._attention_rates("forward")]
-        return min(lengths) <= work.sizes[2] <= max(lengths)
+            return self.products[self.dtype(work)].covers(self._as_measured(work))
+        _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
+        *_, length, head_dim = work.sizes
+        return min(lengths) <= length <= max(lengths) and head_dim in head_dims
+
+    def _as_measured(self, work: Work) -> tuple[int, int, int]:
+        """m, n and k of a product; m and n swapped where the table reaches only that, since the
+        transposed product is the same work."""
+        m, n, k = padded(work)
+        grid = self.products[self.dtype(work)]
+        return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
 
     def _product_s(self, work: Work) -> float:
-        measured = self.products[self.dtype(work)].at(padded(work)) * MICRO
+        measured = self.products[self.dtype(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
         least = work.flops / (peak(self.gpu, work.dtype) * 1e12)
         return max(measured * wide, least)
@@ -105,69 +114,80 @@ class Measured:
     def _memory(self, moved: int) -> tuple[float, float]:
         """(start, seconds beyond it) of a kernel that moves so many bytes."""
         points = sorted((s[0], time) for s, time in self.tables.values["memory", "any"].items())
-        start = between(points, 0) * MICRO
+        start = max(0.0, between(points, 0)) * MICRO
         return start, max(0.0, between(points, moved) * MICRO - start)
 
     def collective(self, collective: Collective) -> float:
         """Seconds of one run, alone."""
-        if collective.crosses_nodes(self.gpu):
-            return self._between_nodes(collective)
+        if collective.crosses_domains(self.gpu):
+            return self._between_domains(collective)
         if collective.kind == "collective-permute":
             share = self.tables.values["nvlink", "direct"][(2,)]
             seconds = collective.bytes / (share * self.gpu.nvlink * 1e9)
-            return RING_START + RING_NVLINK + seconds
+            return START + RING_NVLINK + seconds
         return self._inside(collective.kind, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
         """Inside an NVLink domain: by the table of the largest group up to this one. In a larger
-        ring each byte takes as long, and each further GPU adds a step."""
+        one each byte takes as long; each further GPU adds a step to a ring, none to an all-to-all,
+        which has none."""
         times = self.tables.values["collective", kind]
         known = max((n for n, _ in times if n <= group), default=min(n for n, _ in times))
         points = sorted((b, time) for (n, b), time in times.items() if n == known)
         measured = max(between(points, whole), points[0][1]) * MICRO
         share = (group - 1) / group / ((known - 1) / known)
         slower = PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
-        return measured * share * slower + (group - known) * RING_NVLINK
+        further = STEPS[kind] * max(0, group - known)
+        return measured * share * slower + further * RING_NVLINK
 
-    def _between_nodes(self, collective: Collective) -> float:
-        """Rings that pass through all members of a node before they leave it; an all-to-all sends
-        each byte to its receiver, and what leaves the node does so over one adapter."""
+    def _between_domains(self, collective: Collective) -> float:
+        """Rings that pass through all members of a domain before they leave it, and of a small
+        all-reduce trees; an all-to-all sends each byte to its receiver, and what leaves the domain
+        does so over one adapter."""
         group, members = collective.group, collective.members(self.gpu)
-        nodes = -(-group // members)
+        domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
         direct = self.gpu.nic * self.tables.values["network", "direct"][(2,)] * 1e9
         if collective.kind == "collective-permute":
-            return RING_START + RING_NETWORK + sent / direct
+            return START + NETWORK + sent / direct
         if collective.kind == "all-to-all":
             leaving = collective.bytes * (group - members) / group
-            return RING_START + RING_NETWORK + leaving / direct
-        rounds = 2 if collective.kind == "all-reduce" else 1
-        latency = (group - nodes) * RING_NVLINK + (nodes - 1) * RING_NETWORK
-        rate = self.gpu.nic * members * self._ring_share(nodes) * 1e9
-        return RING_START + rounds * latency + sent / min(rate, self._nvlink(collective.kind))
+            return START + NETWORK + leaving / direct
+        latency = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
+        if collective.kind == "all-reduce":
+            tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
+            latency = STEPS["all-reduce"] * min(latency, tree)
+        rate = self.gpu.nic * members * self._ring_share(domains) * 1e9
+        return START + latency + sent / min(rate, self._nvlink(collective.kind))
 
     def _nvlink(self, kind: str) -> float:
         """Bytes per second that a GPU sends in a ring over NVLink: those of the largest transfer of
         the table."""
         times = self.tables.values["collective", kind]
         n, whole = max(times)
-        rounds = 2 if kind == "all-reduce" else 1
         slower = PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
-        return rounds * whole * (n - 1) / n / (times[n, whole] * MICRO) / slower
+        return STEPS[kind] * whole * (n - 1) / n / (times[n, whole] * MICRO) / slower
 
-    def _ring_share(self, nodes: int) -> float:
-        """The share of the adapters' rate that a ring over nodes reaches: on the line of the
-        table's logarithms, and on that of its last two points beyond them."""
-        table = self.tables.values["network", self.conditions.network]
+    def _ring_share(self, domains: int) -> float:
+        """The share of the adapters' rate that a ring over domains reaches: on the line of the
+        table's logarithms, and on that of its last two points beyond them; where the network is
+        untuned, at most what one such reached."""
+        table = self.tables.values["network", "ring"]
         points = sorted((log(sizes[0]), share) for sizes, share in table.items())
-        if len(points) == 1:
-            return points[0][1]
-        x = log(nodes)
-        if x <= points[-1][0]:
-            return between(points, max(x, points[0][0]))
+        x = log(domains)
         (x0, y0), (x1, y1) = points[-2:]
-        return max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), 0.1)
+        share = max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), LEAST_SHARE)
+        if x <= x1:
+            share = between(points, max(x, points[0][0]))
+        untuned = self.tables.values["network", "untuned"].values()
+        return share if self.conditions.tuned else min(share, *untuned)
 
+
+STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
+"""How often a ring goes around."""
+
+LEAST_SHARE = 0.1
+"""Of an adapter's rate: where a line through measurements ends."""
 
 FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
 """FLOPs of attention for each score and element of a head: two products forward; four backward,

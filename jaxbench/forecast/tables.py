@@ -15,22 +15,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import dropwhile
+from operator import ge
 from pathlib import Path
 
 from jaxbench.errors import RecipeError
+from jaxbench.hardware import PLANNED
 
 FOLDER = Path(__file__).parent / "measured"
-GPU = "# gpu: "
+GPU, PACKAGE = "# gpu: ", "the package's"
 
-KINDS = {"product": 3, "attention": 4, "collective": 2, "memory": 1, "network": 1, "nvlink": 1}
-"""How many sizes a line of a kind has."""
+KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+    "product": (("bf16", "fp8"), (1, 1, 1)),
+    "attention": (("forward", "backward"), (1, 1, 1, 1)),
+    "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
+    "memory": (("any",), (0,)),
+    "network": (("ring", "untuned", "direct"), (2,)),
+    "nvlink": (("direct",), (2,)),
+}
+"""Of each kind its names, and the least of its sizes."""
 
 Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Values by (kind, name) and sizes; `sources` says where they are from, kind by kind."""
+    """Values by (kind, name) and sizes; `sources` says where they are from, by both together."""
 
     values: Mapping[tuple[str, str], Mapping[Sizes, float]]
     sources: Mapping[str, str]
@@ -57,12 +66,25 @@ def load(gpu: str, file: Path | None = None) -> Tables:
     for path in (FOLDER / "network.csv", packaged, *([file] if file else [])):
         of, found = read(path)
         if of not in (gpu, "any"):
-            raise RecipeError(f"{path}: kernels of {of}, but {gpu} is planned; take --gpu {of}")
-        values |= found
-        for kind in {kind for kind, _ in found}:
-            here = path.name if path == file else f"the package's {path.name}"
-            sources[kind] = f"{here} and {sources[kind]}" if kind in sources else here
+            instead = f"; take --gpu {of}" if of in PLANNED else ""
+            raise RecipeError(f"{path}: kernels of {of}, but {gpu} is planned{instead}")
+        here = path.name if path == file else f"{PACKAGE} {path.name}"
+        for key, times in found.items():
+            kept = _beside(key[0], values.get(key, {}), times)
+            sources[" ".join(key)] = f"{here} and {sources[' '.join(key)]}" if kept else here
+            values[key] = kept | times
     return Tables(values, sources)
+
+
+def _beside(kind: str, packaged: dict[Sizes, float], own: dict[Sizes, float]) -> dict[Sizes, float]:
+    """What of the package's values stays beside a user's: collectives among other numbers of GPUs,
+    and what a kernel takes to start, which `calibrate` does not measure."""
+    if kind == "collective":
+        groups = {sizes[0] for sizes in own}
+        return {sizes: time for sizes, time in packaged.items() if sizes[0] not in groups}
+    if kind == "memory" and (0,) not in own:
+        return {sizes: time for sizes, time in packaged.items() if sizes == (0,)}
+    return {}
 
 
 def read(path: Path) -> tuple[str, dict[tuple[str, str], dict[Sizes, float]]]:
@@ -74,9 +96,14 @@ def read(path: Path) -> tuple[str, dict[tuple[str, str], dict[Sizes, float]]]:
         _, *rows = csv.reader(dropwhile(lambda line: line.startswith("#"), lines))
         for kind, name, sizes, value in rows:
             key = tuple(map(int, sizes.split("x")))
-            if len(key) != KINDS[kind] or min(key) < 0 or not 0 < float(value) < float("inf"):
+            names, least = KINDS[kind]
+            fits = len(key) == len(least) and all(map(ge, key, least))
+            if name not in names or not fits or not 0 < float(value) < float("inf"):
                 raise ValueError(f"{kind},{name},{sizes},{value}")
             values.setdefault((kind, name), {})[key] = float(value)
+        for (kind, name), times in values.items():
+            if kind == "product" and tuple(map(min, zip(*times, strict=True))) not in times:
+                raise ValueError(f"{kind} {name}: none with the least m, n and k of all")
     except (OSError, ValueError, LookupError, StopIteration) as error:
         reason = "no line '# gpu: NAME'" if isinstance(error, StopIteration) else error
         raise RecipeError(f"{path}: not a table of kernels: {reason}") from error

@@ -18,7 +18,7 @@ from jaxbench.forecast.forecast import Forecast, forecast
 from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu
 from jaxbench.plan.absent import compile_only_devices, placed
-from jaxbench.plan.traffic import Traffic, mesh_axes, traffic
+from jaxbench.plan.traffic import Traffic, axes_of, traffic
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
@@ -184,7 +184,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     program, stats = Program.parse(text, RULES), compiled.memory_analysis()
     walk = schedule.Walk(program)
     timeline = walk.under(schedule.Roofline(gpu))
-    expected = forecast(program, walk, gpu, tables, lambda c: mesh_axes(c.devices, run.mesh_shape))
+    expected = forecast(program, walk, gpu, tables, lambda c: axes_of(c, run))
     row = published.lookup(run, gpu)
     rates = {
         "bound": rates_of(run, gpu, timeline.step_s),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from jaxbench.forecast.tables import PACKAGE
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe.published import ERRATA
 
@@ -46,7 +47,7 @@ def report(plan: Plan) -> str:
         f"{gib(plan.uncovered_wire_bytes)} with no product or attention beside it",
     ]
     for c in plan.collectives:
-        where = "across nodes" if c.across_nodes else "in NVLink domain"
+        where = "across domains" if c.across_domains else "in NVLink domain"
         lines.append(
             f"  {c.kind:18} {c.axes:16} {c.count:5} x {gib(c.bytes):>10} {where:16} "
             f"{c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
@@ -77,6 +78,9 @@ def _forecast(plan: Plan) -> list[str]:
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / widest)
         lines.append(f"  {name:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
+    own = [f"{kind} by {of}" for kind, of in f.sources.items() if not of.startswith(PACKAGE)]
+    if own:
+        lines.append(f"  measured: {'; '.join(own)}")
     if f.outside >= SHOWN_OUTSIDE:
         lines.append(
             f"  {100 * f.outside:.0f} % of the kernels' time lies outside the tables, and was "

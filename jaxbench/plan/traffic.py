@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxbench.hardware import Gpu
 from jaxbench.recipe.settings import AXES, Run
+from jaxbench.xla.collectives import Collective
 from jaxbench.xla.schedule import Schedule
 
 PART = "part of "
@@ -16,7 +17,7 @@ class Traffic:
 
     kind: str
     axes: str
-    across_nodes: bool
+    across_domains: bool
     count: int = 0
     bytes: int = 0
     least_s: float = 0.0
@@ -28,21 +29,26 @@ def traffic(run: Run, gpu: Gpu, timeline: Schedule) -> list[Traffic]:
     found: dict[tuple[str, str], Traffic] = {}
     for t in timeline.transfers:
         c = t.collective
-        axes = mesh_axes(c.devices, run.mesh_shape)
-        if c.kind == "collective-permute":  # between neighbours, never among all
-            axes = axes.removeprefix(PART)
-        new = Traffic(kind=c.kind, axes=axes, across_nodes=c.crosses_nodes(gpu))
+        axes = axes_of(c, run)
+        new = Traffic(kind=c.kind, axes=axes, across_domains=c.crosses_domains(gpu))
         sums = found.get((c.kind, axes), new)
         found[c.kind, axes] = Traffic(
             kind=sums.kind,
             axes=sums.axes,
-            across_nodes=sums.across_nodes,
+            across_domains=sums.across_domains,
             count=sums.count + c.count,
             bytes=sums.bytes + c.wire_bytes,
             least_s=sums.least_s + t.seconds,
             exposed_s=sums.exposed_s + t.exposed_s,
         )
     return sorted(found.values(), key=lambda sums: -sums.bytes)
+
+
+def axes_of(collective: Collective, run: Run) -> str:
+    """`mesh_axes` of a collective of a run."""
+    axes = mesh_axes(collective.devices, run.mesh_shape)
+    permutes = collective.kind == "collective-permute"  # between neighbours, never among all
+    return axes.removeprefix(PART) if permutes else axes
 
 
 def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:

@@ -47,9 +47,13 @@ def settings(run: Run) -> dict[str, int | str]:
 
 
 def changes(run: Run, row: Run) -> list[str]:
-    """The `--set` entries that make the candidate of its row."""
-    before = settings(row)
-    return [f"{key}={value}" for key, value in settings(run).items() if value != before[key]]
+    """The `--set` entries that make the candidate of its row. Of a derived row all that a search
+    chooses, and the batch: what is left open is derived anew from what is given."""
+    before, after = settings(row), settings(run)
+    if before != after and row.label == "derived":
+        after["batch.global_batch"] = run.batch.global_batch
+        return [f"{key}={value}" for key, value in after.items()]
+    return [f"{key}={value}" for key, value in after.items() if value != before[key]]
 
 
 def shapes(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:

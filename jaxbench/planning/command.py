@@ -16,6 +16,7 @@ import jax
 from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
+from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu
 from jaxbench.plan import driver, text
 from jaxbench.plan.absent import check_compiler, compile_only_devices
@@ -181,6 +182,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise RecipeError(f"{' and '.join(asked)}: one of them at a time")
     if asked and args.dump:
         raise RecipeError(f"--dump keeps a single plan; expected no {asked[0]}")
+    ignored = [name for name in ("json", "set", "config", "gpus") if getattr(args, name)]
+    if ignored and (args.diff or args.all):
+        raise RecipeError(f"{asked[0]} takes no --{ignored[0]}")
+    if args.kernels:
+        load(args.gpu, args.kernels)
     if args.limit is not None and not args.search:
         raise RecipeError("--limit is for --search")
     positive("--", args, "limit")

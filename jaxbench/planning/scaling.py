@@ -110,6 +110,8 @@ def _tokens_per_gpu(plan: Plan) -> float:
 def _published_efficiency(plan: Plan, first: Plan) -> float | None:
     if plan.published is None or first.published is None:
         return None
+    if plan.published["gpu_type"] != first.published["gpu_type"]:
+        return None
     times = [_tokens_per_gpu(p) / p.published["step_time_s"] for p in (plan, first) if p.published]
     return times[0] / times[1]
 

@@ -72,7 +72,7 @@ def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as
     if as_json:
         print(json.dumps({"best": best, "candidates": lines, **counts}, indent=2))
     else:
-        show(lines, best, row, config, counts)
+        show(lines, best, row, config, counts, target)
     return int(best is None)
 
 
@@ -158,6 +158,7 @@ def show(
     row: Run,
     config: str,
     counts: dict[str, int],
+    target: Target,
 ) -> None:
     """The candidates, and what to paste."""
     grid = Table(box=None)
@@ -177,7 +178,7 @@ def show(
         console.width = WIDTH
     console.print(grid)
     print(
-        f"\n{len(lines)} compiled of {counts['shapes']} meshes and microbatches; of "
+        f"\n{len(lines)} tried of {counts['shapes']} meshes and microbatches; of "
         f"{counts['state_does_not_fit']} the train state alone does not fit"
     )
     if best is None:
@@ -185,4 +186,4 @@ def show(
         return
     given = [part for text in (*row.overrides, *best["set"]) for part in ("--set", text)]
     said = "the row is the best of them" if not best["set"] else f"best: {best['step_s']:.3f} s"
-    print(f"{said}: --config {config} --gpus {row.row}", *given)
+    print(f"{said}: --config {config} --gpus {row.row}", *target.options(), *given)

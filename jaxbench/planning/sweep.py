@@ -47,7 +47,7 @@ def sweep(target: Target, output: Path) -> int:
                 plans[run] = plan
             bar.update(task, advance=1, description=f"{run.recipe} {run.row}")
     ordered = [plans[run] for run in runs if run in plans]
-    write_tables(ordered, failures, output)
+    write_tables(ordered, failures, output, target)
     too_big = [plan for plan in ordered if not plan.fits]
     for plan in too_big:
         print(f"{plan.recipe}:{plan.row} does not fit", file=sys.stderr)
@@ -87,14 +87,14 @@ def cells(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def write_tables(plans: list[Plan], failures: list[str], output: Path) -> None:
+def write_tables(plans: list[Plan], failures: list[str], output: Path, target: Target) -> None:
     """Replaces the table of `plan.md` behind its mark, and `plan.csv`."""
     output.mkdir(parents=True, exist_ok=True)
     table = [cells(plan) for plan in plans]
     here = versions() | {"commit": None, "source": None}
     names = ", ".join(f"{name} {value}" for name, value in here.items() if value)
     lines = [
-        f"{time.strftime('%Y-%m-%d')}, {len(plans)} rows. {names}.",
+        f"{time.strftime('%Y-%m-%d')}, {len(plans)} rows, {' '.join(target.options())}. {names}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",

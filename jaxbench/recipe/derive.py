@@ -59,11 +59,11 @@ def extend(
     if (found := row(gpus)) is not None:
         return replace(recipe, rows=recipe.rows | {gpus: found}, derived=recipe.derived | {gpus})
     counts = [n for n in recipe.rows if isinstance(n, int) and n > 1]
-    last = max(gpus, *counts) + 1
+    last = max([gpus, *counts]) + 1
     below = range(gpus - 1, max(1, gpus - SEARCHED), -1)
     above = range(gpus + 1, max(last, gpus + SEARCHED))
     near = [
-        next((n for n in numbers if n in counts or row(n) is not None), None)
+        next((n for n in numbers if (n in counts and not fixed) or row(n) is not None), None)
         for numbers in (below, above)
     ]
     raise RecipeError(

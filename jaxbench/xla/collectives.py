@@ -46,7 +46,7 @@ class Collective:
         }[self.kind]
         return round(per_run * self.count)
 
-    def crosses_nodes(self, gpu: Gpu) -> bool:
+    def crosses_domains(self, gpu: Gpu) -> bool:
         """Whether any of the groups lies in more than one NVLink domain."""
         return self.members(gpu) < self.group
 
@@ -64,7 +64,7 @@ class Collective:
         receiver: what leaves the domain leaves through the sender's own NIC.
         """
         per_run, members = self.wire_bytes / self.count, self.members(gpu)
-        if not self.crosses_nodes(gpu):
+        if not self.crosses_domains(gpu):
             rate = gpu.nvlink
         elif self.kind == "all-to-all":
             per_run, rate = self.bytes * (self.group - members) / self.group, gpu.nic

@@ -119,9 +119,14 @@ class Schedule:
     computes: bool = False
 
     @property
+    def worked_s(self) -> float:
+        """Seconds of kernels, each as if alone."""
+        return sum(self.parts.values())
+
+    @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return sum(self.parts.values()) + self.slowed_s + self.exposed_s
+        return self.worked_s + self.slowed_s + self.exposed_s
 
     @property
     def uncovered_bytes(self) -> int:
@@ -166,7 +171,7 @@ class Walk:
         running: dict[str, tuple[Collective, float, float]] = {}
         uncovered: set[str] = set()
         for event in self.events[name]:
-            before, computes = total.step_s, False
+            began, worked, computes = total.step_s, total.worked_s, False
             if event.kernel is not None:
                 total.kernels += 1
                 total.parts.update(costs.kernel(event.kernel))
@@ -175,14 +180,14 @@ class Walk:
                 inner = self._run(callee, costs)
                 computes = computes or inner.computes
                 total.add(inner, times)
-            busy = max(free.values()) - before
-            total.slowed_s += _slowed(total.step_s - before, busy, costs.slowdown)
+            busy = max(free.values()) - began
+            total.slowed_s += _slowed(total.worked_s - worked, busy, costs.slowdown)
             if computes:
                 total.computes = True
                 uncovered.clear()
             if event.starts is not None:
                 seconds = costs.collective(event.starts)
-                links = event.starts.crosses_nodes(costs.gpu)
+                links = event.starts.crosses_domains(costs.gpu)
                 free[links] = max(total.step_s, free[links]) + seconds
                 running[event.name] = event.starts, seconds, free[links]
                 uncovered.add(event.name)

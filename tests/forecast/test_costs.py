@@ -126,3 +126,36 @@ def test_conditions_are_in_order():
     slowdowns = [CONDITIONS[name].slowdown for name in ("fast", "expected", "slow")]
     assert slowdowns == sorted(slowdowns)
     assert isinstance(CONDITIONS["fast"], Conditions)
+
+
+def test_a_product_is_looked_up_transposed_where_only_that_was_measured():
+    """57344 rows are beyond the table, as many columns are not."""
+    costs = measured()
+    assert costs.covers(product(57344, 8192, 8192))
+    assert costs.work(product(57344, 8192, 8192)) == costs.work(product(8192, 57344, 8192))
+
+
+def test_attention_of_another_head_dim_lies_outside():
+    assert measured().covers(Work("attention", "bf16", 0, (1, 96, 4096, 128)))
+    assert not measured().covers(Work("attention", "bf16", 0, (1, 96, 4096, 192)))
+
+
+def test_a_small_all_reduce_takes_a_tree():
+    """On 2048 GPUs: twice 7 steps of 4 us and 8 of 14 us, not 2047 of a ring."""
+    found = measured().collective(gather(range(2048), 2560, "all-reduce"))
+    assert found == pytest.approx(8.4e-6 + 2 * (7 * 4e-6 + 8 * 14e-6), rel=1e-2)
+
+
+def test_a_larger_all_to_all_inside_a_domain_takes_no_more_steps():
+    domain = replace(H100, domain=64)
+    time = tables.load("h100").values["collective", "all-to-all"][8, 2**26] * 1e-6
+    found = measured(domain).collective(gather(range(64), 2**26, "all-to-all"))
+    assert found == pytest.approx(time * (63 / 64) / (7 / 8))
+
+
+def test_an_untuned_network_is_never_the_faster_one():
+    for n in (16, 512, 2048):
+        seconds = [
+            measured(H100, c).collective(gather(range(n), 2**33)) for c in ("expected", "slow")
+        ]
+        assert seconds[0] <= seconds[1]

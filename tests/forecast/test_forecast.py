@@ -65,4 +65,4 @@ def test_plan_prints_a_forecast_by_a_users_own_kernels(tmp_path, capsys):
     again = json.loads(capsys.readouterr().out)
     products = [f["forecast"]["parts_s"]["products"] for f in (found, again)]
     assert products[1] == pytest.approx(10 * products[0], rel=0.02)
-    assert again["forecast"]["sources"]["product"] == "slow.csv and the package's h100.csv"
+    assert again["forecast"]["sources"]["product bf16"] == "slow.csv"

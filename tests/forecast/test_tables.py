@@ -36,8 +36,8 @@ def test_a_users_table_comes_first(tmp_path):
     file.write_text(OWN)
     found = tables.load("h100", file)
     assert found.values["product", "bf16"] == {(1024, 1024, 1024): 7.5}
-    assert found.sources["product"] == "own.csv and the package's h100.csv"
-    assert found.sources["memory"] == "the package's h100.csv"
+    assert found.sources["product bf16"] == "own.csv"
+    assert found.sources["product fp8"] == "the package's h100.csv"
     assert len(found.values["product", "fp8"]) == len(tables.load("h100").values["product", "fp8"])
 
 
@@ -50,6 +50,10 @@ def test_a_users_table_comes_first(tmp_path):
         (OWN.replace("7.5", "nan"), "product,bf16,1024x1024x1024,nan"),
         (OWN.replace("1024x1024x1024", "1024"), "product,bf16,1024,7.5"),
         (OWN.replace("product,", "sausage,"), "sausage"),
+        (OWN.replace("bf16", "bfloat16"), "product,bfloat16"),
+        (OWN.replace("1024x1024x1024", "0x1024x1024"), "product,bf16,0x1024x1024"),
+        (OWN + "product,bf16,512x2048x1024,8\n", "none with the least m, n and k"),
+        (OWN + "collective,all-gather,1x8,8\n", "collective,all-gather,1x8"),
         ("# gpu: h100\n", "not a table of kernels"),
     ],
 )
@@ -72,3 +76,17 @@ def test_an_unknown_gpu_says_which_are_known():
 def test_a_file_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(RecipeError, match="No such file"):
         tables.load("h100", tmp_path / "none.csv")
+
+
+def test_what_a_user_did_not_measure_stays_the_packages(tmp_path):
+    """Collectives among more GPUs than there were, and what a kernel takes to start."""
+    file = tmp_path / "own.csv"
+    own = ["collective,all-gather,2x131072,9.9", "memory,any,1000,0.5"]
+    file.write_text("\n".join(["# gpu: h100", "kind,name,sizes,microseconds", *own]))
+    packaged, found = tables.load("h100").values, tables.load("h100", file).values
+    gathers = found["collective", "all-gather"]
+    assert {sizes for sizes in gathers if sizes[0] == 2} == {(2, 131072)}
+    assert {s: t for s, t in gathers.items() if s[0] > 2} == {
+        s: t for s, t in packaged["collective", "all-gather"].items() if s[0] > 2
+    }
+    assert found["memory", "any"] == {(0,): 3.0, (1000,): 0.5}

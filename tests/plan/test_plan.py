@@ -56,10 +56,10 @@ def test_collectives_lie_along_mesh_axes(planned):
     found = json.loads((planned[1] / "plan.json").read_text())
     by_axes = {(c["kind"], c["axes"]): c for c in found["collectives"]}
     gathers = by_axes["all-gather", "fsdp"]
-    assert not gathers["across_nodes"]
+    assert not gathers["across_domains"]
     assert gathers["exposed_s"] <= gathers["least_s"] + 1e-9
     sums = by_axes["all-reduce", "data"]
-    assert sums["across_nodes"]
+    assert sums["across_domains"]
     # Gradients in fp32, an eighth on each device, halved and doubled by a ring of two.
     assert sums["bytes"] == pytest.approx(found["state_bytes"]["parameters"], rel=0.01)
 
@@ -79,8 +79,8 @@ def test_blackwell(gpu, gpus, domain, capsys, tmp_path):
     assert found.system["domain"] == domain
     assert found.kernels.gemm_fp8 == 2 * 4 * 3  # a product and its gradients: qkv, out, gate, down
     assert found.kernels.attention == 2 * 2
-    assert {c.axes: c.across_nodes for c in found.collectives}["fsdp"] is False
-    assert any(c.across_nodes for c in found.collectives) == (gpus == 96)
+    assert {c.axes: c.across_domains for c in found.collectives}["fsdp"] is False
+    assert any(c.across_domains for c in found.collectives) == (gpus == 96)
 
 
 def test_a_pipeline_is_described():

@@ -320,7 +320,7 @@ def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
     capsys.readouterr()
     assert command.main([*map(str, arguments(small[0])), "--limit", "2"]) == 0
     out = capsys.readouterr().out
-    assert "2 compiled of" in out
+    assert "2 tried of" in out
     pasted = out.splitlines()[-1]
     assert pasted.endswith(" ".join(f"--set {text}" for text in best)) or not best
 

@@ -119,7 +119,7 @@ def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):
         nemotron4.run, H100, schedule.Walk(nemotron4.program).under(schedule.Roofline(H100))
     )
     permutes = [t for t in found if t.kind == "collective-permute"]
-    assert [(t.axes, t.across_nodes, t.count) for t in permutes] == [("pipeline", True, 2 * 207)]
+    assert [(t.axes, t.across_domains, t.count) for t in permutes] == [("pipeline", True, 2 * 207)]
 
 
 def test_slots_are_updated_in_place(long):

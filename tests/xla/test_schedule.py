@@ -237,5 +237,5 @@ def test_the_slowest_of_the_groups_decides():
     """A group that is split 3 to 1 sends through one NIC, whatever the first group does."""
     groups = ((0, 1, 2, 3), (4, 5, 6, 8))
     found = Collective("all-gather", "c", 800, groups[0], 1, "", groups[1:])
-    assert found.crosses_nodes(GPU)
+    assert found.crosses_domains(GPU)
     assert found.seconds(GPU) == pytest.approx(600e-9 / 0.5)
