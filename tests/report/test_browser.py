@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from results import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
+from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
 
 from jaxbench.report import command
 

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 from commands import ROOT
-from results import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
+from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
 
 from jaxbench.recipe import published
 from jaxbench.report import command, history, plans

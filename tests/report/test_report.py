@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import ROOT
-from results import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
+from made_runs import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
 
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import judge
