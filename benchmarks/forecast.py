@@ -27,6 +27,7 @@ from jaxbench.plan.plan import Plan
 from jaxbench.planning.processes import Target, plan_each
 from jaxbench.planning.sweep import MARK
 from jaxbench.recipe import published, recipes
+from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import Run
 from jaxbench.versions import versions
 
@@ -36,7 +37,8 @@ ANCHORS = Path(__file__).with_name("anchors.csv")
 @dataclass(frozen=True)
 class Figure:
     """A published rate, in tokens per second and GPU, of a recipe on GPUs; how its program was laid
-    out, and where it is from."""
+    out, and where it is from. `whole` says that it is of the whole model, also where the recipe's
+    row has fewer layers."""
 
     recipe: str
     gpu: str
@@ -45,15 +47,19 @@ class Figure:
     layout: str
     source: str
     batch: int | None = None
+    whole: bool = False
 
     def run(self) -> Run:
         """The row that stands beside it, with its global batch if the row's mesh can have it."""
         recipe = recipes.load(self.recipe).on(hardware.PLANNED[self.gpu])
         run = recipes.resolve(recipe, self.gpus)
-        if self.batch in (None, run.batch.global_batch):
-            return run
-        overrides = recipes.parse_overrides([f"batch.global_batch={self.batch}"])
+        changes = []
+        if self.whole and run.label == "proxy":
+            changes.append(f"model.layers={MODELS[recipe.model].layers}")
+        if self.batch not in (None, run.batch.global_batch):
+            changes.append(f"batch.global_batch={self.batch}")
         try:
+            overrides = recipes.parse_overrides(changes)
             return recipes.resolve(recipe, self.gpus, overrides=overrides)
         except RecipeError:
             return run
@@ -68,15 +74,25 @@ def of_tables() -> list[Figure]:
     return [
         Figure(
             names[r.workload, r.size, r.dtype], r.gpu_type, r.gpus,
-            r.tokens_per_step / r.step_time_s / r.gpus, layout(r), r.source_file,
+            r.tokens_per_step / r.step_time_s / r.gpus, layout, r.source_file,
         )
-        for r in published.rows()
+        for r, layout in zip(published.rows(), layouts(), strict=True)
     ]  # fmt: skip
 
 
-def layout(row: published.Row) -> str:
-    """Whether the published program shards as ours do."""
-    return "FSDP" if row.workload == "llama2" else "tensor, pipeline"
+AXES = {"tp": "TP", "pp": "PP", "cp": "CP", "ep": "EP", "fsdp": "FSDP"}
+"""Columns of published.csv, as anchors.csv writes them."""
+
+
+def layouts() -> list[str]:
+    """How the published program of each row was laid out: the axes of more than one rank."""
+    with (recipes.config_folder() / "published.csv").open() as file:
+        lines = [*csv.DictReader(file)]
+    ranks = [
+        [f"{axis}{line[name]}" for name, axis in AXES.items() if line[name] not in ("", "1")]
+        for line in lines
+    ]
+    return [" ".join(each) or "data alone" for each in ranks]
 
 
 def since() -> list[Figure]:
@@ -92,7 +108,7 @@ def since() -> list[Figure]:
                 batch = int(line["global_batch"]) if line["global_batch"] else None
                 found.append(
                     Figure(name, line["gpu"], int(line["gpus"]), rate, line["layout"],
-                           line["source"], batch)
+                           line["source"], batch, whole=True)
                 )  # fmt: skip
     return found
 
