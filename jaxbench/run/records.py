@@ -156,8 +156,6 @@ class Recorder:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        report = f"python -m jaxbench.report {quote(str(self.folder))}"
-        page = quote(str(self.folder / "report.html"))
         try:
             found = summary.summary(self.run, self.steps, peak)
             self.add(status=status, reason=reason, **found)
@@ -165,8 +163,8 @@ class Recorder:
             for line in (
                 *summary.lines(self.record, self.steps),
                 f"record: {self.folder / 'run.json'}",
-                f"report: {report}",
-                f"page:   {report} --format html --output {page}",
+                f"report: python -m jaxbench.report {quote(str(self.folder))}",
+                "page:   the same with --format html --output report.html",
             ):
                 self.say(line)
             for file in (self._json, self._log, self._jsonl):
