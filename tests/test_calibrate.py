@@ -43,7 +43,7 @@ def test_a_program_is_the_kernel_as_often_as_it_is_counted():
         probe = first["product", name]
         program = hlo.Program.parse(calibrate.compiled(probe, probe.function).as_text())
         assert program.custom_calls()[target] == calibrate.REPEATS
-        beside = [k for _, k, _ in schedule.kernels(program) if not k.works and k.bytes > 64]
+        beside = [k for _, k, _ in schedule.Walk(program).kernels() if not k.works and k.bytes > 64]
         assert not beside
     gather = first["collective", "all-gather"]
     program = hlo.Program.parse(calibrate.compiled(gather, gather.function).as_text())

@@ -115,8 +115,8 @@ def least(program: Program, gpu: hardware.Gpu) -> tuple[Counter[str], dict[str, 
     planned: Counter[str] = Counter()
     kinds = {}
     roofline = schedule.Roofline(gpu)
-    for i, kernel, runs in schedule.kernels(program):
-        kinds[i.name] = kernel.part
+    for name, kernel, runs in schedule.Walk(program).kernels():
+        kinds[name] = kernel.part
         planned[kernel.part] += 1e3 * sum(roofline.kernel(kernel).values()) * runs
     return planned, kinds
 

@@ -136,9 +136,8 @@ class Measured:
         points = sorted((b, time) for (n, b), time in times.items() if n == known)
         measured = max(between(points, whole), points[0][1]) * MICRO
         share = (group - 1) / group / ((known - 1) / known)
-        slower = PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
         further = STEPS[kind] * max(0, group - known)
-        return measured * share * slower + further * RING_NVLINK
+        return measured * share * self._slower + further * RING_NVLINK
 
     def _between_domains(self, collective: Collective) -> float:
         """Rings that pass through all members of a domain before they leave it, and of a small
@@ -165,8 +164,12 @@ class Measured:
         the table."""
         times = self.tables.values["collective", kind]
         n, whole = max(times)
-        slower = PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
-        return STEPS[kind] * whole * (n - 1) / n / (times[n, whole] * MICRO) / slower
+        return STEPS[kind] * whole * (n - 1) / n / (times[n, whole] * MICRO) / self._slower
+
+    @property
+    def _slower(self) -> float:
+        """By how much NVLink is slower than where the tables were measured."""
+        return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
         """The share of the adapters' rate that a ring over domains reaches: on the line of the

@@ -9,8 +9,8 @@ from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import Gpu
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Program, Work
-from jaxbench.xla.schedule import Walk, kernels
+from jaxbench.xla.hlo import Work
+from jaxbench.xla.schedule import Walk
 
 SHOWN = 3
 
@@ -34,10 +34,8 @@ class Forecast:
     sources: dict[str, str]
 
 
-def forecast(
-    program: Program, walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]
-) -> Forecast:
-    """The forecast of a program on a GPU; `axes` names the mesh axes of a collective."""
+def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
+    """The forecast of a program's walk on a GPU; `axes` names the mesh axes of a collective."""
     costs = {name: Measured(gpu, tables, each) for name, each in CONDITIONS.items()}
     found = {name: walk.under(each) for name, each in costs.items()}
     expected = found["expected"]
@@ -45,23 +43,23 @@ def forecast(
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
-    beyond = _beyond(program, costs["expected"])
+    beyond = _beyond(walk, costs["expected"])
     largest = sorted(beyond, key=lambda work: -beyond[work])
     return Forecast(
         step_s=expected.step_s,
         fast_s=found["fast"].step_s,
         slow_s=found["slow"].step_s,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
-        outside=sum(beyond.values()) / sum(expected.parts.values()),
+        outside=sum(beyond.values()) / expected.worked_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
         sources=dict(tables.sources),
     )
 
 
-def _beyond(program: Program, costs: Measured) -> dict[Work, float]:
+def _beyond(walk: Walk, costs: Measured) -> dict[Work, float]:
     """Seconds per step of the work that the tables do not reach."""
     found: defaultdict[Work, float] = defaultdict(float)
-    for _, kernel, runs in kernels(program):
+    for _, kernel, runs in walk.kernels():
         for work in kernel.works:
             if not costs.covers(work):
                 found[work] += costs.work(work) * runs

@@ -169,29 +169,17 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
     devices = compile_only_devices(gpu, run.gpus)
-    with (
-        jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)),
-        tempfile.TemporaryDirectory() as tmp,
-    ):
-        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
-        compiled, lower_s, compile_s = compile_program(run, options)
-        check_program(compiled, run)
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)):
+        compiled, live_ranges, lower_s, compile_s = compile_with_ranges(run)
         state = state_bytes(run)
-        live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
     text = compiled.as_text()
     if dump is not None:
         (dump / "program.hlo.txt").write_text(text)
     program, stats = Program.parse(text, RULES), compiled.memory_analysis()
     walk = schedule.Walk(program)
     timeline = walk.under(schedule.Roofline(gpu))
-    expected = forecast(program, walk, gpu, tables, lambda c: axes_of(c, run))
+    expected = forecast(walk, gpu, tables, lambda c: axes_of(c, run))
     row = published.lookup(run, gpu)
-    rates = {
-        "bound": rates_of(run, gpu, timeline.step_s),
-        "forecast": rates_of(run, gpu, expected.step_s),
-    }
-    if row:
-        rates["published"] = rates_of(run, row.gpu, row.step_time_s)
     bytes_per_device = Memory(
         arguments=stats.argument_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
@@ -230,9 +218,20 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         bound_step_s=timeline.step_s,
         forecast_step_s=expected.step_s,
         forecast=expected,
-        rates=rates,
+        rates=rates(run, gpu, timeline.step_s, expected.step_s, row),
         published=asdict(row) if row else None,
     )
+
+
+def compile_with_ranges(run: Run) -> tuple[Any, str, float, float]:
+    """(executable, when its buffers live, seconds to lower, seconds to compile) on the current
+    mesh, checked to be what was asked for."""
+    with tempfile.TemporaryDirectory() as tmp:
+        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
+        compiled, lower_s, compile_s = compile_program(run, options)
+        check_program(compiled, run)
+        live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
+    return compiled, live_ranges, lower_s, compile_s
 
 
 def system(gpu: Gpu) -> dict[str, Any]:
@@ -252,10 +251,9 @@ def state_bytes(run: Run) -> StateBytes:
             total += (width or x.dtype.itemsize) * math.prod(shape)
         return total
 
-    width = 4 if run.accumulation > 1 and run.precision.accumulate == "fp32" else 2
-    gradients = local(state.model, width)
+    gradients = local(state.model, run.gradient_bytes)
     if run.parallelism.pipeline > 1:
-        gradients = width * held_gradients(state.model, run)
+        gradients = run.gradient_bytes * held_gradients(state.model, run)
     return StateBytes(
         parameters=local(state.model), optimizer=local(state.optimizer), gradients=gradients
     )
@@ -297,6 +295,14 @@ def executed_kernels(program: Program) -> Kernels:
         name = dtype if work.kind == "product" else work.kind
         runs[name] = runs.get(name, 0) + times
     return Kernels(gemm_bf16=runs["bf16"], gemm_fp8=runs["fp8"], attention=runs["attention"])
+
+
+def rates(
+    run: Run, gpu: Gpu, bound_s: float, forecast_s: float, row: published.Row | None
+) -> dict[str, Rates]:
+    """`Rates` by what they are of; the published ones on the GPU of their row."""
+    found = {"bound": rates_of(run, gpu, bound_s), "forecast": rates_of(run, gpu, forecast_s)}
+    return found | ({"published": rates_of(run, row.gpu, row.step_time_s)} if row else {})
 
 
 def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:

@@ -112,12 +112,9 @@ def estimate(run: Run, gpu: Gpu) -> Estimate:
 def least_state(run: Run) -> float:
     """Bytes of train state and gradients that a device has at least: every weight is split over all
     ranks at most, and clipping needs all gradients at once."""
-    return parameters(run.model)["total"] / run.parallelism.ranks * (STATE_BYTES + _sums(run))
-
-
-def _sums(run: Run) -> int:
-    """Bytes of a gradient: those of microbatches are added up in `precision.accumulate`."""
-    return FP32 if run.accumulation > 1 and run.precision.accumulate == "fp32" else BF16
+    return (
+        parameters(run.model)["total"] / run.parallelism.ranks * (STATE_BYTES + run.gradient_bytes)
+    )
 
 
 def _peak(run: Run, gpu: Gpu, name: str) -> float:
@@ -153,7 +150,9 @@ def _other_seconds(run: Run, gpu: Gpu) -> float:
     share = run.tokens_per_step / run.gpus
     moved = VISITS * BF16 * share * features
     if p.pipeline > 1:
-        moved += run.accumulation * sum(_weights(run)) / p.pipeline * (2 * _sums(run) + BF16)
+        moved += (
+            run.accumulation * sum(_weights(run)) / p.pipeline * (2 * run.gradient_bytes + BF16)
+        )
     moved += parameters(cfg)["total"] / p.ranks * OPTIMIZER_BYTES
     return moved / (gpu.bandwidth * 1e9)
 
@@ -199,7 +198,7 @@ def _weight_seconds(run: Run, gpu: Gpu) -> float:
 def _replica_seconds(run: Run, gpu: Gpu) -> float:
     """The sum of gradients over replicas, once per step."""
     shard = parameters(run.model)["total"] / run.parallelism.ranks
-    return _seconds(run, gpu, "all-reduce", shard * _sums(run), *mesh.REPLICAS)
+    return _seconds(run, gpu, "all-reduce", shard * run.gradient_bytes, *mesh.REPLICAS)
 
 
 def _token_seconds(run: Run, gpu: Gpu) -> float:
@@ -234,7 +233,7 @@ def _peak_bytes(run: Run) -> float:
     """State, gradients, weights in use, the activations that wait for the backward pass, and a
     layer's workspace."""
     cfg, p = run.model, run.parallelism
-    total, sums = parameters(cfg)["total"], _sums(run)
+    total, sums = parameters(cfg)["total"], run.gradient_bytes
     tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
     per_layer = {
         name: cfg.letters.count(kept.letter) * kept.features

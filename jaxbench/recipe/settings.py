@@ -217,6 +217,12 @@ class Run:
         """Passes per step whose gradients are summed."""
         return self.batch.global_batch // (self.microbatch * self.batch_ranks)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient: those of several passes are added up in `precision.accumulate`, that of
+        a single one stays in bf16."""
+        return 4 if self.accumulation > 1 and self.precision.accumulate == "fp32" else 2
+
     def mesh_text(self) -> str:
         """The axes in use, as in `data 2 x fsdp 4`."""
         sizes = zip(AXES, self.mesh_shape, strict=True)

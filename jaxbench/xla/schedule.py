@@ -145,10 +145,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Event:
-    """An instruction as the walk sees it: the kernel that it launches, the computations that it
-    runs and how often, the collective that it starts, and the start that it completes."""
+    """An instruction as the walk sees it: whether it launches something, the kernel if that is no
+    collective, whose time is that of the links; the computations that it runs and how often, the
+    collective that it starts, and the start that it completes."""
 
     name: str
+    launches: bool
     kernel: Kernel | None
     bodies: tuple[tuple[str, int], ...]
     starts: Collective | None
@@ -166,14 +168,22 @@ class Walk:
         """The schedule of one step."""
         return self._run(self.program.entry, costs)
 
+    def kernels(self, computation: str = "", runs: int = 1) -> Iterator[tuple[str, Kernel, int]]:
+        """Every kernel that is no collective, by name, with its runs per step."""
+        for event in self.events[computation or self.program.entry]:
+            for callee, times in event.bodies:
+                yield from self.kernels(callee, runs * times)
+            if event.kernel is not None:
+                yield event.name, event.kernel, runs
+
     def _run(self, name: str, costs: Costs) -> Schedule:
         total, free = Schedule(), {True: 0.0, False: 0.0}
         running: dict[str, tuple[Collective, float, float]] = {}
         uncovered: set[str] = set()
         for event in self.events[name]:
             began, worked, computes = total.step_s, total.worked_s, False
+            total.kernels += event.launches
             if event.kernel is not None:
-                total.kernels += 1
                 total.parts.update(costs.kernel(event.kernel))
                 computes = bool(event.kernel.works)
             for callee, times in event.bodies:
@@ -200,18 +210,6 @@ class Walk:
         return total
 
 
-def kernels(
-    program: Program, computation: str = "", runs: int = 1
-) -> Iterator[tuple[Instruction, Kernel, int]]:
-    """Every kernel that is no collective, with its runs per step."""
-    scope = program.computations[computation or program.entry]
-    for i in scope.values():
-        for callee, times in _bodies(i):
-            yield from kernels(program, callee, runs * times)
-        if _launches(i) and not _is_collective(i):
-            yield i, _kernel(program, i, scope), runs
-
-
 def _slowed(seconds: float, busy: float, slowdown: float) -> float:
     """What a collective that runs for `busy` more seconds adds to kernels of so many."""
     beside = min(max(busy, 0.0), seconds * slowdown)
@@ -235,21 +233,14 @@ def _events(program: Program, name: str) -> list[Event]:
     return [
         Event(
             name=i.name,
-            kernel=_launched(program, i, scope),
+            launches=_launches(i),
+            kernel=_kernel(program, i, scope) if _launches(i) and not _is_collective(i) else None,
             bodies=tuple(_bodies(i)),
             starts=starts.get(i.name),
             completes=None if i.opcode.endswith("-start") else _start_of(i),
         )
         for i in scope.values()
     ]
-
-
-def _launched(program: Program, i: Instruction, scope: Scope) -> Kernel | None:
-    """The kernel of an instruction; of a collective one that computes and moves nothing, since
-    its time is that of the links; None where nothing is launched."""
-    if not _launches(i):
-        return None
-    return Kernel((), 0, "") if _is_collective(i) else _kernel(program, i, scope)
 
 
 def _kernel(program: Program, i: Instruction, scope: Scope) -> Kernel:

@@ -33,7 +33,7 @@ rhs_contracting_dims={0}
 
 def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
     program = hlo.Program.parse(PROGRAM)
-    found = forecast(program, Walk(program), H100, tables.load("h100"), lambda c: "fsdp")
+    found = forecast(Walk(program), H100, tables.load("h100"), lambda c: "fsdp")
     assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
     times = tables.load("h100").values
     square = times["product", "bf16"][8192, 8192, 8192] * 1e-6

@@ -60,8 +60,8 @@ def test_kernels_one_by_one_are_what_the_walk_sums_up():
         'backend_config={"known_trip_count":{"n":"3"}}\n'
     )
     whole = program(GATHER + DOT + DONE + repeated, loop)
-    found = list(schedule.kernels(whole))
-    assert [(i.name, kernel.part, runs) for i, kernel, runs in found] == [
+    found = list(schedule.Walk(whole).kernels())
+    assert [(name, kernel.part, runs) for name, kernel, runs in found] == [
         ("dot", "products", 1), ("dot", "products", 3), ("copy", "other kernels", 3),
     ]  # fmt: skip
     seconds = [sum(SYSTEM.kernel(kernel).values()) * runs for _, kernel, runs in found]
