@@ -2,9 +2,9 @@
 stacked weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from operator import itemgetter
 
 import jax
@@ -20,6 +20,7 @@ from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
 from jaxbench.ops import attention, fp8, remat, routing
 from jaxbench.ops.loss import cross_entropy
+from jaxbench.ops.repeat import Slots, repeat
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
@@ -109,25 +110,29 @@ class Decoder(nnx.Module):
         execution: Execution,
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
-    ) -> tuple[Float[Array, "B S D"], list[Routed]]:
-        """(what the last layer gives, routing of each stretch of layers); `scaled` are the scales
-        of an FP8 run, for each stack of units."""
+        slots: Sequence[Slots | None] = (),
+    ) -> tuple[Float[Array, "B S D"], list[Routed], list[Slots]]:
+        """(what the last layer gives, routing of each stretch of layers, slots of each stretch as
+        they are now); `scaled` are the scales of an FP8 run, for each stack of units."""
         cfg = self.cfg
         x = embed(cfg, self.embedding, tokens, self.dtype)
         shared = make_pass(cfg, tokens.shape[1], execution)
 
-        def apply(x, operands):
-            return apply_unit(*operands, x, shared)
+        def apply(x, weights, scales, rotary):
+            x, routed = apply_unit(*weights, scales, x, Pass(rotary, shared.kernel))
+            return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), routed)
 
-        routed = []
-        for stretch in stretches(cfg, execution, precision):
+        routed, filled = [], []
+        for stretch, own in zip_longest(stretches(cfg, execution, precision), slots):
             scales = scaled[stretch.stack] if scaled and not stretch.bf16 else None
-            operands = jax.tree.map(
+            unit, scales = jax.tree.map(
                 itemgetter(stretch.repeats), (self.units[stretch.stack], scales)
             )
-            x, figures = jax.lax.scan(remat.recomputed(apply, stretch.saved), x, operands)
+            weights = unit, None if scales is None else scales.observed
+            x, figures, own = repeat(apply, stretch.saved, x, weights, scales, shared.rotary, own)
             routed.append(figures)
-        return x, routed
+            filled.append(own)
+        return x, routed, filled
 
     def loss(
         self,
@@ -136,14 +141,17 @@ class Decoder(nnx.Module):
         execution: Execution,
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
-    ) -> tuple[Float[Array, ""], routing.Figures]:
-        """(mean cross entropy over all tokens in nats, figures of the routing).
+        slots: Sequence[Slots | None] = (),
+    ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Slots]]]:
+        """(mean cross entropy over all tokens in nats, (figures of the routing, slots as they are
+        now)).
 
         The load-balance loss of all layers adds its gradient, but not its value.
         """
-        hidden, routed = self.hidden(tokens, execution, precision, scaled)
+        hidden, routed, slots = self.hidden(tokens, execution, precision, scaled, slots)
         value = head_loss(self.cfg, self.norm, self.head_weight(), hidden, targets)
-        return routing.with_balance_loss(value, routed, self.cfg.balance_loss)
+        value, figures = routing.with_balance_loss(value, routed, self.cfg.balance_loss)
+        return value, (figures, slots)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""
@@ -166,10 +174,17 @@ def embed(
 
 
 def apply_unit(
-    unit: Unit, scales: fp8.Scaled | None, x: Float[Array, "B S D"], shared: Pass
+    unit: Unit,
+    observed: Array | None,
+    scales: fp8.Scaled | None,
+    x: Float[Array, "B S D"],
+    shared: Pass,
 ) -> tuple[Float[Array, "B S D"], Routed]:
-    """One unit, with the scales of its products in an FP8 run."""
-    return (fp8.attach(unit, scales) if scales is not None else unit)(x, shared)
+    """One unit, with the scales of its products in an FP8 run, and what they observe
+    (`fp8.Scaled.observed`), which has gradients as the unit has."""
+    if scales is None:
+        return unit(x, shared)
+    return fp8.attach(unit, replace(scales, observed=observed))(x, shared)
 
 
 def head_loss(
@@ -229,7 +244,7 @@ class Stretch:
 
     stack: int
     repeats: slice
-    saved: set[str] | None
+    saved: frozenset[str] | None
     bf16: bool
 
 
@@ -251,7 +266,11 @@ def stretches(cfg: ModelConfig, execution: Execution, precision: Precision) -> l
         start_fp8 = repeats(precision.first_bf16_layers + size - 1)
         stop_fp8 = repeats(cfg.layers - precision.last_bf16_layers)
         for start, stop in pairwise(sorted({0, times, start_fp8, stop_fp8, *saving.values()})):
-            saved = None if kept is None else {n for n, count in saving.items() if count >= stop}
+            saved = (
+                None
+                if kept is None
+                else frozenset(n for n, count in saving.items() if count >= stop)
+            )
             in_bf16 = start < start_fp8 or stop > stop_fp8
             found.append(Stretch(stack, slice(start, stop), saved, in_bf16))
         first += times * size

@@ -7,8 +7,9 @@ from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.models.layers import GATES, Pass, Routed, Weight, normal
-from jaxbench.ops import dense, grouped, routing
-from jaxbench.ops.remat import ROUTING, save
+from jaxbench.ops import dense, gating, grouped, routing
+from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.twice import Twice, once
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -48,7 +49,7 @@ class Experts(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
             out_sharding=mesh.spec("batch shard_seq choice", mesh.ACTIVATION),
         )
-        logits = save(logits, ROUTING)
+        logits = save(logits, SMALL)
         gates, experts = routing.choose(logits, self.cfg)
         rows, weights, routes = routing.dispatch(x, gates, experts, self.cfg)
         dropped = mesh.sum_seq(routes.row == routing.NONE, axis=(1, 2))
@@ -61,7 +62,6 @@ class Experts(nnx.Module):
             matrices = self.gate_up[...], self.down[...]
             return grouped.mlp(rows, weights, routes.expert, *matrices, activation)
         dims = "experts rows part expert_ffn"
-        gate_up = dense.dot("ERD,EDPF->ERPF", rows, self.gate_up, dims)
-        gate, up = save(gate_up[..., 0, :], "gate"), save(gate_up[..., 1, :], "up")
-        hidden = grouped.gated(gate, up, weights, activation)
-        return dense.dot("ERF,EDF->ERD", hidden, self.down, "experts rows embed")
+        gate_up = dense.dot_twice("ERD,EDPF->ERPF", Twice.of(rows), self.gate_up, dims)
+        hidden = gating.gated(activation, gate_up, weights)
+        return once(dense.dot_twice("ERF,EDF->ERD", hidden, self.down, "experts rows embed"))

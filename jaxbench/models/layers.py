@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops import dense, embedding
+from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ModelConfig
 
 NORM_EPS = 1e-5
@@ -84,7 +85,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
+        y *= jax.lax.rsqrt(_mean(y * y) + NORM_EPS)
         return dense.scale(y, self.gain[...]).astype(x.dtype)
 
 
@@ -99,9 +100,14 @@ class LayerNorm1P(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         y = x.astype(jnp.float32)
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
+        y -= _mean(y)
+        y *= jax.lax.rsqrt(_mean(y * y) + NORM_EPS)
         return dense.shift(dense.scale(y, 1 + self.gain[...]), self.bias[...]).astype(x.dtype)
+
+
+def _mean(x: Float[Array, "B S D"]) -> Float[Array, "B S 1"]:
+    """The mean of each token's features, which is not made again in the backward pass."""
+    return save(jnp.mean(x, axis=-1, keepdims=True), SMALL)
 
 
 NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}

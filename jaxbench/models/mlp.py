@@ -7,8 +7,9 @@ from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.models.layers import GATES, Pass, Routed, Weight, normal
-from jaxbench.ops import dense
+from jaxbench.ops import dense, gating
 from jaxbench.ops.remat import save
+from jaxbench.ops.twice import Twice, once
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -32,9 +33,10 @@ class GatedMlp(nnx.Module):
         self, x: Float[Array, "B S D"], shared: Pass
     ) -> tuple[Float[Array, "B S D"], Routed]:
         x = mesh.gather_seq(x)
-        gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, "batch seq part ffn")
-        gate, up = save(gate_up[..., 0, :], "gate"), save(gate_up[..., 1, :], "up")
-        y = dense.dot("BSF,DF->BSD", self.activation(gate) * up, self.down, "batch seq embed")
+        dims = "batch seq part ffn"
+        gate_up = dense.dot_twice("BSD,DPF->BSPF", Twice.of(x), self.gate_up, dims)
+        hidden = gating.gated(self.activation, gate_up)
+        y = once(dense.dot_twice("BSF,DF->BSD", hidden, self.down, "batch seq embed"))
         return mesh.scatter_seq(y), ()
 
 

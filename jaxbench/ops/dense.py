@@ -1,12 +1,15 @@
 """Products of activations with weights that are sharded at rest, and the vectors beside them."""
 
+from functools import partial
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops import fp8
+from jaxbench.ops.contract import contract
+from jaxbench.ops.twice import Twice, once
 
 
 def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -> jax.Array:
@@ -18,14 +21,44 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
     `mesh.scatter_seq` sums it. In the backward pass the gradient of the weight is
     reduce-scattered. A dimension of experts, the letter E, is a batch of products.
     """
+    return once(dot_twice(equation, Twice.of(x), w, dims))
+
+
+def dot_twice(equation: str, x: Twice, w: nnx.Variable | fp8.Operand, dims: str) -> Twice:
+    """`dot` of a value given twice, with a result whose gradient is to be given twice; in bf16 the
+    first alone is used."""
     inputs, out = equation.split("->")
     x_dims, w_dims = inputs.split(",")
-    split_sum = mesh.contracts_tensor(x, x_dims, kept=out)
+    split_sum = mesh.contracts_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if isinstance(w, fp8.Operand):
         return fp8.dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
-    return jnp.einsum(equation, x, mesh.gather_weight(w[...], experts), out_sharding=spec)
+    weight = mesh.gather_weight(w[...], experts)
+    return Twice.of(_product(equation, spec, x.value, weight))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Einsum whose gradients come in the order of their dimensions. JAX's own rule multiplies the
+    weight's the other way round, and XLA transposes it in memory before it is scattered."""
+    return contract(equation, x, w, out_sharding=spec)
+
+
+def _forward(equation, spec, x, w):
+    return _product(equation, spec, x, w), (x, w)
+
+
+def _backward(equation, spec, operands, dy):
+    x, w = operands
+    inputs, y = equation.split("->")
+    x_dims, w_dims = inputs.split(",")
+    dx = contract(f"{y},{w_dims}->{x_dims}", dy, w, out_sharding=mesh.cotangent_spec(x))
+    dw = contract(f"{x_dims},{y}->{w_dims}", x, dy, out_sharding=mesh.cotangent_spec(w))
+    return dx, dw
+
+
+_product.defvjp(_forward, _backward)
 
 
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:

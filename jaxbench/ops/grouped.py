@@ -14,12 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
-
-
-def gated(gate: Array, up: Array, weights: Array, activation: Callable) -> Array:
-    """act(gate) * up * weight in fp32, in the dtype of `gate`; one weight for each row."""
-    f32 = jnp.float32
-    return (activation(gate.astype(f32)) * up.astype(f32) * weights[..., None]).astype(gate.dtype)
+from jaxbench.ops.gating import gate
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -31,7 +26,7 @@ def mlp(
     down: Float[Array, "E D F"],
     activation: Callable,
 ) -> Float[Array, "R D"]:
-    """down_e(gated(gate_up_e row)) for rows that lie in equal blocks, each of one `expert`.
+    """down_e(gate(gate_up_e row)) for rows that lie in equal blocks, each of one `expert`.
 
     Rows stay where they are; the weights, sharded at rest, are gathered for all experts. Gradients
     of weights are summed in fp32 over blocks, and reduce-scattered.
@@ -87,7 +82,7 @@ def _forward(rows, weights, expert, gate_up, down, *, activation):
     def step(_, block):
         e, x, weight = block
         y = jnp.einsum("RD,DPF->RPF", x, gate_up[e])
-        hidden = gated(y[:, 0], y[:, 1], weight, activation)
+        hidden = gate(activation, y[:, 0], y[:, 1], weight)
         return None, jnp.einsum("RF,DF->RD", hidden, down[e])
 
     _, out = jax.lax.scan(step, None, _blocks(expert, rows, weights))
@@ -101,7 +96,7 @@ def _backward(rows, weights, expert, gate_up, down, cotangent, *, activation):
         e, x, weight, d_out = block
         y = jnp.einsum("RD,DPF->RPF", x, gate_up[e])
         hidden, transpose = jax.vjp(
-            lambda y, weight: gated(y[:, 0], y[:, 1], weight, activation), y, weight
+            lambda y, weight: gate(activation, y[:, 0], y[:, 1], weight), y, weight
         )
         d_y, d_weight = transpose(jnp.einsum("RD,DF->RF", d_out, down[e]))
         f32 = {"preferred_element_type": jnp.float32}

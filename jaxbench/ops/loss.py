@@ -73,24 +73,29 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
     def step(loss, tokens):
         hidden, targets = tokens
         logits = jnp.einsum("TD,DV->TV", hidden, head, preferred_element_type=jnp.float32)
-        logits -= jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), mesh.TENSOR)
-        exp = jnp.exp(logits)
+        largest = jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), mesh.TENSOR)
+        exp = jnp.exp(logits - largest)
         partition = jax.lax.psum(jnp.sum(exp, axis=-1, keepdims=True), mesh.TENSOR)
-        is_target = jnp.arange(columns) == (targets - first_column)[:, None]
-        target = jax.lax.psum(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), mesh.TENSOR)
-        loss += jnp.sum(jnp.log(partition[:, 0]) - target)
+        # Picked, not summed: a sum is fused with the gradient, which is then not written where it
+        # is stacked.
+        column = (targets - first_column)[:, None]
+        is_here = (column >= 0) & (column < columns)
+        picked = jnp.take_along_axis(logits, jnp.clip(column, 0, columns - 1), axis=-1)
+        target = jax.lax.psum(jnp.where(is_here, picked - largest, 0.0), mesh.TENSOR)
+        loss += jnp.sum(jnp.log(partition) - target)
         if not gradients:
             return loss, None
+        is_target = jnp.arange(columns) == column
         d_logits = ((exp / partition - is_target) / total).astype(hidden.dtype)
-        return loss, (d_logits, jnp.einsum("TV,DV->TD", d_logits, head))
+        return loss, d_logits
 
     chunk = largest_divisor(targets.size, CHUNK_TOKENS)
     chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
-    loss, grads = jax.lax.scan(step, jnp.zeros(()), chunks)
+    loss, d_logits = jax.lax.scan(step, jnp.zeros(()), chunks)
     loss = jax.lax.psum(loss, everyone) / total
     if not gradients:
         return (loss,)
-    d_logits, d_hidden = grads
+    d_hidden = jnp.einsum("CTV,DV->CTD", d_logits, head)
     d_head = jnp.einsum("CTD,CTV->DV", chunks[0], d_logits)
     if shards:
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)

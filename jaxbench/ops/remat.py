@@ -5,18 +5,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxbench.ops.attention import KERNELS
 
-ROUTING = "routing"
-"""The name of routing decisions, which every policy keeps: they are small, and made again with
-another rounding they would differ."""
+SMALL = "small"
+"""The name of what every policy keeps: routing decisions, which made again with another rounding
+would differ, and statistics, a number for a token or a tensor that took all of it to make."""
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
     """Names an activation, so that a remat policy can keep it: one of `settings.SAVEABLE`, or
-    `ROUTING`."""
+    `SMALL`."""
     return checkpoint_name(x, name)
 
 
-def recomputed(body, saved: set[str] | None):
+def recomputed(body, saved: frozenset[str] | None):
     """`body` recomputed in the backward pass, except for the activations in `saved`; None keeps
     everything.
 
@@ -25,7 +25,7 @@ def recomputed(body, saved: set[str] | None):
     """
     if saved is None:
         return body
-    named = jax.checkpoint_policies.save_only_these_names(*saved, ROUTING)
+    named = jax.checkpoint_policies.save_only_these_names(*saved, SMALL)
     attention = {kernel.saved for kernel in KERNELS.values()}
 
     def policy(primitive, *args, **params):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from jaxbench import mesh
-from jaxbench.ops.remat import ROUTING, save
+from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ModelConfig
 
 BLOCK_ROWS = 512
@@ -101,7 +101,7 @@ def dispatch(
 
     def local(x, gates, experts):
         routes = (dropless_routes if dropless else capacity_routes)(gates, experts, cfg)
-        routes = jax.tree.map(partial(save, name=ROUTING), routes)
+        routes = jax.tree.map(partial(save, name=SMALL), routes)
         k = cfg.experts_per_token
         rows = take_rows(x.reshape(-1, x.shape[-1]), routes.row.reshape(-1, k), routes.choice)
         weights = take_rows(gates.reshape(-1, 1), routes.row.reshape(-1, 1), routes.choice)[:, 0]
@@ -111,7 +111,7 @@ def dispatch(
                 rows, weights = (
                     jax.lax.all_to_all(y, axes, 0, 1, tiled=True) for y in (rows, weights)
                 )
-        return rows, save(weights, ROUTING), routes
+        return rows, save(weights, SMALL), routes
 
     places = "slots" if dropless else "experts rows"
     rows, weights, row, slots = (

@@ -6,6 +6,7 @@
 import json
 import math
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
+SHOWN_KERNELS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,16 @@ class Kernels:
     gemm_bf16: int
     gemm_fp8: int
     attention: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherKernels:
+    """Kernels that are neither products nor attention, by the JAX operation they stem from: seconds
+    of the bound, and launches, per step."""
+
+    source: str
+    seconds: float
+    launches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +146,7 @@ class Plan:
     kernels: Kernels
     stages: Pipelined | None
     launches: int
+    other_kernels: list[OtherKernels]
     lower_s: float
     compile_s: float
     bound_parts_s: Bound
@@ -148,7 +161,7 @@ NESTED = {
     "bytes_per_device": Memory, "state_bytes": StateBytes, "flops": Flops, "kernels": Kernels,
     "bound_parts_s": Bound, "stages": Pipelined, "forecast": Forecast,
 }  # fmt: skip
-LISTS = {"largest_buffers": Buffer, "collectives": Traffic}
+LISTS = {"largest_buffers": Buffer, "collectives": Traffic, "other_kernels": OtherKernels}
 
 
 def read(path: Path) -> Plan:
@@ -208,6 +221,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         kernels=executed_kernels(program),
         stages=stages(run),
         launches=timeline.kernels,
+        other_kernels=other_kernels(walk, gpu),
         lower_s=lower_s,
         compile_s=compile_s,
         bound_parts_s=Bound(
@@ -295,6 +309,22 @@ def executed_kernels(program: Program) -> Kernels:
         name = dtype if work.kind == "product" else work.kind
         runs[name] = runs.get(name, 0) + times
     return Kernels(gemm_bf16=runs["bf16"], gemm_fp8=runs["fp8"], attention=runs["attention"])
+
+
+def other_kernels(walk: schedule.Walk, gpu: Gpu) -> list[OtherKernels]:
+    """The largest `OtherKernels` of a program, by their seconds."""
+    roofline = schedule.Roofline(gpu)
+    seconds: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for _, kernel, runs in walk.kernels():
+        if not kernel.works:
+            source = memory.readable(kernel.source, "without a name")
+            seconds[source] += sum(roofline.kernel(kernel).values()) * runs
+            launches[source] += runs
+    return [
+        OtherKernels(source=source, seconds=each, launches=launches[source])
+        for source, each in seconds.most_common(SHOWN_KERNELS)
+    ]
 
 
 def rates(

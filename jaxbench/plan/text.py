@@ -14,7 +14,7 @@ BAR = 30
 SHOWN_OUTSIDE = 0.05
 """Share of a forecast outside the tables from which on it is said."""
 
-IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives")
+IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels")
 
 
 def gib(count: float) -> str:
@@ -55,8 +55,12 @@ def report(plan: Plan) -> str:
     lines.append(
         f"bound       {plan.bound_step_s:.3f} s per step: products and attention "
         f"{parts.compute:.3f}, other kernels {parts.memory:.3f}, exposed "
-        f"{parts.exposed:.3f}; {_rates(plan, 'bound')}"
+        f"{parts.exposed:.3f}; {_rates(plan, 'bound')}; the largest other kernels:"
     )
+    lines += [
+        f"  {kernels.seconds:.3f} s {kernels.launches:6}  {kernels.source}"
+        for kernels in plan.other_kernels
+    ]
     lines += _forecast(plan)
     if row:
         lines.append(

@@ -13,6 +13,7 @@ from jaxbench import mesh
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import fp8
+from jaxbench.ops.repeat import empty
 from jaxbench.ops.routing import Figures
 from jaxbench.recipe.settings import Run
 from jaxbench.train import data, pipeline
@@ -83,36 +84,38 @@ def gradients(
     weights = compute_weights(state.model, DTYPES[precision.dtype])
     scaled = fp8.scale(weights.units, state.fp8, precision)
 
-    def share_of_loss(weights, observed, *batch):
+    def share_of_loss(weights, observed, slots, *batch):
         observing = fp8.observing(scaled, observed)
-        values = weights.loss(*batch, run.execution, precision, observing)
-        return jax.tree.map(lambda value: value / run.accumulation, values)
+        loss, (figures, slots) = weights.loss(*batch, run.execution, precision, observing, slots)
+        share = partial(jax.tree.map, lambda value: value / run.accumulation)
+        return share(loss), (share(figures), slots)
 
-    def one_pass(batch):
-        values, (grads, observed) = jax.value_and_grad(share_of_loss, argnums=(0, 1), has_aux=True)(
-            weights, fp8.unobserved(state.fp8), *batch
-        )
-        return (values, grads), observed
+    def one_pass(batch, slots=()):
+        (loss, (figures, slots)), (grads, observed) = jax.value_and_grad(
+            share_of_loss, argnums=(0, 1), has_aux=True
+        )(weights, fp8.unobserved(state.fp8), slots, *batch)
+        return ((loss, figures), grads), observed, slots
 
-    def accumulate(total, batch):
-        (total, seen), (new, observed) = total, one_pass(batch)
+    def accumulate(carry, batch):
+        total, seen, slots = carry
+        new, observed, slots = one_pass(batch, slots)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
-        return (total, jax.tree.map(jnp.maximum, seen, observed)), None
+        return (total, jax.tree.map(jnp.maximum, seen, observed), slots), None
 
     dtype = DTYPES[precision.accumulate]
     if run.parallelism.pipeline > 1:
         observing = fp8.observing(scaled, fp8.unobserved(state.fp8))
         total, observed = pipeline.passes(weights, observing, tokens, targets, run, dtype)
     elif run.accumulation == 1:
-        total, observed = one_pass((tokens[0], targets[0]))
+        total, observed, _ = one_pass((tokens[0], targets[0]))
     else:
-        (values, _), _ = jax.eval_shape(one_pass, (tokens[0], targets[0]))
+        (values, _), _, slots = jax.eval_shape(one_pass, (tokens[0], targets[0]))
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
             jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
         )
-        start = (zeros, fp8.unobserved(state.fp8))
-        (total, observed), _ = jax.lax.scan(accumulate, start, (tokens, targets))
+        start = zeros, fp8.unobserved(state.fp8), jax.tree.map(empty, slots)
+        (total, observed, _), _ = jax.lax.scan(accumulate, start, (tokens, targets))
     values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
     return values, grads, fp8.update(state.fp8, weights.units, observed)

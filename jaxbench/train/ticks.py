@@ -24,6 +24,7 @@ from jaxbench import mesh
 from jaxbench.models.decoder import Decoder, apply_unit, embed, head_loss
 from jaxbench.models.layers import Pass
 from jaxbench.ops import fp8, remat
+from jaxbench.ops.slots import at, put, residuals, restored
 from jaxbench.recipe.settings import Run
 from jaxbench.train.stages import Stages
 from jaxbench.train.timetable import Duties, timetable
@@ -70,7 +71,7 @@ class Rank:
 
     run: Run
     stages: Stages
-    saved: set[str] | None
+    saved: frozenset[str] | None
     sums: Any
     model: Decoder
     units: Any
@@ -126,7 +127,7 @@ class Rank:
             d_inputs=rows(self._x, 2 * ranks + 1),
             outputs=rows(self._x, ranks + 1),
             d_outputs=rows(self._x, ranks),
-            slots=rows((_residuals(vjp), self._x), slots),
+            slots=rows((residuals(vjp), self._x), slots),
             loss=jnp.zeros(()),
             d_embedding=rows(self.model.embedding, dtype=self.sums),
             d_units=rows(self.units, dtype=self.sums),
@@ -151,7 +152,7 @@ class Rank:
 
     def _embed(self, carry: Carry, group: Any) -> Carry:
         """Fills the inputs of the first stage for a group of microbatches."""
-        x = self._embedded(self.model.embedding, _at(self.tokens, group))
+        x = self._embedded(self.model.embedding, at(self.tokens, group))
         everyone = jax.lax.all_gather(x, mesh.PIPELINE)
         start = group % 2 * self.stages.ranks
         return replace(
@@ -163,7 +164,7 @@ class Rank:
         ranks = self.stages.ranks
         d_inputs = jax.lax.dynamic_slice_in_dim(carry.d_inputs, group % 2 * ranks, ranks)
         dx = jax.lax.psum_scatter(d_inputs, mesh.PIPELINE, scatter_dimension=0)
-        embedded = partial(self._embedded, tokens=_at(self.tokens, group))
+        embedded = partial(self._embedded, tokens=at(self.tokens, group))
         (d_embedding,) = jax.vjp(embedded, self.model.embedding)[1](dx)
         return replace(carry, d_embedding=_add(carry.d_embedding, d_embedding))
 
@@ -172,7 +173,7 @@ class Rank:
         one."""
         ranks, groups = self.stages.ranks, len(self.tokens)
         own = jax.lax.all_to_all(carry.outputs[:ranks], mesh.PIPELINE, 0, 0)[-1]
-        loss_of = partial(head_loss, self.run.model, targets=_at(self.targets, group))
+        loss_of = partial(head_loss, self.run.model, targets=at(self.targets, group))
         loss, pull = jax.vjp(loss_of, self.model.norm, self.head, own)
         *d_ends, dx = pull(jnp.full_like(loss, 1 / groups))
         return replace(
@@ -187,7 +188,7 @@ class Rank:
         if backward is not None:
             # Read before it is filled again, so that neither direction waits for the other.
             kept, slots = jax.lax.optimization_barrier(
-                (_at(carry.slots, backward["slot"]), carry.slots)
+                (at(carry.slots, backward["slot"]), carry.slots)
             )
             carry = self._backward(replace(carry, slots=slots), kept, backward)
         if forward is not None:
@@ -198,31 +199,31 @@ class Rank:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
         microbatch, chunk = now["microbatch"], now["chunk"]
         enters = (rank == 0) & (chunk == 0)
-        x = jnp.where(enters, _at(carry.inputs, microbatch % (2 * ranks)), carry.x)
+        x = jnp.where(enters, at(carry.inputs, microbatch % (2 * ranks)), carry.x)
         (y, _), vjp, figures = self._vjp(x, chunk=chunk)
-        residuals, expected = _residuals(vjp), _residuals(self._types[0])
-        assert [r.shape for r in residuals] == [r.shape for r in expected]
+        kept, expected = residuals(vjp), residuals(self._types[0])
+        assert [r.shape for r in kept] == [r.shape for r in expected]
         leaves = (rank == ranks - 1) & (chunk == self.stages.chunks - 1) & now["busy"]
         row = jnp.where(now["busy"], microbatch, len(self.tokens) * ranks)
         return replace(
             carry,
             x=jax.lax.ppermute(y, mesh.PIPELINE, [(i, (i + 1) % ranks) for i in range(ranks)]),
-            outputs=_put(carry.outputs, y, jnp.where(leaves, microbatch % ranks, ranks)),
-            slots=_put(carry.slots, (residuals, x), now["slot"]),
-            routed=_put(carry.routed, figures, row, chunk),
+            outputs=put(carry.outputs, y, jnp.where(leaves, microbatch % ranks, ranks)),
+            slots=put(carry.slots, (kept, x), now["slot"]),
+            routed=put(carry.routed, figures, row, chunk),
         )
 
     def _backward(self, carry: Carry, kept: Any, now: dict[str, jax.Array]) -> Carry:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
         microbatch, chunk = now["microbatch"], now["chunk"]
         enters = (rank == ranks - 1) & (chunk == self.stages.chunks - 1)
-        dy = jnp.where(enters, _at(carry.d_outputs, microbatch % ranks), carry.dy)
+        dy = jnp.where(enters, at(carry.d_outputs, microbatch % ranks), carry.dy)
 
         def unless_idle(tree: Any) -> Any:
             return jax.tree.map(lambda a: jnp.where(now["busy"], a, jnp.zeros_like(a)), tree)
 
-        residuals, x = kept
-        vjp = _restored(self._types[0], residuals, [*self._arguments(chunk), x])
+        waited, x = kept
+        vjp = restored(self._types[0], waited, [*self._arguments(chunk), x])
         d_layers, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
         d_units, observed = carry.d_units, carry.observed
         for place, (d_unit, seen) in enumerate(d_layers):
@@ -233,7 +234,7 @@ class Rank:
         return replace(
             carry,
             dy=jax.lax.ppermute(dx, mesh.PIPELINE, [((i + 1) % ranks, i) for i in range(ranks)]),
-            d_inputs=_put(carry.d_inputs, dx, row),
+            d_inputs=put(carry.d_inputs, dx, row),
             d_units=d_units,
             observed=observed,
         )
@@ -250,8 +251,8 @@ class Rank:
         observes; their scales; and the rotary tables. They are sliced here and not in what is
         differentiated, and so are no residuals: no slot holds them."""
         places = range(self.stages.size)
-        layers = [_at(self.units, chunk, place) for place in places]
-        scales = [_at(self.scaled, chunk, place) for place in places]
+        layers = [at(self.units, chunk, place) for place in places]
+        scales = [at(self.scaled, chunk, place) for place in places]
         observed = [None if s is None else s.observed for s in scales]
         return list(zip(layers, observed, strict=True)), scales, self.shared.rotary
 
@@ -268,9 +269,7 @@ def _compute(
 
     def layer(x: jax.Array, operands: Any) -> Any:
         (unit, observed), scaled, rotary = operands
-        if scaled is not None:
-            scaled = replace(scaled, observed=observed)
-        return apply_unit(unit, scaled, x, Pass(rotary, kernel))
+        return apply_unit(unit, observed, scaled, x, Pass(rotary, kernel))
 
     balance, figures = jnp.zeros(()), []
     for operands in zip(layers, scales, strict=True):
@@ -281,45 +280,9 @@ def _compute(
     return (x, balance), stacked
 
 
-def _residuals(vjp: Any) -> list:
-    """What a transpose of `jax.vjp` keeps beside the arguments of its function, arrays or types.
-
-    JAX keeps the two apart (`VJP.args_res`), so that a slot need hold no weight.
-    """
-    return jax.tree.leaves(replace(vjp, args_res=[]))
-
-
-def _restored(vjp: Any, residuals: list, arguments: list) -> Any:
-    """The like of a transpose, with other residuals and arguments."""
-    structure = jax.tree.structure(replace(vjp, args_res=[]))
-    return replace(jax.tree.unflatten(structure, residuals), args_res=arguments)
-
-
-def _at(tree: Any, *index: Any) -> Any:
-    """An entry of arrays that are stacked on their first axes."""
-
-    def entry(a: jax.Array) -> jax.Array:
-        shape = a.shape[len(index) :]
-        start = (*index, *(0 for _ in shape))
-        return jax.lax.dynamic_slice(a, start, (*(1 for _ in index), *shape)).reshape(shape)
-
-    return jax.tree.map(entry, tree)
-
-
-def _put(tree: Any, values: Any, *index: Any) -> Any:
-    """The arrays with that entry replaced, in place."""
-
-    def put(a: jax.Array, value: Any) -> jax.Array:  # a residual may be a constant
-        start = (*index, *(0 for _ in value.shape))
-        value = jnp.asarray(value, a.dtype).reshape((1,) * len(index) + value.shape)
-        return jax.lax.dynamic_update_slice(a, value, start)
-
-    return jax.tree.map(put, tree, values)
-
-
 def _merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
     """The arrays with the values combined into that entry, in place."""
-    return _put(tree, jax.tree.map(combine, _at(tree, *index), values), *index)
+    return put(tree, jax.tree.map(combine, at(tree, *index), values), *index)
 
 
 _add = partial(_merge, lambda total, value: total + value.astype(total.dtype))

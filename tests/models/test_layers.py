@@ -107,7 +107,7 @@ def test_logits_equal_those_of_a_public_implementation(rope):
         rope_scaling=scaling if rope == "scaled" else None, init_std=0.02,
     )  # fmt: skip
     model = load_reference(cfg, arrays)
-    hidden, _ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), Precision())
+    hidden, *_ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), Precision())
     hidden = model.norm(hidden)
     logits = np.asarray(hidden) @ np.asarray(model.head[...])
     # Two fp32 implementations that sum in different orders; logits reach 4.4.

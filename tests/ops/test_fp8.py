@@ -211,8 +211,9 @@ def test_magnitudes_are_the_largest_over_devices_and_leave_the_optimizer_alone()
     _, one = steps_of(tiny_run(FP8, "precision.amax_history=2"), 1)
     _, many = steps_of(tiny_run(*overrides, "precision.amax_history=2", devices=8), 1)
     for name, history in to_numpy(one.fp8).items():
-        # Sums over tensor ranks are rounded to bf16 in parts, and amplified over three layers.
-        np.testing.assert_allclose(to_numpy(many.fp8)[name], history, rtol=0.15, atol=1e-4)
+        # Sums over tensor ranks are rounded to bf16 in parts. Where one falls on the other side of
+        # a rounding to e5m2, whose neighbours differ by a quarter, so does what follows from it.
+        np.testing.assert_allclose(to_numpy(many.fp8)[name], history, rtol=0.25, atol=1e-4)
         assert np.all(history[..., 1:] == 0)
     moments = {jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(many.optimizer)}
     assert not any("fp8" in name for name in moments)

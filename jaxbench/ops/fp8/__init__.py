@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import jax
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
@@ -28,6 +27,7 @@ from jaxbench.ops.fp8.scaling import (
     unobserved,
     update,
 )
+from jaxbench.ops.twice import Twice
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program, Rules
 
@@ -42,12 +42,13 @@ __all__ = [
 class Implementation:
     """One way to multiply in FP8.
 
-    `dot` multiplies. `takes` says which products it has; XLA multiplies the others. `refusal` says
-    why it cannot do what a recipe asks on a platform. `rules` tell the work of its custom calls,
-    `problem` what of a compiled program is not as the recipe says.
+    `dot` multiplies values given twice (`twice.Twice`), or the first of each alone. `takes` says
+    which products it has; XLA multiplies the others. `refusal` says why it cannot do what a recipe
+    asks on a platform. `rules` tell the work of its custom calls, `problem` what of a compiled
+    program is not as the recipe says.
     """
 
-    dot: Callable[[Product, jax.Array, Operand], jax.Array]
+    dot: Callable[[Product, Twice, Operand], Twice]
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     rules: Rules = field(default_factory=dict)
@@ -87,10 +88,10 @@ def refusals(precision: Precision, platform: str) -> dict[Name, str | None]:
     return {name: each.refusal(precision, platform) for name, each in IMPLEMENTATIONS.items()}
 
 
-def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Array:
+def dot(equation: str, x: Twice, w: Operand, spec: PartitionSpec) -> Twice:
     """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
     both of its gradients in FP8."""
     assert w.precision.implementation != "auto"
-    product = Product(equation, spec, mesh.cotangent_spec(x), w.name, w.precision.margin)
+    product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin)
     chosen = IMPLEMENTATIONS[w.precision.implementation]
     return (chosen if chosen.takes(product) else IMPLEMENTATIONS["xla"]).dot(product, x, w)

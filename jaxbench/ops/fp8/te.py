@@ -22,6 +22,7 @@ from jaxbench import mesh
 from jaxbench.ops import latency
 from jaxbench.ops.fp8.operand import Operand, Product, gathered
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, magnitude
+from jaxbench.ops.twice import Twice
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Instruction, Program, Scope, Work
 
@@ -79,9 +80,10 @@ def problem(program: Program, precision: Precision) -> str | None:
     )
 
 
-def dot(product: Product, x: jax.Array, w: Operand) -> jax.Array:
-    """Einsum of a bf16 activation with a weight at rest, as `xla.dot`."""
-    return _dot(product, x, w.kernel, w.observed, w.stored, w.inverse)
+def dot(product: Product, x: Twice, w: Operand) -> Twice:
+    """Einsum of a bf16 activation with a weight at rest, as `xla.dot`. Its kernels take what is in
+    memory: the first of each value."""
+    return Twice.of(_dot(product, x.value, w.kernel, w.observed, w.stored, w.inverse))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.ops.contract import contract
 from jaxbench.ops.fp8.operand import Operand, Product, gathered
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, inverse_scale, magnitude, quantize
+from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.twice import Twice
 
 
-def dot(product: Product, x: jax.Array, w: Operand) -> jax.Array:
+def dot(product: Product, x: Twice, w: Operand) -> Twice:
     """Einsum of a bf16 activation with a weight at rest: this product and both of its gradients in
     FP8.
 
@@ -35,17 +38,17 @@ def _forward(product, x, kernel, observed, stored, inverse):
 
     def local(x, stored, inverse):
         with product.scope():
-            amax = magnitude(x)
+            amax = magnitude(x.again)
             inverse_x = inverse_scale(amax, VALUES, product.margin) if current else inverse[0]
-            quantized = quantize(x, inverse_x, VALUES)
+            quantized = quantize(x.value, inverse_x, VALUES)
             weight = gathered(stored, dims, inverse[1])
             y = multiply(product.equation, quantized, inverse_x, weight, inverse[1])
         return y, quantized, amax[None]
 
-    specs = product.y_spec, PartitionSpec(*mesh.partition(x)), mesh.per_device()
+    specs = product.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, quantized, amax = run(x, stored, inverse)
-    return y, (quantized, amax, stored, inverse, observed)
+    return Twice(y, y), (quantized, save(amax, SMALL), stored, inverse, observed)
 
 
 def _backward(product, residuals, dy):
@@ -55,12 +58,12 @@ def _backward(product, residuals, dy):
 
     def local(dy, quantized, amax, stored, inverse):
         with product.scope():
-            amax_dy = magnitude(dy)
+            amax_dy = magnitude(dy.again)
             inverse_x, inverse_w, inverse_dy = inverse
             if current:
                 inverse_x = inverse_scale(amax[0], VALUES, product.margin)
                 inverse_dy = inverse_scale(amax_dy, GRADIENTS, product.margin)
-            gradient = quantize(dy, inverse_dy, GRADIENTS)
+            gradient = quantize(dy.value, inverse_dy, GRADIENTS)
             # Together: where the largest magnitude is taken later, the bf16 gradient is kept alive.
             gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = gathered(stored, dims, inverse_w)
@@ -71,7 +74,7 @@ def _backward(product, residuals, dy):
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
     dx, dw, seen = run(dy, quantized, amax, stored, inverse)
-    return dx, dw, None if current else seen, None, None
+    return Twice(dx, None), dw, None if current else seen, None, None
 
 
 _dot.defvjp(_forward, _backward)
@@ -79,7 +82,7 @@ _dot.defvjp(_forward, _backward)
 
 def multiply(equation: str, a: jax.Array, inverse_a, b: jax.Array, inverse_b) -> jax.Array:
     """Einsum of two FP8 tensors with their inverse scales, in bf16."""
-    return jnp.einsum(equation, _dequantized(a, inverse_a), _dequantized(b, inverse_b))
+    return contract(equation, _dequantized(a, inverse_a), _dequantized(b, inverse_b))
 
 
 def _dequantized(x: jax.Array, inverse: jax.Array) -> jax.Array:

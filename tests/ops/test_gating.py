@@ -1,0 +1,74 @@
+"""Gated activations beside the plain formula in float64, and values given twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbench.models.layers import GATES
+from jaxbench.ops.gating import gated
+from jaxbench.ops.twice import Twice, apart, once
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def plain(activation, gate_up, weights):
+    hidden = activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    return hidden if weights is None else hidden * weights[..., None]
+
+
+@pytest.mark.parametrize("activation", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_value_and_gradients_are_those_of_the_formula(activation, weighted, float64):
+    k_x, k_weights, k_y = jax.random.split(jax.random.key(0), 3)
+    gate_up = jax.random.normal(k_x, (3, 5, 2, 7))
+    weights = jax.random.uniform(k_weights, (3, 5)) if weighted else None
+    dy = jax.random.normal(k_y, (3, 5, 7))
+    expected, pull = jax.vjp(lambda *x: plain(activation, *x), gate_up, weights)
+    d_gate_up, d_weights = pull(dy)
+
+    def single(x):
+        return jax.tree.map(lambda a: a.astype(jnp.float32), x)
+
+    def of(x, weights):
+        return gated(activation, Twice(x, x), weights)
+
+    hidden, pull = jax.vjp(
+        lambda x, w: gated(activation, x, w), *single((Twice(gate_up, gate_up), weights))
+    )
+    d_twice, d_single_weights = pull(Twice(single(dy), jnp.zeros(dy.shape, jnp.float32)))
+    # Some roundings of fp32, of values below 10.
+    close = {"atol": 20 * np.finfo(np.float32).eps * 10, "rtol": 0}
+    for value in (hidden.value, hidden.again):
+        np.testing.assert_allclose(value, expected, **close)
+    for gradient in (d_twice.value, d_twice.again):
+        np.testing.assert_allclose(gradient, d_gate_up, **close)
+    if weighted:
+        np.testing.assert_allclose(d_single_weights, d_weights, **close)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_apart_changes_no_bit(dtype):
+    x = jax.random.normal(jax.random.key(0), (100,), dtype)
+    for way in range(1, 7):
+        assert (jax.jit(apart, static_argnums=1)(x, way) == x).all()
+
+
+def test_expressions_that_are_apart_are_not_made_one():
+    def both(x, way):
+        return jnp.exp(x) + jnp.exp(apart(x, way))
+
+    text = jax.jit(both, static_argnums=1).lower(jnp.ones(8), 1).compile().as_text()
+    assert text.count(" exponential(") == 2
+
+
+def test_once_gives_its_gradient_twice():
+    x = Twice(jnp.ones(3), jnp.ones(3))
+    _, pull = jax.vjp(once, x)
+    (gradient,) = pull(jnp.arange(3.0))
+    assert (gradient.value == gradient.again).all()
+    assert gradient.value[2] == 2
