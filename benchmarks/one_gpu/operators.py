@@ -14,10 +14,11 @@ from flax import nnx
 from jaxbench import mesh
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Pass, Weight
-from jaxbench.ops import attention, dense, embedding, fp8, loss, ssd
+from jaxbench.ops import attention, dense, embedding, fp8, loss
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Precision
+from jaxbench.ssd import xla
 from jaxbench.train.step import compute_weights
 from one_gpu.place import FAMILIES, MEASURED, OK, WRONG, Finding, Place, row
 
@@ -156,10 +157,10 @@ def scans(place: Place) -> Iterator[Case]:
     x = random(1, length, heads, mamba.head_dim)
     b, c = (random(1, length, mamba.state, seed=i, scale=0.1) for i in (2, 3))
     name = f"scan, {length} x {heads} x {mamba.head_dim}, state {mamba.state}"
-    yield Case(name, lambda _: ssd.scan, (x, dt, decay, b, c), (0, 3, 4))
+    yield Case(name, lambda _: xla.scan, (x, dt, decay, b, c), (0, 3, 4))
     channels = mamba.inner + 2 * mamba.state
     arrays = random(1, length, channels), random(4, channels, seed=1), random(channels, seed=2)
-    yield Case(f"convolution, {length} x {channels}", lambda _: ssd.causal_conv, arrays, (0,))
+    yield Case(f"convolution, {length} x {channels}", lambda _: xla.causal_conv, arrays, (0,))
 
 
 def ends(place: Place) -> Iterator[Case]:

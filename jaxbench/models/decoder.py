@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import mesh
+from jaxbench import mesh, ssd
 from jaxbench.models.attention import Attention
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import NORMS, Embedding, Pass, Routed, Weight, normal, rotary_tables
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
 def make_pass(cfg: ModelConfig, length: int, execution: Execution) -> Pass:
     """What the layers share in a pass over sequences of a length, on the current mesh."""
     kernel = attention.choose(execution, cfg, length, mesh.platform())
-    return Pass(rotary_tables(cfg, length), kernel)
+    return Pass(rotary_tables(cfg, length), kernel, ssd.choose(execution, mesh.platform()))
 
 
 def embed(

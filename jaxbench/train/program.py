@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxbench import mesh
+from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
 from jaxbench.models.decoder import stretches
 from jaxbench.ops import attention, fp8
@@ -54,13 +54,17 @@ def check_run(run: Run, platform: str) -> None:
     """Raises RecipeError for what a run asks for and a platform cannot do."""
     flags.options(run, platform)
     fp8.choose(run.precision, platform)
+    ssd.choose(run.execution, platform)
     _attention(run, platform)
 
 
 def kernels(run: Run) -> dict[str, str]:
-    """What computes attention and matrix products on the current mesh, for the record."""
+    """What computes attention, Mamba-2 and matrix products on the current mesh, for the record."""
     platform = mesh.platform()
-    return {"attention": _attention(run, platform), "products": _products(run, platform)}
+    found = {"attention": _attention(run, platform)}
+    if "M" in run.model.letters:
+        found["Mamba-2"] = ssd.choose(run.execution, platform)
+    return found | {"products": _products(run, platform)}
 
 
 def _products(run: Run, platform: str) -> str:
