@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
         of an FP8 run, for each stack of units."""
         cfg = self.cfg
         x = embed(cfg, self.embedding, tokens, self.dtype)
-        shared = make_pass(cfg, tokens.shape[1], execution)
+        shared = make_pass(cfg, tokens.shape[1], execution, precision)
 
         def apply(x, operands):
             return apply_unit(*operands, x, shared)
@@ -152,10 +152,14 @@ class Decoder(nnx.Module):
         return mesh.as_weight(self.embedding.table[...].T.astype(self.dtype), "embed vocab")
 
 
-def make_pass(cfg: ModelConfig, length: int, execution: Execution) -> Pass:
+def make_pass(cfg: ModelConfig, length: int, execution: Execution, precision: Precision) -> Pass:
     """What the layers share in a pass over sequences of a length, on the current mesh."""
-    kernel = attention.choose(execution, cfg, length, mesh.platform())
-    return Pass(rotary_tables(cfg, length), kernel, ssd.choose(execution, mesh.platform()))
+    platform, shard = mesh.platform(), length // mesh.ranks("seq")
+    return Pass(
+        rotary=rotary_tables(cfg, length),
+        kernel=attention.choose(execution, cfg, length, platform),
+        ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
+    )
 
 
 def embed(

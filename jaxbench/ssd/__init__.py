@@ -13,16 +13,18 @@ input projection, F features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Array, Float
 
 from jaxbench.errors import RecipeError
+from jaxbench.recipe.model import Mamba, ModelConfig
 from jaxbench.recipe.settings import Execution
-from jaxbench.ssd import xla
+from jaxbench.ssd import pallas, xla
 from jaxbench.ssd.parts import Axes, Dims, Parameters
+from jaxbench.xla.hlo import Rules
 
-Mixer = Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
+__all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +32,38 @@ class Implementation:
     """One way to compute it.
 
     `mixer` takes a device's own columns of the input projection, of all its groups, and gives what
-    the output projection multiplies. `platforms` are those on which it runs (None: all).
+    the output projection multiplies. `platforms` are those on which it runs (None: all). `refusal`
+    says why it cannot compute a model in a dtype, on so many tokens of a sequence. `rules` tell the
+    work of its custom calls, all of which a compiled step has to hold.
     """
 
-    mixer: Mixer
+    mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
     platforms: tuple[str, ...] | None = None
+    refusal: Callable[[Mamba, str, int], str | None] = lambda mamba, dtype, length: None
+    rules: Rules = field(default_factory=dict)
 
 
-IMPLEMENTATIONS = {"xla": Implementation(mixer=xla.mixer)}
-"""By name; `auto` takes the first that runs."""
+IMPLEMENTATIONS = {
+    "xla": Implementation(mixer=xla.mixer),
+    "pallas": Implementation(
+        mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, rules=pallas.RULES
+    ),
+}
+"""By name; `auto` takes the first. That is XLA's until the kernels have been measured on a GPU."""
 
 
-def choose(execution: Execution, platform: str) -> str:
-    """The name of the implementation that computes a model's Mamba-2 mixers.
+def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
+    """The name of the implementation that computes a model's mixers, `length` tokens of a sequence
+    on each rank.
 
     Raises RecipeError where the one that is asked for cannot.
     """
-    names = [
-        n for n, each in IMPLEMENTATIONS.items() if platform in (each.platforms or (platform,))
-    ]
-    if execution.ssd != "auto":
-        names = [name for name in names if name == execution.ssd]
-    if not names:
-        raise RecipeError(f"execution.ssd = {execution.ssd} does not run on a {platform}")
-    return names[0]
+    asked = f"execution.ssd = {execution.ssd}"
+    if execution.ssd == "auto" or cfg.mamba is None or "M" not in cfg.letters:
+        return next(iter(IMPLEMENTATIONS))
+    found = IMPLEMENTATIONS[execution.ssd]
+    if found.platforms and platform not in found.platforms:
+        raise RecipeError(f"{asked} does not run on a {platform}; expected auto or xla")
+    if refused := found.refusal(cfg.mamba, dtype, length):
+        raise RecipeError(f"{asked} cannot compute {refused}; expected auto or xla")
+    return execution.ssd
