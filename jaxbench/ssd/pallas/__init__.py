@@ -1,5 +1,5 @@
 """The mixer in Pallas kernels for NVIDIA GPUs from Hopper on: convolution, scan, gate and norm,
-each with a backward pass; XLA makes the time steps and their sums, which are small.
+each with a backward pass; XLA makes the time steps, which are small.
 
 Start with `mixer`; `call` says how kernels are called, `scan` and `gradients` are the scan's.
 """
@@ -88,27 +88,25 @@ def _mixer(tuning: Tuning, dims: Dims, context: Axes, projected, own: Parameters
     else:
         u = conv_silu(tuning, dims, projected, own.taps, own.bias)
     with jax.named_scope("ssd.scan"):  # for profiles and plans
-        dt, log = _times(dims, projected, own)
-        chunks = log.reshape(*log.shape[:2], -1, tuning.chunk)
-        total = jnp.cumsum(chunks, axis=-1).reshape(log.shape)
-        state = _entering(dims, context, u, dt, log) if context else None
-        y = scan(tuning, dims, u, dt, total, own.d.reshape(-1), state)
+        dt, a = _times(dims, projected, own)
+        state = _entering(dims, context, u, dt, a) if context else None
+        y = scan(tuning, dims, u, dt, a, own.d.reshape(-1), state)
     return gate_norm(tuning, dims, y, projected, own.gain)
 
 
 def _times(dims: Dims, projected, own: Parameters):
-    """(dt, dt a), each `B A S` fp32."""
+    """(dt `B A S`, a `A`), fp32."""
     raw = projected[..., -dims.heads :].astype(jnp.float32)
     dt = jax.nn.softplus(raw + own.dt_bias)
     dt = jnp.moveaxis(dt.reshape(*dt.shape[:2], -1), 1, 2)
-    return dt, dt * -jnp.exp(own.a_log).reshape(-1)[:, None]
+    return dt, -jnp.exp(own.a_log).reshape(-1)
 
 
-def _entering(dims: Dims, context: Axes, u, dt, log) -> Float[Array, "B A N P"]:
+def _entering(dims: Dims, context: Axes, u, dt, a) -> Float[Array, "B A N P"]:
     """The state that enters this shard of the sequence. What each shard leaves behind, if nothing
     enters it, is one product over its tokens."""
     batch, length, groups, _ = u.shape
-    total = jnp.cumsum(log, axis=-1)
+    total = jnp.cumsum(dt * a[:, None], axis=-1)
     weight = dt * jnp.exp(total[..., -1:] - total)
     weight = jnp.moveaxis(weight.reshape(batch, groups, dims.heads, length), 3, 1)
     x, b, _ = jnp.split(u, [dims.inner, dims.inner + dims.state], axis=-1)

@@ -108,6 +108,11 @@ class OfChunk:
         return pl.BlockSpec(block, lambda j, g, i: (i, g, j // self.parts))
 
     @property
+    def scalars(self) -> pl.BlockSpec:
+        """A number for each head of the group: `A`."""
+        return pl.BlockSpec((self.dims.heads,), lambda j, g, i: (g,))
+
+    @property
     def times_of_part(self) -> pl.BlockSpec:
         """The same from each part: `parts B A S`."""
         block = (None, None, self.dims.heads, self.tuning.chunk)
@@ -123,6 +128,11 @@ class OfChunk:
         """The program's columns of b and c among the channels."""
         first = self.dims.inner + jax.lax.rem(pl.program_id(0), self.parts) * self.columns
         return pl.ds(first, self.columns), pl.ds(first + self.dims.state, self.columns)
+
+
+def sums(log: Float[Array, "Q"]) -> tuple[Float[Array, "Q"], Float[Array, ""]]:
+    """(T, the last T)."""
+    return jax.lax.cumsum(log), jnp.sum(log)
 
 
 def decay(total: Float[Array, "Q"]) -> Float[Array, "Q Q"]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxbench.ssd.pallas.blocks import OfChunk, OfHead, decay
+from jaxbench.ssd.pallas.blocks import OfChunk, OfHead, decay, sums
 from jaxbench.ssd.pallas.call import Given, Made, Tuning, call, product
 from jaxbench.ssd.parts import Dims
 
@@ -23,23 +23,25 @@ F32 = jnp.float32
 def backward(tuning: Tuning, dims: Dims, residuals, dy):
     """The gradients of what `scan.scan` is given. All three kernels write into one array, that of
     u."""
-    u, dt, total, d, entering, before = residuals
-    found = _reverse(tuning, dims, u, dt, total, d, entering, before, dy)
-    states = {"before": before, "after": found["after"]}
-    du, started = _to_c(tuning, dims, u, dt, total, dy, states["before"], found["du"])
-    du = _to_b(tuning, dims, u, dt, total, dy, states["after"], du)
+    u, dt, a, d, entering, before = residuals
+    found = _reverse(tuning, dims, u, dt, a, d, entering, before, dy)
+    du, started = _to_c(tuning, dims, u, dt, a, dy, before, found["du"])
+    du = _to_b(tuning, dims, u, dt, a, dy, found["after"], du)
     dtotal = found["dtotal"] + jnp.sum(started, axis=0)
-    return du, found["ddt"], dtotal, jnp.sum(found["dd"], axis=0), found.get("dentering")
+    chunks = dtotal.reshape(*dtotal.shape[:2], -1, tuning.chunk)
+    dlog = jax.lax.cumsum(chunks, axis=3, reverse=True).reshape(dt.shape)
+    ddt, da = found["ddt"] + a[:, None] * dlog, jnp.sum(dt * dlog, axis=(0, 2))
+    return du, ddt, da, jnp.sum(found["dd"], axis=0), found.get("dentering")
 
 
-def _reverse(tuning, dims, u, dt, total, d, entering, before, dy):
+def _reverse(tuning, dims, u, dt, a, d, entering, before, dy):
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
     given = {
         "u": Given(u, blocks.group),
         "dt": Given(dt, blocks.times),
-        "total": Given(total, blocks.times),
+        "a": Given(a, blocks.scalar),
         "d": Given(d, blocks.scalar),
         "dy": Given(dy, blocks.features),
         "before": Given(before, blocks.states),
@@ -65,7 +67,7 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
     dims, dtype = blocks.dims, r.u.dtype
     channels = blocks.channels()
     x_columns = channels[0]
-    d = r.d[0]
+    a, d = r.a[0], r.d[0]
     at_last = jax.lax.broadcasted_iota(jnp.int32, (size,), 0) == size - 1
 
     def step(i, carry):
@@ -73,8 +75,8 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
         k = blocks.chunks - 1 - i
         rows = pl.ds(k * size, size)
         x, b, c = (r.u[rows, columns] for columns in channels)
-        dy, dt, total = r.dy[rows, x_columns], r.dt[rows], r.total[rows]
-        last = r.total[k * size + size - 1]
+        dy, dt = r.dy[rows, x_columns], r.dt[rows]
+        total, last = sums(dt * a)
         r.after[k] = ds.astype(dtype)
         scores = product(b, c.T) * decay(total).T  # [r, t]
         # The gradient of dt x: from the state that the chunk leaves, and from its own tokens.
@@ -100,11 +102,11 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
         r.dentering[...] = ds
 
 
-def _to_c(tuning, dims, u, dt, total, dy, before, du):
+def _to_c(tuning, dims, u, dt, a, dy, before, du):
     """(du with the gradient of c, the part of T's gradient that comes from the states before
     chunks, by columns of the state)."""
     blocks = OfChunk(dims, tuning)
-    given = _of_chunk(blocks, u, dt, total, dy, du) | {"before": Given(before, blocks.states)}
+    given = _of_chunk(blocks, u, dt, a, dy, du) | {"before": Given(before, blocks.states)}
     made = {
         "made": Made(du.shape, du.dtype, blocks.group, into="du"),
         "started": Made((blocks.parts, *dt.shape), F32, blocks.times_of_part),
@@ -125,8 +127,9 @@ def _to_c_kernel(r, *, blocks: OfChunk):
     def step(h, carry):
         dscores, dc = carry
         head = pl.ds(h * dims.head_dim, dims.head_dim)
-        dy, total = r.dy[:, head], r.total[h]
-        dscores += product(dy, r.u[:, head].T) * decay(total) * r.dt[h][None, :]
+        dy, dt = r.dy[:, head], r.dt[h]
+        total, _ = sums(dt * r.a[h])
+        dscores += product(dy, r.u[:, head].T) * decay(total) * dt[None, :]
         weighted = (dy.astype(F32) * jnp.exp(total)[:, None]).astype(dtype)
         by_state = product(weighted, r.before[h].T)
         r.started[h] = jnp.sum(by_state * c, axis=1)
@@ -138,10 +141,10 @@ def _to_c_kernel(r, *, blocks: OfChunk):
     r.made[:, c_columns] = dc.astype(dtype)
 
 
-def _to_b(tuning, dims, u, dt, total, dy, after, du):
+def _to_b(tuning, dims, u, dt, a, dy, after, du):
     """du with the gradient of b."""
     blocks = OfChunk(dims, tuning)
-    given = _of_chunk(blocks, u, dt, total, dy, du) | {"after": Given(after, blocks.states)}
+    given = _of_chunk(blocks, u, dt, a, dy, du) | {"after": Given(after, blocks.states)}
     found = call(
         partial(_to_b_kernel, blocks=blocks), "ssd_to_b", _grid(blocks, u), given,
         {"made": Made(du.shape, du.dtype, blocks.group, into="du")},
@@ -158,10 +161,10 @@ def _to_b_kernel(r, *, blocks: OfChunk):
     def step(h, carry):
         dscores, db = carry
         head = pl.ds(h * dims.head_dim, dims.head_dim)
-        x, dt, total = r.u[:, head], r.dt[h], r.total[h]
+        x, dt = r.u[:, head], r.dt[h]
+        total, last = sums(dt * r.a[h])
         dscores += product(r.dy[:, head], x.T) * decay(total) * dt[None, :]
-        weight = dt * jnp.exp(r.total[h, size - 1] - total)
-        left = (x.astype(F32) * weight[:, None]).astype(dtype)
+        left = (x.astype(F32) * (dt * jnp.exp(last - total))[:, None]).astype(dtype)
         return dscores, db + product(left, r.after[h].T)
 
     zeros = jnp.zeros((size, size), F32), jnp.zeros((size, blocks.columns), F32)
@@ -170,11 +173,11 @@ def _to_b_kernel(r, *, blocks: OfChunk):
     r.made[:, b_columns] = db.astype(dtype)
 
 
-def _of_chunk(blocks: OfChunk, u, dt, total, dy, du):
+def _of_chunk(blocks: OfChunk, u, dt, a, dy, du):
     return {
         "u": Given(u, blocks.group),
         "dt": Given(dt, blocks.times),
-        "total": Given(total, blocks.times),
+        "a": Given(a, blocks.scalars),
         "dy": Given(dy, blocks.features),
         "du": Given(du, blocks.group),
     }

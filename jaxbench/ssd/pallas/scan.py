@@ -3,9 +3,9 @@ state in registers, in fp32.
 
     y_t = exp(T_t) c_t . s + sum over r <= t of exp(T_t - T_r) (c_t . b_r) dt_r x_r + d x_t
 
-for the tokens of a chunk, with T the sum of dt a since its start and s the state before it. States
-are `N P` here. They are written only where a backward pass follows (`gradients`): before each
-chunk, in the dtype of x.
+for the tokens of a chunk, with T the sum of dt a from its start on and s the state before it.
+States are `N P` here. They are written only where a backward pass follows (`gradients`): before
+each chunk, in the dtype of x.
 
 u are the channels x, b and c of each group as the convolution leaves them; programs read theirs in
 place. Letters are those of `jaxbench.ssd`, and A: all heads of a device, those of a group adjacent.
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxbench.ssd.pallas import gradients
-from jaxbench.ssd.pallas.blocks import OfHead, decay
+from jaxbench.ssd.pallas.blocks import OfHead, decay, sums
 from jaxbench.ssd.pallas.call import Given, Made, Tuning, call, product
 from jaxbench.ssd.parts import Dims
 
@@ -32,31 +32,31 @@ def scan(
     dims: Dims,
     u: Float[Array, "B S G C"],
     dt: Float[Array, "B A S"],
-    total: Float[Array, "B A S"],
+    a: Float[Array, "A"],
     d: Float[Array, "A"],
     entering: Float[Array, "B A N P"] | None,
 ) -> Float[Array, "B S G F"]:
-    """The features of all heads in the dtype of `u`. `total` is T, `entering` the state before the
-    first token (None: zeros); all but `u` is fp32."""
-    return _run(tuning, dims, u, dt, total, d, entering, keep=False)["y"]
+    """The features of all heads in the dtype of `u`. `entering` is the state before the first token
+    (None: zeros); all but `u` is fp32."""
+    return _run(tuning, dims, u, dt, a, d, entering, keep=False)["y"]
 
 
-def _forward(tuning, dims, u, dt, total, d, entering):
-    made = _run(tuning, dims, u, dt, total, d, entering, keep=True)
-    return made["y"], (u, dt, total, d, entering, made["before"])
+def _forward(tuning, dims, u, dt, a, d, entering):
+    made = _run(tuning, dims, u, dt, a, d, entering, keep=True)
+    return made["y"], (u, dt, a, d, entering, made["before"])
 
 
 scan.defvjp(_forward, gradients.backward)
 
 
-def _run(tuning, dims, u, dt, total, d, entering, *, keep):
+def _run(tuning, dims, u, dt, a, d, entering, *, keep):
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
     given = {
         "u": Given(u, blocks.group),
         "dt": Given(dt, blocks.times),
-        "total": Given(total, blocks.times),
+        "a": Given(a, blocks.scalar),
         "d": Given(d, blocks.scalar),
     }
     if entering is not None:
@@ -76,7 +76,7 @@ def _run(tuning, dims, u, dt, total, d, entering, *, keep):
 def _kernel(r, *, blocks: OfHead, tuning: Tuning):
     dims, dtype, size = blocks.dims, r.u.dtype, tuning.part
     x_columns, b_columns, c_columns = blocks.channels()
-    d, parts = r.d[0], tuning.chunk // tuning.part
+    a, d, parts = r.a[0], r.d[0], tuning.chunk // tuning.part
 
     def through_chunk(k, state):
         if hasattr(r, "before"):
@@ -84,11 +84,11 @@ def _kernel(r, *, blocks: OfHead, tuning: Tuning):
         return jax.lax.fori_loop(k * parts, (k + 1) * parts, through_part, state)
 
     def through_part(k, state):
-        """As a chunk of its own: with T from its start."""
+        """As a chunk of its own."""
         rows = pl.ds(k * size, size)
         x, b, c = (r.u[rows, columns] for columns in (x_columns, b_columns, c_columns))
-        start = jnp.where(jax.lax.rem(k, parts) == 0, 0.0, r.total[jnp.maximum(k * size - 1, 0)])
-        dt, total, last = r.dt[rows], r.total[rows] - start, r.total[k * size + size - 1] - start
+        dt = r.dt[rows]
+        total, last = sums(dt * a)
         scores = product(c, b.T) * decay(total) * dt[None, :]
         y = jnp.exp(total)[:, None] * product(c, state.astype(dtype))
         y += product(scores.astype(dtype), x) + d * x.astype(F32)
