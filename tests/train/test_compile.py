@@ -4,6 +4,7 @@ Skipped where the CUDA plugin is not installed (`pip install '.[plan]'`).
 """
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -230,6 +231,58 @@ def test_nemotronh_multiplies_what_a_hand_count_says():
     found = [work.flops * n for work, n, source in row.program.works() if schedule.SCAN in source]
     assert sum(found) == runs * 2 * (forward + between)
     assert row.program.flops()["product", "f32"] == 0
+
+
+@pytest.fixture(scope="module")
+def mamba2():
+    """One layer, on which the kernels were asked for."""
+    changes = "model.layers=1", "model.pattern=M", "execution.ssd=pallas"
+    return Compiled("nemotronh_56b_bf16", 32, *changes)
+
+
+def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
+    """Three passes of 2 sequences, 4 groups of 32 heads. A pass runs the layer forward, in its
+    recomputation (with the convolution's result kept), and in the kernels' own."""
+    with jax.set_mesh(mamba2.mesh):
+        check_program(mamba2.compiled, mamba2.run)
+    runs, flops, moved = Counter(), {}, {}
+    for _, kernel, times in schedule.Walk(mamba2.program).kernels():
+        for work in kernel.works:
+            if work.kind != "product":
+                runs[work.kind] += times
+                flops[work.kind], moved[work.kind] = work.flops, kernel.bytes
+                assert (kernel.part == "scan") == work.kind.startswith("ssd")
+    assert runs == {
+        "conv_silu": 6, "ssd_forward": 9, "gate_norm": 6, "gate_norm_back": 3, "ssd_reverse": 3,
+        "ssd_to_c": 3, "ssd_to_b": 3, "conv_silu_back": 3,
+    }  # fmt: skip
+    tokens, heads, features, state = 2 * 8192, 4 * 32, 64, 256
+    # A program reads 128 columns of the state, and so makes the products of scores twice.
+    per_token = {
+        "ssd_forward": 64 * (state + features) + 2 * state * features,
+        "ssd_reverse": 128 * (state + 2 * features) + 2 * state * features,
+        "ssd_to_c": 2 * 128 * features + state * features + 128 * state // 32,
+    }
+    for name, products in per_token.items():
+        assert flops[name] == 2 * tokens * heads * products
+    # bf16 features and states, every 128 tokens; fp32 time steps.
+    x, maps, dt = 2 * tokens * heads * features, 2 * tokens * 4 * state, 4 * tokens * heads
+    states = 2 * tokens // 128 * heads * state * features
+    channels, scalars = x + 2 * maps, 4 * heads
+    assert moved["ssd_reverse"] - (channels + 3 * x + 3 * dt + 2 * states) == pytest.approx(
+        0, abs=8 * scalars
+    )
+    assert moved["ssd_to_c"] == channels + x + states + maps + 3 * dt + scalars
+
+
+def test_xla_in_place_of_the_kernels_is_an_error(mamba2):
+    text = mamba2.compiled.as_text().replace("__gpu$xla.gpu.triton", "something_else")
+    plain = SimpleNamespace(as_text=lambda: text)
+    with (
+        jax.set_mesh(mamba2.mesh),
+        pytest.raises(RunFailed, match="a fused Mamba-2 scan was asked"),
+    ):
+        check_program(plain, mamba2.run)
 
 
 def test_plain_attention_in_place_of_the_fused_one_is_an_error(llama2):
