@@ -218,7 +218,7 @@ def test_other_rows_fit_80_gb(name, gpus):
 
 def test_nemotronh_multiplies_what_a_hand_count_says():
     """Every product of the scan is found in the program."""
-    row = Compiled("nemotronh_56b_bf16", 32, "model.layers=3", "model.pattern=M*-")
+    row = Compiled("nemotronh_56b_bf16", 64, "model.layers=3", "model.pattern=M*-")
     calls = row.program.custom_calls()
     assert [calls[name] for name in cudnn.PRODUCTS] == [3, 3]
     # One layer, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, recomputed, and two
@@ -237,7 +237,7 @@ def test_nemotronh_multiplies_what_a_hand_count_says():
 def mamba2():
     """One layer, on which the kernels were asked for."""
     changes = "model.layers=1", "model.pattern=M", "execution.ssd=pallas"
-    return Compiled("nemotronh_56b_bf16", 32, *changes)
+    return Compiled("nemotronh_56b_bf16", 64, *changes)
 
 
 def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
@@ -269,9 +269,7 @@ def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
     x, maps, dt = 2 * tokens * heads * features, 2 * tokens * 4 * state, 4 * tokens * heads
     states = 2 * tokens // 128 * heads * state * features
     channels, scalars = x + 2 * maps, 4 * heads
-    assert moved["ssd_reverse"] - (channels + 3 * x + 3 * dt + 2 * states) == pytest.approx(
-        0, abs=8 * scalars
-    )
+    assert moved["ssd_reverse"] == channels + 2 * x + 2 * states + 3 * dt + 4 * scalars
     assert moved["ssd_to_c"] == channels + x + states + maps + 3 * dt + scalars
 
 
