@@ -15,6 +15,7 @@ is wrong.
     trains      1.5   tiny rows of each family beside the CPU's losses
     real        4     row 1 of each family: complete, memory as planned, speed
     operators   1     every operator beside the CPU's, at real shapes
+    mixers      1.5   Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
     survives    1     kill and resume, profiler, PGLE, compiler options
     ceilings    0.5   products and copies
     breakdown   1.5   where a step's time goes
@@ -42,7 +43,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
-from one_gpu import choices, kernels, operators, speed, survives, trains
+from one_gpu import choices, kernels, mixers, operators, speed, survives, trains
 from one_gpu.place import MEASURED, NOT_RUN, OK, ROOT, WRONG, Finding, Place, read_lines
 
 from jaxbench import hardware
@@ -67,6 +68,7 @@ CHECKS = {
     "trains": Check(trains.small, 150, rehearsed=True),
     "real": Check(trains.real, 300),
     "operators": Check(operators.check, 120, operators.compiles, rehearsed=True),
+    "mixers": Check(mixers.check, 150, mixers.compiles, rehearsed=True),
     "survives": Check(survives.check, 120, rehearsed=True),
     "ceilings": Check(speed.ceilings, 60),
     "breakdown": Check(speed.breakdown, 120, speed.compiles),

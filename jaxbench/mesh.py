@@ -13,6 +13,7 @@ experts stay split, as they are in use), and a gradient is what this device adds
 types would have moved or summed is spelled out: the functions with `seq` in their names.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -160,6 +161,12 @@ def partition(x: Any) -> tuple:
 def axes(dim: str) -> tuple[str, ...]:
     """The axes with more than one rank over which a logical dimension of an activation is split."""
     return used(*_axes(ACTIVATION[dim]))
+
+
+def ranks(dim: str) -> int:
+    """Over how many a logical dimension of an activation is split."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in axes(dim))
 
 
 def gather_seq(x: jax.Array) -> jax.Array:

@@ -44,6 +44,7 @@ CHOICES = (
     Choice("llama31_8b_fp8", flag("xla_gpu_autotune_level=0")),
     Choice("llama31_8b_fp8", flag("xla_gpu_enable_command_buffer=")),
     Choice("llama31_8b_fp8", flag("xla_gpu_enable_while_loop_double_buffering=false")),
+    Choice("nemotronh_56b_fp8", "execution.ssd=pallas"),
     Choice("nemotronh_56b_fp8", flag("xla_gpu_enable_command_buffer=")),
     Choice("nemotronh_56b_fp8", flag("xla_gpu_enable_triton_gemm=true")),
     Choice("llama31_8b_bf16", "execution.attention=xla"),

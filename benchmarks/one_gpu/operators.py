@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from jaxbench import mesh
+from jaxbench import mesh, ssd
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import Pass, Weight
-from jaxbench.ops import attention, dense, embedding, fp8, loss, ssd
+from jaxbench.models.layers import NORM_EPS, Pass, Weight
+from jaxbench.ops import attention, dense, embedding, fp8, loss
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.step import compute_weights
 from one_gpu.place import FAMILIES, MEASURED, OK, WRONG, Finding, Place, row
 
@@ -35,13 +36,15 @@ enough for a CPU."""
 class Case:
     """An operator. `on(platform)` is its function there; `arrays` are its inputs, `bf16` those that
     it takes in bf16 on a GPU, integers as they are. `exact` says in which dtype a CPU takes those:
-    emulated FP8 has to see the same bf16."""
+    emulated FP8 has to see the same bf16. `reference` is what it computes there, if not the
+    same."""
 
     name: str
     on: Callable[[str], Callable]
     arrays: tuple[np.ndarray, ...]
     bf16: tuple[int, ...]
     exact: Any = jnp.float32
+    reference: Callable | None = None
 
     def inputs(self, dtype: Any) -> list[jax.Array]:
         """The inputs with those in bf16 as `dtype`, rounded to bf16 before."""
@@ -145,21 +148,61 @@ def implementations() -> list[str]:
     return ["xla", *(name for name, reason in refused.items() if name != "xla" and not reason)]
 
 
-def scans(place: Place) -> Iterator[Case]:
-    """The scan and the convolution of one group of Nemotron-H."""
-    run = row("nemotronh_56b_bf16")
-    mamba, length = run.model.mamba, 256 if place.rehearsal else run.batch.sequence_length
-    heads = mamba.heads // mamba.groups
+def mixers(place: Place) -> Iterator[Case]:
+    """A mixer of Nemotron-H between its projections by every implementation; Pallas's kernels are
+    interpreted in a rehearsal."""
+    name, arrays = mixer_inputs(place, groups=1)
+    for by, mix in implementations_of_mixer(place).items():
+        reference = partial(mixed, ssd.xla.mixer, place)
+        function = partial(mixed, mix, place)
+        yield Case(f"{name} by {by}", lambda _, function=function: function, arrays, (0,),
+                   reference=reference)  # fmt: skip
+
+
+def mixer_inputs(place: Place, groups: int) -> tuple[str, tuple[np.ndarray, ...]]:
+    """(what it is, input projection and parameters) of some groups of a mixer, drawn as a model's
+    are."""
+    mamba = mixer_row(place).model.mamba
+    length = mixer_row(place).batch.sequence_length
+    dims, heads = mixer_dims(place), mamba.heads // mamba.groups
     draw = np.random.default_rng(1)
-    dt = np.exp(draw.uniform(np.log(1e-3), np.log(1e-1), (1, length, heads))).astype(np.float32)
-    decay = -draw.uniform(1, 16, heads).astype(np.float32)
-    x = random(1, length, heads, mamba.head_dim)
-    b, c = (random(1, length, mamba.state, seed=i, scale=0.1) for i in (2, 3))
-    name = f"scan, {length} x {heads} x {mamba.head_dim}, state {mamba.state}"
-    yield Case(name, lambda _: ssd.scan, (x, dt, decay, b, c), (0, 3, 4))
-    channels = mamba.inner + 2 * mamba.state
-    arrays = random(1, length, channels), random(4, channels, seed=1), random(channels, seed=2)
-    yield Case(f"convolution, {length} x {channels}", lambda _: ssd.causal_conv, arrays, (0,))
+    dt = np.exp(draw.uniform(np.log(1e-3), np.log(1e-1), (groups, heads)))
+    parameters = ssd.Parameters(
+        taps=draw.uniform(-0.5, 0.5, (groups, 4, dims.channels)),
+        bias=draw.uniform(-0.5, 0.5, (groups, dims.channels)),
+        dt_bias=dt + np.log(-np.expm1(-dt)),
+        a_log=np.log(draw.uniform(1, 16, (groups, heads))),
+        d=np.ones((groups, heads)),
+        gain=np.ones((groups, dims.inner)),
+    )
+    name = f"mixer, {length} x {groups} x {heads} x {mamba.head_dim}, state {mamba.state}"
+    projected = random(1, length, groups, dims.columns)
+    return name, (projected, *(x.astype(np.float32) for x in parameters))
+
+
+def mixer_row(place: Place) -> Run:
+    """The row whose mixers are looked at."""
+    return row("nemotronh_56b_bf16", recipes.SMOKE if place.rehearsal else 1)
+
+
+def mixer_dims(place: Place) -> ssd.Dims:
+    """Of its groups."""
+    mamba = mixer_row(place).model.mamba
+    return ssd.Dims(mamba.heads // mamba.groups, mamba.head_dim, mamba.state, NORM_EPS)
+
+
+def implementations_of_mixer(place: Place) -> dict[str, Callable]:
+    """By name, those that run here."""
+    found = {name: each.mixer for name, each in ssd.IMPLEMENTATIONS.items()}
+    if place.rehearsal:
+        found["pallas"] = partial(ssd.pallas.mixer, tuning=ssd.pallas.Tuning(interpret=True))
+    return found
+
+
+def mixed(mix: Callable, place: Place, projected: jax.Array, *parameters: jax.Array) -> jax.Array:
+    """What a mixer makes of its inputs, on the one device of the mesh."""
+    local = partial(mix, mixer_dims(place), ())
+    return mesh.on_each_device(local, PartitionSpec())(projected, ssd.Parameters(*parameters))
 
 
 def ends(place: Place) -> Iterator[Case]:
@@ -210,17 +253,15 @@ def experts(place: Place) -> Iterator[Case]:
 
 def cases(place: Place) -> Iterator[Case]:
     """All of them, those first whose kernels are least known."""
-    for group in (attentions, products, scans, experts, ends):
+    for group in (attentions, products, mixers, experts, ends):
         yield from group(place)
 
 
 def check(place: Place) -> Iterator[Finding]:
     """Compares every case here with the CPU."""
     for case in cases(place):
-        actual, expected = (
-            computed(case, platform, dtype)
-            for platform, dtype in ((place.on, jnp.bfloat16), ("cpu", case.exact))
-        )
+        actual = computed(case, case.on(place.on), place.on, jnp.bfloat16)
+        expected = computed(case, case.reference or case.on("cpu"), "cpu", case.exact)
         errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
         shown = ", ".join(f"{e:.0e}" for e in errors)
         # Each by itself: the maximum of several may pass over one that is not a number.
@@ -229,12 +270,12 @@ def check(place: Place) -> Iterator[Finding]:
                       {"errors": errors})  # fmt: skip
 
 
-def computed(case: Case, platform: str, dtype: Any) -> list[np.ndarray]:
-    """Results and gradients of a case on a platform's first device."""
+def computed(case: Case, function: Callable, platform: str, dtype: Any) -> list[np.ndarray]:
+    """Results and gradients of a function for a case on a platform's first device."""
     devices = jax.devices(platform)[:1]
     with jax.set_mesh(mesh.make_mesh((1,) * 6, devices)), jax.default_device(devices[0]):
-        function = jax.jit(with_gradients(case.on(platform)))
-        return [np.asarray(x, np.float32) for x in jax.tree.leaves(function(*case.inputs(dtype)))]
+        results = jax.jit(with_gradients(function))(*case.inputs(dtype))
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(results)]
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -247,7 +288,7 @@ def compiles(place: Place) -> Iterator[Finding]:
     on = mesh.make_mesh((1,) * 6, compile_only_devices(place.gpu, 1))
     for case in cases(place):
         inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
-        with jax.set_mesh(on), attention.cudnn.of_target():
+        with jax.set_mesh(on), attention.cudnn.of_target(), ssd.pallas.undeprecated():
             compiled = jax.jit(with_gradients(case.on("gpu"))).lower(*inputs).compile()
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         yield Finding(case.name, MEASURED, f"compiled, {peak:.1f} GiB")

@@ -66,17 +66,22 @@ class Measured:
         return {kernel.part: max(computing, start + moving)}
 
     def work(self, work: Work) -> float:
-        """Seconds of a product or of attention."""
-        return self._product(work) if work.kind == "product" else self._attention(work)
+        """Seconds of a product or of attention; of other work, of which there is no table, those
+        at the peak of its dtype."""
+        if work.kind == "product":
+            return self._product(work)
+        return self._attention(work) if work.kind == "attention" else self._least(work)
 
     def dtype(self, work: Work) -> str:
         """The table of a product: fp32 products take twice the time of bf16's."""
         return "fp8" if work.dtype.startswith("f8") else "bf16"
 
     def covers(self, work: Work) -> bool:
-        """Whether the tables reach as far as a product or attention."""
+        """Whether the tables reach as far as what a kernel computes."""
         if work.kind == "product":
             return self.products[self.dtype(work)].covers(self._as_measured(work))
+        if work.kind != "attention":
+            return not work.flops
         _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
         *_, length, head_dim = work.sizes
         return min(lengths) <= length <= max(lengths) and head_dim in head_dims
@@ -91,8 +96,10 @@ class Measured:
     def _product_s(self, work: Work) -> float:
         measured = self.products[self.dtype(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
-        least = work.flops / (peak(self.gpu, work.dtype) * 1e12)
-        return max(measured * wide, least)
+        return max(measured * wide, self._least(work))
+
+    def _least(self, work: Work) -> float:
+        return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
     def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
         """FLOP/s of the causal half by sizes."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import mesh
+from jaxbench import mesh, ssd
 from jaxbench.models.attention import Attention
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import NORMS, Embedding, Pass, Routed, Weight, normal, rotary_tables
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         they are now); `scaled` are the scales of an FP8 run, for each stack of units."""
         cfg = self.cfg
         x = embed(cfg, self.embedding, tokens, self.dtype)
-        shared = make_pass(cfg, tokens.shape[1], execution)
+        shared = make_pass(cfg, tokens.shape[1], execution, precision)
 
         def apply(x, weights, scales, rotary):
             x, routed = apply_unit(*weights, scales, x, Pass(rotary, shared.kernel))
@@ -160,10 +160,14 @@ class Decoder(nnx.Module):
         return mesh.as_weight(self.embedding.table[...].T.astype(self.dtype), "embed vocab")
 
 
-def make_pass(cfg: ModelConfig, length: int, execution: Execution) -> Pass:
+def make_pass(cfg: ModelConfig, length: int, execution: Execution, precision: Precision) -> Pass:
     """What the layers share in a pass over sequences of a length, on the current mesh."""
-    kernel = attention.choose(execution, cfg, length, mesh.platform())
-    return Pass(rotary_tables(cfg, length), kernel)
+    platform, shard = mesh.platform(), length // mesh.ranks("seq")
+    return Pass(
+        rotary=rotary_tables(cfg, length),
+        kernel=attention.choose(execution, cfg, length, platform),
+        ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
+    )
 
 
 def embed(

@@ -37,10 +37,12 @@ Routed = tuple[tuple[Array, Array, Array], ...]
 
 
 class Pass(NamedTuple):
-    """What all layers of a pass over the model share: rotary tables, and the attention kernel."""
+    """What all layers of a pass over the model share: rotary tables, and by name the attention
+    kernel and the implementation of Mamba-2 mixers."""
 
     rotary: Rotary | None
     kernel: str
+    ssd: str = "xla"
 
 
 class Weight(nnx.Param):

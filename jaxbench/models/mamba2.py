@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxbench import mesh
+from jaxbench import mesh, ssd
 from jaxbench.models.layers import NORM_EPS, Pass, Routed, Vector, Weight, normal
-from jaxbench.ops import dense, ssd
+from jaxbench.ops import dense
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import Mamba, ModelConfig
 
@@ -56,18 +56,17 @@ class Mamba2(nnx.Module):
     into and out of the state, one time step for each head. So a tensor rank holds whole groups, a
     product makes all of them, and the three that are convolved lie side by side.
 
-    Between the projections groups are independent. A device takes its own one after another and
-    keeps only the output of the input projection for the backward pass: the square matrices and
-    states of the scan exist for one group at a time, with still enough of them (chunks x heads) to
-    fill a GPU.
+    Between the projections groups are independent: a device computes its own, by one of
+    `ssd.IMPLEMENTATIONS`, and keeps only the output of the input projection for the backward pass.
     """
 
     def __init__(self, cfg: ModelConfig, *, key):
         assert cfg.mamba is not None
-        self.mamba = mamba = cfg.mamba
+        mamba = cfg.mamba
+        heads = mamba.heads // mamba.groups
+        self.dims = ssd.Dims(heads, mamba.head_dim, mamba.state, NORM_EPS)
         k_in, k_groups, k_out = jax.random.split(key, 3)
-        columns = 2 * mamba.inner + 2 * mamba.state + mamba.heads // mamba.groups
-        shape = (cfg.embed, mamba.groups, columns)
+        shape = (cfg.embed, mamba.groups, self.dims.columns)
         in_proj = normal(k_in, cfg, "embed groups inner", shape, fan_in=cfg.embed)
         self.in_proj = Weight(in_proj, fp8=True)
         self.groups = GroupParameters(mamba, key=k_groups)
@@ -78,36 +77,15 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], shared: Pass
     ) -> tuple[Float[Array, "B S D"], Routed]:
+        mixer = ssd.IMPLEMENTATIONS[shared.ssd].mixer
         x = mesh.gather_seq(x)
         projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
 
         def local(projected, groups):
-            one = jax.checkpoint(lambda inputs: self.group(*inputs), prevent_cse=False)
-            groups = jax.tree.map(mesh.own_copy, groups)
-            y = jax.lax.map(one, (jnp.moveaxis(projected, 2, 0), groups))
-            return jnp.moveaxis(y, 0, 2)
+            own = jax.tree.map(mesh.own_copy, ssd.Parameters.of(groups))
+            return mixer(self.dims, mesh.axes("seq"), projected, own)
 
         out_specs = mesh.spec("batch seq groups inner", mesh.ACTIVATION)
         y = jax.shard_map(local, out_specs=out_specs)(projected, self.groups)
         y = dense.dot("BSGI,DGI->BSD", save(y, "mamba"), self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()
-
-    def group(
-        self, projected: Float[Array, "B S I"], group: GroupParameters
-    ) -> Float[Array, "B S F"]:
-        """One group's features, from its columns of the input projection to those of the output
-        projection. Gate before norm; all but the products of the scan in fp32."""
-        inner, state = self.mamba.inner, self.mamba.state
-        context = mesh.axes("seq")
-        z, convolved, dt = jnp.split(projected, [inner, 2 * inner + 2 * state], axis=-1)
-        convolved = ssd.causal_conv(convolved, group.taps[...], group.bias[...], context)
-        convolved = jax.nn.silu(convolved).astype(projected.dtype)
-        x, b, c = jnp.split(convolved, [inner, inner + state], axis=-1)
-        x = x.reshape(*x.shape[:2], -1, self.mamba.head_dim)
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + group.dt_bias[...])
-        with jax.named_scope("ssd.scan"):  # for profiles
-            y = ssd.scan(x, dt, -jnp.exp(group.a_log[...]), b, c, context)
-        y += group.d[...][:, None] * x
-        y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
-        y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
-        return (y * group.gain[...]).astype(projected.dtype)

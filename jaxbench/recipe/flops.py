@@ -6,11 +6,15 @@ additions are not counted, the embedding lookup is free (Kaplan et al. 2020; Nar
 without their recomputation).
 """
 
-from jaxbench.recipe.model import SSD_CHUNK, Mamba, ModelConfig
+from jaxbench.recipe.model import Mamba, ModelConfig
 
 CONVENTIONS = ("causal", "full", "published")
 """`causal` counts half of the S x S attention scores, `full` all of them, `published` follows the
 source's own formula."""
+
+COUNTED_CHUNK = 128
+"""Tokens of a chunk in the Mamba-2 scan as it is counted: Megatron's default, which the published
+runs left as it is. Ours may be computed in others (`recipe.model.SSD_CHUNK`)."""
 
 NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
@@ -63,7 +67,7 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
 
     Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads
     head_dim per token forward with the `full` matrix. Of the experts those count that a token
-    chooses, dropped or not. The Mamba-2 scan is counted in chunks of `SSD_CHUNK`, which both
+    chooses, dropped or not. The Mamba-2 scan is counted in chunks of `COUNTED_CHUNK`, which both
     conventions take as square; its convolution and the decay of states between chunks are not
     counted.
     """
@@ -81,7 +85,7 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     if (m := cfg.mamba) is not None:
         layers = letters.count("M")
         flops["mamba projections"] = layers * 6 * length * _mamba_projections(cfg, m)
-        flops["mamba scan"] = layers * scan_flops(m, length, min(SSD_CHUNK, length))
+        flops["mamba scan"] = layers * scan_flops(m, length, min(COUNTED_CHUNK, length))
     return {**flops, "total": sum(flops.values())}
 
 

@@ -149,6 +149,7 @@ class Execution:
 
     remat: str = "full"
     attention: Literal["auto", "cudnn", "xla"] = "auto"
+    ssd: Literal["auto", "pallas", "xla"] = "auto"
     xla_flags: str = "tuned"
 
     def saved(self, layers: int) -> dict[str, int] | None:

@@ -42,7 +42,7 @@ def passes(
     dtype `sums`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
-    shared = make_pass(run.model, run.batch.sequence_length, run.execution)
+    shared = make_pass(run.model, run.batch.sequence_length, run.execution, run.precision)
     passes = _Passes(run, sums, weights.units[0], head, scaled, shared.kernel)
 
     parts = weights.units[0], weights.embedding, weights.norm, head

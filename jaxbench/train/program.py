@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxbench import mesh
+from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
 from jaxbench.models.decoder import stretches
 from jaxbench.ops import attention, fp8
@@ -17,8 +17,10 @@ from jaxbench.xla import flags
 from jaxbench.xla.hlo import Program, Rules
 
 RULES: Rules = {
-    **{t: rule for kernel in attention.KERNELS.values() for t, rule in kernel.rules.items()},
-    **{t: rule for each in fp8.IMPLEMENTATIONS.values() for t, rule in each.rules.items()},
+    target: rule
+    for registry in (attention.KERNELS, fp8.IMPLEMENTATIONS, ssd.IMPLEMENTATIONS)
+    for each in registry.values()
+    for target, rule in each.rules.items()
 }
 """The work of every custom call that a step can make."""
 
@@ -32,7 +34,7 @@ def compile_program(
     (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
     """
     start = time.perf_counter()
-    with attention.cudnn.of_target():
+    with attention.cudnn.of_target(), ssd.pallas.undeprecated():
         lowered = make_program(run).lower(abstract_state(run))
     lowered_at = time.perf_counter()
     options = flags.options(run, mesh.platform()) | (extra_options or {})
@@ -54,13 +56,17 @@ def check_run(run: Run, platform: str) -> None:
     """Raises RecipeError for what a run asks for and a platform cannot do."""
     flags.options(run, platform)
     fp8.choose(run.precision, platform)
+    _mamba2(run, platform)
     _attention(run, platform)
 
 
 def kernels(run: Run) -> dict[str, str]:
-    """What computes attention and matrix products on the current mesh, for the record."""
+    """What computes attention, Mamba-2 and matrix products on the current mesh, for the record."""
     platform = mesh.platform()
-    return {"attention": _attention(run, platform), "products": _products(run, platform)}
+    found = {"attention": _attention(run, platform)}
+    if "M" in run.model.letters:
+        found["Mamba-2"] = _mamba2(run, platform)
+    return found | {"products": _products(run, platform)}
 
 
 def _products(run: Run, platform: str) -> str:
@@ -78,21 +84,32 @@ def _products(run: Run, platform: str) -> str:
 
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
-    rules = attention.KERNELS[_attention(run, mesh.platform())].rules
-    in_fp8 = run.precision.dtype == "fp8" and mesh.platform() == "gpu"
-    if not (rules or in_fp8):
+    platform = mesh.platform()
+    fused = {
+        "*": ("fused attention", attention.KERNELS[_attention(run, platform)].rules),
+        "M": ("a fused Mamba-2 scan", ssd.IMPLEMENTATIONS[_mamba2(run, platform)].rules),
+    }
+    expected = [(what, t) for letter, (what, rules) in fused.items() for t in rules
+                if letter in run.model.letters]  # fmt: skip
+    in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
+    if not (expected or in_fp8):
         return
     program = read(compiled)
     calls = program.custom_calls()
-    missing = [target for target in rules if not calls[target]]
-    if missing and "*" in run.model.letters:
-        raise RunFailed(f"fused attention was asked for, but not compiled: no {missing[0]}")
+    for what, target in expected:
+        if not calls[target]:
+            raise RunFailed(f"{what} was asked for, but not compiled: no {target}")
     if in_fp8:
         _check_fp8(program, run)
 
 
 def _attention(run: Run, platform: str) -> str:
     return attention.choose(run.execution, run.model, run.batch.sequence_length, platform)
+
+
+def _mamba2(run: Run, platform: str) -> str:
+    length = run.batch.sequence_length // run.parallelism.context
+    return ssd.choose(run.execution, run.model, run.precision.dtype, length, platform)
 
 
 def _check_fp8(program: Program, run: Run) -> None:

@@ -101,7 +101,8 @@ class Work:
     that of its operands; one multiply-add is 2 FLOPs.
 
     `sizes` are of a product (products in the batch, m, n, k) for `[m, k]` times `[k, n]`; of
-    attention (batch, heads, length, head dim), and `backward` says that it is its gradient.
+    attention (batch, heads, length, head dim), and `backward` says that it is its gradient. `bytes`
+    are those that it moves, where operands and results do not tell.
     """
 
     kind: str
@@ -109,6 +110,7 @@ class Work:
     flops: int
     sizes: tuple[int, ...] = ()
     backward: bool = False
+    bytes: int | None = None
 
 
 Rules = Mapping[str, Callable[[Instruction, Scope], Work]]

@@ -45,7 +45,7 @@ class Kernel:
         if SCAN in self.source:
             return "scan"
         kinds = {"product": "products", "attention": "attention"}
-        return kinds[self.works[0].kind] if self.works else "other kernels"
+        return kinds.get(self.works[0].kind, "other kernels") if self.works else "other kernels"
 
 
 @runtime_checkable
@@ -269,8 +269,11 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     """Bytes that a kernel reads and writes.
 
     Each operand and result once. Of an operand that is only sliced, the slice; of an array that is
-    updated in place, the update.
+    updated in place, the update. Of a kernel whose rule knows better, what that says.
     """
+    work = program.work(i, scope)
+    if work is not None and work.bytes is not None:
+        return work.bytes
     if not i.callees:
         read = sum(_read(name, scope, [i]) for name in set(i.operands))
         return read + _written(i, scope)

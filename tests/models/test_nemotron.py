@@ -15,10 +15,10 @@ from jaxbench.models import layers
 from jaxbench.models.decoder import Decoder, cut, repeating_units
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import SquaredReluMlp
-from jaxbench.ops import ssd
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import Mamba, ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
+from jaxbench.ssd import xla
 from jaxbench.train.optimizer import make_optimizer
 
 EPS32 = np.finfo(np.float32).eps
@@ -32,13 +32,13 @@ DIMS = {
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
-    monkeypatch.setattr(ssd, "SSD_CHUNK", 4)
+    monkeypatch.setattr(xla, "SSD_CHUNK", 4)
 
 
 @pytest.fixture(scope="module")
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssd, "SSD_CHUNK", 4)
+        patch.setattr(xla, "SSD_CHUNK", 4)
         return {family: loss_and_gradients(tiny_run(family=family)) for family in FAMILIES}
 
 
@@ -61,7 +61,7 @@ def test_remat_changes_neither_loss_nor_gradients(remat, family, one_device):
 
 
 def test_one_chunk_or_many_give_the_same_gradients(one_device, monkeypatch):
-    monkeypatch.setattr(ssd, "SSD_CHUNK", 128)
+    monkeypatch.setattr(xla, "SSD_CHUNK", 128)
     family = "nemotronh_56b_bf16"
     assert_same(loss_and_gradients(tiny_run(family=family)), one_device[family], roundings=300)
 
@@ -138,7 +138,7 @@ def test_a_pattern_that_means_nothing_is_a_mistake(change, message):
         (("model.mamba={heads: 6, head_dim: 8, state: 8, groups: 4}",), "must divide"),
         (("model.mamba={heads: 8, head_dim: 8, state: 8, groups: 1}", "parallelism.tensor=2"),
          "parallelism.tensor = 2 must divide model.mamba.groups = 1"),
-        (("batch.sequence_length=129",), "the Mamba chunk = 128 must divide"),
+        (("batch.sequence_length=258",), "the Mamba chunk = 256 must divide"),
     ],
 )  # fmt: skip
 def test_bad_mamba_settings(overrides, message):

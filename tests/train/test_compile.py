@@ -4,6 +4,7 @@ Skipped where the CUDA plugin is not installed (`pip install '.[plan]'`).
 """
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -216,14 +217,70 @@ def test_other_rows_fit_80_gb(name, gpus):
 
 
 def test_nemotronh_multiplies_what_a_hand_count_says():
-    """Every product of the scan is found in the program: bf16 ones, and the fp32 pass of states."""
-    row = Compiled("nemotronh_56b_bf16", 32, "model.layers=3", "model.pattern=M*-")
+    """Every product of the scan is found in the program."""
+    row = Compiled("nemotronh_56b_bf16", 64, "model.layers=3", "model.pattern=M*-")
     calls = row.program.custom_calls()
     assert [calls[name] for name in cudnn.PRODUCTS] == [3, 3]
-    # One layer, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, twice recomputed, and
-    # two products backward over 64 chunks and the state after them.
-    scans, heads, features = 3 * 2 * 4, 32, 64 * 256
-    assert row.program.flops()["product", "f32"] == 5 * scans * 2 * heads * features * 64 * 65
+    # One layer, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, recomputed, and two
+    # products backward for each.
+    runs = 4 * 3 * 2 * 4
+    length, chunk, features, state = 8192, 256, 32 * 64, 256
+    chunks = length // chunk
+    forward = length * (chunk * (state + features) + 2 * state * features)
+    between = features * state * chunks * chunks
+    found = [work.flops * n for work, n, source in row.program.works() if schedule.SCAN in source]
+    assert sum(found) == runs * 2 * (forward + between)
+    assert row.program.flops()["product", "f32"] == 0
+
+
+@pytest.fixture(scope="module")
+def mamba2():
+    """One layer, on which the kernels were asked for."""
+    changes = "model.layers=1", "model.pattern=M", "execution.ssd=pallas"
+    return Compiled("nemotronh_56b_bf16", 64, *changes)
+
+
+def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
+    """Three passes of 2 sequences, 4 groups of 32 heads. A pass runs the layer forward, in its
+    recomputation (with the convolution's result kept), and in the kernels' own."""
+    with jax.set_mesh(mamba2.mesh):
+        check_program(mamba2.compiled, mamba2.run)
+    runs, flops, moved = Counter(), {}, {}
+    for _, kernel, times in schedule.Walk(mamba2.program).kernels():
+        for work in kernel.works:
+            if work.kind != "product":
+                runs[work.kind] += times
+                flops[work.kind], moved[work.kind] = work.flops, kernel.bytes
+                assert (kernel.part == "scan") == work.kind.startswith("ssd")
+    assert runs == {
+        "conv_silu": 6, "ssd_forward": 9, "gate_norm": 6, "gate_norm_back": 3, "ssd_reverse": 3,
+        "ssd_to_c": 3, "ssd_to_b": 3, "conv_silu_back": 3,
+    }  # fmt: skip
+    tokens, heads, features, state = 2 * 8192, 4 * 32, 64, 256
+    # A program reads 128 columns of the state, and so makes the products of scores twice.
+    per_token = {
+        "ssd_forward": 64 * (state + features) + 2 * state * features,
+        "ssd_reverse": 128 * (state + 2 * features) + 2 * state * features,
+        "ssd_to_c": 2 * 128 * features + state * features + 128 * state // 32,
+    }
+    for name, products in per_token.items():
+        assert flops[name] == 2 * tokens * heads * products
+    # bf16 features and states, every 128 tokens; fp32 time steps.
+    x, maps, dt = 2 * tokens * heads * features, 2 * tokens * 4 * state, 4 * tokens * heads
+    states = 2 * tokens // 128 * heads * state * features
+    channels, scalars = x + 2 * maps, 4 * heads
+    assert moved["ssd_reverse"] == channels + 2 * x + 2 * states + 3 * dt + 4 * scalars
+    assert moved["ssd_to_c"] == channels + x + states + maps + 3 * dt + scalars
+
+
+def test_xla_in_place_of_the_kernels_is_an_error(mamba2):
+    text = mamba2.compiled.as_text().replace("__gpu$xla.gpu.triton", "something_else")
+    plain = SimpleNamespace(as_text=lambda: text)
+    with (
+        jax.set_mesh(mamba2.mesh),
+        pytest.raises(RunFailed, match="a fused Mamba-2 scan was asked"),
+    ):
+        check_program(plain, mamba2.run)
 
 
 def test_plain_attention_in_place_of_the_fused_one_is_an_error(llama2):

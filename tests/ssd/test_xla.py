@@ -1,4 +1,4 @@
-"""The Mamba-2 scan and convolution against a sequential recurrence in float64."""
+"""XLA's Mamba-2 scan and convolution against a sequential recurrence in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from tiny import mesh_of, tiny_run
 
 from jaxbench import mesh
-from jaxbench.ops import ssd
+from jaxbench.ssd import xla
 
 EPS32 = np.finfo(np.float32).eps
 RNG = np.random.default_rng(0)
@@ -62,10 +62,10 @@ SCAN_DIMS = ("batch seq head_dim head_dim", "batch seq head_dim", "", "batch seq
 @pytest.mark.parametrize("context", [1, 2, 4])
 @pytest.mark.parametrize("chunk", [1, 4, 8, 128])
 def test_scan_and_its_gradients(chunk, context, monkeypatch):
-    monkeypatch.setattr(ssd, "SSD_CHUNK", chunk)
+    monkeypatch.setattr(xla, "SSD_CHUNK", chunk)
     arrays, cotangent = inputs(), RNG.normal(size=SHAPES["x"])
     with on(context):
-        scan = sharded(ssd.scan, SCAN_DIMS)
+        scan = sharded(xla.scan, SCAN_DIMS)
         placed = [put(x, d) for x, d in zip(arrays.values(), SCAN_DIMS, strict=True)]
         out, vjp = jax.vjp(jax.jit(scan), *placed)
         grads = [np.asarray(g, np.float64) for g in vjp(put(cotangent, SCAN_DIMS[0]))]
@@ -92,7 +92,7 @@ def test_states_of_long_chunks_neither_overflow_nor_lose_the_recent_past():
     arrays["dt"] = np.full(SHAPES["dt"], 10.0)
     arrays["a"] = np.array([-5.0, -1.0, -0.001])
     with on(1):
-        out = ssd.scan(*(jnp.asarray(x, jnp.float32) for x in arrays.values()))
+        out = xla.scan(*(jnp.asarray(x, jnp.float32) for x in arrays.values()))
     expected = recurrence(**arrays)
     tolerance = 50 * EPS32 * np.abs(expected).max()
     np.testing.assert_allclose(out, expected, atol=tolerance, rtol=0)
@@ -100,7 +100,7 @@ def test_states_of_long_chunks_neither_overflow_nor_lose_the_recent_past():
 
 def test_products_of_bf16_are_summed_in_fp32_and_differentiated_in_bf16():
     a, b = (jnp.asarray(RNG.normal(size=(64, 64)), jnp.bfloat16) for _ in range(2))
-    out, vjp = jax.vjp(lambda a, b: ssd.product("XY,YZ->XZ", a, b), a, b)
+    out, vjp = jax.vjp(lambda a, b: xla.product("XY,YZ->XZ", a, b), a, b)
     exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     np.testing.assert_allclose(out, exact, atol=64 * EPS32 * np.abs(exact).max(), rtol=0)
     assert out.dtype == jnp.float32
@@ -118,7 +118,7 @@ def test_causal_convolution_and_its_gradients(context):
     expected = bias + sum(taps[w] * padded[:, w : w + 16] for w in range(4))
     dims = ("batch seq inner", "", "")
     with on(context):
-        convolve = sharded(ssd.causal_conv, dims)
+        convolve = sharded(xla.causal_conv, dims)
         placed = [put(v, d) for v, d in zip((x, taps, bias), dims, strict=True)]
         out, vjp = jax.vjp(jax.jit(convolve), *placed)
         dx, dtaps, dbias = vjp(put(cotangent, dims[0]))

@@ -1,0 +1,102 @@
+"""The scan: one program for each head of each sequence goes through the chunks in order, with the
+state in registers, in fp32.
+
+    y_t = exp(T_t) c_t . s + sum over r <= t of exp(T_t - T_r) (c_t . b_r) dt_r x_r + d x_t
+
+for the tokens of a chunk, with T the sum of dt a from its start on and s the state before it.
+States are `N P` here. They are written only where a backward pass follows (`gradients`): before
+each chunk, in the dtype of x.
+
+u are the channels x, b and c of each group as the convolution leaves them; programs read theirs in
+place. Letters are those of `jaxbench.ssd`, and A: all heads of a device, those of a group adjacent.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jaxbench.ssd.pallas import gradients
+from jaxbench.ssd.pallas.blocks import OfHead, decay, sums
+from jaxbench.ssd.pallas.call import Given, Made, Tuning, call, product
+from jaxbench.ssd.parts import Dims
+
+F32 = jnp.float32
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def scan(
+    tuning: Tuning,
+    dims: Dims,
+    u: Float[Array, "B S G C"],
+    dt: Float[Array, "B A S"],
+    a: Float[Array, "A"],
+    d: Float[Array, "A"],
+    entering: Float[Array, "B A N P"] | None,
+) -> Float[Array, "B S G F"]:
+    """The features of all heads in the dtype of `u`. `entering` is the state before the first token
+    (None: zeros); all but `u` is fp32."""
+    return _run(tuning, dims, u, dt, a, d, entering, keep=False)["y"]
+
+
+def _forward(tuning, dims, u, dt, a, d, entering):
+    made = _run(tuning, dims, u, dt, a, d, entering, keep=True)
+    return made["y"], (u, dt, a, d, entering, made["before"])
+
+
+scan.defvjp(_forward, gradients.backward)
+
+
+def _run(tuning, dims, u, dt, a, d, entering, *, keep):
+    batch, length, groups, _ = u.shape
+    heads, chunks = groups * dims.heads, length // tuning.chunk
+    blocks = OfHead(dims, length, chunks)
+    given = {
+        "u": Given(u, blocks.group),
+        "dt": Given(dt, blocks.times),
+        "a": Given(a, blocks.scalar),
+        "d": Given(d, blocks.scalar),
+    }
+    if entering is not None:
+        given["entering"] = Given(entering, blocks.state)
+    made = {"y": Made((batch, length, groups, dims.inner), u.dtype, blocks.features)}
+    if keep:
+        kept = (batch, heads, chunks, dims.state, dims.head_dim)
+        made["before"] = Made(kept, u.dtype, blocks.states)
+    n, p = dims.state, dims.head_dim
+    return call(
+        partial(_kernel, blocks=blocks, tuning=tuning), "ssd_forward", (batch, heads), given, made,
+        tuning.forward, flops=2 * batch * heads * length * (tuning.part * (n + p) + 2 * n * p),
+        interpret=tuning.interpret,
+    )  # fmt: skip
+
+
+def _kernel(r, *, blocks: OfHead, tuning: Tuning):
+    dims, dtype, size = blocks.dims, r.u.dtype, tuning.part
+    x_columns, b_columns, c_columns = blocks.channels()
+    a, d, parts = r.a[0], r.d[0], tuning.chunk // tuning.part
+
+    def through_chunk(k, state):
+        if hasattr(r, "before"):
+            r.before[k] = state.astype(dtype)
+        return jax.lax.fori_loop(k * parts, (k + 1) * parts, through_part, state)
+
+    def through_part(k, state):
+        """As a chunk of its own."""
+        rows = pl.ds(k * size, size)
+        x, b, c = (r.u[rows, columns] for columns in (x_columns, b_columns, c_columns))
+        dt = r.dt[rows]
+        total, last = sums(dt * a)
+        scores = product(c, b.T) * decay(total) * dt[None, :]
+        y = jnp.exp(total)[:, None] * product(c, state.astype(dtype))
+        y += product(scores.astype(dtype), x) + d * x.astype(F32)
+        r.y[rows, x_columns] = y.astype(dtype)
+        left = (x.astype(F32) * (dt * jnp.exp(last - total))[:, None]).astype(dtype)
+        return jnp.exp(last) * state + product(b.T, left)
+
+    start = jnp.zeros((dims.state, dims.head_dim), F32)
+    if hasattr(r, "entering"):
+        start = r.entering[...]
+    jax.lax.fori_loop(0, blocks.chunks, through_chunk, start)

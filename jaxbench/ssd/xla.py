@@ -1,0 +1,142 @@
+"""The mixer in plain JAX, which XLA compiles to matrix products and what it fuses around them: for
+any hardware and shape, and what other implementations are compared with."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxbench.recipe.model import SSD_CHUNK
+from jaxbench.ssd.context import entering, left_behind, pass_on, segment_decay, tokens_before
+from jaxbench.ssd.parts import Axes, Dims, Parameters
+
+
+def mixer(
+    dims: Dims, context: Axes, projected: Float[Array, "B S G I"], parameters: Parameters
+) -> Float[Array, "B S G F"]:
+    """`ssd.Implementation.mixer`: all groups at once, so that each kernel does the work of all.
+
+    The backward pass is left with the inputs, and computes the rest again: the square matrices and
+    states of the scan exist for one layer at a time.
+    """
+
+    def one(projected, parameters):
+        return group(dims, context, projected, parameters)
+
+    every = jax.vmap(one, in_axes=(2, 0), out_axes=2)
+    return jax.checkpoint(every, prevent_cse=False)(projected, parameters)
+
+
+def group(
+    dims: Dims, context: Axes, projected: Float[Array, "B S I"], own: Parameters
+) -> Float[Array, "B S F"]:
+    """One group's features. Gate before norm; all but the products of the scan in fp32."""
+    z, dt = projected[..., : dims.inner], projected[..., -dims.heads :]
+    convolved = conv_silu(dims, context, projected, own)
+    x, b, c = jnp.split(convolved, [dims.inner, dims.inner + dims.state], axis=-1)
+    x = x.reshape(*x.shape[:2], dims.heads, dims.head_dim)
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + own.dt_bias)
+    with jax.named_scope("ssd.scan"):  # for profiles
+        y = scan(x, dt, -jnp.exp(own.a_log), b, c, context)
+    y += own.d[:, None] * x
+    y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
+    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + dims.eps)
+    return (y * own.gain).astype(projected.dtype)
+
+
+def conv_silu(
+    dims: Dims, context: Axes, projected: Float[Array, "B S I"], own: Parameters
+) -> Float[Array, "B S C"]:
+    """What enters the scan: x, b and c, convolved and activated in fp32."""
+    columns = projected[..., dims.inner : dims.inner + dims.channels]
+    convolved = causal_conv(columns, own.taps, own.bias, context)
+    return jax.nn.silu(convolved).astype(projected.dtype)
+
+
+def causal_conv(
+    x: Float[Array, "B S C"],
+    taps: Float[Array, "W C"],
+    bias: Float[Array, "C"],
+    context: Axes = (),
+) -> Float[Array, "B S C"]:
+    """Depthwise causal convolution in fp32: y[t] = bias + sum over w of taps[w] x[t - W + 1 + w].
+
+    Before the sequence there are zeros, before a shard the last W - 1 tokens of the one before it.
+    """
+    width, length = len(taps), x.shape[1]
+    before = tokens_before(x, width - 1, context)
+    x = jnp.concatenate([before, x], axis=1).astype(jnp.float32)
+    return bias + sum(taps[w] * x[:, w : w + length] for w in range(width))
+
+
+def scan(
+    x: Float[Array, "B S H P"],
+    dt: Float[Array, "B S H"],
+    a: Float[Array, "H"],
+    b: Float[Array, "B S N"],
+    c: Float[Array, "B S N"],
+    context: Axes = (),
+) -> Float[Array, "B S H P"]:
+    """y_t = c_t . s_t with the state s_t = exp(dt_t a) s_(t-1) + dt_t x_t (x) b_t, of one group.
+
+    Four products per chunk, with operands in the dtype of `x` and sums in fp32 (Dao and Gu 2024,
+    section 6): c b^T under the decay between its tokens; that times x; the state which a chunk
+    leaves behind; and what the state before a chunk adds to its tokens. What they give is in the
+    dtype of `x` too, states among it, but for c b^T: half the bytes, for a rounding of what is the
+    operand of a product next (`docs/scan.md` has what that costs). `dt` and `a` are fp32, `a` is
+    negative.
+    """
+    batch, length = dt.shape[:2]
+    size = min(SSD_CHUNK, length)
+    x, dt, b, c = (z.reshape(batch, length // size, size, *z.shape[2:]) for z in (x, dt, b, c))
+    log = jnp.moveaxis(dt * a, 3, 2)  # B K H Q
+    total = jnp.cumsum(log, axis=-1)
+    weight = segment_decay(log) * jnp.moveaxis(dt, 3, 2)[..., None, :]
+    scores = weight * product("BKQN,BKRN->BKQR", c, b)[:, :, None]
+    y = jnp.einsum("BKHQR,BKRHP->BKQHP", scores.astype(x.dtype), x)
+
+    to_end = jnp.moveaxis(jnp.exp(total[..., -1:] - total), 2, 3)
+    kept = (x * (dt * to_end)[..., None]).astype(x.dtype)
+    left = jnp.einsum("BKQHP,BKQN->BKHPN", kept, b)
+    before = states_before(total[..., -1], left, context).astype(x.dtype)
+    from_start = jnp.moveaxis(jnp.exp(total), 2, 3)
+    y = y + from_start[..., None] * jnp.einsum("BKQN,BKHPN->BKQHP", c, before)
+    return y.reshape(batch, length, *y.shape[3:])
+
+
+def states_before(
+    log: Float[Array, "B K H"], left: Float[Array, "B K H P N"], context: Axes
+) -> Float[Array, "B K H P N"]:
+    """The state before each chunk, from what each leaves behind and the logarithm of its decay.
+
+    Chunks of a shard first, as if nothing came before; then what enters the shard decays to each of
+    its chunks.
+    """
+    states = pass_on(log, left)
+    if not context:
+        return states
+    since_start = jnp.cumsum(log, axis=1) - log
+    state = entering(*left_behind(log, left), context)
+    return states + jnp.exp(since_start)[..., None, None] * state[:, None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(equation: str, a: Array, b: Array) -> Array:
+    """Einsum of two arrays of one dtype with its sums and result in fp32.
+
+    Its gradients are products in that dtype too; JAX's own rule would multiply fp32 by bf16.
+    """
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+
+def _product_forward(equation, a, b):
+    return product(equation, a, b), (a, b)
+
+
+def _product_backward(equation, operands, cotangent):
+    _, vjp = jax.vjp(partial(jnp.einsum, equation), *operands)
+    return vjp(cotangent.astype(operands[0].dtype))
+
+
+product.defvjp(_product_forward, _product_backward)

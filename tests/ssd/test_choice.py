@@ -1,0 +1,57 @@
+"""Which implementation computes Mamba-2, and what it refuses."""
+
+import typing
+
+import pytest
+from tiny import tiny_run
+
+from jaxbench.errors import RecipeError
+from jaxbench.recipe.settings import Execution
+from jaxbench.ssd import IMPLEMENTATIONS, choose
+from jaxbench.train.program import check_run
+
+PALLAS = (
+    "execution.ssd=pallas", "precision.dtype=bf16", "batch.sequence_length=128",
+    "model.mamba={heads: 8, head_dim: 16, state: 32, groups: 4}",
+)  # fmt: skip
+
+
+def run_of(*overrides, family="nemotronh_56b_bf16"):
+    return tiny_run(*PALLAS, *overrides, family=family)
+
+
+def chosen(run, platform):
+    length = run.batch.sequence_length // run.parallelism.context
+    return choose(run.execution, run.model, run.precision.dtype, length, platform)
+
+
+def test_every_implementation_has_a_name_that_a_recipe_can_ask_for():
+    hints = typing.get_type_hints(Execution)
+    assert set(IMPLEMENTATIONS) == set(typing.get_args(hints["ssd"])) - {"auto"}
+
+
+def test_kernels_run_when_asked_for():
+    assert chosen(run_of(), "gpu") == "pallas"
+    assert chosen(run_of("execution.ssd=auto"), "gpu") == "xla"
+    assert chosen(run_of("execution.ssd=xla"), "cpu") == "xla"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.mamba={heads: 8, head_dim: 24, state: 32, groups: 4}", "head_dim = 24: a power of"),
+        ("model.mamba={heads: 8, head_dim: 16, state: 8, groups: 4}", "state = 8: a power of two"),
+        ("model.mamba={heads: 12, head_dim: 16, state: 32, groups: 4}", "48 features of a group"),
+        ("model.mamba={heads: 8, head_dim: 128, state: 256, groups: 4}", "state = 32768, more"),
+        ("precision.dtype=fp32", "precision.dtype = fp32"),
+        ("batch.sequence_length=64", "64 tokens of a sequence on a rank, no multiple of 128"),
+    ],
+)
+def test_what_kernels_cannot_do_is_a_mistake(change, message):
+    with pytest.raises(RecipeError, match=f"execution.ssd = pallas cannot compute .*{message}"):
+        chosen(run_of(change), "gpu")
+
+
+def test_a_cpu_has_no_such_kernels():
+    with pytest.raises(RecipeError, match="ssd = pallas does not run on a cpu"):
+        check_run(run_of(), "cpu")
