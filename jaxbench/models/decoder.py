@@ -119,7 +119,7 @@ class Decoder(nnx.Module):
         shared = make_pass(cfg, tokens.shape[1], execution, precision)
 
         def apply(x, weights, scales, rotary):
-            x, routed = apply_unit(*weights, scales, x, Pass(rotary, shared.kernel))
+            x, routed = apply_unit(*weights, scales, x, shared._replace(rotary=rotary))
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), routed)
 
         routed, filled = [], []

@@ -317,7 +317,7 @@ def other_kernels(walk: schedule.Walk, gpu: Gpu) -> list[OtherKernels]:
     seconds: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for _, kernel, runs in walk.kernels():
-        if not kernel.works:
+        if not any(work.kind in ("product", "attention") for work in kernel.works):
             source = memory.readable(kernel.source, "without a name")
             seconds[source] += sum(roofline.kernel(kernel).values()) * runs
             launches[source] += runs
