@@ -6,7 +6,6 @@
 import json
 import math
 import tempfile
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -314,17 +313,18 @@ def executed_kernels(program: Program) -> Kernels:
 def other_kernels(walk: schedule.Walk, gpu: Gpu) -> list[OtherKernels]:
     """The largest `OtherKernels` of a program, by their seconds."""
     roofline = schedule.Roofline(gpu)
-    seconds: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
+    found: dict[str, tuple[float, int]] = {}
     for _, kernel, runs in walk.kernels():
         if not any(work.kind in ("product", "attention") for work in kernel.works):
             source = memory.readable(kernel.source, "without a name")
-            seconds[source] += sum(roofline.kernel(kernel).values()) * runs
-            launches[source] += runs
-    return [
-        OtherKernels(source=source, seconds=each, launches=launches[source])
-        for source, each in seconds.most_common(SHOWN_KERNELS)
+            seconds, launches = found.get(source, (0.0, 0))
+            seconds += sum(roofline.kernel(kernel).values()) * runs
+            found[source] = seconds, launches + runs
+    each = [
+        OtherKernels(source=source, seconds=seconds, launches=launches)
+        for source, (seconds, launches) in found.items()
     ]
+    return sorted(each, key=lambda kernels: -kernels.seconds)[:SHOWN_KERNELS]
 
 
 def rates(
