@@ -13,12 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh, ssd
+from jaxbench.experts import routing
 from jaxbench.models.attention import Attention
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import NORMS, Embedding, Pass, Routed, Weight, normal, rotary_tables
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
-from jaxbench.ops import attention, fp8, remat, routing
+from jaxbench.ops import attention, fp8, remat
 from jaxbench.ops.loss import cross_entropy
 from jaxbench.ops.repeat import Slots, repeat
 from jaxbench.recipe.model import ModelConfig

@@ -6,8 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
+from jaxbench.experts import grouped, routing
 from jaxbench.models.layers import GATES, Pass, Routed, Weight, normal
-from jaxbench.ops import dense, gating, grouped, routing
+from jaxbench.ops import dense, gating
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.ops.twice import Twice, once
 from jaxbench.recipe.model import ModelConfig

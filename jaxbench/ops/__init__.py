@@ -2,7 +2,7 @@
 `ssd` name kernel libraries.
 
 Imports `mesh`, `recipe`, `hardware`, and the types of `xla`. Start with `dense.dot`; `attention`
-and `fp8` are registries of kernels, `routing` and `grouped` are for experts.
+and `fp8` are registries of kernels. `repeat` applies layers and keeps what their gradients need.
 
 Dimension letters: B batch, S sequence, D embed, N heads, K kv heads, G heads of a group, H head
 dim, F ffn, V vocabulary, E experts, R rows of an expert.

@@ -17,9 +17,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.experts import routing
 from jaxbench.models.decoder import Decoder, make_pass, stretches
 from jaxbench.models.layers import Pass
-from jaxbench.ops import fp8, routing
+from jaxbench.ops import fp8
 from jaxbench.recipe.settings import Run
 from jaxbench.train.stages import Stages
 from jaxbench.train.ticks import Carry, Rank

@@ -10,10 +10,10 @@ from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
+from jaxbench.experts import routing
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Pass
-from jaxbench.ops import routing
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.train.step import make_program
 from jaxbench.xla.hlo import Program
