@@ -12,7 +12,7 @@ from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_ste
 from disk import needs_small_disk, run_on_disk
 
 from jaxbench.cluster import heartbeat
-from jaxbench.errors import RecipeError
+from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
 from jaxbench.run import checkpoint, command
 from jaxbench.run import start as beginning
@@ -170,7 +170,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
     arguments = [sys.executable, "-m", "jaxbench.train", *TINY, "--steps", "60"]
     arguments += ["--checkpoint-every", "20", "--keep", "3", "--output", tmp_path / "disk" / "run"]
     status, _, err, left = run_on_disk(tmp_path, 1600, arguments, ROOT)
-    assert (status, err) == (1, "")
+    assert (status, err) == (STATUS["storage"], "")
     record, _ = read(left / "run")
     assert record["status"] == "failed"
     # A step is recorded while the checkpoint is being written: either may be the first to fail.
