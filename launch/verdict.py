@@ -115,8 +115,9 @@ def verdict(folder, start, seen):
     """(status and cause for the record, reason, whether what happened should not end the job)."""
     exits = os.path.join(folder, "ranks", f"start-{start + 1}")
     srun = text(os.path.join(exits, "srun.log"))
-    said = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()[seen:]
-    done, by_itself = done_by_slurm(start, "\n".join([srun, *said]))
+    lines = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()
+    said = "\n".join(lines[seen:])
+    done, by_itself = done_by_slurm(start, srun + said)
     failed = first_failure(exits)
     if done is not None:
         again = not by_itself and done == "time limit" and at_limit()
@@ -136,9 +137,10 @@ def verdict(folder, start, seen):
     if code in CAUSES:
         cause, words = CAUSES[code]
         return "failed", cause, f"{where}: {words}{message(folder, rank)}", cause in MENDED
-    hang = recorded(folder)
-    if code == 128 + signal.SIGKILL and hang.get("cause") == "hang":
-        return "failed", "hang", hang["reason"], True
+    record = recorded(folder)
+    hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
+    if hung and code == 128 + signal.SIGKILL:
+        return "failed", "hang", record["reason"], True
     try:
         how = "killed by " + signal.Signals(code - 128).name
     except ValueError:

@@ -17,11 +17,12 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXBENCH_RESUME", "true")
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
 
-    def end(status, said="", record=None):
+    def end(status, said="", record=None, watchdog=""):
         first = tmp_path / "ranks" / "start-1" / "first"
         first.mkdir(parents=True)
         (first / "rank").write_text(f"3 n1 {status}\n")
         (tmp_path / "ranks" / "rank-3.log").write_text(said)
+        (tmp_path / "ranks" / "rank-0.log").write_text(watchdog)
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"status": "running", "cause": None, **(record or {})}))
         code = verdict.main(str(tmp_path), 0, 1, 0)
@@ -54,9 +55,19 @@ def test_a_job_that_the_watchdog_killed_hung(job, capsys):
     """And was not lost by the rank that it killed."""
     reason = "no sign of life for 60 s from rank 7 on n4 (training, last completed step 12)"
     hang = {"status": "failed", "cause": "hang", "reason": reason}
-    code, record = job(128 + signal.SIGKILL, record=hang)
+    said = f"watchdog: {reason}; ending the job\n"
+    code, record = job(128 + signal.SIGKILL, record=hang, watchdog=said)
     assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "hang", reason)
     assert capsys.readouterr().out == f"failed: {reason}\n"
+
+
+def test_a_hang_of_the_start_before_is_forgotten(job):
+    """`benchmarks/lose_and_resume.py` found this: the record was not yet written again."""
+    hang = {"status": "failed", "cause": "hang", "reason": "no sign of life for 60 s from rank 7"}
+    _, record = job(128 + signal.SIGKILL, record=hang)
+    assert (record["cause"], record["reason"]) == (
+        "lost", "lost rank 3 on n1 (killed by SIGKILL)",
+    )  # fmt: skip
 
 
 def test_a_killed_rank_is_lost(job):
