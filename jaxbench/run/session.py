@@ -35,7 +35,7 @@ from jaxbench.hardware import identify
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import spread
-from jaxbench.run import profiling
+from jaxbench.run import profiling, repeatable
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
 from jaxbench.run.records import SCHEMA, Recorder, read
@@ -57,6 +57,7 @@ class Session:
 
     `profile` is a profiler, for the steps of `profile_steps` (first, and the one behind the last)
     in the processes of `profile_ranks`. `pgle` compiles the step with a profile of itself.
+    `check_repeatable` runs some steps twice first, and compares bits.
     `compilation_cache` is the folder in which compiled programs stay.
     """
 
@@ -72,6 +73,7 @@ class Session:
     profile_ranks: tuple[int, ...] = ()
     nccl_trace: bool = False
     pgle: bool = False
+    check_repeatable: bool = False
     compilation_cache: Path | None = None
 
     @property
@@ -247,6 +249,8 @@ class Attempt:
             compiled, pgle = profiling.guided(run, compiled, session.folder, recorder.say)
             recorder.add(pgle=pgle)
             check_program(compiled, run)
+        if session.check_repeatable:
+            recorder.add(repeatable=repeatable.check(run, compiled, recorder.say))
         return compiled
 
     def _restored(self) -> State | None:
