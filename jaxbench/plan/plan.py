@@ -110,7 +110,7 @@ class Pipelined:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything about one row; FLOPs and bytes are per device and step. What `fits` can also begin:
+    """Everything about one row; FLOPs and bytes are per device and step. `fits` covers the beginning:
     making or restoring the state holds the step's arguments, and nothing beside them. `rates` are
     those of the bound, the forecast and the published step time."""
 
