@@ -68,7 +68,7 @@ class Loser:
         return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
 
     def lose(self, number: str, log: Path, start: int) -> tuple[signal.Signals, int, str]:
-        """(signal, rank, when) of a loss in a start of a job."""
+        """(signal, rank, last phase) of a loss in a start of a job."""
         how = signal.SIGSTOP if self.draw.random() < 0.1 else signal.SIGKILL
         self.user.wait(lambda: log.exists() and f", start {start}, on " in log.read_text())
         self.user.wait(lambda: len(processes(number)) == 4)
@@ -114,7 +114,7 @@ def one_job(loser: Loser, expected: list[float], count: int, saves: bool) -> tup
         right = re.fullmatch(VERDICT[how].format(rank) + re.escape(again), said) is not None
         fine &= right
         took = f"after {time.monotonic() - began:.0f} s"
-        tell(right, f"{how.name} of rank {rank} while {when}, {took}: {said}")
+        tell(right, f"{how.name} of rank {rank}, last phase {when}, {took}: {said}")
     loser.user.wait(lambda: loser.user.ended(number))
     if saves:
         same = loser.losses(log) == expected

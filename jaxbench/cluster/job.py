@@ -24,6 +24,8 @@ def join() -> None:
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
     and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
     """
+    # It would answer SIGTERM from here on, by a note that nobody reads, until `Signals` does.
+    jax.config.update("jax_enable_preemption_service", False)
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
             names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -193,3 +193,21 @@ def test_a_record_that_is_cut_short_is_one_line(tmp_path):
         assert "\n" not in str(error.value)
         assert f"--restore {tmp_path} --output NEW" in str(error.value)
         assert (tmp_path / "run.json").read_text() == text
+
+
+def test_a_process_that_waits_for_the_others_to_begin_can_be_ended(tmp_path):
+    """JAX's own answer to SIGTERM would be to note it, for a minute or until Slurm kills it."""
+    stuck = (
+        "import time, jax; from jaxbench.cluster import job; job.join(); print('joined', "
+        "flush=True); time.sleep(600)"
+    )
+    processes = start_two(*TINY, "--output", tmp_path / "run", second=stuck)
+    try:
+        assert processes[1].stdout.readline() == "joined\n"
+        time.sleep(2)  # the other has joined too, and asks for its devices
+        began = time.monotonic()
+        processes[0].terminate()
+        assert processes[0].wait(timeout=30) == -signal.SIGTERM
+    finally:
+        kill(processes)
+    assert time.monotonic() - began < 5
