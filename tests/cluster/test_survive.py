@@ -41,7 +41,10 @@ def test_a_killed_run_resumes_to_the_same_losses(whole, cache, tmp_path):
     wait_for_steps(process, tmp_path, 120)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert read(tmp_path)[0]["status"] == "running"
+    record, _ = read(tmp_path)  # what was known when it was killed
+    assert record["status"] == "running"
+    assert {"compile_s", "kernels"} <= record.keys()
+    assert record["checkpoints"][0]["step"] == 50
     status, out, err = run(*SAVING, *cache, "--output", tmp_path)
     assert (status, err) == (0, "")
     assert "Global Checkpoint Load : Rank : 0 : " in out

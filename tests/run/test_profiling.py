@@ -1,7 +1,10 @@
 """Windows of profiles, what excludes what, and what a profile does to a compiled schedule."""
 
+import ctypes
 import re
+import shutil
 import struct
+import subprocess
 
 import jax
 import pytest
@@ -10,7 +13,7 @@ from compiled import needs_compiler
 from tiny import tiny_run
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import command, profiling
@@ -109,6 +112,18 @@ def test_nsys_needs_its_parts(monkeypatch):
     monkeypatch.setattr(profiling.os, "environ", {})
     with pytest.raises(RecipeError):
         profiling.check_nsys()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_profiler_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    """As where another tool holds CUPTI: the runtime says so by its return code alone."""
+    (tmp_path / "cudart.c").write_text("int cudaProfilerStart(void) { return 999; }")
+    library = tmp_path / "cudart.so"
+    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "cudart.c"], check=True)
+    monkeypatch.setattr(profiling, "cuda_runtime", lambda: ctypes.CDLL(library))
+    window = profiling.window("nsys", 2, 4, tmp_path)
+    with pytest.raises(RunFailed, match=r"cudaProfilerStart failed with CUDA error 999$"):
+        window.act(2, None, ending=False)
 
 
 def test_a_profile_without_gpu_instructions_covers_nothing(tmp_path):

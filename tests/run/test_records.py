@@ -150,6 +150,29 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
     assert "status" not in json.loads((left / "run.json").read_text())
 
 
+def test_steps_are_not_lost_while_a_resumed_run_keeps_them(tmp_path, monkeypatch):
+    """Whatever happens while they are written again: a kill leaves the file before."""
+    before = [json.dumps(STEP | {"step": step}) + "\n" for step in range(5)]
+    path, run = tmp_path / "steps.jsonl", tiny_run()
+    path.write_text("".join(before))
+    record = {
+        "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
+        "recipe": recipes.describe(run), "published": None,
+    }  # fmt: skip
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Recorder(tmp_path, run, record, start=3)
+    assert path.read_text() == "".join(before)
+    recorder = Recorder(tmp_path, run, record, start=3)
+    recorder.finish("failed", "killed again", None)
+    assert path.read_text() == "".join(before[:3])
+
+
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, capsys):
     """At the first record, after compiling, and at the end."""
