@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -27,7 +28,7 @@ import slurm
 from newcomer import Newcomer
 
 ROOT = Path(__file__).parents[1]
-STEPS, EVERY, RESTARTS, WATCHDOG = 120, 10, 3, 10
+STEPS, EVERY, LOSSES, RESTARTS, WATCHDOG = 120, 10, 3, 6, 10
 VERDICT = {
     signal.SIGKILL: r"failed: lost rank {} on n\d \(killed by SIGKILL\)(, .*)?",
     signal.SIGSTOP: rf"failed: no sign of life for {WATCHDOG} s from rank {{}} on .*",
@@ -67,34 +68,41 @@ class Loser:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
 
-    def lose(self, number: str, log: Path, start: int) -> tuple[signal.Signals, int, str]:
-        """(signal, rank, last phase) of a loss in a start of a job."""
+    def said(self, log: Path, start: int) -> str:
+        """The main log of a start so far."""
+        said = log.read_text() if log.exists() else ""
+        said = said.partition(f", start {start}, on ")[2]
+        return said.partition(f", start {start + 1}, on ")[0]
+
+    def verdict(self, log: Path, start: int) -> str | None:
+        """What the main log says last of a start that has ended; None before."""
+        found = re.findall(r"(?m)^((?:interrupted|failed): (?!.*, row ).*)$", self.said(log, start))
+        return found[-1] if found else None
+
+    def lose(self, number: str, log: Path, start: int) -> tuple[signal.Signals, int, str] | None:
+        """(signal, rank, last phase) of a loss in a start of a job; None where it ended by
+        itself."""
+
+        def wait(reached: Callable[[], bool]) -> None:
+            self.user.wait(lambda: reached() or self.verdict(log, start) is not None)
+
         how = signal.SIGSTOP if self.draw.random() < 0.1 else signal.SIGKILL
-        self.user.wait(lambda: log.exists() and f", start {start}, on " in log.read_text())
-        self.user.wait(lambda: len(processes(number)) == 4)
+        wait(lambda: self.said(log, start) != "" and len(processes(number)) == 4)
         if how == signal.SIGKILL and self.draw.random() < 0.4:
             time.sleep(self.draw.uniform(0, 8))
         else:
-            self.user.wait(lambda: self.user.trains(log, start))
+            wait(lambda: self.user.trains(log, start))
             last = self.draw.randrange(len(self.losses(log)), STEPS - 5)
-            self.user.wait(lambda: len(self.losses(log)) > last)
+            wait(lambda: len(self.losses(log)) > last)
             time.sleep(self.draw.uniform(0, 0.2))
+        if self.verdict(log, start) is not None:
+            return None
         rank = self.draw.randrange(4)
         os.kill(processes(number)[rank], how)
-        said = log.read_text().partition(f", start {start}, on ")[2]
-        phases = re.findall(r"(?m)^\S+ (compiling|loading|training|saving): ", said)
+        phases = re.findall(
+            r"(?m)^\S+ (compiling|loading|training|saving): ", self.said(log, start)
+        )
         return how, rank, phases[-1] if phases else "starting"
-
-    def verdict(self, number: str, log: Path, start: int) -> str:
-        """What the main log says last of a start that has ended."""
-
-        def found() -> list[str]:
-            said = log.read_text().partition(f", start {start}, on ")[2]
-            said = said.partition(f", start {start + 1}, on ")[0]
-            return re.findall(r"(?m)^((?:interrupted|failed): (?!.*, row ).*)$", said)
-
-        self.user.wait(lambda: bool(found()))
-        return found()[-1]
 
 
 def tell(fine: bool, what: str) -> None:
@@ -105,11 +113,18 @@ def tell(fine: bool, what: str) -> None:
 def one_job(loser: Loser, expected: list[float], count: int, saves: bool) -> tuple[int, bool]:
     """(losses, whether all was well) of a job that loses up to `count` processes."""
     number, log = loser.submit(saves)
-    fine = True
-    for start in range(1, count + 1):
-        how, rank, when = loser.lose(number, log, start)
+    lost, start, fine = 0, 0, True
+    while lost < count and not loser.user.ended(number):
+        start += 1
+        loss = loser.lose(number, log, start)
         began = time.monotonic()
-        said = loser.verdict(number, log, start)
+        loser.user.wait(lambda now=start: loser.verdict(log, now) is not None)
+        said = loser.verdict(log, start) or ""
+        if loss is None:
+            print(f"      start {start} of job {number} ended by itself: {said}", flush=True)
+            continue
+        lost += 1
+        how, rank, when = loss
         again = "" if saves else "; it does not save, so it ends"
         right = re.fullmatch(VERDICT[how].format(rank) + re.escape(again), said) is not None
         fine &= right
@@ -121,7 +136,7 @@ def one_job(loser: Loser, expected: list[float], count: int, saves: bool) -> tup
         fine &= same
         resumed = json.loads((log.parent / "run.json").read_text())["resumed_at"]
         tell(same, f"job {number} ended, resumed at {resumed}, with the losses of the undisturbed")
-    return count, fine
+    return lost, fine
 
 
 def main() -> int:
@@ -145,7 +160,7 @@ def main() -> int:
         lost, jobs, wrong = 0, 0, 0
         while lost < args.losses:
             saves = draw.random() < 0.75
-            count, fine = one_job(loser, expected, RESTARTS if saves else 1, saves)
+            count, fine = one_job(loser, expected, LOSSES if saves else 1, saves)
             lost, jobs, wrong = lost + count, jobs + 1, wrong + (not fine)
         print(
             f"{lost} losses in {jobs} jobs, {wrong} of them wrong, {time.monotonic() - began:.0f} s"

@@ -137,7 +137,7 @@ def verdict(folder, start, seen):
     if code in CAUSES:
         cause, words = CAUSES[code]
         return "failed", cause, f"{where}: {words}{message(folder, rank)}", cause in MENDED
-    record = recorded(folder)
+    record = record_of(folder)
     hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
     if hung and code == 128 + signal.SIGKILL:
         return "failed", "hang", record["reason"], True
@@ -153,7 +153,7 @@ def at_limit():
     return os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
 
 
-def recorded(folder):
+def record_of(folder):
     """The record of the run; nothing where there is none."""
     try:
         return json.loads(text(os.path.join(folder, "run.json")))
@@ -163,7 +163,7 @@ def recorded(folder):
 
 def complete(folder, status, cause, reason):
     """Puts the verdict into the record, unless it is complete."""
-    path, record = os.path.join(folder, "run.json"), recorded(folder)
+    path, record = os.path.join(folder, "run.json"), record_of(folder)
     if record.get("status") in (None, "completed"):
         return
     record.update(status=status, cause=cause, reason=reason)

@@ -145,8 +145,8 @@ def benchmark(run: Run, session: Session) -> int:
         peak = gpus.peak_tflops(record["hardware"]["device"], run.precision.dtype)
         recorder.finish(status, reason, peak, cause)
         signals.close()
-    except (RunFailed, OSError) as error:  # of the records themselves
-        print(f"error: {error}", file=sys.stderr)
+    except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # of the records, the others
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return leave(STATUS[cause_of(error)], alone=True)
     if status == "interrupted":
         return leave(128 + (signals.agreed or signal.SIGINT), alone=signals.agreed is None)
