@@ -1,23 +1,12 @@
-"""`--check-repeatable`: two runs of a few steps, bit by bit."""
+"""`--check-repeatable`: two runs of a few steps, bit by bit; `test_record_fields.py` runs it."""
 
 import jax
 import pytest
-from commands import TINY, read, run
 from tiny import mesh_of, tiny_run
 
 from jaxbench.errors import RunFailed
 from jaxbench.run import repeatable
 from jaxbench.train.program import compile_program
-
-
-def test_a_run_says_that_its_step_is_repeatable(tmp_path):
-    status, out, err = run(*TINY, "--steps", 5, "--check-repeatable", "--output", tmp_path)
-    assert (status, err) == (0, "")
-    record, steps = read(tmp_path)
-    assert record["repeatable"]["steps"] == repeatable.STEPS
-    arrays = record["repeatable"]["arrays"]
-    assert f"repeatable: 4 steps twice, the same losses and {arrays} arrays bit for bit\n" in out
-    assert len(steps) == 5
 
 
 @pytest.mark.parametrize(("after", "found"), [(7, "loss of step 3 was "), (8, "was ")])
