@@ -6,7 +6,7 @@ from jaxbench.errors import RecipeError, RunFailed
 
 TEXTS = (
     ("memory", r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|out of memory|ALLOC_FAILED"),
-    ("gpu", r"unhandled cuda error|CUDA_ERROR_|CUDA error|CUBLAS_STATUS_|CUDNN_STATUS_|Xid"),
+    ("gpu", r"unhandled cuda error|CUDA_ERROR_|CUDA error|_STATUS_(EXECUTION_FAILED|INTERNAL_ERR)"),
     ("network", r"NCCL|gloo|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed|refused)"),
 )  # fmt: skip
 """What the errors of XLA's runtime, of NCCL and of Gloo have in common, by cause, the first that is

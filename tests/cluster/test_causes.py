@@ -23,6 +23,8 @@ NCCL = "INTERNAL: NCCL operation ncclGroupEnd() failed: {}. Last NCCL warning(er
         ("UNAVAILABLE: failed to connect to all addresses", "network"),
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes", "memory"),
         ("INTERNAL: Failed to allocate: CUDA_ERROR_OUT_OF_MEMORY: out of memory", "memory"),
+        ("INTERNAL: CUBLAS_STATUS_EXECUTION_FAILED", "gpu"),
+        ("INTERNAL: CUDNN_STATUS_NOT_SUPPORTED: no engine for this graph", "failed"),
         ("INVALID_ARGUMENT: Executable expected parameter 0 of size 4", "failed"),
     ],
 )  # fmt: skip
