@@ -8,5 +8,5 @@ bind_near() {
   export CUDA_DEVICE_ORDER=PCI_BUS_ID
   cpus=$(cat "$root/sys/bus/pci/devices/$(basename "${gpus[$local_id]}")/local_cpulist" 2> /dev/null) || return 0
   taskset --cpu-list --pid "$cpus" $$ > /dev/null ||
-    echo "warning: not bound to CPUs $cpus of GPU $local_id: Slurm gave the job others" >&2
+    echo "warning: not bound to CPUs $cpus of GPU $local_id" >&2 # behind taskset's own words
 }
