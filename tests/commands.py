@@ -34,16 +34,16 @@ def start(*arguments, module="jaxbench.train", **environment):
     )
 
 
-def start_two(*arguments, second=None, **environment):
+def start_two(*arguments, module="jaxbench.train", second=None, **environment):
     """The command as two processes of one job; the second may be a line of Python instead."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", **environment}
-    first = start(*arguments, **job, JAX_PROCESS_ID="0")
+    first = start(*arguments, module=module, **job, JAX_PROCESS_ID="0")
     if second is not None:
         return [first, start("-c", second, module=None, **job, JAX_PROCESS_ID="1")]
-    return [first, start(*arguments, **job, JAX_PROCESS_ID="1")]
+    return [first, start(*arguments, module=module, **job, JAX_PROCESS_ID="1")]
 
 
 def run(*arguments, **options):

@@ -8,7 +8,7 @@ import subprocess
 
 import jax
 import pytest
-from commands import TINY, read, run
+from commands import TINY, kill, read, run, start_two
 from compiled import needs_compiler
 from tiny import tiny_run
 
@@ -112,6 +112,30 @@ def test_nsys_needs_its_parts(monkeypatch):
     monkeypatch.setattr(profiling.os, "environ", {})
     with pytest.raises(RecipeError):
         profiling.check_nsys()
+
+
+def test_processes_that_read_different_profiles_do_not_train(tmp_path):
+    """As on a file system that shows one of them an older file: their programs would differ."""
+    for index in range(2):
+        (tmp_path / f"{index}.pb").write_bytes(b"profile" * index)
+    ask = f"""
+from pathlib import Path
+import jax; jax.config.update("jax_platforms", "cpu")
+from jaxbench.cluster import job
+from jaxbench.run import profiling
+job.join()
+path = Path({str(tmp_path)!r}, f"{{jax.process_index()}}.pb")
+told = job.from_first("pgle", lambda: f"0.9 {{profiling._digest(path)}}")
+profiling.shared(told, path)
+"""
+    processes = start_two("-c", ask, module=None)
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        kill(processes)
+    for index, error in enumerate(errors):
+        assert "RunFailed: PGLE: not every process reads the same profile in " in error
+        assert f"{index}.pb" in error
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
