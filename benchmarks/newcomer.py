@@ -41,12 +41,13 @@ class Newcomer:
             "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "4", "GPUS_PER_NODE": "2",
         }  # fmt: skip
 
-    def submit(self, steps: int, *options: str) -> tuple[str, Path]:
+    def submit(self, steps: int, *options: str, saves: bool = True) -> tuple[str, Path]:
         """(number, main log) of a rehearsal, as `launch/submit.sh` prints them."""
+        saving = ["--checkpoint"] if saves else []
         settings = [part for text in TINY for part in ("--set", text)]
         command = ["launch/submit.sh", "llama31_8b_bf16", "--cpu", *settings, *options]
         done = subprocess.run(
-            [*command, "--", "--checkpoint", f"--steps={steps}"], cwd=self.clone,
+            [*command, "--", *saving, f"--steps={steps}"], cwd=self.clone,
             env=self.environment, capture_output=True, text=True, check=True,
         )  # fmt: skip
         found = re.fullmatch(r"job (\d+): .*\nwatch it: tail -F '?(.*?)'?\n", done.stdout)

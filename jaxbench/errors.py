@@ -1,4 +1,19 @@
-"""What goes wrong, in one line each: for the terminal, and for run.json."""
+"""What goes wrong, in one line each: for the terminal, for run.json, and for whoever started it."""
+
+STATUS = {
+    "failed": 1,
+    "mistake": 2,
+    "numbers": 3,
+    "memory": 4,
+    "storage": 5,
+    "gpu": 6,
+    "network": 7,
+    "lost": 8,
+}
+"""Causes of a failure, and the exit status by which launchers tell them apart: a loss or gradient
+that is not finite, a device without room, files that cannot be written or read, a GPU that fails,
+another process or the way to it that is gone, a process of this host that is gone. `failed` is all
+else that restarting would not mend. `launch/verdict.py` has the same numbers."""
 
 
 class RecipeError(ValueError):
@@ -7,4 +22,8 @@ class RecipeError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """The run cannot give a valid result."""
+    """The run cannot give a valid result; `cause` is one of `STATUS`."""
+
+    def __init__(self, message: str, cause: str = "failed"):
+        super().__init__(message)
+        self.cause = cause

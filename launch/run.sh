@@ -16,6 +16,9 @@ if [ "${JAXBENCH_LOCAL_DEVICES:-1}" -gt 1 ] && [ "${SLURM_NTASKS_PER_NODE:-0}" =
   export JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((JAXBENCH_LOCAL_DEVICES - 1)))
 fi
 
+. "$root/launch/near.sh"
+bind_near "${SLURM_LOCALID:-0}" "${SLURM_NTASKS_PER_NODE:-1}"
+
 rank=${SLURM_PROCID:-${JAX_PROCESS_ID:-0}}
 command=("$python" -m jaxbench.train "$@")
 if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then

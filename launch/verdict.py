@@ -4,10 +4,10 @@
 
 Run by `slurm.sbatch` when all processes have ended, with the start's number from 0, the exit status
 of `srun`, and the lines of the first process's log that are older than the start. Slurm knows what
-was done to the job, the first rank that failed (`run.sh`) why it failed; what the others said in
-its wake does not count. Completes a `run.json` that nobody could complete. Exit status 75: the job
-should be requeued. Runs with any Python from 3.7 on, outside of containers, and so imports nothing
-of jaxbench.
+was done to the job, the first rank that failed (`run.sh`) why it failed, by its exit status; what
+the others said in its wake does not count. Completes a `run.json` that nobody could complete. Exit
+status 75: the job should be requeued. Runs with any Python from 3.7 on, outside of containers, and
+so imports nothing of jaxbench.
 """
 
 import json
@@ -18,8 +18,18 @@ import subprocess
 import sys
 
 REQUEUE = 75
-USER, FAILED = 2, 1
 TIME_LIMIT = 128 + signal.SIGUSR1
+
+CAUSES = {
+    1: ("failed", ""), 2: ("mistake", ""), 3: ("numbers", ""), 4: ("memory", ""),
+    5: ("storage", ""), 6: ("gpu", "its GPU failed: "),
+    7: ("network", "it lost the network or another process: "), 8: ("lost", ""),
+}  # fmt: skip
+"""What the exit status of a process says (`jaxbench.errors.STATUS`), and what goes before the
+process's own words."""
+
+MENDED = ("gpu", "network", "lost", "hang")
+"""Causes after which a job that saves goes on: its work was not at fault."""
 
 
 def text(path):
@@ -102,31 +112,40 @@ def last_step(folder, rank):
 
 
 def verdict(folder, start, seen):
-    """(status for the record, reason, whether what happened should not end the job)."""
+    """(status and cause for the record, reason, whether what happened should not end the job)."""
     exits = os.path.join(folder, "ranks", f"start-{start + 1}")
     srun = text(os.path.join(exits, "srun.log"))
-    said = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()[seen:]
-    done, by_itself = done_by_slurm(start, "\n".join([srun, *said]))
+    lines = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()
+    said = "\n".join(lines[seen:])
+    done, by_itself = done_by_slurm(start, srun + said)
     failed = first_failure(exits)
     if done is not None:
-        return "interrupted", done, not by_itself and done == "time limit" and at_limit()
+        again = not by_itself and done == "time limit" and at_limit()
+        return "interrupted", done, done, again
     if failed is None:
         last = [line for line in srun.splitlines() if "error" in line][-1:]
         began = os.path.isdir(os.path.join(folder, "heartbeats"))
-        return "failed", "; ".join(["lost a node, or no process could be started", *last]), began
+        words = ["lost a node, or no process could be started", *last]
+        return "failed", "lost a node", "; ".join(words), began
     rank, node, code = failed
     where = f"rank {rank} on {node}"
     if code == TIME_LIMIT:
-        return "interrupted", "time limit", at_limit()
+        return "interrupted", "time limit", "time limit", at_limit()
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        return "interrupted", signal.Signals(code - 128).name + " to " + where, True
-    if code in (USER, FAILED):
-        return "failed", f"{where}: {message(folder, rank)}", False
+        name = signal.Signals(code - 128).name
+        return "interrupted", name, name + " to " + where, True
+    if code in CAUSES:
+        cause, words = CAUSES[code]
+        return "failed", cause, f"{where}: {words}{message(folder, rank)}", cause in MENDED
+    record = record_of(folder)
+    hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
+    if hung and code == 128 + signal.SIGKILL:
+        return "failed", "hang", record["reason"], True
     try:
         how = "killed by " + signal.Signals(code - 128).name
     except ValueError:
         how = f"status {code}"
-    return "failed", f"lost {where} ({how}){last_step(folder, rank)}", True
+    return "failed", "lost", f"lost {where} ({how}){last_step(folder, rank)}", True
 
 
 def at_limit():
@@ -134,17 +153,20 @@ def at_limit():
     return os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
 
 
-def complete(folder, status, reason):
-    """Puts the verdict into the record, unless rank 0 knew as much: its own failure, or a hang."""
-    path = os.path.join(folder, "run.json")
+def record_of(folder):
+    """The record of the run; nothing where there is none."""
     try:
-        record = json.loads(text(path))
+        return json.loads(text(os.path.join(folder, "run.json")))
     except ValueError:
+        return {}
+
+
+def complete(folder, status, cause, reason):
+    """Puts the verdict into the record, unless it is complete."""
+    path, record = os.path.join(folder, "run.json"), record_of(folder)
+    if record.get("status") in (None, "completed"):
         return
-    watchdog = str(record.get("reason") or "").startswith(("no sign", "no progress", "never heard"))
-    if record.get("status") == "completed" or watchdog:
-        return
-    record.update(status=status, reason=reason)
+    record.update(status=status, cause=cause, reason=reason)
     with open(path + ".verdict", "w") as file:
         file.write(json.dumps(record, indent=2) + "\n")
     os.replace(path + ".verdict", path)
@@ -154,8 +176,8 @@ def main(folder, start, status, seen):
     """Prints the verdict; the exit status."""
     if status == 0:
         return 0
-    outcome, reason, again = verdict(folder, start, seen)
-    complete(folder, outcome, reason)
+    outcome, cause, reason, again = verdict(folder, start, seen)
+    complete(folder, outcome, cause, reason)
     saves = os.environ.get("JAXBENCH_RESUME") == "true"
     left = int(os.environ.get("JAXBENCH_RESTARTS", "0")) - start
     if again and saves and left <= 0:

@@ -21,10 +21,11 @@ TINY = (
 
 
 def start(*arguments, module="jaxbench.train", **environment):
-    """The command in the source tree; on `communicate` everything it printed."""
+    """The command in the source tree; on `communicate` everything it printed. Without a module, the
+    arguments are Python's own."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SLURM_"))}
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", module, *map(str, arguments)],
+        [sys.executable, "-W", "error", *(("-m", module) if module else ()), *map(str, arguments)],
         cwd=ROOT,
         env=clean | {"XLA_FLAGS": quick.FLAGS} | environment,
         stdout=subprocess.PIPE,
@@ -33,18 +34,16 @@ def start(*arguments, module="jaxbench.train", **environment):
     )
 
 
-def start_two(*arguments):
-    """The command as two processes of one job."""
+def start_two(*arguments, module="jaxbench.train", second=None, **environment):
+    """The command as two processes of one job; the second may be a line of Python instead."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    return [
-        start(
-            *arguments,
-            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index),
-        )
-        for index in range(2)
-    ]  # fmt: skip
+    job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", **environment}
+    first = start(*arguments, module=module, **job, JAX_PROCESS_ID="0")
+    if second is not None:
+        return [first, start("-c", second, module=None, **job, JAX_PROCESS_ID="1")]
+    return [first, start(*arguments, module=module, **job, JAX_PROCESS_ID="1")]
 
 
 def run(*arguments, **options):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
+from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
 
 TIMEOUT_MS = 300_000
@@ -23,6 +24,8 @@ def join() -> None:
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
     and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
     """
+    # It would answer SIGTERM from here on, by a note that nobody reads, until `Signals` does.
+    jax.config.update("jax_enable_preemption_service", False)
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
             names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -43,7 +46,7 @@ def client() -> Any:
 
 def from_first(name: str, make: Callable[[], str]) -> str:
     """The text that the first process makes, in every process. What it raises is told to all: a
-    RecipeError as it is, all else as RunFailed."""
+    RecipeError as it is, all else as RunFailed of the same cause."""
     if jax.process_count() == 1:
         return make()
     key = f"jaxbench/{name}"
@@ -51,15 +54,14 @@ def from_first(name: str, make: Callable[[], str]) -> str:
         try:
             text = make()
         except Exception as error:
-            kind = "mistake" if isinstance(error, RecipeError) else "failure"
-            client().key_value_set(key, f"{kind} {error or type(error).__name__}")
+            client().key_value_set(key, f"{cause_of(error)} {error or type(error).__name__}")
             raise
         client().key_value_set(key, f"value {text}")
     kind, _, text = client().blocking_key_value_get(key, TIMEOUT_MS).partition(" ")
     if kind == "mistake":
         raise RecipeError(text)
-    if kind == "failure":
-        raise RunFailed(f"the first process failed: {text}")
+    if kind != "value":
+        raise RunFailed(f"the first process failed: {text}", kind)
     return text
 
 

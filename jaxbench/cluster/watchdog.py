@@ -158,12 +158,13 @@ def _runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str) -> None:
+def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str, cause: str) -> None:
     """Records the failure, then kills the job's processes on this host."""
     print(f"watchdog: {reason}; ending the job", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError, ValueError):
         record = json.loads((run_folder / "run.json").read_text())
-        write_json(run_folder / "run.json", record | {"status": "failed", "reason": reason})
+        ended = {"status": "failed", "reason": reason, "cause": cause}
+        write_json(run_folder / "run.json", record | ended)
     for beat in beats:
         if beat["host"] == platform.node() and beat["phase"] != "ended":
             with contextlib.suppress(ProcessLookupError):
@@ -191,8 +192,11 @@ def main() -> int:
         if (now := reader.blindness()) != blind:
             print(f"watchdog: {now or 'reads all heartbeats again'}", file=sys.stderr, flush=True)
             blind = now
-        if reason := dead(beats) or watch.verdict(beats, time.monotonic(), reader.unreadable):
-            end_job(args.run_folder, beats, reason)
+        if reason := dead(beats):
+            end_job(args.run_folder, beats, reason, "lost")
+            return 1
+        if reason := watch.verdict(beats, time.monotonic(), reader.unreadable):
+            end_job(args.run_folder, beats, reason, "hang")
             return 1
         if len(beats) == args.processes and all(beat["phase"] == "ended" for beat in beats):
             return 0

@@ -121,8 +121,9 @@ class Pipelined:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything about one row; FLOPs and bytes are per device and step. `rates` are those of the
-    bound, the forecast and the published step time."""
+    """Everything about one row; FLOPs and bytes are per device and step. `fits` is true of the
+    beginning too: making or restoring the state holds the step's arguments, and nothing beside
+    them. `rates` are those of the bound, the forecast and the published step time."""
 
     recipe: str
     row: str

@@ -89,6 +89,10 @@ def add_observation(parser: argparse.ArgumentParser) -> None:
         help="profile some steps, compile again with their times (profile-guided latencies), train",
     )  # fmt: skip
     add(
+        "--check-repeatable", action="store_true",
+        help="first run some steps twice, and fail unless losses and state are equal bit for bit",
+    )  # fmt: skip
+    add(
         "--compilation-cache", type=Path, metavar="FOLDER",
         help="keep compiled programs here; safe for all processes of all jobs",
     )  # fmt: skip

@@ -230,7 +230,7 @@ def _reported(what: str) -> Iterator[None]:
         reason = " ".join(str(cause).split()) or type(cause).__name__
         if len(reason) > 400:
             reason = f"{reason[:200]} ... {reason[-200:]}"
-        raise RunFailed(f"{what}: {reason}") from error
+        raise RunFailed(f"{what}: {reason}", "storage") from error
 
 
 @functools.cache

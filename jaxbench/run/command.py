@@ -8,7 +8,8 @@ import sys
 import jax
 
 from jaxbench.cluster import job
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.cluster.causes import cause_of
+from jaxbench.errors import STATUS, RecipeError, RunFailed
 from jaxbench.hardware import MEMORY_FRACTION, identify
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import STEPS, Run
@@ -20,7 +21,8 @@ from jaxbench.xla import flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, 1 for a failed run, 2 for a user's mistake, or 128 + a signal."""
+    """The command; returns 0, the status of what went wrong (`errors.STATUS`), or 128 + a
+    signal."""
     try:
         args = parse_arguments(argv)
         recipe = recipes.load(args.config)
@@ -29,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile == "nsys":
             profiling.check_nsys()
         run, chosen = prepare(find_run(args, recipe, overrides), args)
-    except (RecipeError, RunFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RunFailed) else 2
+    except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return STATUS[cause_of(error)]
     if chosen is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0

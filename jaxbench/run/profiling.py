@@ -127,9 +127,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     for _ in run_steps(replace(run, steps=1 + PROFILED), collecting, pauses=pauses):
         pass
     told = job.from_first("pgle", partial(_collect, trace, path, program.as_text()))
-    coverage, digest = float(told.split()[0]), told.split()[1]
-    if not job.all_agree("pgle profile", _digest(path) == digest):
-        raise RunFailed(f"PGLE: not every process reads the same profile in {path}")
+    coverage = shared(told, path)
     if coverage < COVERAGE:
         raise RunFailed(
             f"PGLE: the profile has the times of {coverage:.0%} of the instructions; does another "
@@ -149,6 +147,15 @@ def _collect(trace: Path, path: Path, program: str) -> str:
     path.write_bytes(profile)
     shutil.rmtree(trace / "plugins", ignore_errors=True)
     return f"{coverage(profile, program)} {_digest(path)}"
+
+
+def shared(told: str, path: Path) -> float:
+    """The coverage of the profile that `_collect` told of. Raises RunFailed in every process unless
+    all read that profile in `path`."""
+    coverage, digest = told.split()
+    if not job.all_agree("pgle profile", _digest(path) == digest):
+        raise RunFailed(f"PGLE: not every process reads the same profile in {path}")
+    return float(coverage)
 
 
 def _digest(path: Path) -> str:

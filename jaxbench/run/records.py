@@ -84,7 +84,9 @@ class Recorder:
             self._written_at = time.monotonic()
 
     def _unwritable(self, error: OSError) -> RunFailed:
-        return RunFailed(f"the record in {self.folder} cannot be written: {error.strerror}")
+        return RunFailed(
+            f"the record in {self.folder} cannot be written: {error.strerror}", "storage"
+        )
 
     def say(self, line: str) -> None:
         """A line for the log and the terminal. Where the log has no room for it, the next step
@@ -148,7 +150,9 @@ class Recorder:
         if time.monotonic() - self._written_at > WRITTEN_EVERY_S:
             self.add()
 
-    def finish(self, status: str, reason: str | None, peak: float | None) -> None:
+    def finish(
+        self, status: str, reason: str | None, peak: float | None, cause: str | None = None
+    ) -> None:
         """Completes run.json with the steps there are, and prints the result. Raises RunFailed
         where it cannot be written; the result is printed all the same."""
         if self.folder is None:
@@ -158,7 +162,7 @@ class Recorder:
             self._bar = None
         try:
             found = summary.summary(self.run, self.steps, peak)
-            self.add(status=status, reason=reason, **found)
+            self.add(status=status, reason=reason, cause=cause, **found)
         finally:
             for line in (
                 *summary.lines(self.record, self.steps),

@@ -24,17 +24,18 @@ import jax
 from jaxbench import hardware as gpus
 from jaxbench import mesh
 from jaxbench.cluster import job, watchdog
+from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.cluster.signals import Signals
 from jaxbench.cluster.signals import reason as stop_reason
 from jaxbench.cluster.watched import watched
-from jaxbench.errors import RunFailed
+from jaxbench.errors import STATUS, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import identify
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import spread
-from jaxbench.run import profiling
+from jaxbench.run import profiling, repeatable
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
 from jaxbench.run.records import SCHEMA, Recorder, read
@@ -56,6 +57,7 @@ class Session:
 
     `profile` is a profiler, for the steps of `profile_steps` (first, and the one behind the last)
     in the processes of `profile_ranks`. `pgle` compiles the step with a profile of itself.
+    `check_repeatable` runs some steps twice first, and compares bits.
     `compilation_cache` is the folder in which compiled programs stay.
     """
 
@@ -71,6 +73,7 @@ class Session:
     profile_ranks: tuple[int, ...] = ()
     nccl_trace: bool = False
     pgle: bool = False
+    check_repeatable: bool = False
     compilation_cache: Path | None = None
 
     @property
@@ -99,6 +102,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "status": "running",
         "reason": None,
+        "cause": None,
         "label": run.label,
         "comparable": not reasons,
         "not_comparable_because": reasons,
@@ -135,16 +139,18 @@ def benchmark(run: Run, session: Session) -> int:
         recorder = Recorder(session.folder if first else None, run, record, session.start)
         with watched(session.folder, session.watchdog) as beat:
             signals = Signals(partial(abandon, recorder, beat))
-            status, reason = Attempt(run, session, recorder, signals, beat).outcome()
+            status, reason, cause = Attempt(run, session, recorder, signals, beat).outcome()
+        if cause and not first:
+            print(f"error: {reason}", file=sys.stderr)  # the first process has its result
         peak = gpus.peak_tflops(record["hardware"]["device"], run.precision.dtype)
-        recorder.finish(status, reason, peak)
+        recorder.finish(status, reason, peak, cause)
         signals.close()
-    except (RunFailed, OSError) as error:  # of the records themselves
-        print(f"error: {error}", file=sys.stderr)
-        return leave(1, alone=True)
+    except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # of the records, the others
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return leave(STATUS[cause_of(error)], alone=True)
     if status == "interrupted":
         return leave(128 + (signals.agreed or signal.SIGINT), alone=signals.agreed is None)
-    return leave(int(status == "failed"), alone=status == "failed")
+    return leave(STATUS[cause] if cause else 0, alone=cause is not None)
 
 
 def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
@@ -176,26 +182,27 @@ class Attempt:
     signals: Signals
     beat: Heartbeat
 
-    def outcome(self) -> tuple[str, str | None]:
-        """Trains and records every step; returns status and reason for run.json, whatever
-        happens."""
+    def outcome(self) -> tuple[str, str | None, str | None]:
+        """Trains and records every step; returns status, reason and the cause of a failure for
+        run.json, whatever happens."""
         try:
             on = mesh.make_mesh(self.run.mesh_shape)
             with jax.set_mesh(on), jax.transfer_guard("disallow"):
                 self._train()
             if self.signals.agreed:
-                return "interrupted", stop_reason(self.signals.agreed)
-            return "completed", None
+                return "interrupted", stop_reason(self.signals.agreed), None
+            return "completed", None, None
         except RunFailed as error:
-            return "failed", str(error)
+            return "failed", str(error), error.cause
         except KeyboardInterrupt:
-            return "interrupted", "SIGINT"
+            return "interrupted", "SIGINT", None
         except Exception as error:
             traceback.print_exc()
-            lost = None
-            if self.beat.path is not None and jax.process_count() > 1:
-                lost = watchdog.lost(self.beat.path.parent)
-            return "failed", lost or traceback.format_exception_only(error)[0].splitlines()[0]
+            beats = self.beat.path and self.beat.path.parent
+            if beats and jax.process_count() > 1 and (lost := watchdog.lost(beats)):
+                return "failed", lost, "lost"
+            reason = traceback.format_exception_only(error)[0].splitlines()[0]
+            return "failed", reason, cause_of(error)
 
     def _train(self) -> None:
         program = self._compiled()
@@ -210,7 +217,8 @@ class Attempt:
             self.recorder.step(step)
             for name in ("loss", "grad_norm"):
                 if not math.isfinite(step[name]):
-                    raise RunFailed(f"{name} is {step[name]} at step {step['step']}")
+                    text = f"{name} is {step[name]} at step {step['step']}"
+                    raise RunFailed(text, "numbers")
         if saver is not None:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
@@ -241,6 +249,8 @@ class Attempt:
             compiled, pgle = profiling.guided(run, compiled, session.folder, recorder.say)
             recorder.add(pgle=pgle)
             check_program(compiled, run)
+        if session.check_repeatable:
+            recorder.add(repeatable=repeatable.check(run, compiled, recorder.say))
         return compiled
 
     def _restored(self) -> State | None:

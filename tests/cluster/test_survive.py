@@ -12,7 +12,7 @@ from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_ste
 from disk import needs_small_disk, run_on_disk
 
 from jaxbench.cluster import heartbeat
-from jaxbench.errors import RecipeError
+from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
 from jaxbench.run import checkpoint, command
 from jaxbench.run import start as beginning
@@ -41,7 +41,10 @@ def test_a_killed_run_resumes_to_the_same_losses(whole, cache, tmp_path):
     wait_for_steps(process, tmp_path, 120)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert read(tmp_path)[0]["status"] == "running"
+    record, _ = read(tmp_path)  # what was known when it was killed
+    assert record["status"] == "running"
+    assert {"compile_s", "kernels"} <= record.keys()
+    assert record["checkpoints"][0]["step"] == 50
     status, out, err = run(*SAVING, *cache, "--output", tmp_path)
     assert (status, err) == (0, "")
     assert "Global Checkpoint Load : Rank : 0 : " in out
@@ -170,7 +173,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
     arguments = [sys.executable, "-m", "jaxbench.train", *TINY, "--steps", "60"]
     arguments += ["--checkpoint-every", "20", "--keep", "3", "--output", tmp_path / "disk" / "run"]
     status, _, err, left = run_on_disk(tmp_path, 1600, arguments, ROOT)
-    assert (status, err) == (1, "")
+    assert (status, err) == (STATUS["storage"], "")
     record, _ = read(left / "run")
     assert record["status"] == "failed"
     # A step is recorded while the checkpoint is being written: either may be the first to fail.
@@ -193,3 +196,21 @@ def test_a_record_that_is_cut_short_is_one_line(tmp_path):
         assert "\n" not in str(error.value)
         assert f"--restore {tmp_path} --output NEW" in str(error.value)
         assert (tmp_path / "run.json").read_text() == text
+
+
+def test_a_process_that_waits_for_the_others_to_begin_can_be_ended(tmp_path):
+    """JAX's own answer to SIGTERM would be to note it, for a minute or until Slurm kills it."""
+    stuck = (
+        "import time, jax; from jaxbench.cluster import job; job.join(); print('joined', "
+        "flush=True); time.sleep(600)"
+    )
+    processes = start_two(*TINY, "--output", tmp_path / "run", second=stuck)
+    try:
+        assert processes[1].stdout.readline() == "joined\n"
+        time.sleep(2)  # the other has joined too, and asks for its devices
+        began = time.monotonic()
+        processes[0].terminate()
+        assert processes[0].wait(timeout=30) == -signal.SIGTERM
+    finally:
+        kill(processes)
+    assert time.monotonic() - began < 5

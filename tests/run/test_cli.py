@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 from commands import ROOT, TINY, read, run, start, wait_for_steps
 
+from jaxbench.errors import STATUS
 from jaxbench.recipe import recipes
 from jaxbench.run import command
 
@@ -123,7 +124,6 @@ def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
             ("--config", "configs/llama2_70b_fp8.yaml", "--set", "precision.implementation=te"),
             "precision.implementation = te: Transformer Engine needs an NVIDIA GPU",
         ),
-        (("--config", CONFIG, "--output", "/proc/none"), "/proc/none"),
         (
             ("--config", CONFIG, "--set", "execution.attention=cudnn"),
             "execution.attention = cudnn does not run on a cpu",
@@ -143,6 +143,14 @@ def test_a_mistake_is_one_line_and_status_2(arguments, message, capsys):
     assert message in err
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(capsys):
+    status = command.main(["--config", CONFIG, "--output", "/proc/none"])
+    assert status == STATUS["storage"]
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "/proc/none" in err
+
+
 def test_half_a_launcher_is_a_mistake():
     status, out, err = run("--config", CONFIG, JAX_COORDINATOR_ADDRESS="127.0.0.1:1")
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -159,9 +167,9 @@ def test_an_output_folder_is_never_overwritten(smoke, capsys):
 
 def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
     status, out, _ = run(*TINY, "--steps", 9, "--output", tmp_path, "--set", "model.init_std=1e30")
-    assert status == 1
+    assert status == STATUS["numbers"]
     record, steps = read(tmp_path)
-    assert record["status"] == "failed"
+    assert (record["status"], record["cause"]) == ("failed", "numbers")
     assert re.fullmatch(r"(loss|grad_norm) is (nan|inf) at step 0", record["reason"])
     assert len(steps) == 1
     assert "failed: llama31_8b_bf16" in out

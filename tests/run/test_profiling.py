@@ -1,16 +1,19 @@
 """Windows of profiles, what excludes what, and what a profile does to a compiled schedule."""
 
+import ctypes
 import re
+import shutil
 import struct
+import subprocess
 
 import jax
 import pytest
-from commands import TINY, read, run
+from commands import TINY, kill, read, run, start_two
 from compiled import needs_compiler
 from tiny import tiny_run
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import command, profiling
@@ -109,6 +112,42 @@ def test_nsys_needs_its_parts(monkeypatch):
     monkeypatch.setattr(profiling.os, "environ", {})
     with pytest.raises(RecipeError):
         profiling.check_nsys()
+
+
+def test_processes_that_read_different_profiles_do_not_train(tmp_path):
+    """As on a file system that shows one of them an older file: their programs would differ."""
+    for index in range(2):
+        (tmp_path / f"{index}.pb").write_bytes(b"profile" * index)
+    ask = f"""
+from pathlib import Path
+import jax; jax.config.update("jax_platforms", "cpu")
+from jaxbench.cluster import job
+from jaxbench.run import profiling
+job.join()
+path = Path({str(tmp_path)!r}, f"{{jax.process_index()}}.pb")
+told = job.from_first("pgle", lambda: f"0.9 {{profiling._digest(path)}}")
+profiling.shared(told, path)
+"""
+    processes = start_two("-c", ask, module=None)
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        kill(processes)
+    for index, error in enumerate(errors):
+        assert "RunFailed: PGLE: not every process reads the same profile in " in error
+        assert f"{index}.pb" in error
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_profiler_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    """As where another tool holds CUPTI: the runtime says so by its return code alone."""
+    (tmp_path / "cudart.c").write_text("int cudaProfilerStart(void) { return 999; }")
+    library = tmp_path / "cudart.so"
+    subprocess.run(["cc", "-shared", "-o", library, tmp_path / "cudart.c"], check=True)
+    monkeypatch.setattr(profiling, "cuda_runtime", lambda: ctypes.CDLL(library))
+    window = profiling.window("nsys", 2, 4, tmp_path)
+    with pytest.raises(RunFailed, match=r"cudaProfilerStart failed with CUDA error 999$"):
+        window.act(2, None, ending=False)
 
 
 def test_a_profile_without_gpu_instructions_covers_nothing(tmp_path):

@@ -12,6 +12,7 @@ from commands import ROOT
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
+from jaxbench.errors import STATUS
 from jaxbench.files import ReservedJson
 from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import throughput
@@ -149,8 +150,31 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path):
     assert "status" not in json.loads((left / "run.json").read_text())
 
 
+def test_steps_are_not_lost_while_a_resumed_run_keeps_them(tmp_path, monkeypatch):
+    """Whatever happens while they are written again: a kill leaves the file before."""
+    before = [json.dumps(STEP | {"step": step}) + "\n" for step in range(5)]
+    path, run = tmp_path / "steps.jsonl", tiny_run()
+    path.write_text("".join(before))
+    record = {
+        "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
+        "recipe": recipes.describe(run), "published": None,
+    }  # fmt: skip
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Recorder(tmp_path, run, record, start=3)
+    assert path.read_text() == "".join(before)
+    recorder = Recorder(tmp_path, run, record, start=3)
+    recorder.finish("failed", "killed again", None)
+    assert path.read_text() == "".join(before[:3])
+
+
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_a_run_that_cannot_be_recorded_is_one_line_and_status_1(at, tmp_path, monkeypatch, capsys):
+def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, capsys):
     """At the first record, after compiling, and at the end."""
     calls, write = [], ReservedJson.write
 
@@ -164,6 +188,6 @@ def test_a_run_that_cannot_be_recorded_is_one_line_and_status_1(at, tmp_path, mo
     tiny = ("layers=1", "embed=64", "ffn=64", "vocabulary=128")
     arguments = [part for text in tiny for part in ("--set", f"model.{text}")]
     arguments += ["--set", "batch.sequence_length=32", "--steps", "3", "--output", str(tmp_path)]
-    assert command.main(["--config", "llama31_8b_bf16", *arguments]) == 1
+    assert command.main(["--config", "llama31_8b_bf16", *arguments]) == STATUS["storage"]
     message = f"error: the record in {tmp_path} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == message

@@ -1,0 +1,172 @@
+"""Loses random processes of two-node Slurm jobs at random moments; nothing else may be lost.
+
+    python benchmarks/lose_and_resume.py [--losses 100] [--seed 0]
+
+On a real Slurm with two virtual nodes (Debian's slurm-wlm and munge; needs root), jobs of four
+processes train a tiny model. A process of each start is killed (SIGKILL: while it starts, compiles,
+loads, trains or saves) or, one time in ten, frozen (SIGSTOP, while it trains). A job that saves has
+to name the lost rank, come back, and end with the losses of an undisturbed job bit for bit; one in
+four of the jobs does not save, and has to end with that one line. Prints a line for each loss; exit
+status 1 if a job did anything else. A loss takes about a minute on two cores.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import slurm
+from newcomer import Newcomer
+
+ROOT = Path(__file__).parents[1]
+STEPS, EVERY, LOSSES, RESTARTS, WATCHDOG = 120, 10, 3, 6, 10
+VERDICT = {
+    signal.SIGKILL: r"failed: lost rank {} on n\d \(killed by SIGKILL\)(, .*)?",
+    signal.SIGSTOP: rf"failed: no sign of life for {WATCHDOG} s from rank {{}} on .*",
+}
+
+
+def processes(number: str) -> dict[int, int]:
+    """Process ids of a job's ranks, those that run Python now."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"jaxbench.train" not in (folder / "cmdline").read_bytes().split(b"\0"):
+                continue
+            words = (folder / "environ").read_bytes().decode().split("\0")
+        except OSError:  # gone meanwhile
+            continue
+        named = dict(word.partition("=")[::2] for word in words)
+        if named.get("SLURM_JOB_ID") == number and (folder / "exe").resolve().stem[:6] == "python":
+            found[int(named["SLURM_PROCID"])] = int(folder.name)
+    return found
+
+
+class Loser:
+    """Submits jobs, and takes processes from them."""
+
+    def __init__(self, user: Newcomer, draw: random.Random):
+        self.user, self.draw = user, draw
+
+    def submit(self, saves: bool) -> tuple[str, Path]:
+        """(number, main log) of a job."""
+        saving = (f"--checkpoint-every={EVERY}", f"--restarts={RESTARTS}") if saves else ()
+        return self.user.submit(STEPS, *saving, f"--watchdog={WATCHDOG}", saves=saves)
+
+    def losses(self, log: Path) -> list[float]:
+        """Of all steps recorded so far."""
+        path = log.parent / "steps.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+
+    def said(self, log: Path, start: int) -> str:
+        """The main log of a start so far."""
+        said = log.read_text() if log.exists() else ""
+        said = said.partition(f", start {start}, on ")[2]
+        return said.partition(f", start {start + 1}, on ")[0]
+
+    def verdict(self, log: Path, start: int) -> str | None:
+        """What the main log says last of a start that has ended; None before."""
+        found = re.findall(r"(?m)^((?:interrupted|failed): (?!.*, row ).*)$", self.said(log, start))
+        return found[-1] if found else None
+
+    def lose(self, number: str, log: Path, start: int) -> tuple[signal.Signals, int, str] | None:
+        """(signal, rank, last phase) of a loss in a start of a job; None where it ended by
+        itself."""
+
+        def wait(reached: Callable[[], bool]) -> None:
+            self.user.wait(lambda: reached() or self.verdict(log, start) is not None)
+
+        how = signal.SIGSTOP if self.draw.random() < 0.1 else signal.SIGKILL
+        wait(lambda: self.said(log, start) != "" and len(processes(number)) == 4)
+        if how == signal.SIGKILL and self.draw.random() < 0.4:
+            time.sleep(self.draw.uniform(0, 8))
+        else:
+            wait(lambda: self.user.trains(log, start))
+            last = self.draw.randrange(len(self.losses(log)), STEPS - 5)
+            wait(lambda: len(self.losses(log)) > last)
+            time.sleep(self.draw.uniform(0, 0.2))
+        if self.verdict(log, start) is not None:
+            return None
+        rank = self.draw.randrange(4)
+        os.kill(processes(number)[rank], how)
+        phases = re.findall(
+            r"(?m)^\S+ (compiling|loading|training|saving): ", self.said(log, start)
+        )
+        return how, rank, phases[-1] if phases else "starting"
+
+
+def tell(fine: bool, what: str) -> None:
+    """A line of the table."""
+    print(f"{'ok' if fine else 'WRONG':6}{what}", flush=True)
+
+
+def one_job(loser: Loser, expected: list[float], count: int, saves: bool) -> tuple[int, bool]:
+    """(losses, whether all was well) of a job that loses up to `count` processes."""
+    number, log = loser.submit(saves)
+    lost, start, fine = 0, 0, True
+    while lost < count and not loser.user.ended(number):
+        start += 1
+        loss = loser.lose(number, log, start)
+        began = time.monotonic()
+        loser.user.wait(lambda now=start: loser.verdict(log, now) is not None)
+        said = loser.verdict(log, start) or ""
+        if loss is None:
+            print(f"      start {start} of job {number} ended by itself: {said}", flush=True)
+            continue
+        lost += 1
+        how, rank, when = loss
+        again = "" if saves else "; it does not save, so it ends"
+        right = re.fullmatch(VERDICT[how].format(rank) + re.escape(again), said) is not None
+        fine &= right
+        took = f"after {time.monotonic() - began:.0f} s"
+        tell(right, f"{how.name} of rank {rank}, last phase {when}, {took}: {said}")
+    loser.user.wait(lambda: loser.user.ended(number))
+    if saves:
+        same = loser.losses(log) == expected
+        fine &= same
+        resumed = json.loads((log.parent / "run.json").read_text())["resumed_at"]
+        tell(same, f"job {number} ended, resumed at {resumed}, with the losses of the undisturbed")
+    return lost, fine
+
+
+def main() -> int:
+    """Prints a line for each loss and job; returns 1 if a job lost more than its process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--losses", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if reason := slurm.missing():
+        sys.exit(reason)
+    draw = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as temporary, slurm.Cluster(Path(temporary, "s")) as cluster:
+        user = Newcomer(ROOT, cluster, Path(temporary, "stage"))
+        user.environment["JAXBENCH_VENV"] = sys.prefix
+        loser, began = Loser(user, draw), time.monotonic()
+        number, log = loser.submit(saves=True)
+        user.wait(lambda: user.ended(number))
+        expected = loser.losses(log)
+        assert len(expected) == STEPS, log.read_text()
+        print(f"undisturbed: {STEPS} steps, {time.monotonic() - began:.0f} s", flush=True)
+        lost, jobs, wrong = 0, 0, 0
+        while lost < args.losses:
+            saves = draw.random() < 0.75
+            count, fine = one_job(loser, expected, LOSSES if saves else 1, saves)
+            lost, jobs, wrong = lost + count, jobs + 1, wrong + (not fine)
+        print(
+            f"{lost} losses in {jobs} jobs, {wrong} of them wrong, {time.monotonic() - began:.0f} s"
+        )
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

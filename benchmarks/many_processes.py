@@ -1,0 +1,143 @@
+"""What the protocol of a job takes with hundreds of processes, on one machine and without a model.
+
+    python benchmarks/many_processes.py [--processes 256] [--timeout 20]
+
+Three jobs of real processes, with the coordination service, heartbeats and watchdog of a run, and
+steps that sleep: one is stopped by a signal to one process, one loses a process (SIGKILL), one has
+a process that hangs (SIGSTOP). Prints the seconds until all have joined, agreed, given a sign of
+life, and ended. Processes are forks of one that has imported JAX, so imports are in no figure; all
+share this machine's cores, so a figure is what the machine takes, and no job's would be larger.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax._src import xla_bridge
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jaxbench.cluster import heartbeat, job
+from jaxbench.cluster.signals import LEAD, Signals
+from jaxbench.cluster.watched import watched
+from jaxbench.files import write_json
+
+MOMENTS = ("joined", "devices known", "agreed", "alive")
+STEP_S = 0.5
+
+
+def one_process(folder: Path, timeout: float, reached: np.ndarray) -> None:
+    """What a process of a run does around its training; `reached` takes the time of each moment."""
+    job.join()
+    reached[0] = time.monotonic()
+    jax.process_count()
+    reached[1] = time.monotonic()
+    told = job.from_first("start", lambda: json.dumps({"folder": str(folder)}))
+    assert job.all_agree("program", json.loads(told)["folder"] == str(folder))
+    reached[2] = time.monotonic()
+    if jax.process_index() == 0:
+        write_json(folder / "run.json", {"status": "running"})
+    with watched(folder, timeout) as beat:
+        signals = Signals(lambda number: os._exit(128 + number))
+        reached[3] = time.monotonic()
+        beat.phase = "training"
+        for step in count():
+            beat.started = step
+            if signals.stop(step):
+                break
+            time.sleep(STEP_S)
+            beat.completed = step
+        job.gather("last step", str(step))
+    jax.distributed.shutdown()
+
+
+class Job:
+    """The processes of a job, forked from this one."""
+
+    def __init__(self, processes: int, timeout: float, folder: Path):
+        self.folder = folder
+        shape = (processes, len(MOMENTS))
+        self.reached = np.frombuffer(mmap.mmap(-1, processes * len(MOMENTS) * 8)).reshape(shape)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.began = time.monotonic()
+        self.pids = []
+        for rank in range(processes):
+            if (pid := os.fork()) == 0:
+                os.environ |= {
+                    "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes),
+                    "JAX_PROCESS_ID": str(rank),
+                }  # fmt: skip
+                try:
+                    one_process(folder, timeout, self.reached[rank])
+                    os._exit(0)
+                finally:
+                    os._exit(1)  # never into what surrounds the parent
+            self.pids.append(pid)
+
+    def wait_until_it_trains(self) -> None:
+        """Returns when every process has completed a step and said so; prints when each moment was
+        reached by the last."""
+        while not (self.reached > 0).all():
+            time.sleep(0.1)
+        for name, seconds in zip(MOMENTS, self.reached.max(axis=0) - self.began, strict=True):
+            print(f"  {seconds:6.1f} s  the last is {name}", flush=True)
+        (beats,) = (self.folder / "heartbeats").iterdir()
+        seen = heartbeat.read(beats)
+        while len(seen) < len(self.pids) or any(b["completed"] is None for b in seen):
+            time.sleep(0.5)
+            seen = heartbeat.read(beats)
+        print(f"  {time.monotonic() - self.began:6.1f} s  every heartbeat has a completed step")
+
+    def ended(self) -> list[int]:
+        """How each ended, as exit statuses; returns when all have."""
+        return [os.waitstatus_to_exitcode(os.wait()[1]) for _ in self.pids]
+
+
+def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int], None]) -> None:
+    """A job to one of whose processes something is done while it trains; prints what follows."""
+    print(f"{name}: {processes} processes, steps of {STEP_S} s, watchdog {timeout:g} s")
+    with tempfile.TemporaryDirectory() as temporary:
+        running = Job(processes, timeout, Path(temporary))
+        running.wait_until_it_trains()
+        rank = random.Random(0).randrange(1, processes)
+        at = time.monotonic()
+        disturb(running.pids[rank])
+        statuses = running.ended()
+        took = time.monotonic() - at
+        reason = json.loads((Path(temporary) / "run.json").read_text()).get("reason", "")
+        found = {status: statuses.count(status) for status in sorted(set(statuses))}
+        print(f"  {took:6.1f} s  from there to the end of all, by status {found}: {reason}")
+
+
+def main() -> None:
+    """The three jobs in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=256)
+    parser.add_argument("--timeout", type=float, default=20, help="the watchdog's")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    xla_bridge.discover_pjrt_plugins()  # an installed compiler for GPUs is 120 MB to each process
+    print(f"{os.cpu_count()} cores; a stop takes {LEAD} steps: {LEAD * STEP_S} s at least")
+    for name, number in (
+        ("stopped", signal.SIGTERM), ("killed", signal.SIGKILL), ("frozen", signal.SIGSTOP),
+    ):  # fmt: skip
+        disturbed(name, args.processes, args.timeout, lambda pid, n=number: os.kill(pid, n))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`launch/verdict.py`: what an exit status says, and whether the job goes on."""
+
+import json
+import signal
+
+import launching  # noqa: F401
+import pytest
+import verdict
+
+from jaxbench.errors import STATUS
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Ends the first start of a job that saves by a failure of rank 3: (exit status, record)."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
+    monkeypatch.setenv("JAXBENCH_RESUME", "true")
+    monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
+
+    def end(status, said="", record=None, watchdog=""):
+        first = tmp_path / "ranks" / "start-1" / "first"
+        first.mkdir(parents=True)
+        (first / "rank").write_text(f"3 n1 {status}\n")
+        (tmp_path / "ranks" / "rank-3.log").write_text(said)
+        (tmp_path / "ranks" / "rank-0.log").write_text(watchdog)
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({"status": "running", "cause": None, **(record or {})}))
+        code = verdict.main(str(tmp_path), 0, 1, 0)
+        return code, json.loads(path.read_text())
+
+    return end
+
+
+def test_launchers_know_every_status():
+    assert {number: cause for number, (cause, _) in verdict.CAUSES.items()} == {
+        number: cause for cause, number in STATUS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("cause", "again"),
+    [("numbers", False), ("mistake", False), ("memory", False), ("storage", False),
+     ("failed", False), ("gpu", True), ("network", True), ("lost", True)],
+)  # fmt: skip
+def test_what_was_not_the_work_s_fault_brings_the_job_back(cause, again, job, capsys):
+    code, record = job(STATUS[cause], "step 1\nerror: what happened\n")
+    assert code == (verdict.REQUEUE if again else 0)
+    assert (record["status"], record["cause"]) == ("failed", cause)
+    assert record["reason"].startswith("rank 3 on n1: ")
+    assert record["reason"].endswith("error: what happened")
+    assert capsys.readouterr().out == f"failed: {record['reason']}\n"
+
+
+def test_a_job_that_the_watchdog_killed_hung(job, capsys):
+    """And was not lost by the rank that it killed."""
+    reason = "no sign of life for 60 s from rank 7 on n4 (training, last completed step 12)"
+    hang = {"status": "failed", "cause": "hang", "reason": reason}
+    said = f"watchdog: {reason}; ending the job\n"
+    code, record = job(128 + signal.SIGKILL, record=hang, watchdog=said)
+    assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "hang", reason)
+    assert capsys.readouterr().out == f"failed: {reason}\n"
+
+
+def test_a_hang_of_the_start_before_is_forgotten(job):
+    """`benchmarks/lose_and_resume.py` found this: the record was not yet written again."""
+    hang = {"status": "failed", "cause": "hang", "reason": "no sign of life for 60 s from rank 7"}
+    _, record = job(128 + signal.SIGKILL, record=hang)
+    assert (record["cause"], record["reason"]) == (
+        "lost", "lost rank 3 on n1 (killed by SIGKILL)",
+    )  # fmt: skip
+
+
+def test_a_killed_rank_is_lost(job):
+    code, record = job(128 + signal.SIGKILL)
+    assert (code, record["cause"]) == (verdict.REQUEUE, "lost")
+    assert record["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
