@@ -50,6 +50,20 @@ def test_no_product_is_faster_than_the_peak_or_its_bytes():
     assert costs.kernel(moving) == {"products": pytest.approx(start + seconds)}
 
 
+def test_work_of_which_there_is_no_table_takes_its_peak_or_its_bytes():
+    costs = measured()
+    scan = Work("ssd_forward", "bf16", 10**12, bytes=10**9)
+    assert costs.work(scan) == pytest.approx(1e12 / 989e12, rel=1e-3)
+    assert not costs.covers(scan)
+    (seconds,) = costs.kernel(Kernel((scan,), 10**9, "jit(step)/ssd.scan/ssd_forward")).values()
+    assert seconds == pytest.approx(1e12 / 989e12, rel=1e-3)
+    gate = Work("gate_norm", "bf16", 0, bytes=10**9)
+    assert costs.covers(gate)
+    assert costs.kernel(Kernel((gate,), 10**9, "")) == {
+        "other kernels": pytest.approx(3e-6 + 1e9 / (0.8 * 3352.32e9))
+    }
+
+
 def test_other_kernels_take_their_start_and_their_bytes():
     found = measured().kernel(Kernel((), 10**9, "jit(step)/add"))
     assert found == {

@@ -6,7 +6,8 @@ Mosaic GPU. What moves then: a kernel's loads and stores become copies to shared
 (`plgpu.copy_gmem_to_smem`), its products `plgpu.wgmma` into accumulators, under
 `LoweringSemantics.Lane`, as `pl.kernel` with this grid; the mathematics, the order of kernels and
 all that is outside of them stay. A block there is copied as a whole, so what now writes some
-columns of a block needs a block of those columns.
+columns of a block needs a block of those columns; sums of dt a come from XLA, if `lax.cumsum` has
+no form there.
 """
 
 import json
@@ -45,8 +46,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that decide how fast kernels are, and little else: chosen from what compiles without
-    spilling more, not yet measured.
+    """Sizes that decide how fast kernels are, and little else: not yet chosen by measurement
+    (`benchmarks/one_gpu/mixers.py` has others).
 
     The scan goes through a sequence in chunks of `chunk` tokens, its first pass in parts of chunks;
     states are kept once per chunk. Gradients of b and c are made for `columns` of them at a time.
