@@ -41,4 +41,4 @@ def apart(x: jax.Array, way: int) -> jax.Array:
     """`x` by an expression of its own, one for each `way` of 1, 2, ..: times 2^way 2^-way, exactly,
     of which the compiler sees one factor alone."""
     factor = jax.lax.optimization_barrier(jnp.array(2.0**way, x.dtype))
-    return x * (factor * jnp.array(2.0**-way, x.dtype))
+    return x * factor * jnp.array(2.0**-way, x.dtype)

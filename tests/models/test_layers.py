@@ -150,11 +150,11 @@ def test_initial_values_follow_maxtext():
 def test_stretches_of_one_remat_policy():
     cfg = replace(MODELS["llama31_8b"], layers=5)
     assert stretches(cfg, Execution(remat="query,attention:2,residual:3"), Precision()) == [
-        Stretch(0, slice(0, 2), {"query", "attention", "residual"}, False),
-        Stretch(0, slice(2, 3), {"query", "residual"}, False),
-        Stretch(0, slice(3, 5), {"query"}, False),
+        Stretch(0, slice(0, 2), frozenset({"query", "attention", "residual"}), False),
+        Stretch(0, slice(2, 3), frozenset({"query", "residual"}), False),
+        Stretch(0, slice(3, 5), frozenset({"query"}), False),
     ]
-    for remat, kept in (("none", None), ("full", set())):
+    for remat, kept in (("none", None), ("full", frozenset())):
         found = stretches(cfg, Execution(remat=remat), Precision())
         assert found == [Stretch(0, slice(0, 5), kept, False)]
 
@@ -163,10 +163,10 @@ def test_stretches_of_one_precision():
     cfg = replace(MODELS["llama31_8b"], layers=5)
     precision = Precision(first_bf16_layers=1, last_bf16_layers=1)
     assert stretches(cfg, Execution(remat="query:3"), precision) == [
-        Stretch(0, slice(0, 1), {"query"}, True),
-        Stretch(0, slice(1, 3), {"query"}, False),
-        Stretch(0, slice(3, 4), set(), False),
-        Stretch(0, slice(4, 5), set(), True),
+        Stretch(0, slice(0, 1), frozenset({"query"}), True),
+        Stretch(0, slice(1, 3), frozenset({"query"}), False),
+        Stretch(0, slice(3, 4), frozenset(), False),
+        Stretch(0, slice(4, 5), frozenset(), True),
     ]
     everything = Precision(first_bf16_layers=3, last_bf16_layers=9)
     found = stretches(cfg, Execution(remat="none"), everything)
@@ -177,10 +177,10 @@ def test_stretches_of_units_of_several_layers():
     cfg = MODELS["nemotronh_56b"]
     precision = Precision(first_bf16_layers=2, last_bf16_layers=2)
     assert stretches(cfg, Execution(remat="up:43,mamba:114"), precision) == [
-        Stretch(0, slice(0, 1), {"mamba", "up"}, True),
-        Stretch(0, slice(1, 3), {"mamba", "up"}, False),
-        Stretch(0, slice(3, 10), {"mamba"}, False),
-        Stretch(1, slice(0, 2), {"mamba"}, False),
-        Stretch(1, slice(2, 3), set(), False),
-        Stretch(1, slice(3, 4), set(), True),
+        Stretch(0, slice(0, 1), frozenset({"mamba", "up"}), True),
+        Stretch(0, slice(1, 3), frozenset({"mamba", "up"}), False),
+        Stretch(0, slice(3, 10), frozenset({"mamba"}), False),
+        Stretch(1, slice(0, 2), frozenset({"mamba"}), False),
+        Stretch(1, slice(2, 3), frozenset(), False),
+        Stretch(1, slice(3, 4), frozenset(), True),
     ]

@@ -144,7 +144,7 @@ def test_figures_of_a_step():
     with mesh_of(run):
         model = jax.jit(lambda: Decoder(run.model, key=jax.random.key(0)))()
         tokens = jnp.asarray(RNG.integers(0, 64, size=(2, 8, 32)), jnp.int32)
-        figures = model.loss(*tokens, run.execution, run.precision)[1]
+        _, (figures, _) = model.loss(*tokens, run.execution, run.precision)
     assert 0 < float(figures["tokens_dropped"]) < 1
     assert 1 < float(figures["expert_load_max"]) <= run.model.experts / 2
     assert figures["expert_load"].shape == (run.model.experts,)
