@@ -83,9 +83,13 @@ class Mamba2(nnx.Module):
 
         def local(projected, groups):
             own = jax.tree.map(mesh.own_copy, ssd.Parameters.of(groups))
-            return mixer(self.dims, mesh.axes("seq"), projected, own)
+            y = mixer(self.dims, mesh.axes("seq"), projected, own)
+            return y.reshape(*y.shape[:2], -1)
 
-        out_specs = mesh.spec("batch seq groups inner", mesh.ACTIVATION)
+        out_specs = mesh.spec("batch seq groups", mesh.ACTIVATION)
         y = jax.shard_map(local, out_specs=out_specs)(projected, self.groups)
-        y = dense.dot("BSGI,DGI->BSD", save(y, "mamba"), self.out, "batch seq embed")
+        # Saved as tokens by features: by groups first, as it is made, XLA would transpose all of
+        # its slots between microbatches.
+        y = save(y, "mamba").reshape(*y.shape[:2], *projected.shape[2:3], -1)
+        y = dense.dot("BSGI,DGI->BSD", y, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()
