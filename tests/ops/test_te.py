@@ -16,8 +16,8 @@ from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_program, kernels
 
 LLAMA = (
-    "llama31_8b_fp8", 8, "model.layers=2", "batch.global_batch=16", "model.vocabulary=4096",
-    "execution.remat=none",
+    "llama31_8b_fp8", 8, "model.layers=2", "batch.global_batch=16", "batch.microbatch=1",
+    "model.vocabulary=4096", "execution.remat=none",
 )  # fmt: skip
 GROK = (
     "grok1_314b_fp8", 8, "model.layers=1", "batch.global_batch=32", "batch.microbatch=4",

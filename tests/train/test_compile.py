@@ -118,6 +118,7 @@ def test_layers_in_bf16_and_current_scaling():
     row = Compiled(
         "llama31_8b_fp8", 8, "model.layers=4", "precision.scaling=current",
         "precision.first_bf16_layers=1", "batch.global_batch=16", "batch.microbatch=1",
+        "execution.remat=none",
     )  # fmt: skip
     # Three layers, two microbatches, three products each; nothing is recomputed.
     found = fp8.compiled_products(row.program)
