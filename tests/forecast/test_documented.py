@@ -20,8 +20,8 @@ def ratios() -> dict[str, float]:
 
 
 def test_llama_rows_are_within_15_percent():
-    """Each of those that shard alike but one, whose program here has become faster than that; nothing
-    in a forecast is fitted to them."""
+    """Each of those that shard alike but one, than which the program here has become faster;
+    nothing in a forecast is fitted to them."""
     alike = {row: ratio for row, ratio in ratios().items() if row.startswith(ALIKE)}
     assert len(alike) == 34
     outside = {row: ratio for row, ratio in alike.items() if not 0.85 <= ratio <= 1.15}
