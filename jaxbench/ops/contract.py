@@ -3,6 +3,9 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from jaxbench import mesh
 
 
 def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
@@ -26,4 +29,9 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
     def places(letters: list[str]) -> tuple[list[int], list[int]]:
         return [a_dims.index(d) for d in letters], [b_dims.index(d) for d in letters]
 
-    return jax.lax.dot_general(a, b, (places(summed), places(batch)), **options)
+    placed = places(summed), places(batch)
+    if batch and mesh.platform() == "cpu":
+        # Where the sum is not over the last dimension of `a`, XLA adds up in bf16 there.
+        wide = [x.astype(jnp.float32) for x in (a, b)]
+        return jax.lax.dot_general(wide[0], wide[1], placed, **options).astype(a.dtype)
+    return jax.lax.dot_general(a, b, placed, **options)

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxbench import mesh
 from jaxbench.ops.contract import contract
+from jaxbench.recipe.settings import AXES
 
 SIZES = dict(zip("BSDNHKGPFER", (2, 3, 4, 5, 6, 7, 2, 2, 3, 4, 5), strict=True))
 
@@ -31,3 +33,15 @@ def test_is_the_einsum(equation):
 def test_another_order_is_refused():
     with pytest.raises(ValueError, match="expected BSF or FBS"):
         contract("BSD,DF->BFS", jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+
+
+def test_batches_in_bf16_are_added_up_in_fp32():
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (8, 256, 64), jnp.bfloat16) for key in keys)
+    exact = jnp.einsum(
+        "ERD,ERF->EDF", *(x.astype(jnp.float32) for x in (a, b)), precision="highest"
+    )
+    with jax.set_mesh(mesh.make_mesh((1,) * len(AXES), jax.devices()[:1])):
+        found = jax.jit(lambda a, b: contract("ERD,ERF->EDF", a, b))(a, b)
+    error = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
+    assert error < 2**-8  # that of the result alone; sums in bf16 have ten times as much
