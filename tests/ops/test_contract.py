@@ -1,5 +1,7 @@
 """Products whose operands are not transposed in memory."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,12 +38,12 @@ def test_another_order_is_refused():
 
 
 def test_batches_in_bf16_are_added_up_in_fp32():
-    keys = jax.random.split(jax.random.key(0))
-    a, b = (jax.random.normal(key, (8, 256, 64), jnp.bfloat16) for key in keys)
-    exact = jnp.einsum(
-        "ERD,ERF->EDF", *(x.astype(jnp.float32) for x in (a, b)), precision="highest"
-    )
+    k_a, k_b = jax.random.split(jax.random.key(0))
+    a = jax.random.normal(k_a, (8, 256, 64), jnp.bfloat16)
+    b = jax.random.normal(k_b, (8, 256, 2, 64), jnp.bfloat16)
+    equation = "ERD,ERPF->EDPF"
+    exact = jnp.einsum(equation, *(x.astype(jnp.float32) for x in (a, b)), precision="highest")
     with jax.set_mesh(mesh.make_mesh((1,) * len(AXES), jax.devices()[:1])):
-        found = jax.jit(lambda a, b: contract("ERD,ERF->EDF", a, b))(a, b)
+        found = jax.jit(partial(contract, equation))(a, b)
     error = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
     assert error < 2**-8  # that of the result alone; sums in bf16 have ten times as much
