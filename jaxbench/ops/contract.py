@@ -8,6 +8,13 @@ import jax.numpy as jnp
 from jaxbench import mesh
 
 
+def letters(equation: str) -> tuple[str, str, str]:
+    """The dimensions of both operands and of the result of an einsum."""
+    operands, result = equation.split("->")
+    a, b = operands.split(",")
+    return a, b, result
+
+
 def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
     """`jnp.einsum` of two arrays whose dimensions lie, in the result, one array's after the
     other's, behind those of a batch; `options` are those of `jax.lax.dot_general`.
@@ -15,8 +22,7 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
     Sums over several dimensions in their order in `a`. `einsum` sorts them by their letters, and
     XLA then reorders an operand in memory. Raises ValueError for another order.
     """
-    inputs, out = equation.split("->")
-    a_dims, b_dims = inputs.split(",")
+    a_dims, b_dims, out = letters(equation)
     batch = [d for d in a_dims if d in b_dims and d in out]
     summed = [d for d in a_dims if d in b_dims and d not in out]
     order = "".join(batch + [d for d in a_dims + b_dims if d not in batch + summed])
@@ -26,8 +32,8 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
     if out != order:
         a, b, a_dims, b_dims = b, a, b_dims, a_dims
 
-    def places(letters: list[str]) -> tuple[list[int], list[int]]:
-        return [a_dims.index(d) for d in letters], [b_dims.index(d) for d in letters]
+    def places(dims: list[str]) -> tuple[list[int], list[int]]:
+        return [a_dims.index(d) for d in dims], [b_dims.index(d) for d in dims]
 
     placed = places(summed), places(batch)
     if batch and mesh.platform() == "cpu":

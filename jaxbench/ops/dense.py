@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops import fp8
-from jaxbench.ops.contract import contract
+from jaxbench.ops.contract import contract, letters
 from jaxbench.ops.twice import Twice, once
 
 
@@ -27,8 +27,7 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
 def dot_twice(equation: str, x: Twice, w: nnx.Variable | fp8.Operand, dims: str) -> Twice:
     """`dot` of a value given twice, with a result whose gradient is to be given twice; in bf16 the
     first alone is used."""
-    inputs, out = equation.split("->")
-    x_dims, w_dims = inputs.split(",")
+    x_dims, w_dims, out = letters(equation)
     split_sum = mesh.contracts_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if isinstance(w, fp8.Operand):
@@ -51,8 +50,7 @@ def _forward(equation, spec, x, w):
 
 def _backward(equation, spec, operands, dy):
     x, w = operands
-    inputs, y = equation.split("->")
-    x_dims, w_dims = inputs.split(",")
+    x_dims, w_dims, y = letters(equation)
     dx = contract(f"{y},{w_dims}->{x_dims}", dy, w, out_sharding=mesh.cotangent_spec(x))
     dw = contract(f"{x_dims},{y}->{w_dims}", x, dy, out_sharding=mesh.cotangent_spec(w))
     return dx, dw

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.ops.contract import letters
 from jaxbench.ops.fp8.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program
@@ -48,9 +49,7 @@ class Product:
     @property
     def letters(self) -> tuple[str, str, str]:
         """Dimensions of input, weight and result."""
-        inputs, y = self.equation.split("->")
-        x, w = inputs.split(",")
-        return x, w, y
+        return letters(self.equation)
 
     @property
     def experts(self) -> int | None:
