@@ -7,29 +7,47 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ssd.pallas.call import Tuning
+from jaxbench.ssd.pallas.call import Given, Tuning
 from jaxbench.ssd.parts import Dims
 
 Columns = slice | pl.Slice
 
 
 @dataclass(frozen=True)
-class OfHead:
-    """Blocks of a program for one head of one sequence, in a grid `(B, A)`."""
+class _OfGroup:
+    """Blocks of a program within one group."""
 
     dims: Dims
-    length: int
-    chunks: int
 
     @property
     def group(self) -> pl.BlockSpec:
-        """All channels of the head's group: `B S G C`."""
+        """All channels of the group: `B S G C`."""
         return self._of_group(self.dims.channels)
 
     @property
     def features(self) -> pl.BlockSpec:
-        """All features of the head's group: `B S G F`."""
+        """All features of the group: `B S G F`."""
         return self._of_group(self.dims.inner)
+
+    def _of_group(self, columns: int) -> pl.BlockSpec:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OfHead(_OfGroup):
+    """Blocks of a program for one head of one sequence, in a grid `(B, A)`."""
+
+    length: int
+    chunks: int
+
+    def given(self, u: Array, dt: Array, a: Array, d: Array) -> dict[str, Given]:
+        """What both directions of the scan read."""
+        return {
+            "u": Given(u, self.group),
+            "dt": Given(dt, self.times),
+            "a": Given(a, self.scalar),
+            "d": Given(d, self.scalar),
+        }
 
     def _of_group(self, columns: int) -> pl.BlockSpec:
         heads = self.dims.heads
@@ -70,11 +88,10 @@ class OfHead:
 
 
 @dataclass(frozen=True)
-class OfChunk:
+class OfChunk(_OfGroup):
     """Blocks of a program for some columns of the state in one chunk of one group, in a grid
     `(K x parts, G, B)`."""
 
-    dims: Dims
     tuning: Tuning
 
     @property
@@ -86,16 +103,6 @@ class OfChunk:
     def parts(self) -> int:
         """Programs that share a chunk."""
         return self.dims.state // self.columns
-
-    @property
-    def group(self) -> pl.BlockSpec:
-        """All channels of the group: `B S G C`."""
-        return self._of_group(self.dims.channels)
-
-    @property
-    def features(self) -> pl.BlockSpec:
-        """All features of the group: `B S G F`."""
-        return self._of_group(self.dims.inner)
 
     def _of_group(self, columns: int) -> pl.BlockSpec:
         block = (None, self.tuning.chunk, None, columns)

@@ -38,11 +38,7 @@ def _reverse(tuning, dims, u, dt, a, d, entering, before, dy):
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
-    given = {
-        "u": Given(u, blocks.group),
-        "dt": Given(dt, blocks.times),
-        "a": Given(a, blocks.scalar),
-        "d": Given(d, blocks.scalar),
+    given = blocks.given(u, dt, a, d) | {
         "dy": Given(dy, blocks.features),
         "before": Given(before, blocks.states),
     }

@@ -53,12 +53,7 @@ def _run(tuning, dims, u, dt, a, d, entering, *, keep):
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
-    given = {
-        "u": Given(u, blocks.group),
-        "dt": Given(dt, blocks.times),
-        "a": Given(a, blocks.scalar),
-        "d": Given(d, blocks.scalar),
-    }
+    given = blocks.given(u, dt, a, d)
     if entering is not None:
         given["entering"] = Given(entering, blocks.state)
     made = {"y": Made((batch, length, groups, dims.inner), u.dtype, blocks.features)}
