@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
+from jaxbench.ops.slots import scan
 
 CHUNK_TOKENS = 2048
 """Tokens per chunk: enough rows for an efficient product, 1 GB of fp32 logits at 128k columns."""
@@ -70,12 +71,13 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
     columns = head.shape[1]
     first_column = jax.lax.axis_index(mesh.TENSOR) * columns
 
-    def step(loss, tokens):
+    def step(_, loss, tokens):
         hidden, targets = tokens
         logits = jnp.einsum("TD,DV->TV", hidden, head, preferred_element_type=jnp.float32)
-        largest = jax.lax.pmax(jnp.max(logits, axis=-1, keepdims=True), mesh.TENSOR)
-        exp = jnp.exp(logits - largest)
-        partition = jax.lax.psum(jnp.sum(exp, axis=-1, keepdims=True), mesh.TENSOR)
+        own_largest, own_partition = _partition(logits)
+        largest = jax.lax.pmax(own_largest, mesh.TENSOR)
+        partition = own_partition * jnp.exp(own_largest - largest)
+        partition = jax.lax.psum(partition, mesh.TENSOR)
         # Picked, not summed: a sum is fused with the gradient, which is then not written where it
         # is stacked.
         column = (targets - first_column)[:, None]
@@ -86,12 +88,13 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
         if not gradients:
             return loss, None
         is_target = jnp.arange(columns) == column
-        d_logits = ((exp / partition - is_target) / total).astype(hidden.dtype)
+        probability = jnp.exp(logits - largest) / partition
+        d_logits = ((probability - is_target) / total).astype(hidden.dtype)
         return loss, d_logits
 
     chunk = largest_divisor(targets.size, CHUNK_TOKENS)
     chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
-    loss, d_logits = jax.lax.scan(step, jnp.zeros(()), chunks)
+    loss, d_logits = scan(step, jnp.zeros(()), chunks)
     loss = jax.lax.psum(loss, everyone) / total
     if not gradients:
         return (loss,)
@@ -100,6 +103,23 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
     if shards:
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
     return loss, d_hidden.reshape(hidden.shape), d_head
+
+
+def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each row `[T, V]` the largest logit and the sum of exp(logit - largest), each `[T, 1]`, in
+    one pass over the logits (Milakov and Gimelshein 2018, algorithm 3)."""
+
+    def join(a, b):
+        (largest_a, sum_a), (largest_b, sum_b) = a, b
+        smaller = jnp.exp(-jnp.abs(largest_a - largest_b))
+        of_a = largest_a >= largest_b
+        joined = jnp.where(of_a, sum_a + sum_b * smaller, sum_a * smaller + sum_b)
+        return jnp.where(of_a, largest_a, largest_b), joined
+
+    # Finite, since a compiler may join two of them.
+    none = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
+    found = jax.lax.reduce((logits, jnp.ones_like(logits)), none, join, (1,))
+    return found[0][:, None], found[1][:, None]
 
 
 def largest_divisor(n: int, limit: int) -> int:

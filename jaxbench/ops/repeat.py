@@ -2,7 +2,7 @@
 and out.
 
 `jax.lax.scan` of `remat.recomputed` computes the same, but stacks activations in zeros that are
-made and copied for each microbatch. These slots are filled again.
+made and copied for each microbatch. These slots are allocated once, and filled again.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxbench.ops.remat import recomputed
-from jaxbench.ops.slots import at, put, residuals, restored
+from jaxbench.ops.slots import at, empty, put, residuals, restored, scan
 
 Slots = list[jax.Array]
 """What the backward pass of each unit needs beside weights, stacked on the first axis."""
@@ -51,14 +50,14 @@ def _repeat(unit, x, weights, constants, shared, slots):
 
 
 def _forward(unit, x, weights, constants, shared, slots):
-    def step(carry, operands):
-        index, x, slots = carry
+    def step(index, carry, operands):
+        x, slots = carry
         (y, said), vjp = jax.vjp(unit, x, *operands, shared)
-        return (index + 1, y, put(slots, [x, *residuals(vjp)], index)), said
+        return (y, put(slots, [x, *residuals(vjp)], index)), said
 
     if slots is None:
-        slots = _zeros(unit, x, weights, constants, shared)
-    (_, y, slots), said = jax.lax.scan(step, (0, x, slots), (weights, constants))
+        slots = _allocated(unit, x, weights, constants, shared)
+    (y, slots), said = scan(step, (x, slots), (weights, constants))
     return (y, said, slots), (weights, constants, shared, slots)
 
 
@@ -66,25 +65,22 @@ def _backward(unit, kept, cotangents):
     weights, constants, shared, slots = kept
     dy, d_said, _ = cotangents
 
-    def step(carry, now):
-        index, dy = carry
+    def step(index, dy, now):
         *operands, d_said = now
         x, *waited = at(slots, index)
         arguments = x, *operands, shared
         like = jax.eval_shape(lambda *arguments: jax.vjp(unit, *arguments)[1], *arguments)
         dx, d_weights, _, _ = restored(like, waited, jax.tree.leaves(arguments))((dy, d_said))
-        return (index - 1, dx), d_weights
+        return dx, d_weights
 
-    last = len(slots[0]) - 1
-    operands = weights, constants, d_said
-    (_, dx), d_weights = jax.lax.scan(step, (last, dy), operands, reverse=True)
+    dx, d_weights = scan(step, dy, (weights, constants, d_said), reverse=True)
     return dx, d_weights, None, None, None
 
 
 _repeat.defvjp(_forward, _backward)
 
 
-def _zeros(unit: Callable, x: jax.Array, weights: Any, constants: Any, shared: Any) -> Slots:
+def _allocated(unit: Callable, x: jax.Array, weights: Any, constants: Any, shared: Any) -> Slots:
     def kept(x, *arguments):
         return [x, *residuals(jax.vjp(unit, x, *arguments)[1])]
 
@@ -92,12 +88,3 @@ def _zeros(unit: Callable, x: jax.Array, weights: Any, constants: Any, shared: A
     return [
         empty(like, count) for like in jax.eval_shape(kept, x, *at((weights, constants), 0), shared)
     ]
-
-
-def empty(like: jax.ShapeDtypeStruct, *count: int) -> jax.Array:
-    """Zeros of a type, stacked so many times."""
-    stacked = None
-    if like.sharding is not None:
-        spec = like.sharding.spec
-        stacked = spec.update(partitions=(*(None for _ in count), *spec.partitions))
-    return jnp.zeros((*count, *like.shape), like.dtype, out_sharding=stacked)

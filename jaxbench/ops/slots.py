@@ -1,12 +1,15 @@
 """Activations that wait in slots for a backward pass: entries of stacked arrays, and what a
 transpose keeps in them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxbench import mesh
 
 
 def at(tree: Any, *index: Any) -> Any:
@@ -44,3 +47,45 @@ def restored(vjp: Any, kept: Sequence, arguments: list) -> Any:
     """The like of a transpose, with other residuals and arguments."""
     structure = jax.tree.structure(replace(vjp, args_res=[]))
     return replace(jax.tree.unflatten(structure, kept), args_res=arguments)
+
+
+def empty(like: jax.ShapeDtypeStruct, *count: int) -> jax.Array:
+    """An array of a type, stacked so many times, with nothing written to it.
+
+    Each device allocates its own part, since XLA partitions no allocation. Zeros would be written,
+    and two of one shape are one constant, which XLA copies.
+    """
+    shape = *count, *like.shape
+    if like.sharding is None or mesh.manual():
+        return jax.lax.empty(shape, like.dtype)
+    spec = like.sharding.spec
+    spec = spec.update(partitions=(*(None for _ in count), *spec.partitions))
+    part = jax.sharding.NamedSharding(like.sharding.mesh, spec).shard_shape(shape)
+    allocate = partial(jax.lax.empty, part, like.dtype)
+    return mesh.on_each_device(allocate, spec, check_vma=False)()
+
+
+def scan(
+    step: Callable[[jax.Array, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` of a step that is given its index before carry and entry, not to be
+    differentiated. What it stacks is not zeros before (`empty`)."""
+    count = len(jax.tree.leaves(xs)[0])
+
+    def body(state):
+        done, carry, stacked = state
+        index = count - 1 - done if reverse else done
+        carry, y = step(index, carry, at(xs, index))
+        return done + 1, carry, put(stacked, y, index)
+
+    start = jnp.int32(0)
+    _, likes = jax.eval_shape(step, start, carry, jax.eval_shape(lambda xs: at(xs, 0), xs))
+    stacked = jax.tree.map(lambda like: empty(like, count), likes)
+    _, carry, stacked = jax.lax.while_loop(
+        lambda state: state[0] < count, body, (start, carry, stacked)
+    )
+    return carry, stacked

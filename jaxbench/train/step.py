@@ -14,7 +14,7 @@ from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import fp8
-from jaxbench.ops.repeat import empty
+from jaxbench.ops.slots import empty
 from jaxbench.recipe.settings import Run
 from jaxbench.train import data, pipeline
 from jaxbench.train.optimizer import learning_rate, make_optimizer

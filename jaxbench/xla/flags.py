@@ -23,6 +23,8 @@ TUNED: Options = {
     # Fusing the slice that stacks a saved activation with the product that makes it runs that
     # product twice.
     "xla_gpu_enable_dynamic_slice_fusion": False,
+    # Without it a layer's input is copied before a product adds to it.
+    "xla_gpu_copy_insertion_use_region_analysis": True,
     # Remat is the recipe's choice; the compiler's own pass would gather weights a second time.
     "xla_disable_hlo_passes": "rematerialization",
     # One reduce-scatter per gradient as soon as it is there, instead of all of a layer's at its

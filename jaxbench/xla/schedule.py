@@ -24,6 +24,9 @@ FREE = {
 }  # fmt: skip
 """Opcodes that launch no kernel of their own."""
 
+ALLOCATES = "AllocateBuffer"
+"""The custom call of memory to which nothing is written."""
+
 SLICES = ("dynamic-slice", "slice", "gather")
 
 SCAN = "ssd.scan"
@@ -317,7 +320,8 @@ def _bodies(i: Instruction) -> list[tuple[str, int]]:
 
 
 def _launches(i: Instruction) -> bool:
-    return i.opcode not in FREE and not i.opcode.endswith(("-done", "-update"))
+    free = i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
+    return not free and i.target != ALLOCATES
 
 
 def _is_collective(i: Instruction) -> bool:
