@@ -82,17 +82,32 @@ def first_failure(exits):
     return (int(found[0]), found[1], int(found[2])) if len(found) == 3 else None
 
 
-def message(folder, rank):
+def said_by(folder, rank, start, seen):
+    """The lines that a rank printed in this start: after its first process's older ones, or after
+    the line by which `run.sh` begins in the others."""
+    lines = text(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
+    if rank != 0:
+        mark = f"start {start + 1}, on "
+        seen = max((n for n, line in enumerate(lines, 1) if line.startswith(mark)), default=0)
+    return [line.strip() for line in lines[seen:]]
+
+
+def message(lines):
     """What a rank said last of its failure."""
-    lines = [
-        line.strip()
-        for line in text(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
-    ]
     for pattern in (r"error: ", r"failed: ", r"[\w.]*(Error|Exception|Failed)\b"):
         found = [line for line in lines[-200:] if re.match(pattern, line)]
         if found:
             return found[-1]
     return next((line for line in reversed(lines) if line), "it said nothing")
+
+
+def alone(lines):
+    """Why JAX aborted a rank; empty if it did not. It does where the first process or the network
+    to it is gone, and where others give no sign of life: their numbers are lines of their own."""
+    said = "\n".join(lines[-200:])
+    words = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
+    found = re.search(words, said)
+    return " ".join(found[1].partition(". ")[0].split())[:300] if found else ""
 
 
 def last_step(folder, rank):
@@ -115,8 +130,7 @@ def verdict(folder, start, seen):
     """(status and cause for the record, reason, whether what happened should not end the job)."""
     exits = os.path.join(folder, "ranks", f"start-{start + 1}")
     srun = text(os.path.join(exits, "srun.log"))
-    lines = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()
-    said = "\n".join(lines[seen:])
+    said = "\n".join(said_by(folder, 0, start, seen))
     done, by_itself = done_by_slurm(start, srun + said)
     failed = first_failure(exits)
     if done is not None:
@@ -128,7 +142,7 @@ def verdict(folder, start, seen):
         words = ["lost a node, or no process could be started", *last]
         return "failed", "lost a node", "; ".join(words), began
     rank, node, code = failed
-    where = f"rank {rank} on {node}"
+    where, lines = f"rank {rank} on {node}", said_by(folder, rank, start, seen)
     if code == TIME_LIMIT:
         return "interrupted", "time limit", "time limit", at_limit()
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
@@ -136,7 +150,9 @@ def verdict(folder, start, seen):
         return "interrupted", name, name + " to " + where, True
     if code in CAUSES:
         cause, words = CAUSES[code]
-        return "failed", cause, f"{where}: {words}{message(folder, rank)}", cause in MENDED
+        return "failed", cause, f"{where}: {words}{message(lines)}", cause in MENDED
+    if code == 128 + signal.SIGABRT and alone(lines):
+        return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     record = record_of(folder)
     hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
     if hung and code == 128 + signal.SIGKILL:

@@ -50,8 +50,9 @@ class Watch:
     def verdict(
         self, beats: list[dict[str, Any]], now: float, unreadable: Collection[int] = ()
     ) -> str | None:
-        """What is wrong, naming ranks and their last steps; None while nothing is. The clock stands
-        still for ranks of which nothing can be read now."""
+        """What is wrong, naming ranks and their last steps; None while nothing is. Of stuck ranks
+        those behind are named, for which the others may wait. The clock stands still for ranks of
+        which nothing can be read now."""
         silent, stuck = [], []
         for beat in beats:
             rank = beat["rank"]
@@ -71,9 +72,11 @@ class Watch:
         if silent:
             return f"no sign of life for {self.timeout:g} s from {_name(silent)}"
         if stuck:
-            behind = min(_order(beat) for beat in stuck)
-            stuck = [beat for beat in stuck if _order(beat) == behind]
-            return f"no progress within the time limit of {self.timeout:g} s: {_name(stuck)}"
+            furthest = min(_order(beat) for beat in stuck)
+            behind = [beat for beat in stuck if _order(beat) == furthest]
+            others = len(stuck) - len(behind)
+            more = f"; {others} more wait" if others else ""
+            return f"no progress within the time limit of {self.timeout:g} s: {_name(behind)}{more}"
         missing = set(range(self.processes)) - {beat["rank"] for beat in beats} - {*unreadable}
         if missing and now - self.began > self.timeout * SLOW:
             return f"never heard of rank {', '.join(map(str, sorted(missing)[:8]))}"

@@ -55,6 +55,20 @@ def test_a_rank_that_cannot_be_read_is_not_taken_for_silent():
     )
 
 
+def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
+    """Where the network is lost all are stuck, and the one behind is not at fault."""
+    watch = watchdog.Watch(processes=3, timeout=10, now=0)
+    beats = [{**BEAT, "rank": rank, "started": 3 if rank == 1 else 4} for rank in range(3)]
+    for now in range(11):
+        alive = [{**beat, "beats": now} for beat in beats]
+        assert watch.verdict(alive, now) is None
+    said = watch.verdict([{**beat, "beats": 11} for beat in beats], 11)
+    assert said == (
+        "no progress within the time limit of 10 s: rank 1 on far (training, last completed "
+        "step 2); 2 more wait"
+    )
+
+
 def test_heartbeats_of_many_processes_are_read_in_turn(tmp_path):
     """Of 2048 a tenth each second, and all in ten."""
     for rank in range(2048):

@@ -17,9 +17,11 @@ def test_a_node_without_the_environment_says_so_in_one_line(tmp_path):
         env=os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAXBENCH_VENV": str(tmp_path / "none"),
             "JAXBENCH_EXITS": str(tmp_path), "SLURM_PROCID": "5", "SLURMD_NODENAME": "n7",
+            "SLURM_RESTART_COUNT": "1",
         },
     )  # fmt: skip
     assert done.returncode == 2
+    assert done.stdout == "start 2, on n7\n"  # by which launch/verdict.py tells starts apart
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: node n7: no Python with jax, neither ")
     assert (tmp_path / "first" / "rank").read_text() == "5 n7 2\n"

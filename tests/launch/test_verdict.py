@@ -17,10 +17,11 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXBENCH_RESUME", "true")
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
 
-    def end(status, said="", record=None, watchdog=""):
+    def end(status, said="", record=None, watchdog="", before=""):
         first = tmp_path / "ranks" / "start-1" / "first"
         first.mkdir(parents=True)
         (first / "rank").write_text(f"3 n1 {status}\n")
+        said = f"{before}start 1, on n1\n{said}"
         (tmp_path / "ranks" / "rank-3.log").write_text(said)
         (tmp_path / "ranks" / "rank-0.log").write_text(watchdog)
         path = tmp_path / "run.json"
@@ -74,3 +75,50 @@ def test_a_killed_rank_is_lost(job):
     code, record = job(128 + signal.SIGKILL)
     assert (code, record["cause"]) == (verdict.REQUEUE, "lost")
     assert record["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
+
+
+ABORTED = (
+    "F1122 14:07:54.208690   27163 client.h:80] Terminating process because the JAX distributed "
+    "service detected fatal errors. This most likely indicates that another task died; see the "
+    "other task logs for more details. Disable Python buffering, i.e. `python -u`, to be sure to "
+    "see all the previous output. absl::Status: UNAVAILABLE: "
+)
+"""As jax 0.10.2 says it before it aborts a process."""
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (
+            "Failed to send RPC to coordination service. Either the leader task was preempted/died/"
+            "restarted unexpectedly or this task is experiencing network issues. Check earlier\n",
+            "UNAVAILABLE: Failed to send RPC to coordination service",
+        ),
+        (
+            "The following tasks are unhealthy (stopped sending heartbeats):\n1\n2\nThe tasks have "
+            "crashed. Check the task logs for an earlier error\n",
+            "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats): 1 2",
+        ),
+    ],
+)
+def test_a_rank_that_jax_aborts_lost_the_network_and_was_not_lost(status, reason, job, capsys):
+    trace = "*** Check failure stack trace: ***\n    @     0x7fd75b040634  absl::LogMessage()\n"
+    code, record = job(128 + signal.SIGABRT, f"{ABORTED}{status}{trace}")
+    assert (code, record["cause"]) == (verdict.REQUEUE, "network")
+    assert record["reason"] == (
+        f"rank 3 on n1: it lost the network or another process: {reason}"
+    )  # fmt: skip
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_rank_that_aborts_by_itself_is_lost(job):
+    said = "terminate called after throwing an instance of 'std::system_error'\n"
+    _, record = job(128 + signal.SIGABRT, said, before=f"{ABORTED}of the start before\n")
+    assert record["cause"] == "lost"
+    assert record["reason"] == "lost rank 3 on n1 (killed by SIGABRT)"
+
+
+def test_what_a_rank_said_in_the_start_before_is_not_quoted(job):
+    before = "start 1, on n0\nerror: Connection reset by peer\n"
+    _, record = job(1, "ModuleNotFoundError: No module named 'flax'\n", before=before)
+    assert record["reason"] == "rank 3 on n1: ModuleNotFoundError: No module named 'flax'"
