@@ -34,7 +34,7 @@ def free_ports(count: int) -> list[int]:
 
 class Cluster:
     """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`. With `hosts`
-    each node is one of them, else both are this one."""
+    each node is one of them, and lost after 30 s without a word, else both are this one."""
 
     def __init__(self, folder: Path, hosts: Hosts | None = None):
         self.folder, self.hosts = folder, hosts
@@ -81,6 +81,7 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=20
+SlurmdTimeout={30 if self.hosts else 300}
 MinJobAge=3600
 JobRequeue=1
 NodeName=n0 NodeHostname={host} NodeAddr={addresses[0]} Port={ports[1]} CPUs=2 RealMemory=1000
