@@ -109,13 +109,13 @@ class Loser:
             last = self.draw.randrange(len(self.losses(log)), STEPS)
             wait(lambda: len(self.losses(log)) > min(last, STEPS - 5))
             time.sleep(self.draw.uniform(0, 0.2))
-        if self.verdict(log, start) is not None:
+        rank, found = self.draw.randrange(4), processes(number)
+        if self.verdict(log, start) is not None or rank not in found:
             return None
-        rank = self.draw.randrange(4)
         if how in NETWORK:
             self.disturb(how)
         else:
-            os.kill(processes(number)[rank], signal.Signals[how])
+            os.kill(found[rank], signal.Signals[how])
         phases = re.findall(
             r"(?m)^\S+ (compiling|loading|training|saving): ", self.said(log, start)
         )
@@ -149,7 +149,9 @@ def one_job(loser: Loser, expected: list[float], count: int, saves: bool) -> tup
         start += 1
         loss = loser.lose(number, log, start, saves)
         began = time.monotonic()
-        loser.user.wait(lambda now=start: loser.verdict(log, now) is not None)
+        loser.user.wait(
+            lambda now=start: loser.verdict(log, now) is not None or loser.user.ended(number)
+        )
         said = loser.verdict(log, start) or ""
         loser.mend()
         if loss is None:
