@@ -113,15 +113,13 @@ def alone(lines):
 def last_step(folder, rank):
     """The last step that a rank is known to have completed, for a message."""
     beats = os.path.join(folder, "heartbeats")
-    attempts = sorted(os.listdir(beats), key=float) if os.path.isdir(beats) else []
-    if not attempts:
-        return ""
     try:
-        beat = json.loads(text(os.path.join(beats, attempts[-1], f"{rank}.json")))
+        attempt = max(os.listdir(beats), key=float)
+        beat = json.loads(text(os.path.join(beats, attempt, f"{rank}.json")))
         steps = text(os.path.join(folder, "steps.jsonl")).splitlines()
         recorded = json.loads(steps[-1])["step"] if steps else -1
         known = max(-1 if beat["completed"] is None else beat["completed"], recorded)
-    except (ValueError, LookupError):
+    except (OSError, ValueError, LookupError):
         return ""
     return f", after step {known}" if known >= 0 else ", before the first step"
 
@@ -151,12 +149,12 @@ def verdict(folder, start, seen):
     if code in CAUSES:
         cause, words = CAUSES[code]
         return "failed", cause, f"{where}: {words}{message(lines)}", cause in MENDED
-    if code == 128 + signal.SIGABRT and alone(lines):
-        return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     record = record_of(folder)
     hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
-    if hung and code == 128 + signal.SIGKILL:
+    if hung and code in (128 + signal.SIGKILL, 128 + signal.SIGABRT):
         return "failed", "hang", record["reason"], True
+    if code == 128 + signal.SIGABRT and alone(lines):
+        return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     try:
         how = "killed by " + signal.Signals(code - 128).name
     except ValueError:
@@ -193,7 +191,10 @@ def main(folder, start, status, seen):
     if status == 0:
         return 0
     outcome, cause, reason, again = verdict(folder, start, seen)
-    complete(folder, outcome, cause, reason)
+    try:
+        complete(folder, outcome, cause, reason)
+    except OSError as error:
+        reason += f"; run.json does not say so: {error.strerror}"
     saves = os.environ.get("JAXBENCH_RESUME") == "true"
     left = int(os.environ.get("JAXBENCH_RESTARTS", "0")) - start
     if again and saves and left <= 0:

@@ -175,7 +175,8 @@ def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str, cause: s
 
 
 def main() -> int:
-    """Watches until it is killed or all have ended; returns 1 when it has ended the job."""
+    """Watches until it is killed or the first process has ended in good order; returns 1 when it
+    has ended the job."""
     parser = argparse.ArgumentParser(prog="python -m jaxbench.cluster.watchdog")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("beats", type=Path)
@@ -195,14 +196,14 @@ def main() -> int:
         if (now := reader.blindness()) != blind:
             print(f"watchdog: {now or 'reads all heartbeats again'}", file=sys.stderr, flush=True)
             blind = now
+        if any(beat["rank"] == 0 and beat["phase"] == "ended" for beat in beats):
+            return 0  # it says how the run ended, and no other process knows better
         if reason := dead(beats):
             end_job(args.run_folder, beats, reason, "lost")
             return 1
         if reason := watch.verdict(beats, time.monotonic(), reader.unreadable):
             end_job(args.run_folder, beats, reason, "hang")
             return 1
-        if len(beats) == args.processes and all(beat["phase"] == "ended" for beat in beats):
-            return 0
 
 
 if __name__ == "__main__":

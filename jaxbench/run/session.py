@@ -156,8 +156,8 @@ def benchmark(run: Run, session: Session) -> int:
 def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
     """Ends a process that has not begun to train, with its record."""
     try:
+        beat.end()  # first: what the main thread does meanwhile must not become the record's end
         recorder.finish("interrupted", stop_reason(number), None)
-        beat.end()
     finally:
         sys.stdout.flush()
         os._exit(128 + number)

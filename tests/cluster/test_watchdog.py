@@ -1,6 +1,7 @@
 """The watchdog on a file system that shows what is not so."""
 
 import json
+import os
 import select
 import subprocess
 import time
@@ -91,11 +92,26 @@ def test_the_watchdog_says_when_it_is_blind_and_lives_on(tmp_path):
         write(tmp_path, 1)
         assert line_of(process) == "watchdog: reads all heartbeats again\n"
         assert process.poll() is None
-        for rank in range(2):
-            write(tmp_path, rank, phase="ended")
+        write(tmp_path, 0, phase="ended")
         assert process.wait(timeout=20) == 0
     finally:
         kill([process])
+
+
+def test_what_the_first_process_said_in_the_end_is_not_written_over(tmp_path):
+    """A signal ended it while it compiled; others could not say that they end."""
+    record = json.dumps({"status": "interrupted", "reason": "SIGTERM", "cause": None})
+    (tmp_path / "run.json").write_text(record)
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    write(beats, 0, phase="ended")
+    write(beats, 1, host=os.uname().nodename, pid=2**22 + 1)  # more than there can be
+    process = start(tmp_path, beats, 2, 30, module="jaxbench.cluster.watchdog")
+    try:
+        assert process.wait(timeout=20) == 0
+    finally:
+        kill([process])
+    assert (tmp_path / "run.json").read_text() == record
 
 
 def line_of(process):

@@ -9,6 +9,14 @@ import verdict
 
 from jaxbench.errors import STATUS
 
+ABORTED = (
+    "F1122 14:07:54.208690   27163 client.h:80] Terminating process because the JAX distributed "
+    "service detected fatal errors. This most likely indicates that another task died; see the "
+    "other task logs for more details. Disable Python buffering, i.e. `python -u`, to be sure to "
+    "see all the previous output. absl::Status: UNAVAILABLE: "
+)
+"""As jax 0.10.2 says it before it aborts a process."""
+
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
@@ -52,12 +60,14 @@ def test_what_was_not_the_work_s_fault_brings_the_job_back(cause, again, job, ca
     assert capsys.readouterr().out == f"failed: {record['reason']}\n"
 
 
-def test_a_job_that_the_watchdog_killed_hung(job, capsys):
-    """And was not lost by the rank that it killed."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_job_that_the_watchdog_killed_hung(number, job, capsys):
+    """And was not lost by the rank that it killed, nor by one that JAX aborted for want of the
+    first one."""
     reason = "no sign of life for 60 s from rank 7 on n4 (training, last completed step 12)"
     hang = {"status": "failed", "cause": "hang", "reason": reason}
     said = f"watchdog: {reason}; ending the job\n"
-    code, record = job(128 + signal.SIGKILL, record=hang, watchdog=said)
+    code, record = job(128 + number, ABORTED, record=hang, watchdog=said)
     assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "hang", reason)
     assert capsys.readouterr().out == f"failed: {reason}\n"
 
@@ -75,15 +85,6 @@ def test_a_killed_rank_is_lost(job):
     code, record = job(128 + signal.SIGKILL)
     assert (code, record["cause"]) == (verdict.REQUEUE, "lost")
     assert record["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
-
-
-ABORTED = (
-    "F1122 14:07:54.208690   27163 client.h:80] Terminating process because the JAX distributed "
-    "service detected fatal errors. This most likely indicates that another task died; see the "
-    "other task logs for more details. Disable Python buffering, i.e. `python -u`, to be sure to "
-    "see all the previous output. absl::Status: UNAVAILABLE: "
-)
-"""As jax 0.10.2 says it before it aborts a process."""
 
 
 @pytest.mark.parametrize(
@@ -122,3 +123,26 @@ def test_what_a_rank_said_in_the_start_before_is_not_quoted(job):
     before = "start 1, on n0\nerror: Connection reset by peer\n"
     _, record = job(1, "ModuleNotFoundError: No module named 'flax'\n", before=before)
     assert record["reason"] == "rank 3 on n1: ModuleNotFoundError: No module named 'flax'"
+
+
+def test_a_verdict_that_cannot_be_recorded_is_said(job, tmp_path, capsys):
+    """As on a full disk: the job is not left without its last line, nor where it was."""
+    (tmp_path / "run.json.verdict").mkdir()
+    code, record = job(128 + signal.SIGKILL)
+    assert (code, record["status"]) == (verdict.REQUEUE, "running")
+    assert capsys.readouterr().out == (
+        "failed: lost rank 3 on n1 (killed by SIGKILL); run.json does not say so: Is a directory\n"
+    )
+
+
+def test_a_lost_rank_s_last_step_is_of_its_last_start(job, tmp_path):
+    for attempt, step in (("999.5", 3), ("1000.25", 7)):
+        beats = tmp_path / "heartbeats" / attempt
+        beats.mkdir(parents=True)
+        (beats / "3.json").write_text(json.dumps({"completed": step}))
+    assert job(128 + signal.SIGKILL)[1]["reason"].endswith("(killed by SIGKILL), after step 7")
+
+
+def test_what_else_lies_beside_heartbeats_harms_no_verdict(job, tmp_path):
+    (tmp_path / "heartbeats" / ".nfs0000").mkdir(parents=True)
+    assert job(128 + signal.SIGKILL)[1]["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,6 +193,30 @@ def test_what_a_run_learns_beside_its_steps_is_written_within_a_minute(tmp_path,
         )
     recorder.finish("failed", "killed", None)
     assert known == [None, None, 61.0, 61.0, 61.0, 122.0]
+
+
+def test_a_signal_while_the_record_is_written_is_its_end(tmp_path, monkeypatch):
+    """The main thread writes what it has compiled while another one ends the run."""
+    recorder = Recorder(tmp_path, run := tiny_run(), record_of(run))
+    begun, write, inside, together = threading.Event(), ReservedJson.write, [], []
+
+    def slow(self, content):
+        inside.append(content)
+        begun.set()
+        time.sleep(0.2)
+        together.append(len(inside))
+        write(self, content)
+        inside.pop()
+
+    monkeypatch.setattr(ReservedJson, "write", slow)
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.submit(recorder.add, compile_s=1.0)
+        begun.wait()
+        pool.submit(recorder.finish, "interrupted", "SIGTERM", None).result()
+        compiled.result()
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert (written["status"], written["compile_s"]) == ("interrupted", 1.0)
+    assert together == [1, 1]
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
