@@ -49,9 +49,9 @@ def find_run(
     devices.select_platform(args.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     job.join()
+    count, platform = devices.find()
     if args.local_devices is not None:
         devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
-    count, platform = jax.device_count(), jax.devices()[0].platform
     if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
         print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
     row = recipes.choose_row(platform, count, args.gpus)
