@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         run, chosen = prepare(find_run(args, recipe, overrides), args)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return STATUS[cause_of(error)]
+        # What one alone sees, such as a node without GPUs; what all are told, all leave with.
+        return session.leave(STATUS[cause_of(error)], alone=not job.all_arrive("refused", 5))
     if chosen is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0

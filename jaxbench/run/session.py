@@ -165,7 +165,7 @@ def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None
 
 def leave(code: int, alone: bool) -> int:
     """The exit status; does not return where a process of several is `alone` with its end."""
-    if alone and jax.process_count() > 1:
+    if alone and job.client() is not None:
         # To leave the job in order, it would wait for the others, and they wait for it.
         sys.stdout.flush()
         os._exit(code)

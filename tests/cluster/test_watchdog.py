@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from commands import kill, start, start_two
+from commands import TINY, kill, start, start_two
 
 from jaxbench.cluster import heartbeat, watchdog
 from jaxbench.errors import STATUS
@@ -137,3 +137,18 @@ def test_what_stops_the_first_process_is_told_to_all(tmp_path):
     assert "Not a directory" in errors[0]
     assert "error: the first process failed: " in errors[1]
     assert "Not a directory" in errors[1]
+
+
+def test_what_one_process_alone_sees_ends_it(tmp_path):
+    """As on a node without GPUs. To leave in order it would wait for the others, and they for it,
+    until something aborts it, as if it had lost them."""
+    own = [*TINY, "--cpu-devices", "1", "--local-devices", "3"]
+    second = f"import sys; from jaxbench.run import command; sys.exit(command.main({own}))"
+    processes = start_two(*TINY, "--cpu-devices", 1, "--output", tmp_path / "run", second=second)
+    try:
+        _, err = processes[1].communicate(timeout=60)
+    finally:
+        kill(processes)
+    assert processes[1].returncode == STATUS["mistake"]
+    assert err.endswith(", process 1: sees 1 devices, 3 were expected\n")
+    assert err.count("\n") == 1
