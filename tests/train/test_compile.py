@@ -184,6 +184,12 @@ def test_grok1_on_512_gpus_fits_and_recomputes_little(grok1):
     assert grok1.executed_ratio <= 1.22
 
 
+def test_tokens_reach_their_experts_by_plain_all_to_alls(grok1):
+    """With ragged ones several collectives in flight were seen to break (docs/xla_flags.md)."""
+    assert {c.kind for c in grok1.collectives} >= {"all-to-all"}
+    assert "ragged" not in grok1.compiled.as_text()
+
+
 def test_only_the_chosen_experts_and_no_dispatch_products(grok1):
     """Executed products equal the hand count: forward, gradients, and what remat runs again."""
     cfg, tokens = grok1.run.model, 2 * 8192
