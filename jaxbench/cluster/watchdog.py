@@ -144,13 +144,17 @@ def dead(beats: list[dict[str, Any]]) -> str | None:
     return f"lost {_name(gone)}" if gone else None
 
 
-def lost(folder: Path, within: float = 2.0) -> str | None:
-    """`dead` by the heartbeats in a folder, after some seconds at most: a process that is killed
-    closes its connections, and so fails its peers, a moment before it is gone."""
-    end = time.monotonic() + within
-    while not (found := dead(heartbeat.read(folder))) and time.monotonic() < end:
+def lost(own: Path, within: float = 2.0) -> str | None:
+    """`dead` of the processes beside this one, whose heartbeat is `own`, after some seconds at
+    most: a process that is killed closes its connections, and so fails its peers, a moment before
+    it is gone."""
+    beats, end = heartbeat.beside(own), time.monotonic() + within
+    while time.monotonic() < end:
+        # Read again before it is said: it may have ended in good order.
+        if dead(beats) and (found := dead(beats := heartbeat.beside(own))):
+            return found
         time.sleep(0.05)
-    return found
+    return None
 
 
 def _runs(pid: int) -> bool:

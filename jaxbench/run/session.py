@@ -198,8 +198,8 @@ class Attempt:
             return "interrupted", "SIGINT", None
         except Exception as error:
             traceback.print_exc()
-            beats = self.beat.path and self.beat.path.parent
-            if beats and jax.process_count() > 1 and (lost := watchdog.lost(beats)):
+            own = self.beat.path
+            if own and jax.process_count() > 1 and (lost := watchdog.lost(own)):
                 return "failed", lost, "lost"
             reason = traceback.format_exception_only(error)[0].splitlines()[0]
             return "failed", reason, cause_of(error)

@@ -30,7 +30,7 @@ def test_a_heartbeat_that_cannot_be_read_is_skipped_and_counted(content, tmp_pat
         (tmp_path / "1.json").mkdir()
     else:
         (tmp_path / "1.json").write_text(content)
-    assert [beat["rank"] for beat in heartbeat.read(tmp_path)] == [0]
+    assert heartbeat.beside(tmp_path / "2.json") == []
     reader = watchdog.Reader(tmp_path, processes=2, rounds=10)
     reader.read()
     assert [beat["rank"] for beat in reader.beats] == [0]
@@ -68,6 +68,23 @@ def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
         "no progress within the time limit of 10 s: rank 1 on far (training, last completed "
         "step 2); 2 more wait"
     )
+
+
+def test_a_failing_process_asks_for_those_of_its_host_alone(tmp_path, monkeypatch):
+    """Of 2048, which may all fail at once and ask for 2 s each."""
+    here, gone = os.uname().nodename, 2**22 + 1  # a process id that there cannot be
+    for rank in range(2048):
+        write(tmp_path, rank, host=here if 8 <= rank < 16 else "far", pid=os.getpid())
+    write(tmp_path, 3, pid=gone)  # on another host nobody can tell
+    write(tmp_path, 9, host=here, pid=gone, phase="ended")
+    asked, read_one = [], heartbeat.read_one
+    monkeypatch.setattr(heartbeat, "read_one", lambda path: asked.append(path) or read_one(path))
+    assert watchdog.lost(tmp_path / "10.json", within=0.5) is None
+    assert len(asked) == 7 + 2
+    write(tmp_path, 14, host=here, pid=gone)
+    said = watchdog.lost(tmp_path / "10.json")
+    assert said == f"lost rank 14 on {here} (training, last completed step 2)"
+    assert len(asked) == 9 + 2 * 9
 
 
 def test_heartbeats_of_many_processes_are_read_in_turn(tmp_path):
