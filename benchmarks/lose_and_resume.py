@@ -35,7 +35,7 @@ from newcomer import Newcomer
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY, LOSSES, RESTARTS, WATCHDOG = 120, 10, 3, 6, 10
 VERDICT = {
-    "SIGKILL": r"failed: lost rank {} on n\d \(killed by SIGKILL\)(, .*)?",
+    "SIGKILL": r"failed: lost rank {} on \S+ \((killed by SIGKILL|\w+, last completed .*)\)(, .*)?",
     "SIGSTOP": rf"failed: no sign of life for {WATCHDOG} s from rank {{}} on .*",
     "reset": r"failed: rank \d on n\d: it lost the network or another process: .+",
     "cut": rf"failed: no progress within the time limit of {WATCHDOG} s: rank .*",

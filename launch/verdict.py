@@ -149,10 +149,11 @@ def verdict(folder, start, seen):
     if code in CAUSES:
         cause, words = CAUSES[code]
         return "failed", cause, f"{where}: {words}{message(lines)}", cause in MENDED
-    record = record_of(folder)
-    hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
-    if hung and code in (128 + signal.SIGKILL, 128 + signal.SIGABRT):
-        return "failed", "hang", record["reason"], True
+    told = re.findall(r"watchdog: (.*); ending the job", said)[-1:]
+    if told and code in (128 + signal.SIGKILL, 128 + signal.SIGABRT):
+        hung = not told[0].startswith("lost ")
+        if hung or f"rank {rank} on " not in told[0]:  # else the one that it killed others for
+            return "failed", "hang" if hung else "lost", told[0], True
     if code == 128 + signal.SIGABRT and alone(lines):
         return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     try:

@@ -72,6 +72,20 @@ def test_a_job_that_the_watchdog_killed_hung(number, job, capsys):
     assert capsys.readouterr().out == f"failed: {reason}\n"
 
 
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [(1, "lost rank 1 on n0 (training, last completed step 98)"),
+     (3, "lost rank 3 on n1 (killed by SIGKILL)")],
+)  # fmt: skip
+def test_a_rank_that_the_watchdog_killed_for_another_one_was_not_lost(lost, reason, job):
+    """`benchmarks/lose_and_resume.py` found this: what it killed may be the first to say so."""
+    said = f"lost rank {lost} on n0 (training, last completed step 98)"
+    record = {"status": "failed", "cause": "lost", "reason": said}
+    watchdog = f"watchdog: {said}; ending the job\n"
+    code, record = job(128 + signal.SIGKILL, record=record, watchdog=watchdog)
+    assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "lost", reason)
+
+
 def test_a_hang_of_the_start_before_is_forgotten(job):
     """`benchmarks/lose_and_resume.py` found this: the record was not yet written again."""
     hang = {"status": "failed", "cause": "hang", "reason": "no sign of life for 60 s from rank 7"}
