@@ -56,9 +56,11 @@ SLURM = (
     ("DUE TO JOB REQUEUE", "requeued"),
     ("DUE TO PREEMPTION", "preempted"),
     ("DUE TO NODE FAILURE", "lost a node"),
+    ("srun: error: Node failure on", "lost a node"),
     ("DUE TO TIME LIMIT", "time limit"),
 )
-"""What the daemon of a step says when Slurm ends it, and what that is called here."""
+"""What the daemon of a step says when Slurm ends it, or `srun` of a daemon that says nothing more,
+and what that is called here."""
 
 
 def done_by_slurm(start, messages):

@@ -21,17 +21,18 @@ ABORTED = (
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Ends the first start of a job that saves by a failure of rank 3: (exit status, record)."""
-    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask, unless a test makes one
     monkeypatch.setenv("JAXBENCH_RESUME", "true")
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
 
-    def end(status, said="", record=None, watchdog="", before=""):
+    def end(status, said="", record=None, watchdog="", before="", srun=""):
         first = tmp_path / "ranks" / "start-1" / "first"
         first.mkdir(parents=True)
         (first / "rank").write_text(f"3 n1 {status}\n")
         said = f"{before}start 1, on n1\n{said}"
         (tmp_path / "ranks" / "rank-3.log").write_text(said)
         (tmp_path / "ranks" / "rank-0.log").write_text(watchdog)
+        (first.parent / "srun.log").write_text(srun)
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"status": "running", "cause": None, **(record or {})}))
         code = verdict.main(str(tmp_path), 0, 1, 0)
@@ -93,6 +94,27 @@ def test_a_hang_of_the_start_before_is_forgotten(job):
     assert (record["cause"], record["reason"]) == (
         "lost", "lost rank 3 on n1 (killed by SIGKILL)",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict_is"),
+    [
+        ("srun: error: Node failure on n1\nsrun: forcing job termination\n", "lost a node"),
+        (
+            "slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED DUE TO NODE FAILURE ***",
+            "lost a node",
+        ),
+        ("slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED DUE TO PREEMPTION ***", "preempted"),
+        ("", "requeued"),
+    ],
+)
+def test_why_slurm_starts_a_job_again(said, verdict_is, job, tmp_path, capsys):
+    """The first as slurm-wlm 22.05 says it of a node that nothing reaches any more."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=7 JobState=COMPLETING Restarts=1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    code, record = job(128 + signal.SIGKILL, srun=said)
+    assert (code, record["status"], record["cause"]) == (0, "interrupted", verdict_is)
+    assert capsys.readouterr().out == f"interrupted: {verdict_is}\n"
 
 
 def test_a_killed_rank_is_lost(job):
