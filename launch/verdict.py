@@ -98,17 +98,19 @@ def message(lines):
     """What a rank said last of its failure."""
     for pattern in (r"error: ", r"failed: ", r"[\w.]*(Error|Exception|Failed)\b"):
         found = [line for line in lines[-200:] if re.match(pattern, line)]
-        if found:
-            return found[-1]
+        if found:  # a run that fails names its recipe first
+            return re.sub(r"^failed: \S+, row \S+ \(\w+\): ", "", found[-1])
     return next((line for line in reversed(lines) if line), "it said nothing")
 
 
 def alone(lines):
-    """Why JAX aborted a rank; empty if it did not. It does where the first process or the network
-    to it is gone, and where others give no sign of life: their numbers are lines of their own."""
+    """Why JAX or Gloo aborted a rank; empty if neither did. JAX does where the first process or the
+    network to it is gone, and where others give no sign of life: their numbers are lines of their
+    own."""
     said = "\n".join(lines[-200:])
-    words = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
-    found = re.search(words, said)
+    jax = r"distributed service detected fatal errors\..* absl::Status: "
+    gloo = r"instance of 'gloo::IoException'\nwhat\(\):\s*"
+    found = re.search(rf"(?:{jax}|{gloo})(.*(?:\n\S*\d)*)", said)
     return " ".join(found[1].partition(". ")[0].split())[:300] if found else ""
 
 

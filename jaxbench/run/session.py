@@ -193,16 +193,22 @@ class Attempt:
                 return "interrupted", stop_reason(self.signals.agreed), None
             return "completed", None, None
         except RunFailed as error:
+            if error.cause == "network" and (lost := self._lost()):
+                return "failed", lost, "lost"
             return "failed", str(error), error.cause
         except KeyboardInterrupt:
             return "interrupted", "SIGINT", None
         except Exception as error:
             traceback.print_exc()
-            own = self.beat.path
-            if own and jax.process_count() > 1 and (lost := watchdog.lost(own)):
+            if lost := self._lost():
                 return "failed", lost, "lost"
             reason = traceback.format_exception_only(error)[0].splitlines()[0]
             return "failed", reason, cause_of(error)
+
+    def _lost(self) -> str | None:
+        """The processes beside this one that are gone, and so may be why it fails."""
+        own = self.beat.path
+        return watchdog.lost(own) if own and jax.process_count() > 1 else None
 
     def _train(self) -> None:
         program = self._compiled()

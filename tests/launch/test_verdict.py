@@ -123,24 +123,34 @@ def test_a_killed_rank_is_lost(job):
     assert record["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
 
 
+GLOO = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  "
+
+
 @pytest.mark.parametrize(
     ("status", "reason"),
     [
         (
-            "Failed to send RPC to coordination service. Either the leader task was preempted/died/"
-            "restarted unexpectedly or this task is experiencing network issues. Check earlier\n",
+            f"{ABORTED}Failed to send RPC to coordination service. Either the leader task was "
+            "preempted/died/restarted unexpectedly or this task is experiencing network issues. "
+            "Check earlier\n",
             "UNAVAILABLE: Failed to send RPC to coordination service",
         ),
         (
-            "The following tasks are unhealthy (stopped sending heartbeats):\n1\n2\nThe tasks have "
-            "crashed. Check the task logs for an earlier error\n",
+            f"{GLOO}[external/gloo/gloo/transport/tcp/pair.cc:339] writev [198.19.2.198]:21427: "
+            "Software caused connection abort\n",
+            "[external/gloo/gloo/transport/tcp/pair.cc:339] writev [198.19.2.198]:21427: Software "
+            "caused connection abort",
+        ),
+        (
+            f"{ABORTED}The following tasks are unhealthy (stopped sending heartbeats):\n1\n2\n"
+            "The tasks have crashed. Check the task logs for an earlier error\n",
             "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats): 1 2",
         ),
     ],
 )
 def test_a_rank_that_jax_aborts_lost_the_network_and_was_not_lost(status, reason, job, capsys):
     trace = "*** Check failure stack trace: ***\n    @     0x7fd75b040634  absl::LogMessage()\n"
-    code, record = job(128 + signal.SIGABRT, f"{ABORTED}{status}{trace}")
+    code, record = job(128 + signal.SIGABRT, f"{status}{trace}")
     assert (code, record["cause"]) == (verdict.REQUEUE, "network")
     assert record["reason"] == (
         f"rank 3 on n1: it lost the network or another process: {reason}"
@@ -182,3 +192,10 @@ def test_a_lost_rank_s_last_step_is_of_its_last_start(job, tmp_path):
 def test_what_else_lies_beside_heartbeats_harms_no_verdict(job, tmp_path):
     (tmp_path / "heartbeats" / ".nfs0000").mkdir(parents=True)
     assert job(128 + signal.SIGKILL)[1]["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
+
+
+def test_a_rank_s_own_line_is_quoted_without_the_recipe(job):
+    """Which the line of the job need not name again."""
+    said = "failed: llama31_8b_bf16, row smoke (smoke): loss is nan at step 3\nrecord: run.json\n"
+    _, record = job(STATUS["numbers"], said)
+    assert record["reason"] == "rank 3 on n1: loss is nan at step 3"
