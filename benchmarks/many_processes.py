@@ -29,7 +29,7 @@ from jax._src import xla_bridge
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jaxbench.cluster import heartbeat, job
+from jaxbench.cluster import job, watchdog
 from jaxbench.cluster.signals import LEAD, Signals
 from jaxbench.cluster.watched import watched
 from jaxbench.files import write_json
@@ -96,10 +96,11 @@ class Job:
         for name, seconds in zip(MOMENTS, self.reached.max(axis=0) - self.began, strict=True):
             print(f"  {seconds:6.1f} s  the last is {name}", flush=True)
         (beats,) = (self.folder / "heartbeats").iterdir()
-        seen = heartbeat.read(beats)
-        while len(seen) < len(self.pids) or any(b["completed"] is None for b in seen):
+        seen = watchdog.Reader(beats, len(self.pids), rounds=1)
+        seen.read()
+        while len(seen.beats) < len(self.pids) or any(b["completed"] is None for b in seen.beats):
             time.sleep(0.5)
-            seen = heartbeat.read(beats)
+            seen.read()
         print(f"  {time.monotonic() - self.began:6.1f} s  every heartbeat has a completed step")
 
     def ended(self) -> list[int]:

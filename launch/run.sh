@@ -39,6 +39,7 @@ fi
 # what becomes of the job, and only one can make the folder.
 trap : TERM INT USR1
 node=${SLURMD_NODENAME:-$(hostname)} status=0
+[ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # its log has the starts before, too
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' 2> /dev/null; then
   "${command[@]}" || status=$?
 else

@@ -107,13 +107,20 @@ def _listed(value: Any) -> list:
 
 
 def state(job: dict[str, str], queued: set[str]) -> str:
-    """`completed`, `failed`, `interrupted`, `running` or `pending`, or `lost`: neither in Slurm's
-    queue nor ended with a record."""
+    """`completed`, `running`, `pending`, `failed` and `interrupted` with the cause, or `lost`:
+    neither in Slurm's queue nor ended with a record. What failed or was interrupted and is in the
+    queue comes back."""
     path = Path(job["folder"]) / "run.json"
-    recorded = json.loads(path.read_text())["status"] if path.exists() else "pending"
-    if recorded in ("running", "pending", "interrupted") and job["id"] not in queued:
-        return "lost" if recorded != "interrupted" else recorded
-    return recorded
+    record = json.loads(path.read_text()) if path.exists() else {"status": "pending"}
+    recorded = record["status"]
+    if recorded == "completed":
+        return recorded
+    if job["id"] in queued:
+        return "running" if recorded == "running" else "pending"
+    if recorded in ("running", "pending"):
+        return "lost"
+    cause = record.get("cause")
+    return f"{recorded}: {cause}" if cause else recorded
 
 
 def result(job: dict[str, str]) -> str:
@@ -169,7 +176,7 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
             states[key] += ", submitted"
         done = states[key] == "completed"
         text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
-        print(f"{run}  {states[key]:18} {text}")
+        print(f"{run}  {states[key]:27} {text}")
     folders = [jobs[key]["folder"] for key in runs if key in jobs]
     return [folder for folder in folders if Path(folder, "run.json").exists()]
 

@@ -56,9 +56,11 @@ SLURM = (
     ("DUE TO JOB REQUEUE", "requeued"),
     ("DUE TO PREEMPTION", "preempted"),
     ("DUE TO NODE FAILURE", "lost a node"),
+    ("srun: error: Node failure on", "lost a node"),
     ("DUE TO TIME LIMIT", "time limit"),
 )
-"""What the daemon of a step says when Slurm ends it, and what that is called here."""
+"""What the daemon of a step says when Slurm ends it, or `srun` of a daemon that says nothing more,
+and what that is called here."""
 
 
 def done_by_slurm(start, messages):
@@ -82,31 +84,46 @@ def first_failure(exits):
     return (int(found[0]), found[1], int(found[2])) if len(found) == 3 else None
 
 
-def message(folder, rank):
+def said_by(folder, rank, start, seen):
+    """The lines that a rank printed in this start: after its first process's older ones, or after
+    the line by which `run.sh` begins in the others."""
+    lines = text(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
+    if rank != 0:
+        mark = f"start {start + 1}, on "
+        seen = max((n for n, line in enumerate(lines, 1) if line.startswith(mark)), default=0)
+    return [line.strip() for line in lines[seen:]]
+
+
+def message(lines):
     """What a rank said last of its failure."""
-    lines = [
-        line.strip()
-        for line in text(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
-    ]
     for pattern in (r"error: ", r"failed: ", r"[\w.]*(Error|Exception|Failed)\b"):
         found = [line for line in lines[-200:] if re.match(pattern, line)]
-        if found:
-            return found[-1]
+        if found:  # a run that fails names its recipe first
+            return re.sub(r"^failed: \S+, row \S+ \(\w+\): ", "", found[-1])
     return next((line for line in reversed(lines) if line), "it said nothing")
+
+
+def alone(lines):
+    """Why JAX or Gloo aborted a rank; empty if neither did. JAX does where the first process or the
+    network to it is gone, and where others give no sign of life: their numbers are lines of their
+    own."""
+    said = "\n".join(lines[-200:])
+    jax = r"distributed service detected fatal errors\..* absl::Status: "
+    gloo = r"instance of 'gloo::IoException'\nwhat\(\):\s*"
+    found = re.search(rf"(?:{jax}|{gloo})(.*(?:\n\S*\d)*)", said)
+    return " ".join(found[1].partition(". ")[0].split())[:300] if found else ""
 
 
 def last_step(folder, rank):
     """The last step that a rank is known to have completed, for a message."""
     beats = os.path.join(folder, "heartbeats")
-    attempts = sorted(os.listdir(beats), key=float) if os.path.isdir(beats) else []
-    if not attempts:
-        return ""
     try:
-        beat = json.loads(text(os.path.join(beats, attempts[-1], f"{rank}.json")))
+        attempt = max(os.listdir(beats), key=float)
+        beat = json.loads(text(os.path.join(beats, attempt, f"{rank}.json")))
         steps = text(os.path.join(folder, "steps.jsonl")).splitlines()
         recorded = json.loads(steps[-1])["step"] if steps else -1
         known = max(-1 if beat["completed"] is None else beat["completed"], recorded)
-    except (ValueError, LookupError):
+    except (OSError, ValueError, LookupError):
         return ""
     return f", after step {known}" if known >= 0 else ", before the first step"
 
@@ -115,8 +132,7 @@ def verdict(folder, start, seen):
     """(status and cause for the record, reason, whether what happened should not end the job)."""
     exits = os.path.join(folder, "ranks", f"start-{start + 1}")
     srun = text(os.path.join(exits, "srun.log"))
-    lines = text(os.path.join(folder, "ranks", "rank-0.log")).splitlines()
-    said = "\n".join(lines[seen:])
+    said = "\n".join(said_by(folder, 0, start, seen))
     done, by_itself = done_by_slurm(start, srun + said)
     failed = first_failure(exits)
     if done is not None:
@@ -128,7 +144,7 @@ def verdict(folder, start, seen):
         words = ["lost a node, or no process could be started", *last]
         return "failed", "lost a node", "; ".join(words), began
     rank, node, code = failed
-    where = f"rank {rank} on {node}"
+    where, lines = f"rank {rank} on {node}", said_by(folder, rank, start, seen)
     if code == TIME_LIMIT:
         return "interrupted", "time limit", "time limit", at_limit()
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
@@ -136,11 +152,14 @@ def verdict(folder, start, seen):
         return "interrupted", name, name + " to " + where, True
     if code in CAUSES:
         cause, words = CAUSES[code]
-        return "failed", cause, f"{where}: {words}{message(folder, rank)}", cause in MENDED
-    record = record_of(folder)
-    hung = record.get("cause") == "hang" and record["reason"] in said  # in this start
-    if hung and code == 128 + signal.SIGKILL:
-        return "failed", "hang", record["reason"], True
+        return "failed", cause, f"{where}: {words}{message(lines)}", cause in MENDED
+    told = re.findall(r"watchdog: (.*); ending the job", said)[-1:]
+    if told and code in (128 + signal.SIGKILL, 128 + signal.SIGABRT):
+        hung = not told[0].startswith("lost ")
+        if hung or f"rank {rank} on " not in told[0]:  # else the one that it killed others for
+            return "failed", "hang" if hung else "lost", told[0], True
+    if code == 128 + signal.SIGABRT and alone(lines):
+        return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     try:
         how = "killed by " + signal.Signals(code - 128).name
     except ValueError:
@@ -177,7 +196,10 @@ def main(folder, start, status, seen):
     if status == 0:
         return 0
     outcome, cause, reason, again = verdict(folder, start, seen)
-    complete(folder, outcome, cause, reason)
+    try:
+        complete(folder, outcome, cause, reason)
+    except OSError as error:
+        reason += f"; run.json does not say so: {error.strerror}"
     saves = os.environ.get("JAXBENCH_RESUME") == "true"
     left = int(os.environ.get("JAXBENCH_RESTARTS", "0")) - start
     if again and saves and left <= 0:

@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from network import Hosts
+
 HOSTS = Path("/etc/hosts")
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
@@ -31,10 +33,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`."""
+    """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`. With `hosts`
+    each node is one of them, and lost after 30 s without a word, else both are this one."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, hosts: Hosts | None = None):
+        self.folder, self.hosts = folder, hosts
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{os.environ['PATH']}:/usr/sbin",
@@ -46,13 +49,15 @@ class Cluster:
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)
         self._start_munge()
-        self._hosts("n0", "n1")
+        if self.hosts is None:
+            self._hosts("n0", "n1")
+        addresses = [self.hosts.control(n) if self.hosts else "127.0.0.1" for n in ("n0", "n1")]
         host, ports = os.uname().nodename, free_ports(3)
         # JAX derives its coordinator's port from the job's number: one that no other cluster uses.
         # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
         (self.folder / "slurm.conf").write_text(f"""
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({addresses[0]})
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
@@ -76,10 +81,11 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=20
+SlurmdTimeout={30 if self.hosts else 300}
 MinJobAge=3600
 JobRequeue=1
-NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
+NodeName=n0 NodeHostname={host} NodeAddr={addresses[0]} Port={ports[1]} CPUs=2 RealMemory=1000
+NodeName=n1 NodeHostname={host} NodeAddr={addresses[1]} Port={ports[2]} CPUs=2 RealMemory=1000
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP PriorityTier=1
@@ -87,7 +93,8 @@ PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
 """)
         self._daemon("slurmctld", "-D")
         for node in ("n0", "n1"):
-            self._daemon("slurmd", "-D", "-N", node)
+            on = self.hosts.on(node) if self.hosts else ()
+            self._daemon(*on, "slurmd", "-D", "-N", node)
         self._wait(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", 60)
         return self
 

@@ -40,7 +40,7 @@ def join() -> None:
 
 
 def client() -> Any:
-    """The coordination service of a job of several processes."""
+    """The coordination service of a job of several processes; None without one."""
     return distributed.global_state.client
 
 
@@ -81,3 +81,14 @@ def all_agree(name: str, yes: bool) -> bool:
     """Whether every process says yes, in every process."""
     answers = gather(name, str(yes))
     return from_first(f"{name} agreed", lambda: str(set(answers) == {"True"})) == "True"
+
+
+def all_arrive(name: str, seconds: float) -> bool:
+    """Whether all processes come here within so many seconds; once for each name."""
+    if client() is None:
+        return True
+    try:
+        client().wait_at_barrier(f"jaxbench/{name}", round(1000 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

@@ -50,8 +50,9 @@ class Watch:
     def verdict(
         self, beats: list[dict[str, Any]], now: float, unreadable: Collection[int] = ()
     ) -> str | None:
-        """What is wrong, naming ranks and their last steps; None while nothing is. The clock stands
-        still for ranks of which nothing can be read now."""
+        """What is wrong, naming ranks and their last steps; None while nothing is. Of stuck ranks
+        those behind are named, for which the others may wait. The clock stands still for ranks of
+        which nothing can be read now."""
         silent, stuck = [], []
         for beat in beats:
             rank = beat["rank"]
@@ -71,9 +72,11 @@ class Watch:
         if silent:
             return f"no sign of life for {self.timeout:g} s from {_name(silent)}"
         if stuck:
-            behind = min(_order(beat) for beat in stuck)
-            stuck = [beat for beat in stuck if _order(beat) == behind]
-            return f"no progress within the time limit of {self.timeout:g} s: {_name(stuck)}"
+            furthest = min(_order(beat) for beat in stuck)
+            behind = [beat for beat in stuck if _order(beat) == furthest]
+            others = len(stuck) - len(behind)
+            more = f"; {others} more wait" if others else ""
+            return f"no progress within the time limit of {self.timeout:g} s: {_name(behind)}{more}"
         missing = set(range(self.processes)) - {beat["rank"] for beat in beats} - {*unreadable}
         if missing and now - self.began > self.timeout * SLOW:
             return f"never heard of rank {', '.join(map(str, sorted(missing)[:8]))}"
@@ -141,13 +144,17 @@ def dead(beats: list[dict[str, Any]]) -> str | None:
     return f"lost {_name(gone)}" if gone else None
 
 
-def lost(folder: Path, within: float = 2.0) -> str | None:
-    """`dead` by the heartbeats in a folder, after some seconds at most: a process that is killed
-    closes its connections, and so fails its peers, a moment before it is gone."""
-    end = time.monotonic() + within
-    while not (found := dead(heartbeat.read(folder))) and time.monotonic() < end:
+def lost(own: Path, within: float = 2.0) -> str | None:
+    """`dead` of the processes beside this one, whose heartbeat is `own`, after some seconds at
+    most: a process that is killed closes its connections, and so fails its peers, a moment before
+    it is gone."""
+    beats, end = heartbeat.beside(own), time.monotonic() + within
+    while time.monotonic() < end:
+        # Read again before it is said: it may have ended in good order.
+        if dead(beats) and (found := dead(beats := heartbeat.beside(own))):
+            return found
         time.sleep(0.05)
-    return found
+    return None
 
 
 def _runs(pid: int) -> bool:
@@ -172,7 +179,8 @@ def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str, cause: s
 
 
 def main() -> int:
-    """Watches until it is killed or all have ended; returns 1 when it has ended the job."""
+    """Watches until it is killed or the first process has ended in good order; returns 1 when it
+    has ended the job."""
     parser = argparse.ArgumentParser(prog="python -m jaxbench.cluster.watchdog")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("beats", type=Path)
@@ -192,14 +200,14 @@ def main() -> int:
         if (now := reader.blindness()) != blind:
             print(f"watchdog: {now or 'reads all heartbeats again'}", file=sys.stderr, flush=True)
             blind = now
+        if any(beat["rank"] == 0 and beat["phase"] == "ended" for beat in beats):
+            return 0  # it says how the run ended, and no other process knows better
         if reason := dead(beats):
             end_job(args.run_folder, beats, reason, "lost")
             return 1
         if reason := watch.verdict(beats, time.monotonic(), reader.unreadable):
             end_job(args.run_folder, beats, reason, "hang")
             return 1
-        if len(beats) == args.processes and all(beat["phase"] == "ended" for beat in beats):
-            return 0
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ class Run:
     @property
     def gradient_bytes(self) -> int:
         """Of one gradient: those of several passes are added up in `precision.accumulate`, that of
-        a single one stays in bf16."""
+        a single one stays in bf16 (the embedding's, a small part, in fp32)."""
         return 4 if self.accumulation > 1 and self.precision.accumulate == "fp32" else 2
 
     def mesh_text(self) -> str:

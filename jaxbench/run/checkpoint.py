@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
 
 FOLDER = "checkpoints"
@@ -230,7 +231,10 @@ def _reported(what: str) -> Iterator[None]:
         reason = " ".join(str(cause).split()) or type(cause).__name__
         if len(reason) > 400:
             reason = f"{reason[:200]} ... {reason[-200:]}"
-        raise RunFailed(f"{what}: {reason}", "storage") from error
+        found = cause_of(cause)  # a save waits for the devices, and so for the other processes
+        raise RunFailed(
+            f"{what}: {reason}", found if found in ("gpu", "network") else "storage"
+        ) from error
 
 
 @functools.cache

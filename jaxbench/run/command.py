@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         run, chosen = prepare(find_run(args, recipe, overrides), args)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return STATUS[cause_of(error)]
+        # What one alone sees, such as a node without GPUs; what all are told, all leave with.
+        return session.leave(STATUS[cause_of(error)], alone=not job.all_arrive("refused", 5))
     if chosen is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0
@@ -49,9 +50,9 @@ def find_run(
     devices.select_platform(args.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     job.join()
+    count, platform = devices.find()
     if args.local_devices is not None:
         devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
-    count, platform = jax.device_count(), jax.devices()[0].platform
     if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
         print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
     row = recipes.choose_row(platform, count, args.gpus)

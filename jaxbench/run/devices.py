@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxbench.errors import RecipeError
+from jaxbench.cluster.causes import cause_of
+from jaxbench.errors import RecipeError, RunFailed
 
 
 def select_platform(cpu_devices: int | None) -> None:
@@ -25,6 +26,20 @@ def select_platform(cpu_devices: int | None) -> None:
 def has_nvidia_gpu() -> bool:
     """Whether this machine has an NVIDIA driver's devices, whatever JAX can use."""
     return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+
+
+def find() -> tuple[int, str]:
+    """(number of devices of the job, their platform). Raises RunFailed where JAX can use none: it
+    lets the errors of a driver, and of peers that do not answer, look alike."""
+    try:
+        return jax.device_count(), jax.devices()[0].platform
+    except (RuntimeError, AssertionError) as error:  # it asserts that there is a platform
+        cause = cause_of(error)
+        said = str(error) or f"none of {os.environ.get('JAX_PLATFORMS', 'its platforms')}"
+        raise RunFailed(
+            f"node {platform.node()}: JAX can use no device: {said}",
+            "gpu" if cause == "failed" else cause,
+        ) from error
 
 
 def check_local_devices(expected: int, cpu: bool) -> None:

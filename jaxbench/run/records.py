@@ -3,6 +3,7 @@ formats."""
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from shlex import quote
@@ -61,6 +62,9 @@ class Recorder:
         self.steps: list[dict[str, Any]] = []
         self._lost: OSError | None = None
         self._bar: Any = None
+        self._writing = (
+            threading.Lock()
+        )  # a signal before the first step ends the run from a thread
         if folder is None:
             return
         self.steps = steps_before(start, folder / "steps.jsonl")
@@ -75,8 +79,10 @@ class Recorder:
 
     def add(self, **entries: Any) -> None:
         """Puts entries into run.json. Raises RunFailed where it cannot be written."""
-        self.record |= entries
-        if self.folder is not None:
+        with self._writing:
+            self.record |= entries
+            if self.folder is None:
+                return
             try:
                 self._json.write(self.record)
             except OSError as error:

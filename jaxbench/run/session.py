@@ -156,8 +156,8 @@ def benchmark(run: Run, session: Session) -> int:
 def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
     """Ends a process that has not begun to train, with its record."""
     try:
+        beat.end()  # first: what the main thread does meanwhile must not become the record's end
         recorder.finish("interrupted", stop_reason(number), None)
-        beat.end()
     finally:
         sys.stdout.flush()
         os._exit(128 + number)
@@ -165,7 +165,7 @@ def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None
 
 def leave(code: int, alone: bool) -> int:
     """The exit status; does not return where a process of several is `alone` with its end."""
-    if alone and jax.process_count() > 1:
+    if alone and job.client() is not None:
         # To leave the job in order, it would wait for the others, and they wait for it.
         sys.stdout.flush()
         os._exit(code)
@@ -193,16 +193,22 @@ class Attempt:
                 return "interrupted", stop_reason(self.signals.agreed), None
             return "completed", None, None
         except RunFailed as error:
+            if error.cause == "network" and (lost := self._lost()):
+                return "failed", lost, "lost"
             return "failed", str(error), error.cause
         except KeyboardInterrupt:
             return "interrupted", "SIGINT", None
         except Exception as error:
             traceback.print_exc()
-            beats = self.beat.path and self.beat.path.parent
-            if beats and jax.process_count() > 1 and (lost := watchdog.lost(beats)):
+            if lost := self._lost():
                 return "failed", lost, "lost"
             reason = traceback.format_exception_only(error)[0].splitlines()[0]
             return "failed", reason, cause_of(error)
+
+    def _lost(self) -> str | None:
+        """The processes beside this one that are gone, and so may be why it fails."""
+        own = self.beat.path
+        return watchdog.lost(own) if own and jax.process_count() > 1 else None
 
     def _train(self) -> None:
         program = self._compiled()

@@ -149,7 +149,8 @@ def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
     )
     try:
         wait_for_steps(processes[0], tmp_path, 10)
-        while heartbeat.read(next(tmp_path.glob("heartbeats/*")))[1]["completed"] is None:
+        second = next(tmp_path.glob("heartbeats/*/1.json"))
+        while heartbeat.read_one(second)["completed"] is None:
             time.sleep(0.05)
         processes[1].send_signal(number)
         at = time.monotonic()

@@ -1,12 +1,13 @@
 """The watchdog on a file system that shows what is not so."""
 
 import json
+import os
 import select
 import subprocess
 import time
 
 import pytest
-from commands import kill, start, start_two
+from commands import TINY, kill, start, start_two
 
 from jaxbench.cluster import heartbeat, watchdog
 from jaxbench.errors import STATUS
@@ -29,7 +30,7 @@ def test_a_heartbeat_that_cannot_be_read_is_skipped_and_counted(content, tmp_pat
         (tmp_path / "1.json").mkdir()
     else:
         (tmp_path / "1.json").write_text(content)
-    assert [beat["rank"] for beat in heartbeat.read(tmp_path)] == [0]
+    assert heartbeat.beside(tmp_path / "2.json") == []
     reader = watchdog.Reader(tmp_path, processes=2, rounds=10)
     reader.read()
     assert [beat["rank"] for beat in reader.beats] == [0]
@@ -55,6 +56,37 @@ def test_a_rank_that_cannot_be_read_is_not_taken_for_silent():
     )
 
 
+def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
+    """Where the network is lost all are stuck, and the one behind is not at fault."""
+    watch = watchdog.Watch(processes=3, timeout=10, now=0)
+    beats = [{**BEAT, "rank": rank, "started": 3 if rank == 1 else 4} for rank in range(3)]
+    for now in range(11):
+        alive = [{**beat, "beats": now} for beat in beats]
+        assert watch.verdict(alive, now) is None
+    said = watch.verdict([{**beat, "beats": 11} for beat in beats], 11)
+    assert said == (
+        "no progress within the time limit of 10 s: rank 1 on far (training, last completed "
+        "step 2); 2 more wait"
+    )
+
+
+def test_a_failing_process_asks_for_those_of_its_host_alone(tmp_path, monkeypatch):
+    """Of 2048, which may all fail at once and ask for 2 s each."""
+    here, gone = os.uname().nodename, 2**22 + 1  # a process id that there cannot be
+    for rank in range(2048):
+        write(tmp_path, rank, host=here if 8 <= rank < 16 else "far", pid=os.getpid())
+    write(tmp_path, 3, pid=gone)  # on another host nobody can tell
+    write(tmp_path, 9, host=here, pid=gone, phase="ended")
+    asked, read_one = [], heartbeat.read_one
+    monkeypatch.setattr(heartbeat, "read_one", lambda path: asked.append(path) or read_one(path))
+    assert watchdog.lost(tmp_path / "10.json", within=0.5) is None
+    assert len(asked) == 7 + 2
+    write(tmp_path, 14, host=here, pid=gone)
+    said = watchdog.lost(tmp_path / "10.json")
+    assert said == f"lost rank 14 on {here} (training, last completed step 2)"
+    assert len(asked) == 9 + 2 * 9
+
+
 def test_heartbeats_of_many_processes_are_read_in_turn(tmp_path):
     """Of 2048 a tenth each second, and all in ten."""
     for rank in range(2048):
@@ -77,11 +109,26 @@ def test_the_watchdog_says_when_it_is_blind_and_lives_on(tmp_path):
         write(tmp_path, 1)
         assert line_of(process) == "watchdog: reads all heartbeats again\n"
         assert process.poll() is None
-        for rank in range(2):
-            write(tmp_path, rank, phase="ended")
+        write(tmp_path, 0, phase="ended")
         assert process.wait(timeout=20) == 0
     finally:
         kill([process])
+
+
+def test_what_the_first_process_said_in_the_end_is_not_written_over(tmp_path):
+    """A signal ended it while it compiled; others could not say that they end."""
+    record = json.dumps({"status": "interrupted", "reason": "SIGTERM", "cause": None})
+    (tmp_path / "run.json").write_text(record)
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    write(beats, 0, phase="ended")
+    write(beats, 1, host=os.uname().nodename, pid=2**22 + 1)  # more than there can be
+    process = start(tmp_path, beats, 2, 30, module="jaxbench.cluster.watchdog")
+    try:
+        assert process.wait(timeout=20) == 0
+    finally:
+        kill([process])
+    assert (tmp_path / "run.json").read_text() == record
 
 
 def line_of(process):
@@ -107,3 +154,18 @@ def test_what_stops_the_first_process_is_told_to_all(tmp_path):
     assert "Not a directory" in errors[0]
     assert "error: the first process failed: " in errors[1]
     assert "Not a directory" in errors[1]
+
+
+def test_what_one_process_alone_sees_ends_it(tmp_path):
+    """As on a node without GPUs. To leave in order it would wait for the others, and they for it,
+    until something aborts it, as if it had lost them."""
+    own = [*TINY, "--cpu-devices", "1", "--local-devices", "3"]
+    second = f"import sys; from jaxbench.run import command; sys.exit(command.main({own}))"
+    processes = start_two(*TINY, "--cpu-devices", 1, "--output", tmp_path / "run", second=second)
+    try:
+        _, err = processes[1].communicate(timeout=60)
+    finally:
+        kill(processes)
+    assert processes[1].returncode == STATUS["mistake"]
+    assert err.endswith(", process 1: sees 1 devices, 3 were expected\n")
+    assert err.count("\n") == 1

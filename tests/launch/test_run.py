@@ -1,10 +1,19 @@
-"""`launch/run.sh`, what one process of a job runs, on a node that lacks something."""
+"""`launch/run.sh`, what one process of a job runs, where its node lacks something or a peer is
+lost."""
 
 import os
+import re
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
+import launching  # noqa: F401
 import pytest
-from commands import ROOT
+import slurm
+import verdict
+from commands import ROOT, TINY, kill
 
 
 def test_a_node_without_the_environment_says_so_in_one_line(tmp_path):
@@ -17,12 +26,63 @@ def test_a_node_without_the_environment_says_so_in_one_line(tmp_path):
         env=os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAXBENCH_VENV": str(tmp_path / "none"),
             "JAXBENCH_EXITS": str(tmp_path), "SLURM_PROCID": "5", "SLURMD_NODENAME": "n7",
+            "SLURM_RESTART_COUNT": "1",
         },
     )  # fmt: skip
     assert done.returncode == 2
+    assert done.stdout == "start 2, on n7\n"  # by which launch/verdict.py tells starts apart
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: node n7: no Python with jax, neither ")
     assert (tmp_path / "first" / "rank").read_text() == "5 n7 2\n"
+
+
+@pytest.fixture
+def two_ranks(tmp_path):
+    """Starts two ranks that compile, the second on another node: (process, job's folder) of each.
+    Each believes to be the first that fails."""
+    started = []
+
+    def begin(*options):
+        address = f"127.0.0.1:{slurm.free_ports(1)[0]}"
+        for rank in range(2):
+            folder = tmp_path / str(rank)
+            exits = folder / "ranks" / "start-1"
+            exits.mkdir(parents=True)
+            with (folder / "ranks" / f"rank-{rank}.log").open("w") as log:
+                process = subprocess.Popen(
+                    [ROOT / "launch/run.sh", *TINY, "--cpu-devices", "1", *options,
+                     "--output", tmp_path / "run"],
+                    cwd=ROOT, stdout=log, stderr=log, env=os.environ | {
+                        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
+                        "JAX_PROCESS_ID": str(rank), "JAXBENCH_EXITS": str(exits),
+                        "JAXBENCH_VENV": sys.prefix, "SLURMD_NODENAME": f"n{rank}",
+                    },
+                )  # fmt: skip
+            started.append((process, folder))
+        return started
+
+    yield begin
+    kill([process for process, _ in started])
+
+
+def test_a_first_process_that_is_lost_while_all_compile_is_one_line(two_ranks, monkeypatch):
+    (first, lost), (second, left) = two_ranks("--steps", "1000000")
+    log = lost / "ranks" / "rank-0.log"
+    while " compiling: " not in log.read_text():
+        assert first.poll() is None, log.read_text()
+        time.sleep(0.05)
+    (python,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    os.kill(int(python), signal.SIGKILL)
+    assert first.wait(timeout=20) == 128 + signal.SIGKILL
+    second.wait(timeout=30)  # of the five minutes for which it waits for others
+    monkeypatch.setenv("PATH", "/none")  # no Slurm to ask
+    assert verdict.verdict(str(lost), 0, 0) == (
+        "failed", "lost", "lost rank 0 on n0 (killed by SIGKILL)", True
+    )  # fmt: skip
+    status, cause, reason, again = verdict.verdict(str(left), 0, 0)
+    assert (status, cause, again) == ("failed", "network", True)
+    expected = r"rank 1 on n1: it lost the network or another process: .*UNAVAILABLE: .*"
+    assert re.fullmatch(expected, reason), reason
 
 
 @pytest.fixture

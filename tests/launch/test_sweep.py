@@ -32,12 +32,12 @@ def scripts(here):
     return len(list(here.glob("script-*")))
 
 
-def end(here, **states):
+def end(here, cause=None, **states):
     """Gives jobs a record."""
     for job in jobs(here).values():
         if (status := states.get(f"job{job['id']}")) is not None:
             record = sweep.Path(job["folder"]) / "run.json"
-            record.write_text(json.dumps({"status": status}))
+            record.write_text(json.dumps({"status": status, "cause": cause}))
 
 
 def refused(here, capsys, message, *options):
@@ -63,7 +63,34 @@ def test_a_sweep_skips_what_is_done(here, capsys):
     assert scripts(here) == 5  # only the one that failed
     out = capsys.readouterr().out
     assert out.count("completed") == 2
-    assert "llama31_8b_bf16          8 GPUs  run 1  failed, submitted  81\n" in out
+    assert "llama31_8b_bf16          8 GPUs  run 1  failed, submitted           81\n" in out
+
+
+def test_a_sweep_shows_why_a_run_ended(here, capsys):
+    path = str(here / "runs.yaml")
+    assert sweep.main([path]) == 0
+    end(here, job77="failed", job78="failed", cause="network")
+    end(here, job79="interrupted", cause="time limit")
+    capsys.readouterr()
+    assert sweep.main([path, "--show"]) == 0
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert first.endswith("run 0  failed: network             77")
+    assert second.endswith("run 1  failed: network             78")
+    assert third.endswith("run 0  interrupted: time limit     79")
+    assert fourth.endswith("run 1  lost                        80")
+
+
+@pytest.mark.parametrize(("status", "cause"), [("failed", "lost"), ("interrupted", "preempted")])
+def test_a_job_that_comes_back_is_not_submitted_again(status, cause, here, capsys):
+    """Its record says how the start before ended, until the next one begins."""
+    path = str(here / "runs.yaml")
+    assert sweep.main([path]) == 0
+    (here / "queue").write_text("77 78 79 80\n")
+    end(here, job78=status, cause=cause)
+    capsys.readouterr()
+    assert sweep.main([path]) == 0
+    assert scripts(here) == 4
+    assert capsys.readouterr().out.count("pending") == 4
 
 
 def test_a_sweep_reports_what_has_run(here, capsys):

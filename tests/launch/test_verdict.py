@@ -9,20 +9,30 @@ import verdict
 
 from jaxbench.errors import STATUS
 
+ABORTED = (
+    "F1122 14:07:54.208690   27163 client.h:80] Terminating process because the JAX distributed "
+    "service detected fatal errors. This most likely indicates that another task died; see the "
+    "other task logs for more details. Disable Python buffering, i.e. `python -u`, to be sure to "
+    "see all the previous output. absl::Status: UNAVAILABLE: "
+)
+"""As jax 0.10.2 says it before it aborts a process."""
+
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Ends the first start of a job that saves by a failure of rank 3: (exit status, record)."""
-    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask, unless a test makes one
     monkeypatch.setenv("JAXBENCH_RESUME", "true")
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
 
-    def end(status, said="", record=None, watchdog=""):
+    def end(status, said="", record=None, watchdog="", before="", srun=""):
         first = tmp_path / "ranks" / "start-1" / "first"
         first.mkdir(parents=True)
         (first / "rank").write_text(f"3 n1 {status}\n")
+        said = f"{before}start 1, on n1\n{said}"
         (tmp_path / "ranks" / "rank-3.log").write_text(said)
         (tmp_path / "ranks" / "rank-0.log").write_text(watchdog)
+        (first.parent / "srun.log").write_text(srun)
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"status": "running", "cause": None, **(record or {})}))
         code = verdict.main(str(tmp_path), 0, 1, 0)
@@ -51,14 +61,30 @@ def test_what_was_not_the_work_s_fault_brings_the_job_back(cause, again, job, ca
     assert capsys.readouterr().out == f"failed: {record['reason']}\n"
 
 
-def test_a_job_that_the_watchdog_killed_hung(job, capsys):
-    """And was not lost by the rank that it killed."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_job_that_the_watchdog_killed_hung(number, job, capsys):
+    """And was not lost by the rank that it killed, nor by one that JAX aborted for want of the
+    first one."""
     reason = "no sign of life for 60 s from rank 7 on n4 (training, last completed step 12)"
     hang = {"status": "failed", "cause": "hang", "reason": reason}
     said = f"watchdog: {reason}; ending the job\n"
-    code, record = job(128 + signal.SIGKILL, record=hang, watchdog=said)
+    code, record = job(128 + number, ABORTED, record=hang, watchdog=said)
     assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "hang", reason)
     assert capsys.readouterr().out == f"failed: {reason}\n"
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [(1, "lost rank 1 on n0 (training, last completed step 98)"),
+     (3, "lost rank 3 on n1 (killed by SIGKILL)")],
+)  # fmt: skip
+def test_a_rank_that_the_watchdog_killed_for_another_one_was_not_lost(lost, reason, job):
+    """`benchmarks/lose_and_resume.py` found this: what it killed may be the first to say so."""
+    said = f"lost rank {lost} on n0 (training, last completed step 98)"
+    record = {"status": "failed", "cause": "lost", "reason": said}
+    watchdog = f"watchdog: {said}; ending the job\n"
+    code, record = job(128 + signal.SIGKILL, record=record, watchdog=watchdog)
+    assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "lost", reason)
 
 
 def test_a_hang_of_the_start_before_is_forgotten(job):
@@ -70,7 +96,106 @@ def test_a_hang_of_the_start_before_is_forgotten(job):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("said", "verdict_is"),
+    [
+        ("srun: error: Node failure on n1\nsrun: forcing job termination\n", "lost a node"),
+        (
+            "slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED DUE TO NODE FAILURE ***",
+            "lost a node",
+        ),
+        ("slurmstepd-n0: error: *** STEP 7.0 ON n0 CANCELLED DUE TO PREEMPTION ***", "preempted"),
+        ("", "requeued"),
+    ],
+)
+def test_why_slurm_starts_a_job_again(said, verdict_is, job, tmp_path, capsys):
+    """The first as slurm-wlm 22.05 says it of a node that nothing reaches any more."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=7 JobState=COMPLETING Restarts=1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    code, record = job(128 + signal.SIGKILL, srun=said)
+    assert (code, record["status"], record["cause"]) == (0, "interrupted", verdict_is)
+    assert capsys.readouterr().out == f"interrupted: {verdict_is}\n"
+
+
 def test_a_killed_rank_is_lost(job):
     code, record = job(128 + signal.SIGKILL)
     assert (code, record["cause"]) == (verdict.REQUEUE, "lost")
     assert record["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
+
+
+GLOO = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  "
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (
+            f"{ABORTED}Failed to send RPC to coordination service. Either the leader task was "
+            "preempted/died/restarted unexpectedly or this task is experiencing network issues. "
+            "Check earlier\n",
+            "UNAVAILABLE: Failed to send RPC to coordination service",
+        ),
+        (
+            f"{GLOO}[external/gloo/gloo/transport/tcp/pair.cc:339] writev [198.19.2.198]:21427: "
+            "Software caused connection abort\n",
+            "[external/gloo/gloo/transport/tcp/pair.cc:339] writev [198.19.2.198]:21427: Software "
+            "caused connection abort",
+        ),
+        (
+            f"{ABORTED}The following tasks are unhealthy (stopped sending heartbeats):\n1\n2\n"
+            "The tasks have crashed. Check the task logs for an earlier error\n",
+            "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats): 1 2",
+        ),
+    ],
+)
+def test_a_rank_that_jax_aborts_lost_the_network_and_was_not_lost(status, reason, job, capsys):
+    trace = "*** Check failure stack trace: ***\n    @     0x7fd75b040634  absl::LogMessage()\n"
+    code, record = job(128 + signal.SIGABRT, f"{status}{trace}")
+    assert (code, record["cause"]) == (verdict.REQUEUE, "network")
+    assert record["reason"] == (
+        f"rank 3 on n1: it lost the network or another process: {reason}"
+    )  # fmt: skip
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_rank_that_aborts_by_itself_is_lost(job):
+    said = "terminate called after throwing an instance of 'std::system_error'\n"
+    _, record = job(128 + signal.SIGABRT, said, before=f"{ABORTED}of the start before\n")
+    assert record["cause"] == "lost"
+    assert record["reason"] == "lost rank 3 on n1 (killed by SIGABRT)"
+
+
+def test_what_a_rank_said_in_the_start_before_is_not_quoted(job):
+    before = "start 1, on n0\nerror: Connection reset by peer\n"
+    _, record = job(1, "ModuleNotFoundError: No module named 'flax'\n", before=before)
+    assert record["reason"] == "rank 3 on n1: ModuleNotFoundError: No module named 'flax'"
+
+
+def test_a_verdict_that_cannot_be_recorded_is_said(job, tmp_path, capsys):
+    """As on a full disk: the job is not left without its last line, nor where it was."""
+    (tmp_path / "run.json.verdict").mkdir()
+    code, record = job(128 + signal.SIGKILL)
+    assert (code, record["status"]) == (verdict.REQUEUE, "running")
+    assert capsys.readouterr().out == (
+        "failed: lost rank 3 on n1 (killed by SIGKILL); run.json does not say so: Is a directory\n"
+    )
+
+
+def test_a_lost_rank_s_last_step_is_of_its_last_start(job, tmp_path):
+    for attempt, step in (("999.5", 3), ("1000.25", 7)):
+        beats = tmp_path / "heartbeats" / attempt
+        beats.mkdir(parents=True)
+        (beats / "3.json").write_text(json.dumps({"completed": step}))
+    assert job(128 + signal.SIGKILL)[1]["reason"].endswith("(killed by SIGKILL), after step 7")
+
+
+def test_what_else_lies_beside_heartbeats_harms_no_verdict(job, tmp_path):
+    (tmp_path / "heartbeats" / ".nfs0000").mkdir(parents=True)
+    assert job(128 + signal.SIGKILL)[1]["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
+
+
+def test_a_rank_s_own_line_is_quoted_without_the_recipe(job):
+    """Which the line of the job need not name again."""
+    said = "failed: llama31_8b_bf16, row smoke (smoke): loss is nan at step 3\nrecord: run.json\n"
+    _, record = job(STATUS["numbers"], said)
+    assert record["reason"] == "rank 3 on n1: loss is nan at step 3"

@@ -1,5 +1,6 @@
 """Checkpoints: what is restored where, and what is refused."""
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -204,3 +205,20 @@ def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
         restored(checkpoint.find(path), run)
     assert "\n" not in str(error.value)
     assert json.loads((path / "recipe" / "metadata").read_text())["model"]["layers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), "network"),
+        (RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"), "gpu"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Error writing: No space left on device"), "storage"),
+        (OSError(errno.EROFS, "Read-only file system"), "storage"),
+    ],
+)
+def test_a_save_that_fails_for_want_of_a_peer_is_no_fault_of_the_disk(error, cause):
+    """It waits for the step, of which another process may be lost; Orbax raises its own in turn."""
+    with pytest.raises(RunFailed) as raised, checkpoint._reported("it was not saved"):
+        raise ValueError("Orbax's") from error
+    assert raised.value.cause == cause
+    assert str(raised.value) == f"it was not saved: {error}"

@@ -151,6 +151,15 @@ def test_a_folder_that_cannot_be_made_is_one_line(capsys):
     assert "/proc/none" in err
 
 
+def test_a_gpu_that_cannot_be_used_is_one_line():
+    """As after an error of the driver: another node may do better, so it is no mistake."""
+    status, out, err = run("--config", CONFIG, JAX_PLATFORMS="cuda")
+    assert (status, out) == (STATUS["gpu"], "")
+    line = err.splitlines()[-1]  # behind JAX's own words, where its plugin is installed
+    assert re.fullmatch(r"error: node \S+: JAX can use no device: .+", line)
+    assert "jaxbench" not in err.removesuffix(f"{line}\n")
+
+
 def test_half_a_launcher_is_a_mistake():
     status, out, err = run("--config", CONFIG, JAX_COORDINATOR_ADDRESS="127.0.0.1:1")
     assert (status, out, err.count("\n")) == (2, "", 1)

@@ -5,7 +5,11 @@ import json
 import os
 import re
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import ROOT
@@ -18,7 +22,7 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.window import spread
 from jaxbench.recipe.window import window as published_window
-from jaxbench.run import command, summary
+from jaxbench.run import command, records, summary
 from jaxbench.run.records import Recorder
 
 RUN = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
@@ -31,6 +35,14 @@ STEP = {
     "memory_bytes": 44271689728,
     "peak_memory_bytes": 70833405952,
 }
+
+
+def record_of(run):
+    """What a recorder has to know of a run."""
+    return {
+        "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
+        "recipe": recipes.describe(run), "published": None,
+    }  # fmt: skip
 
 
 def test_nemo_line_is_the_published_one():
@@ -105,11 +117,7 @@ def test_throughput_gives_the_published_row():
 
 def test_a_run_that_fails_before_its_first_step_still_has_a_record(tmp_path, capsys):
     run = tiny_run()
-    record = {
-        "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
-        "recipe": recipes.describe(run), "published": None,
-    }  # fmt: skip
-    recorder = Recorder(tmp_path, run, record)
+    recorder = Recorder(tmp_path, run, record_of(run))
     recorder.finish("failed", "out of memory", None)
     written = json.loads((tmp_path / "run.json").read_text())
     assert (written["status"], written["reason"]) == ("failed", "out of memory")
@@ -155,10 +163,6 @@ def test_steps_are_not_lost_while_a_resumed_run_keeps_them(tmp_path, monkeypatch
     before = [json.dumps(STEP | {"step": step}) + "\n" for step in range(5)]
     path, run = tmp_path / "steps.jsonl", tiny_run()
     path.write_text("".join(before))
-    record = {
-        "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
-        "recipe": recipes.describe(run), "published": None,
-    }  # fmt: skip
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -166,11 +170,53 @@ def test_steps_are_not_lost_while_a_resumed_run_keeps_them(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            Recorder(tmp_path, run, record, start=3)
+            Recorder(tmp_path, run, record_of(run), start=3)
     assert path.read_text() == "".join(before)
-    recorder = Recorder(tmp_path, run, record, start=3)
+    recorder = Recorder(tmp_path, run, record_of(run), start=3)
     recorder.finish("failed", "killed again", None)
     assert path.read_text() == "".join(before[:3])
+
+
+def test_what_a_run_learns_beside_its_steps_is_written_within_a_minute(tmp_path, monkeypatch):
+    """As when a save is complete, of which Orbax's thread tells: a kill would lose it."""
+    now, run = 0.0, tiny_run()
+    clock = SimpleNamespace(monotonic=lambda: now, strftime=time.strftime)
+    monkeypatch.setattr(records, "time", clock)
+    recorder, saved = Recorder(tmp_path, run, record_of(run)), [{"step": 10}]
+    recorder.add(checkpoints=saved)
+    known = []
+    for step, now in enumerate((1.0, 59.0, 61.0, 62.0, 120.0, 122.0)):
+        saved[0] = {"step": 10, "save_s": now}
+        recorder.step(STEP | {"step": step})
+        known.append(
+            json.loads((tmp_path / "run.json").read_text())["checkpoints"][0].get("save_s")
+        )
+    recorder.finish("failed", "killed", None)
+    assert known == [None, None, 61.0, 61.0, 61.0, 122.0]
+
+
+def test_a_signal_while_the_record_is_written_is_its_end(tmp_path, monkeypatch):
+    """The main thread writes what it has compiled while another one ends the run."""
+    recorder = Recorder(tmp_path, run := tiny_run(), record_of(run))
+    begun, write, inside, together = threading.Event(), ReservedJson.write, [], []
+
+    def slow(self, content):
+        inside.append(content)
+        begun.set()
+        time.sleep(0.2)
+        together.append(len(inside))
+        write(self, content)
+        inside.pop()
+
+    monkeypatch.setattr(ReservedJson, "write", slow)
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.submit(recorder.add, compile_s=1.0)
+        begun.wait()
+        pool.submit(recorder.finish, "interrupted", "SIGTERM", None).result()
+        compiled.result()
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert (written["status"], written["compile_s"]) == ("interrupted", 1.0)
+    assert together == [1, 1]
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
