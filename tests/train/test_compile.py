@@ -63,13 +63,13 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 does not pipeline")
 def test_collectives_are_hidden_behind_products(llama2, llama2_fp8):
-    """All but the first and the last of the step: at most a peer's 4 GiB. Launches about half of
-    its 19520, which the compiler of jax 0.11 gave."""
+    """All but the first and the last of the step: at most a peer's 4 GiB. At most half of its
+    19520 launches, which the compiler of jax 0.11 gave."""
     for row in (llama2, llama2_fp8):
         timeline = schedule.Walk(row.program).under(schedule.Roofline(H100))
         assert timeline.uncovered_bytes <= 4 * 2**30
     if jax.__version_info__[:2] == (0, 11):
-        assert timeline.kernels <= 0.51 * 19520
+        assert timeline.kernels <= 19520 / 2
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +79,14 @@ def llama2_fp8():
 
 def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
     """Forward and both gradients in 80 layers; the input of the MLP is computed again in all of
-    them, the output projection of attention in the 62 that do not save the residual."""
-    recomputed = {"0.mixer.qkv": 0, "0.mixer.out": 62, "1.mixer.gate_up": 80, "1.mixer.down": 0}
+    them."""
+    recomputed = {"0.mixer.qkv": 0, "0.mixer.out": 0, "1.mixer.gate_up": 80, "1.mixer.down": 0}
     found = fp8.compiled_products(llama2_fp8.program)
     assert found == {
         (f"units.0.layers.{name}", True): 3 * 80 + again for name, again in recomputed.items()
     }
     calls = llama2_fp8.program.custom_calls()
-    assert calls["__cublas$lt$matmul$f8"] == sum(found.values()) == 1102
+    assert calls["__cublas$lt$matmul$f8"] == sum(found.values()) == 1040
     # Only the head is left in bf16: logits in chunks, the gradients of the hidden state and of the
     # head in one product each.
     assert calls["__cublas$lt$matmul"] + calls["__cublas$gemm"] == 4 + 1 + 1
@@ -94,9 +94,14 @@ def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
         check_program(llama2_fp8.compiled, llama2_fp8.run)
 
 
-def test_fp8_takes_no_more_memory_than_bf16_and_gathers_half_the_bytes(llama2, llama2_fp8):
-    assert llama2_fp8.peak_gib <= llama2.peak_gib
-    assert llama2_fp8.executed_ratio <= 1.19
+def test_fp8_takes_no_more_memory_than_bf16(llama2):
+    """Where both keep the same activations."""
+    remat = f"execution.remat={llama2.run.execution.remat}"
+    assert Compiled("llama2_70b_fp8", 64, remat).peak_gib <= llama2.peak_gib
+
+
+def test_fp8_gathers_half_the_bytes(llama2, llama2_fp8):
+    assert llama2_fp8.executed_ratio <= 1.18
     head = 2 * 8192 * 32000
     tokens = 4 * 4096 * 128
     gathered = {
