@@ -55,6 +55,9 @@ def _backward(product, residuals, dy):
     quantized, amax, stored, inverse, observed = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
     x, w, y = product.letters
+    # Where the largest magnitude is taken later, the bf16 gradient is kept alive. Where activations
+    # cross ranks in a layer, what they wait for counts for more.
+    together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
     def local(dy, quantized, amax, stored, inverse):
         with product.scope():
@@ -64,8 +67,8 @@ def _backward(product, residuals, dy):
                 inverse_x = inverse_scale(amax[0], VALUES, product.margin)
                 inverse_dy = inverse_scale(amax_dy, GRADIENTS, product.margin)
             gradient = quantize(dy.value, inverse_dy, GRADIENTS)
-            # Together: where the largest magnitude is taken later, the bf16 gradient is kept alive.
-            gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
+            if together:
+                gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = gathered(stored, dims, inverse_w)
             dx = multiply(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
             dw = multiply(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
