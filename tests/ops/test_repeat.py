@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench.ops import remat
+from jaxbench.ops import remat, slots
 from jaxbench.ops.repeat import repeat
 
 
@@ -36,13 +36,13 @@ def of_scan(x, weights, constants, shared):
 
 @pytest.mark.parametrize("saved", [None, frozenset(), frozenset({"hidden"})])
 def test_value_and_gradients_are_those_of_a_scan(saved, arguments):
-    def of_repeat(x, weights, constants, shared, slots=None):
-        y, said, slots = repeat(unit, saved, x, weights, constants, shared, slots)
-        return jnp.sum(y**2) + jnp.sum(said**2), slots
+    def of_repeat(x, weights, constants, shared, held=None):
+        y, said, held = repeat(unit, saved, x, weights, constants, shared, held)
+        return jnp.sum(y**2) + jnp.sum(said**2), held
 
     gradients = jax.jit(jax.value_and_grad(of_repeat, argnums=(0, 1), has_aux=True))
-    (value, slots), found = gradients(*arguments)
-    again = gradients(*arguments, jax.tree.map(jnp.ones_like, slots))
+    (value, held), found = gradients(*arguments)
+    again = gradients(*arguments, jax.tree.map(jnp.ones_like, held))
     expected = jax.jit(jax.value_and_grad(of_scan, argnums=(0, 1)))(*arguments)
     # The same operations, which a compiler may fuse otherwise.
     for ours, theirs in zip(
@@ -54,5 +54,20 @@ def test_value_and_gradients_are_those_of_a_scan(saved, arguments):
 
 
 def test_slots_hold_what_is_saved_and_no_weights(arguments):
-    _, _, slots = repeat(unit, frozenset({"hidden"}), *arguments)
-    assert [slot.shape for slot in slots] == [(3, 4, 8), (3, 4, 6)]
+    _, _, held = repeat(unit, frozenset({"hidden"}), *arguments)
+    assert [slot.shape for slot in held] == [(3, 4, 8), (3, 4, 6)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_in_allocated_memory_is_a_scan(reverse):
+    def step(carry, x):
+        carry = 2 * carry + x["a"]
+        return carry, {"sum": carry, "other": x["a"] - x["b"]}
+
+    xs = {"a": jnp.arange(5.0), "b": jnp.arange(10.0).reshape(5, 2)}
+    seen = slots.scan(lambda _, *now: step(*now), 1.0, xs, reverse=reverse)
+    assert jax.tree.all(
+        jax.tree.map(jnp.array_equal, seen, jax.lax.scan(step, 1.0, xs, reverse=reverse))
+    )
+    _, indices = slots.scan(lambda index, *_: (None, index), None, xs, reverse=reverse)
+    np.testing.assert_array_equal(indices, range(5))

@@ -72,6 +72,17 @@ def test_collectives_are_hidden_behind_products(llama2, llama2_fp8):
         assert timeline.kernels <= 19520 / 2
 
 
+def test_slots_are_neither_zeroed_nor_copied(llama2_fp8):
+    """Activations wait in 80 layers of 128 MiB each; what is written there is one layer's."""
+    slots = {"copy", "broadcast", "AllocateBuffer"}
+    found = Counter(
+        i.target or i.opcode
+        for i, _, _ in llama2_fp8.program.walk()
+        if i.shape.startswith("bf16[80,2,4096,") and (i.target or i.opcode) in slots
+    )
+    assert set(found) == {"AllocateBuffer"}
+
+
 @pytest.fixture(scope="module")
 def llama2_fp8():
     return Compiled("llama2_70b_fp8", 64)

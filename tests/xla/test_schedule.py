@@ -154,6 +154,13 @@ def test_a_product_inside_a_fusion_is_compute():
     assert found.uncovered_bytes == 0
 
 
+def test_memory_that_nothing_is_written_to_costs_nothing():
+    allocated = '  %e = f32[8,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
+    found = schedule.Walk(program(GATHER + allocated + DONE)).under(SYSTEM)
+    assert found.worked_s == 0
+    assert found.kernels == schedule.Walk(program(GATHER + DONE)).under(SYSTEM).kernels
+
+
 UPDATE = """\
 %update (stack: f32[10,8], row: f32[1,8], i: s32[]) -> f32[10,8] {
   %stack = f32[10,8]{1,0} parameter(0)
