@@ -56,8 +56,10 @@ def empty(like: jax.ShapeDtypeStruct, *count: int) -> jax.Array:
     and two of one shape are one constant, which XLA copies.
     """
     shape = *count, *like.shape
-    if like.sharding is None or mesh.manual():
+    if mesh.manual():
         return jax.lax.empty(shape, like.dtype)
+    if like.sharding is None:  # of a constant
+        return jnp.zeros(shape, like.dtype)
     spec = like.sharding.spec
     spec = spec.update(partitions=(*(None for _ in count), *spec.partitions))
     part = jax.sharding.NamedSharding(like.sharding.mesh, spec).shard_shape(shape)
