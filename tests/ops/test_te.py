@@ -49,15 +49,16 @@ class TestCompiled:
         assert 3 * calls[te.QUANTIZE] == 2 * calls[te.GEMM]
         assert not [name for name in calls if name.endswith("$f8")]
 
-    def test_weights_are_gathered_in_fp8_and_inputs_kept_in_it(self, llama):
-        plain = by("xla", *LLAMA)
+    def test_weights_are_gathered_in_fp8_and_inputs_kept_in_it(self):
+        # Enough layers for what they keep to outweigh how the rest is packed.
+        llama, plain = (by(name, *LLAMA, "model.layers=8") for name in ("te", "xla"))
         gathered = [
             sum(c.bytes * c.count for c in row.collectives if c.kind == "all-gather")
             for row in (llama, plain)
         ]
         assert gathered[0] == gathered[1]
         assert llama.executed_ratio == plain.executed_ratio
-        assert llama.peak_gib < plain.peak_gib * 1.05
+        assert llama.peak_gib < plain.peak_gib * 1.01
 
     @pytest.mark.parametrize("scaling", ["delayed", "current"])
     def test_scaling_is_what_the_recipe_says(self, llama, scaling):
