@@ -1,5 +1,5 @@
-"""Activations that wait in slots for a backward pass: entries of stacked arrays, and what a
-transpose keeps in them."""
+"""Activations that wait in slots for a backward pass: entries of stacked arrays, what a transpose
+keeps in them, and loops that stack in memory which was only allocated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

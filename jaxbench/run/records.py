@@ -62,9 +62,8 @@ class Recorder:
         self.steps: list[dict[str, Any]] = []
         self._lost: OSError | None = None
         self._bar: Any = None
-        self._writing = (
-            threading.Lock()
-        )  # a signal before the first step ends the run from a thread
+        # A signal before the first step ends the run from a thread of its own.
+        self._writing = threading.Lock()
         if folder is None:
             return
         self.steps = steps_before(start, folder / "steps.jsonl")
