@@ -2,7 +2,9 @@
 and out.
 
 `jax.lax.scan` of `remat.recomputed` computes the same, but stacks activations in zeros that are
-made and copied for each microbatch. These slots are allocated once, and filled again.
+made and copied for each microbatch. These slots are allocated once, and filled again. Without
+remat nothing is stacked: units stand one after another in the program, and what they make stays
+where they made it.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxbench.ops.remat import recomputed
-from jaxbench.ops.slots import at, empty, put, residuals, restored, scan
+from jaxbench.ops.slots import alone, at, empty, put, residuals, restored, scan, stacked, unstacked
 
 Slots = list[jax.Array]
 """What the backward pass of each unit needs beside weights, stacked on the first axis."""
@@ -34,14 +36,26 @@ def repeat(
 
     `weights` and `constants` are stacked over the units. Gradients are those of `x` and `weights`;
     activations in `saved` are not recomputed (`remat.recomputed`). Without `slots` there are new
-    ones.
+    ones. When all is kept (None) there are none, and the gathered weights are kept as well, which a
+    backward pass gathers again otherwise.
     """
     flat, structure = jax.tree.flatten(constants)
 
     def apply_flat(x, weights, constants, shared):
         return apply(x, weights, jax.tree.unflatten(structure, constants), shared)
 
+    if saved is None:
+        return *_unrolled(apply_flat, x, weights, flat, shared), []
     return _repeat(recomputed(apply_flat, saved), x, weights, flat, shared, slots)
+
+
+def _unrolled(unit, x, weights, constants, shared):
+    once = jax.jit(unit, inline=True)  # traced for all of them
+    said = []
+    for index, own in enumerate(unstacked(weights)):
+        x, more = once(x, own, alone(constants, index), shared)
+        said.append(more)
+    return x, stacked(said)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

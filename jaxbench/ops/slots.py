@@ -67,6 +67,34 @@ def empty(like: jax.ShapeDtypeStruct, *count: int) -> jax.Array:
     return mesh.on_each_device(allocate, spec, check_vma=False)()
 
 
+def alone(tree: Any, index: int) -> Any:
+    """An entry as `at` has it, kept apart from the others: XLA would move what is done with each
+    of them to all, a cast from FP8 too, and then finds no product in FP8."""
+    return jax.lax.optimization_barrier(at(tree, index))
+
+
+@jax.custom_vjp
+def unstacked(tree: Any) -> list:
+    """All entries, each `alone`. Their gradients are stacked; JAX would add up as many stacks of
+    zeros, with one entry each."""
+    return [alone(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
+
+
+def stacked(entries: list) -> Any:
+    """Such arrays of their entries, each written to its place.
+
+    A concatenation would sum a gradient that is not yet reduced over its ranks.
+    """
+    likes = jax.eval_shape(lambda entry: entry, entries[0])
+    whole = jax.tree.map(lambda like: empty(like, len(entries)), likes)
+    for index, entry in enumerate(entries):
+        whole = put(whole, entry, index)
+    return whole
+
+
+unstacked.defvjp(lambda tree: (unstacked(tree), None), lambda _, entries: (stacked(entries),))
+
+
 def scan(
     step: Callable[[jax.Array, Any, Any], tuple[Any, Any]],
     carry: Any,

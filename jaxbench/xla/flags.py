@@ -56,6 +56,15 @@ UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELININ
 """The same for hybrids. They scan units of many layers, which hide their collectives behind each
 other; a second unit would only take memory."""
 
+UNROLLED: Options = {
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
+}
+"""The same without remat, where layers stand one after another (`ops.repeat`): the scheduler sees
+all of a pass, in which a gather need not wait for others. Pipelined over microbatches, it would
+gather all layers' weights at the end of the pass before."""
+
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
@@ -114,8 +123,14 @@ def options(run: Run, platform: str) -> Options:
             if chosen.pop(old, False):
                 chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
         if name == "tuned":
-            chosen |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
+            chosen |= _pipelining(run)
     return chosen | changed
+
+
+def _pipelining(run: Run) -> Options:
+    if run.parallelism.pipeline == 1 and run.execution.saved(run.model.layers) is None:
+        return UNROLLED
+    return UNPIPELINED if "M" in run.model.pattern else PIPELINED
 
 
 def _flag(text: str) -> tuple[str, bool | int | str]:
