@@ -127,8 +127,10 @@ def with_remat(run: Run, remat: str) -> Run | None:
 
 def policies(run: Run) -> Iterator[str]:
     """Remat policies of a model: full, each choice of `TOGETHER` that keeps attention, and these
-    with one part kept in some eighths of the layers only."""
+    with one part kept in some eighths of the layers only; outside a pipeline none."""
     yield "full"
+    if run.parallelism.pipeline == 1:
+        yield "none"
     kept = activations(run.model, run.batch.sequence_length)
     groups = [group for group in TOGETHER if all(name in kept for name in group)]
     if "gate" not in kept and "up" in kept:

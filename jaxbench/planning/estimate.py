@@ -29,6 +29,9 @@ VISITS = 15
 """How often kernels other than products read or write the features of a layer and token, in bf16,
 in a step: about what the plans of the Llama rows have."""
 
+VISITS_UNROLLED = 8
+"""The same without remat (`ops.repeat`): nothing is stacked, and no activation made again."""
+
 WORKSPACE = 3
 """Copies of a layer's gathered weights and features that are live at a time: the next layer's, this
 one's, gradients."""
@@ -148,13 +151,29 @@ def _other_seconds(run: Run, gpu: Gpu) -> float:
     kept = activations(cfg, run.batch.sequence_length).values()
     features = sum(cfg.letters.count(a.letter) * a.features for a in kept)
     share = run.tokens_per_step / run.gpus
-    moved = VISITS * BF16 * share * features
+    moved = (VISITS_UNROLLED if run.unrolled else VISITS) * BF16 * share * features
     if p.pipeline > 1:
         moved += (
             run.accumulation * sum(_weights(run)) / p.pipeline * (2 * run.gradient_bytes + BF16)
         )
     moved += parameters(cfg)["total"] / p.ranks * OPTIMIZER_BYTES
     return moved / (gpu.bandwidth * 1e9)
+
+
+def _gathered_bytes(run: Run) -> int:
+    """Of a weight as products use it."""
+    return 1 if run.precision.dtype == "fp8" and run.precision.gather == "fp8" else BF16
+
+
+def _operand_bytes(run: Run) -> float:
+    """What products of all layers read of a token, beside what has a name: norms' results and
+    hidden activations; in FP8 attention's output as well, which is cast."""
+    cfg, fp8 = run.model, run.precision.dtype == "fp8"
+    kept = activations(cfg, run.batch.sequence_length)
+    read: float = len(cfg.letters) * cfg.embed
+    for name in ("up", "attention") if fp8 else ("up",):
+        read += cfg.letters.count(kept[name].letter) * kept[name].features
+    return read if fp8 else BF16 * read
 
 
 def _missing(run: Run, name: str) -> float:
@@ -182,11 +201,10 @@ def _seconds(run: Run, gpu: Gpu, kind: str, size: float, *axes: str) -> float:
 
 
 def _weight_seconds(run: Run, gpu: Gpu) -> float:
-    """Gathers of weights and scatters of their gradients: forward and backward in every pass; in a
-    pipeline once per step, of a rank's own layers."""
-    p = run.parallelism
-    gathers, passes = (1, 1) if p.pipeline > 1 else (2, run.accumulation)
-    width = 1 if run.precision.dtype == "fp8" and run.precision.gather == "fp8" else BF16
+    """Gathers of weights and scatters of their gradients: forward and backward in every pass, once
+    without remat; in a pipeline once per step, of a rank's own layers."""
+    p, width = run.parallelism, _gathered_bytes(run)
+    gathers, passes = (1, 1) if p.pipeline > 1 else (2 - run.unrolled, run.accumulation)
     total = 0.0
     for whole, axes in zip(_weights(run), (mesh.AT_REST, mesh.EXPERT_AT_REST), strict=True):
         ranks, weights = math.prod(getattr(p, axis) for axis in axes), whole / p.pipeline
@@ -250,4 +268,6 @@ def _peak_bytes(run: Run) -> float:
         held = (BF16 + sums) * sum(_weights(run)) / p.pipeline
     else:
         workspace += WORKSPACE * BF16 * sum(_weights(run)) / cfg.layers
+    if run.unrolled:
+        held += _gathered_bytes(run) * sum(_weights(run)) + tokens * _operand_bytes(run)
     return STATE_BYTES * total / p.ranks + held + share * BF16 * tokens * waiting + workspace

@@ -232,6 +232,11 @@ class Run:
         return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
 
     @property
+    def unrolled(self) -> bool:
+        """Whether layers stand one after another in the program (`ops.repeat`)."""
+        return self.parallelism.pipeline == 1 and self.execution.saved(self.model.layers) is None
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on."""
         return self.batch.global_batch * self.batch.sequence_length

@@ -123,14 +123,11 @@ def options(run: Run, platform: str) -> Options:
             if chosen.pop(old, False):
                 chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
         if name == "tuned":
-            chosen |= _pipelining(run)
+            if run.unrolled:
+                chosen |= UNROLLED
+            else:
+                chosen |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
     return chosen | changed
-
-
-def _pipelining(run: Run) -> Options:
-    if run.parallelism.pipeline == 1 and run.execution.saved(run.model.layers) is None:
-        return UNROLLED
-    return UNPIPELINED if "M" in run.model.pattern else PIPELINED
 
 
 def _flag(text: str) -> tuple[str, bool | int | str]:

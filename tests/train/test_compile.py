@@ -130,6 +130,34 @@ def test_gathering_in_bf16_is_a_choice(full_remat, llama2_fp8):
     assert gathered == [{2 * 8192 * 2 * 28672}, {8192 * 2 * 28672}]
 
 
+@pytest.fixture(scope="module")
+def unrolled():
+    """Without remat, in two microbatches."""
+    return Compiled("llama31_8b_bf16", 8, "model.layers=3", "batch.global_batch=16")
+
+
+def test_without_remat_nothing_is_computed_again_or_stacked(unrolled):
+    assert unrolled.executed_ratio == pytest.approx(1, abs=1e-3)
+    stacked = [i.name for i, _, _ in unrolled.program.walk() if "[3,1,8192," in i.shape]
+    assert stacked == []
+
+
+def test_without_remat_weights_are_gathered_once_per_pass(unrolled):
+    cfg = unrolled.run.model
+    attention = 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
+    layer = 2 * (attention + 3 * cfg.embed * cfg.ffn)
+    tokens = 4 * 8 * 8192
+    gathered = sum(c.bytes * c.count for c in unrolled.collectives if c.kind == "all-gather")
+    assert gathered == 2 * (3 * layer + 2 * cfg.embed * cfg.vocabulary + tokens)
+
+
+def test_without_remat_one_gpu_multiplies_in_fp8():
+    """No gather stands between a weight of FP8 and the layer that reads it."""
+    row = Compiled("llama31_8b_fp8", 1, "model.layers=2")
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
 def test_layers_in_bf16_and_current_scaling():
     row = Compiled(
         "llama31_8b_fp8", 8, "model.layers=4", "precision.scaling=current",

@@ -18,12 +18,19 @@ def smoke_run(recipe: str, chosen: str = "tuned") -> Run:
 def test_pipelining_has_the_names_of_the_installed_jax(monkeypatch, release, old):
     monkeypatch.setattr(flags, "_release", lambda: release)
     published = flags.options(smoke_run("llama31_8b_bf16", "published"), "gpu")
-    tuned = flags.options(smoke_run("llama31_8b_bf16"), "gpu")
+    tuned = flags.options(smoke_run("llama2_70b_bf16"), "gpu")
     hybrid = flags.options(smoke_run("nemotronh_56b_bf16"), "gpu")
     for before, after in flags.RENAMED.items():
         assert (before in published, after in published) == (old, not old)
     assert ("xla_gpu_pipeline_all_gather" in tuned) is not old
     assert "xla_gpu_pipeline_all_gather" not in hybrid
+
+
+def test_layers_that_stand_one_after_another_are_not_pipelined(monkeypatch):
+    monkeypatch.setattr(flags, "_release", lambda: (0, 11))
+    run = smoke_run("llama31_8b_bf16")
+    assert run.unrolled
+    assert flags.options(run, "gpu") == flags.TUNED | flags.UNROLLED
 
 
 def test_a_set_can_be_changed():
