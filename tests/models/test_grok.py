@@ -99,10 +99,12 @@ def different_gains(run):
     return model
 
 
-def test_mesh_changes_neither_loss_nor_gradients_of_the_original():
+@pytest.mark.parametrize("remat", ["attention", "none"])
+def test_mesh_changes_neither_loss_nor_gradients_of_the_original(remat):
     expected = loss_and_gradients(tiny_grok(*ORIGINAL))
+    on_mesh = tiny_grok(*ORIGINAL, *TENSOR, f"execution.remat={remat}", devices=8)
     # Tied: gradients of the table come from both of its uses.
-    assert_same(loss_and_gradients(tiny_grok(*ORIGINAL, *TENSOR, devices=8)), expected, 200)
+    assert_same(loss_and_gradients(on_mesh), expected, 200)
 
 
 def test_soft_cap_excludes_kernels_without_one():

@@ -36,6 +36,13 @@ def test_remat_changes_neither_loss_nor_gradients(remat, one_device):
     assert_same(actual, one_device, roundings=50)
 
 
+@pytest.mark.parametrize("name", ["data 2 x fsdp 2 x tensor 2", "fsdp 2 x context 2 x tensor 2"])
+def test_layers_one_after_another_are_the_same_on_a_mesh(name, one_device):
+    run = tiny_run(*MESHES[name], "execution.remat=none", devices=8)
+    assert run.unrolled
+    assert_same(loss_and_gradients(run), one_device, roundings=200)
+
+
 @pytest.mark.parametrize("mesh", ["one device", "data 2 x fsdp 2 x tensor 2"])
 def test_accumulation_changes_neither_loss_nor_gradients(mesh):
     overrides = MESHES.get(mesh, ())
