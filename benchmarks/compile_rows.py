@@ -29,7 +29,7 @@ llama2_70b_bf16:512 execution.remat=query,key,value,attention,residual:4
 llama2_70b_bf16:2048 execution.remat=query,key,value,attention,residual:4
 llama2_70b_fp8:64
 llama2_70b_fp8:512 execution.remat=query,key,value,attention,residual:4
-llama31_8b_bf16:8 batch.global_batch=8
+llama31_8b_bf16:8 batch.global_batch=8 execution.remat=query,key,value,attention,residual,gate,up
 llama31_8b_fp8:8 batch.global_batch=8 execution.remat=query,key,value,attention
 llama31_70b_bf16:64 batch.global_batch=64
 llama31_405b_bf16:512 parallelism.fsdp=512 parallelism.context=1 batch.global_batch=512 \

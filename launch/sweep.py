@@ -2,7 +2,7 @@
 
 The list has one entry per line, `repeats` and `set` where they are wanted:
 
-    - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [batch.microbatch=2]}
+    - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [execution.remat=full]}
 
 `--show` submits nothing; `--report` shows what has run beside the published figures, with the exit
 status of `python -m jaxbench.report`, and makes the page of it, `<list>.html` beside the list.

@@ -1,4 +1,4 @@
-"""One decoder for all families: residual layers spelled in letters, repeating units scanned over
+"""One decoder for all families: residual layers spelled in letters, repeating units applied over
 stacked weights."""
 
 from collections.abc import Callable, Sequence

@@ -36,8 +36,8 @@ def repeat(
 
     `weights` and `constants` are stacked over the units. Gradients are those of `x` and `weights`;
     activations in `saved` are not recomputed (`remat.recomputed`). Without `slots` there are new
-    ones. When all is kept (None) there are none, and the gathered weights are kept as well, which a
-    backward pass gathers again otherwise.
+    ones. With `saved` None all is kept and there are no slots: units stand one after another, and
+    gathered weights wait for the backward pass too, which gathers them again otherwise.
     """
     flat, structure = jax.tree.flatten(constants)
 
@@ -50,7 +50,8 @@ def repeat(
 
 
 def _unrolled(unit, x, weights, constants, shared):
-    once = jax.jit(unit, inline=True)  # traced for all of them
+    constants = jax.lax.stop_gradient(constants)  # `weights` have what is to be differentiated
+    once = jax.jit(unit, inline=True)  # traced once for all units
     said = []
     for index, own in enumerate(unstacked(weights)):
         x, more = once(x, own, alone(constants, index), shared)

@@ -1,5 +1,5 @@
-"""Activations that wait in slots for a backward pass: entries of stacked arrays, what a transpose
-keeps in them, and loops that stack in memory which was only allocated."""
+"""Stacked arrays: their entries, the slots in which activations wait for a backward pass, what a
+transpose keeps in them, and loops that stack in memory which was only allocated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -69,19 +69,19 @@ def empty(like: jax.ShapeDtypeStruct, *count: int) -> jax.Array:
 
 def alone(tree: Any, index: int) -> Any:
     """An entry as `at` has it, kept apart from the others: XLA would move what is done with each
-    of them to all, a cast from FP8 too, and then finds no product in FP8."""
+    of them to the whole stack, a cast from FP8 too, and would then find no product in FP8."""
     return jax.lax.optimization_barrier(at(tree, index))
 
 
 @jax.custom_vjp
 def unstacked(tree: Any) -> list:
-    """All entries, each `alone`. Their gradients are stacked; JAX would add up as many stacks of
-    zeros, with one entry each."""
+    """All entries, each `alone`. Their gradients are stacked; JAX would add up as many stacks, each
+    of zeros but for one entry."""
     return [alone(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
 
 
 def stacked(entries: list) -> Any:
-    """Such arrays of their entries, each written to its place.
+    """Arrays stacked from their entries, each written to its place.
 
     A concatenation would sum a gradient that is not yet reduced over its ranks.
     """
@@ -107,15 +107,13 @@ def scan(
     count = len(jax.tree.leaves(xs)[0])
 
     def body(state):
-        done, carry, stacked = state
+        done, carry, ys = state
         index = count - 1 - done if reverse else done
         carry, y = step(index, carry, at(xs, index))
-        return done + 1, carry, put(stacked, y, index)
+        return done + 1, carry, put(ys, y, index)
 
     start = jnp.int32(0)
     _, likes = jax.eval_shape(step, start, carry, jax.eval_shape(lambda xs: at(xs, 0), xs))
-    stacked = jax.tree.map(lambda like: empty(like, count), likes)
-    _, carry, stacked = jax.lax.while_loop(
-        lambda state: state[0] < count, body, (start, carry, stacked)
-    )
-    return carry, stacked
+    ys = jax.tree.map(lambda like: empty(like, count), likes)
+    _, carry, ys = jax.lax.while_loop(lambda state: state[0] < count, body, (start, carry, ys))
+    return carry, ys

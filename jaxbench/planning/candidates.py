@@ -126,8 +126,8 @@ def with_remat(run: Run, remat: str) -> Run | None:
 
 
 def policies(run: Run) -> Iterator[str]:
-    """Remat policies of a model: full, each choice of `TOGETHER` that keeps attention, and these
-    with one part kept in some eighths of the layers only; outside a pipeline none."""
+    """Remat policies of a model: `full`, outside a pipeline `none`, each choice of `TOGETHER` that
+    keeps attention, and these with one part kept in some eighths of the layers only."""
     yield "full"
     if run.parallelism.pipeline == 1:
         yield "none"

@@ -27,10 +27,11 @@ STATE_BYTES = 3 * FP32
 
 VISITS = 15
 """How often kernels other than products read or write the features of a layer and token, in bf16,
-in a step: about what the plans of the Llama rows have."""
+in a step: about what the plans of Llama rows with scanned layers have."""
 
 VISITS_UNROLLED = 8
-"""The same without remat (`ops.repeat`): nothing is stacked, and no activation made again."""
+"""The same without remat (`ops.repeat`), where nothing is stacked and no activation made again: 6.5
+in the plan of 8B in bf16, 9 in FP8."""
 
 WORKSPACE = 3
 """Copies of a layer's gathered weights and features that are live at a time: the next layer's, this
@@ -161,16 +162,17 @@ def _other_seconds(run: Run, gpu: Gpu) -> float:
 
 
 def _gathered_bytes(run: Run) -> int:
-    """Of a weight as products use it."""
+    """Bytes of a weight as it is gathered."""
     return 1 if run.precision.dtype == "fp8" and run.precision.gather == "fp8" else BF16
 
 
 def _operand_bytes(run: Run) -> float:
-    """What products of all layers read of a token, beside what has a name: norms' results and
-    hidden activations; in FP8 attention's output as well, which is cast."""
+    """Bytes that the products of all layers read of a token and that remat policies have no name
+    for: norms' results, whole on each tensor rank, and hidden activations; in FP8, a byte each,
+    attention's output as well."""
     cfg, fp8 = run.model, run.precision.dtype == "fp8"
     kept = activations(cfg, run.batch.sequence_length)
-    read: float = len(cfg.letters) * cfg.embed
+    read: float = len(cfg.letters) * cfg.embed * run.parallelism.tensor
     for name in ("up", "attention") if fp8 else ("up",):
         read += cfg.letters.count(kept[name].letter) * kept[name].features
     return read if fp8 else BF16 * read
@@ -201,10 +203,11 @@ def _seconds(run: Run, gpu: Gpu, kind: str, size: float, *axes: str) -> float:
 
 
 def _weight_seconds(run: Run, gpu: Gpu) -> float:
-    """Gathers of weights and scatters of their gradients: forward and backward in every pass, once
-    without remat; in a pipeline once per step, of a rank's own layers."""
+    """Gathers of weights, for the forward pass and, unless layers are unrolled, again for the
+    backward pass, and scatters of their gradients, in every pass; in a pipeline once per step, of a
+    rank's own layers."""
     p, width = run.parallelism, _gathered_bytes(run)
-    gathers, passes = (1, 1) if p.pipeline > 1 else (2 - run.unrolled, run.accumulation)
+    gathers, passes = (1, 1) if p.pipeline > 1 else (1 if run.unrolled else 2, run.accumulation)
     total = 0.0
     for whole, axes in zip(_weights(run), (mesh.AT_REST, mesh.EXPERT_AT_REST), strict=True):
         ranks, weights = math.prod(getattr(p, axis) for axis in axes), whole / p.pipeline
@@ -221,8 +224,8 @@ def _replica_seconds(run: Run, gpu: Gpu) -> float:
 
 def _token_seconds(run: Run, gpu: Gpu) -> float:
     """What activations send: gathers and scatters of a tensor axis around every mixer (twice
-    forward, twice backward, one gather again), sequences for heads and back on a context axis,
-    rows to experts and back."""
+    forward, twice backward, one gather again unless layers are unrolled), sequences for heads and
+    back on a context axis, rows to experts and back."""
     cfg, p = run.model, run.parallelism
     tokens = run.microbatch * run.batch.sequence_length / p.context
     kept = activations(cfg, run.batch.sequence_length)
@@ -231,7 +234,8 @@ def _token_seconds(run: Run, gpu: Gpu) -> float:
     for letter in set(cfg.letters):
         each = 0.0
         if letter != "E":
-            each += 3 * _seconds(run, gpu, "all-gather", whole, mesh.TENSOR)
+            gathers = 2 if run.unrolled else 3
+            each += gathers * _seconds(run, gpu, "all-gather", whole, mesh.TENSOR)
             each += 2 * _seconds(run, gpu, "reduce-scatter", whole / p.tensor, mesh.TENSOR)
         else:
             rows = tokens / p.tensor * kept["dispatched"].features * BF16

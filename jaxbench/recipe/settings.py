@@ -143,10 +143,10 @@ class Execution:
     `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
     activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
     and recomputes it in the rest (in a hybrid, whose letters are the layers, in those repeats of
-    its scanned unit that lie among them). With `none` gathered weights are kept for the backward
-    pass, too, and outside a pipeline layers are not scanned: each stands in the program by itself,
-    which copies nothing and compiles longer. `xla_flags` is a named set of
-    compiler options (`xla.flags.SETS`), and changes to it: `tuned,xla_gpu_some_flag=false`.
+    its scanned unit that lie among them). With `none`, outside a pipeline, layers are not scanned:
+    each stands in the program by itself, and gathered weights are kept for the backward pass too.
+    That copies nothing, and takes longer to compile. `xla_flags` is a named set of compiler
+    options (`xla.flags.SETS`), and changes to it: `tuned,xla_gpu_some_flag=false`.
     """
 
     remat: str = "full"

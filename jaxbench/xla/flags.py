@@ -56,14 +56,10 @@ UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELININ
 """The same for hybrids. They scan units of many layers, which hide their collectives behind each
 other; a second unit would only take memory."""
 
-UNROLLED: Options = {
-    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
-}
-"""The same without remat, where layers stand one after another (`ops.repeat`): the scheduler sees
-all of a pass, in which a gather need not wait for others. Pipelined over microbatches, it would
-gather all layers' weights at the end of the pass before."""
+UNROLLED: Options = UNPIPELINED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
+"""The same without remat, where layers stand one after another (`ops.repeat`). The scheduler sees
+all of a pass, and begins each collective early enough (docs/xla_flags.md has the times of others).
+Pipelined over microbatches, all layers' weights would be gathered at the end of the pass before."""
 
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,

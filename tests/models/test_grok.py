@@ -99,7 +99,7 @@ def different_gains(run):
     return model
 
 
-@pytest.mark.parametrize("remat", ["attention", "none"])
+@pytest.mark.parametrize("remat", ["attention,residual:1", "none"])
 def test_mesh_changes_neither_loss_nor_gradients_of_the_original(remat):
     expected = loss_and_gradients(tiny_grok(*ORIGINAL))
     on_mesh = tiny_grok(*ORIGINAL, *TENSOR, f"execution.remat={remat}", devices=8)

@@ -249,6 +249,26 @@ def test_gathering_in_fp8_changes_nothing(scaling):
         )
 
 
+def test_layers_one_after_another_observe_what_scanned_ones_do():
+    """Two steps with delayed scaling: the second one's scales are what the first one observed."""
+    found = []
+    for remat in ("full", "none"):
+        changes = "parallelism.fsdp=2", "parallelism.tensor=2", f"execution.remat={remat}"
+        run = tiny_run(FP8, *changes, devices=8)
+        with mesh_of(run):
+            state = new_state(run)
+            tokens = jnp.arange(8 * 32, dtype=jnp.int32).reshape(1, 8, 32) % 64
+            tokens = jax.device_put(tokens, mesh.spec("microbatch batch seq", mesh.ACTIVATION))
+            for _ in range(2):
+                state, figures = jax.jit(train_step, static_argnums=3)(state, tokens, tokens, run)
+            found.append((float(figures["loss"]), to_numpy(state.fp8)))
+    (loss, seen), (other_loss, other) = found
+    assert other_loss == pytest.approx(loss, rel=1e-3)
+    for name, exact in seen.items():
+        # In bf16, whose last bit a compiler's fusions may decide.
+        np.testing.assert_allclose(other[name], exact, rtol=2**-6, err_msg=name)
+
+
 def test_layers_kept_in_bf16():
     bf16, kept, fp8_run = (
         same_sequences(tiny_run(*overrides, FULL))[0]

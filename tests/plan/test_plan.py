@@ -109,8 +109,8 @@ def test_json_has_the_documented_keys(planned):
 
 @needs_compiler
 def test_too_large_a_microbatch_does_not_fit(capsys):
-    """Every intermediate of 16 sequences in two layers; half of them would still be too much."""
-    change = ("batch.global_batch=256", "batch.microbatch=16", "execution.remat=none")
+    """Every intermediate of 32 sequences in two layers."""
+    change = ("batch.global_batch=512", "batch.microbatch=32")
     changes = [part for text in change for part in ("--set", text)]
     assert command.main([*ROW, *SMALL, *changes]) == 1
     out, err = capsys.readouterr()
@@ -118,6 +118,14 @@ def test_too_large_a_microbatch_does_not_fit(capsys):
     assert "does not fit: " in err
     assert "dot_general" in err
     assert "it fits, " in err.splitlines()[-1]
+
+
+def test_what_keeps_everything_may_fit_without_gathered_weights():
+    run = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
+    listed = ("execution.remat=query,key,value,attention,residual,gate,up",)
+    assert command.remedies(run)[0] == listed
+    scanned = recipes.resolve(recipes.load("llama2_70b_bf16"), 64)
+    assert listed not in command.remedies(scanned)
 
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, capsys):

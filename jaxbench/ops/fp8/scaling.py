@@ -30,7 +30,7 @@ output."""
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What FP8 adds to a stack of units during a step. A scan takes a slice with each unit.
+    """What FP8 adds to a stack of units during a step. Each unit is given its slice.
 
     `stored` holds the weights as a pass gathers them, by the product's name; `inverse` the inverse
     scales, `[repeats, products, 3]`; `observed` zeros, `[repeats, products, 2, devices]`, of which
