@@ -154,11 +154,14 @@ def verdict(folder, start, seen):
         cause, words = CAUSES[code]
         return "failed", cause, f"{where}: {words}{message(lines)}", cause in MENDED
     told = re.findall(r"watchdog: (.*); ending the job", said)[-1:]
-    if told and code in (128 + signal.SIGKILL, 128 + signal.SIGABRT):
+    aborted = code == 128 + signal.SIGABRT
+    if told and (aborted or code == 128 + signal.SIGKILL):
         hung = not told[0].startswith("lost ")
-        if hung or f"rank {rank} on " not in told[0]:  # else the one that it killed others for
+        # The one that it killed others for: lost, or silent because it had aborted.
+        silent = aborted and told[0].startswith("no sign of life ")
+        if f"rank {rank} on " not in told[0] or (hung and not silent):
             return "failed", "hang" if hung else "lost", told[0], True
-    if code == 128 + signal.SIGABRT and alone(lines):
+    if aborted and alone(lines):
         return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     try:
         how = "killed by " + signal.Signals(code - 128).name

@@ -158,6 +158,20 @@ def test_a_rank_that_jax_aborts_lost_the_network_and_was_not_lost(status, reason
     assert capsys.readouterr().out.count("\n") == 1
 
 
+def test_a_rank_that_was_aborted_before_it_was_missed_lost_the_network(job):
+    """A lost network found this: others heard nothing of it, and the watchdog ended them."""
+    silent = "no sign of life for 8 s from rank 3 on n1 (training, last completed step 45)"
+    record = {"status": "failed", "cause": "hang", "reason": silent}
+    said = f"{ABORTED}Failed to send RPC to coordination service. Either the leader\n"
+    watchdog = f"watchdog: {silent}; ending the job\n"
+    _, record = job(128 + signal.SIGABRT, said, record=record, watchdog=watchdog)
+    assert (record["cause"], record["reason"]) == (
+        "network",
+        "rank 3 on n1: it lost the network or another process: UNAVAILABLE: Failed to send RPC to "
+        "coordination service",
+    )
+
+
 def test_a_rank_that_aborts_by_itself_is_lost(job):
     said = "terminate called after throwing an instance of 'std::system_error'\n"
     _, record = job(128 + signal.SIGABRT, said, before=f"{ABORTED}of the start before\n")
