@@ -156,11 +156,10 @@ def verdict(folder, start, seen):
     told = re.findall(r"watchdog: (.*); ending the job", said)[-1:]
     aborted = code == 128 + signal.SIGABRT
     if told and (aborted or code == 128 + signal.SIGKILL):
-        hung = not told[0].startswith("lost ")
-        # The one that it killed others for: lost, or silent because it had aborted.
-        silent = aborted and told[0].startswith("no sign of life ")
-        if f"rank {rank} on " not in told[0] or (hung and not silent):
-            return "failed", "hang" if hung else "lost", told[0], True
+        lost = told[0].startswith("lost ")
+        missed = lost or (aborted and told[0].startswith("no sign of life "))
+        if not (missed and f"rank {rank} on " in told[0]):  # else the one that it killed others for
+            return "failed", "lost" if lost else "hang", told[0], True
     if aborted and alone(lines):
         return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
     try:

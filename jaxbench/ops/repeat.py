@@ -39,13 +39,13 @@ def repeat(
     ones. With `saved` None all is kept and there are no slots: units stand one after another, and
     gathered weights wait for the backward pass too, which gathers them again otherwise.
     """
+    if saved is None:
+        return *_unrolled(apply, x, weights, constants, shared), []
     flat, structure = jax.tree.flatten(constants)
 
     def apply_flat(x, weights, constants, shared):
         return apply(x, weights, jax.tree.unflatten(structure, constants), shared)
 
-    if saved is None:
-        return *_unrolled(apply_flat, x, weights, flat, shared), []
     return _repeat(recomputed(apply_flat, saved), x, weights, flat, shared, slots)
 
 
@@ -100,6 +100,4 @@ def _allocated(unit: Callable, x: jax.Array, weights: Any, constants: Any, share
         return [x, *residuals(jax.vjp(unit, x, *arguments)[1])]
 
     count = len(jax.tree.leaves(weights)[0])
-    return [
-        empty(like, count) for like in jax.eval_shape(kept, x, *at((weights, constants), 0), shared)
-    ]
+    return empty(jax.eval_shape(kept, x, *at((weights, constants), 0), shared), count)

@@ -49,22 +49,26 @@ def restored(vjp: Any, kept: Sequence, arguments: list) -> Any:
     return replace(jax.tree.unflatten(structure, kept), args_res=arguments)
 
 
-def empty(like: jax.ShapeDtypeStruct, *count: int) -> jax.Array:
-    """An array of a type, stacked so many times, with nothing written to it.
+def empty(likes: Any, *count: int) -> Any:
+    """Arrays of some types (`jax.ShapeDtypeStruct`), stacked so many times, with nothing written.
 
     Each device allocates its own part, since XLA partitions no allocation. Zeros would be written,
     and two of one shape are one constant, which XLA copies.
     """
-    shape = *count, *like.shape
-    if mesh.manual():
-        return jax.lax.empty(shape, like.dtype)
-    if like.sharding is None:  # of a constant
-        return jnp.zeros(shape, like.dtype)
-    spec = like.sharding.spec
-    spec = spec.update(partitions=(*(None for _ in count), *spec.partitions))
-    part = jax.sharding.NamedSharding(like.sharding.mesh, spec).shard_shape(shape)
-    allocate = partial(jax.lax.empty, part, like.dtype)
-    return mesh.on_each_device(allocate, spec, check_vma=False)()
+
+    def allocated(like: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = *count, *like.shape
+        if mesh.manual():
+            return jax.lax.empty(shape, like.dtype)
+        if like.sharding is None:  # of a constant
+            return jnp.zeros(shape, like.dtype)
+        spec = like.sharding.spec
+        spec = spec.update(partitions=(*(None for _ in count), *spec.partitions))
+        part = jax.sharding.NamedSharding(like.sharding.mesh, spec).shard_shape(shape)
+        allocate = partial(jax.lax.empty, part, like.dtype)
+        return mesh.on_each_device(allocate, spec, check_vma=False)()
+
+    return jax.tree.map(allocated, likes)
 
 
 def alone(tree: Any, index: int) -> Any:
@@ -85,8 +89,7 @@ def stacked(entries: list) -> Any:
 
     A concatenation would sum a gradient that is not yet reduced over its ranks.
     """
-    likes = jax.eval_shape(lambda entry: entry, entries[0])
-    whole = jax.tree.map(lambda like: empty(like, len(entries)), likes)
+    whole = empty(jax.eval_shape(lambda entry: entry, entries[0]), len(entries))
     for index, entry in enumerate(entries):
         whole = put(whole, entry, index)
     return whole
@@ -112,8 +115,8 @@ def scan(
         carry, y = step(index, carry, at(xs, index))
         return done + 1, carry, put(ys, y, index)
 
-    start = jnp.int32(0)
-    _, likes = jax.eval_shape(step, start, carry, jax.eval_shape(lambda xs: at(xs, 0), xs))
-    ys = jax.tree.map(lambda like: empty(like, count), likes)
-    _, carry, ys = jax.lax.while_loop(lambda state: state[0] < count, body, (start, carry, ys))
+    first = jnp.int32(0)
+    _, likes = jax.eval_shape(step, first, carry, jax.eval_shape(lambda xs: at(xs, 0), xs))
+    start = first, carry, empty(likes, count)
+    _, carry, ys = jax.lax.while_loop(lambda state: state[0] < count, body, start)
     return carry, ys

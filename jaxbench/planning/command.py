@@ -145,7 +145,7 @@ def remedies(run: Run) -> list[tuple[str, ...]]:
     """Changes that may make a run fit, the mildest first: all activations kept, but no gathered
     weights, smaller passes, more ranks for the weights, recomputation, and these together."""
     every = ",".join(activations(run.model, run.batch.sequence_length))
-    scanned = [f"execution.remat={every}"] if run.unrolled else []
+    listed = [f"execution.remat={every}"] if run.unrolled else []
     smaller = [
         f"batch.microbatch={n}"
         for n in sorted({run.microbatch // 2, 1}, reverse=True)
@@ -154,7 +154,7 @@ def remedies(run: Run) -> list[tuple[str, ...]]:
     wider = [f"parallelism.fsdp={run.parallelism.fsdp * n}" for n in (2, 4, 8)]
     full = [] if run.execution.remat == "full" else ["execution.remat=full"]
     least = [*full, *smaller[-1:]]
-    single = [(change,) for change in (*scanned, *smaller, *wider, *full)]
+    single = [(change,) for change in (*listed, *smaller, *wider, *full)]
     together = [tuple(least), (*least, "parallelism.tensor=8")]
     return [*single, *(changes for changes in together if len(changes) > 1)]
 

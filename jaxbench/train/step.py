@@ -114,7 +114,7 @@ def gradients(
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
             jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
         )
-        start = zeros, fp8.unobserved(state.fp8), jax.tree.map(empty, slots)
+        start = zeros, fp8.unobserved(state.fp8), empty(slots)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, (tokens, targets))
     values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
