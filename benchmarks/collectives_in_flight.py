@@ -1,12 +1,12 @@
-"""Which collectives XLA's scheduler lets be under way at once, on absent GPUs.
+"""Collectives that XLA's scheduler keeps in flight together, compiled for absent GPUs.
 
     python benchmarks/collectives_in_flight.py
 
 Compiles two independent all-gathers beside matrix products, over the same ranks, over groups that
 share one rank, and over groups that share several, and counts how many are in flight by limit
-(`xla_gpu_experimental_parallel_collective_overlap_limit`). Two that share several ranks on streams
-of their own can wait for each other, since each rank may begin with another one (openxla/xla pull
-request 19026).
+(`xla_gpu_experimental_parallel_collective_overlap_limit`). Two on separate streams that share
+several ranks can deadlock, since ranks may start them in different orders (openxla/xla pull request
+19026).
 """
 
 import re

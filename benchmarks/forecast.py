@@ -1,9 +1,9 @@
-"""Forecasts beside what was published: every row of configs/published.csv, and the best figures
-that were published since (anchors.csv). Writes the tables of docs/forecast.md.
+"""Forecasts beside published step times: every row of configs/published.csv, and the best figures
+published later (anchors.csv). Writes the tables of docs/forecast.md.
 
     python benchmarks/forecast.py [--output docs/forecast.md]
 
-Rows are planned in processes, and kept in results/plan: what `plan --all` planned is there.
+Rows are planned in processes and kept in results/plan, where `plan --all` keeps them too.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan
-from jaxbench.planning.processes import Target, plan_each
-from jaxbench.planning.sweep import MARK
+from jaxbench.plan.processes import Target, plan_each
+from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import Run
@@ -36,9 +36,8 @@ ANCHORS = Path(__file__).with_name("anchors.csv")
 
 @dataclass(frozen=True)
 class Figure:
-    """A published rate, in tokens per second and GPU, of a recipe on GPUs; how its program was laid
-    out, and where it is from. `whole` says that it is of the whole model, also where the recipe's
-    row has fewer layers."""
+    """A published rate in tokens per second and GPU, with its parallelism and source. `whole`: the
+    figure is of the whole model, even where the recipe's row has fewer layers."""
 
     recipe: str
     gpu: str
@@ -50,7 +49,7 @@ class Figure:
     whole: bool = False
 
     def run(self) -> Run:
-        """The row that stands beside it, with its global batch if the row's mesh can have it."""
+        """The row to compare with, at the figure's global batch if the row's mesh can have it."""
         recipe = recipes.load(self.recipe).on(hardware.PLANNED[self.gpu])
         run = recipes.resolve(recipe, self.gpus)
         changes = []
@@ -65,8 +64,8 @@ class Figure:
             return run
 
 
-def of_tables() -> list[Figure]:
-    """The rows of published.csv; one for each dtype of a model is a recipe."""
+def table_figures() -> list[Figure]:
+    """The figures of published.csv."""
     names = {}
     for recipe in recipes.load_all():
         run = recipes.resolve(recipe, recipes.SMOKE)
@@ -81,60 +80,60 @@ def of_tables() -> list[Figure]:
 
 
 AXES = {"tp": "TP", "pp": "PP", "cp": "CP", "ep": "EP", "fsdp": "FSDP"}
-"""Columns of published.csv, as anchors.csv writes them."""
+"""Axes by column of published.csv, as anchors.csv spells them."""
 
 
 def layouts() -> list[str]:
-    """How the published program of each row was laid out: the axes of more than one rank."""
+    """The published program's parallelism for each row: axes of more than one rank."""
     with (recipes.config_folder() / "published.csv").open() as file:
         lines = [*csv.DictReader(file)]
     ranks = [
         [f"{axis}{line[name]}" for name, axis in AXES.items() if line[name] not in ("", "1")]
         for line in lines
     ]
-    return [" ".join(each) or "data alone" for each in ranks]
+    return [" ".join(axes) or "data alone" for axes in ranks]
 
 
-def since() -> list[Figure]:
-    """The rows of anchors.csv that are not rows of published.csv too."""
-    known = {(f.recipe, f.gpu, f.gpus): f.rate for f in of_tables()}
-    found = []
+def later_figures() -> list[Figure]:
+    """The figures of anchors.csv that are not in published.csv."""
+    known = {(f.recipe, f.gpu, f.gpus): f.rate for f in table_figures()}
+    figures = []
     with ANCHORS.open() as file:
         for line in csv.DictReader(file):
             rate = float(line["tokens_per_s_per_gpu"])
             name = f"{line['model']}_{line['dtype']}"
-            same = known.get((name, line["gpu"], int(line["gpus"])), 0.0)
-            if abs(same / rate - 1) > 0.005:
+            published_rate = known.get((name, line["gpu"], int(line["gpus"])), 0.0)
+            if abs(published_rate / rate - 1) > 0.005:
                 batch = int(line["global_batch"]) if line["global_batch"] else None
-                found.append(
+                figures.append(
                     Figure(name, line["gpu"], int(line["gpus"]), rate, line["layout"],
                            line["source"], batch, whole=True)
                 )  # fmt: skip
-    return found
+    return figures
 
 
-def plans(figures: list[Figure]) -> dict[Figure, Plan | str]:
-    """The plan of each figure's row, or why there is none."""
-    wanted: dict[str, dict[Run, list[Figure]]] = defaultdict(lambda: defaultdict(list))
-    found: dict[Figure, Plan | str] = {}
+def make_plans(figures: list[Figure]) -> dict[Figure, Plan | str]:
+    """The plan of each figure's row, or the reason for which there is none."""
+    figures_of: dict[str, dict[Run, list[Figure]]] = defaultdict(lambda: defaultdict(list))
+    plans: dict[Figure, Plan | str] = {}
     for figure in figures:
-        wanted[figure.gpu][figure.run()].append(figure)
-    for gpu, runs in wanted.items():
+        figures_of[figure.gpu][figure.run()].append(figure)
+    for gpu, runs in figures_of.items():
         for run, plan in plan_each(runs, Target(hardware.PLANNED[gpu], gpu)):
             print(f"{run.recipe} {run.row} on {gpu}", flush=True)
-            found |= dict.fromkeys(runs[run], plan)
-    return found
+            plans |= dict.fromkeys(runs[run], plan)
+    return plans
 
 
 def ratio(figure: Figure, plan: Plan) -> float:
-    """Seconds forecast over seconds published, for as many tokens."""
+    """Forecast over published step time, for the same number of tokens."""
     return figure.rate / plan.rates["forecast"].tokens_per_s_per_gpu
 
 
-def summary(found: dict[Figure, Plan | str]) -> list[str]:
-    """Median and worst ratio by model, dtype and GPU."""
+def summary(plans: dict[Figure, Plan | str]) -> list[str]:
+    """Median and extreme ratios in all, and by recipe and GPU."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for figure, plan in found.items():
+    for figure, plan in plans.items():
         if isinstance(plan, Plan):
             groups[figure.recipe, figure.gpu].append(ratio(figure, plan))
     whole = [r for ratios in groups.values() for r in ratios]
@@ -156,14 +155,14 @@ def summary(found: dict[Figure, Plan | str]) -> list[str]:
     return lines
 
 
-def table(found: dict[Figure, Plan | str]) -> list[str]:
+def table(plans: dict[Figure, Plan | str]) -> list[str]:
     """A line for each figure."""
     lines = [
         "| recipe | GPU | GPUs | published layout | tokens/s/GPU published | forecast | "
         "forecast / published in seconds | slow to fast | bound | mesh here | source |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for figure, plan in found.items():
+    for figure, plan in plans.items():
         cells = [figure.recipe, figure.gpu, str(figure.gpus), figure.layout, f"{figure.rate:.0f}"]
         if isinstance(plan, str):
             cells += ["not planned", "", "", "", plan]
@@ -178,25 +177,25 @@ def table(found: dict[Figure, Plan | str]) -> list[str]:
 
 
 def main() -> int:
-    """Writes the tables; 1 where a row has no plan."""
+    """Writes the tables; returns 1 if a row has no plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("docs/forecast.md"))
     args = parser.parse_args()
     check_compiler()
-    tables, later = of_tables(), since()
-    found = plans([*tables, *later])
-    here = versions() | {"commit": None, "source": None}
-    names = ", ".join(f"{name} {value}" for name, value in here.items() if value)
+    tables, later = table_figures(), later_figures()
+    plans = make_plans([*tables, *later])
+    packages = versions() | {"commit": None, "source": None}
+    names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
     lines = [
         f"{time.strftime('%Y-%m-%d')}. {names}.", "",
-        "### Published tables", "", *summary({f: found[f] for f in tables}), "",
-        *table({f: found[f] for f in tables}), "",
-        "### Published since", "", *table({f: found[f] for f in later}),
+        "### Published tables", "", *summary({f: plans[f] for f in tables}), "",
+        *table({f: plans[f] for f in tables}), "",
+        "### Published since", "", *table({f: plans[f] for f in later}),
     ]  # fmt: skip
     before = args.output.read_text().partition(MARK)[0]
     write_whole(args.output, f"{before}{MARK}\n\n" + "\n".join(lines) + "\n")
     print("\n".join(lines))
-    return int(any(isinstance(plan, str) for plan in found.values()))
+    return int(any(isinstance(plan, str) for plan in plans.values()))
 
 
 if __name__ == "__main__":

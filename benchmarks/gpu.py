@@ -4,14 +4,13 @@
     python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
     python benchmarks/gpu.py --rehearse         # no GPU: the checks themselves, tiny, on the CPU
 
-Checks run in the order of what would hurt most if it were wrong, each in a process of its own under
-a limit of its own, so that a call that is cut short has told the most, and nothing that crashes or
-hangs takes the rest with it. `--budget` seconds after its start (540 on a GPU) no more are begun,
-and the one that runs is stopped. Findings are written to `results.jsonl` in the output folder as
-they come, what the programs print to `log.txt`, the table to `table.md`. Exit status 1 if anything
-is wrong.
+The most important checks run first, each in a separate process with a time limit, so that a call
+that is cut short has reported most, and a crash or hang affects one check only. `--budget` seconds
+after the start (540 on a GPU) no check is started, and a running one is stopped. Findings are
+appended to `results.jsonl` in the output folder, output of programs to `log.txt`; the table is in
+`table.md`. Exit status 1 if anything is wrong.
 
-    check       minutes on a GPU (as planned; none was measured)
+    check       minutes on a GPU (estimated; none was measured)
     trains      1.5   tiny rows of each family beside the CPU's losses
     real        4     row 1 of each family: complete, memory as planned, speed
     operators   1     every operator beside the CPU's, at real shapes
@@ -19,9 +18,9 @@ is wrong.
     survives    1     kill and resume, profiler, PGLE, compiler options
     ceilings    0.5   products and copies
     breakdown   1.5   where a step's time goes
-    choices     8     one setting against another
+    choices     8     A/B of settings
     others      3     row 1 of the other recipes
-    kernels     4     what forecasts need, beside the package's tables
+    kernels     4     kernels beside the forecast's tables
 
 Run from the source tree; nothing is installed.
 """
@@ -44,23 +43,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 from one_gpu import choices, kernels, mixers, operators, speed, survives, trains
-from one_gpu.place import MEASURED, NOT_RUN, OK, ROOT, WRONG, Finding, Place, read_lines
+from one_gpu.context import MEASURED, NOT_RUN, OK, ROOT, WRONG, Context, Finding, read_lines
 
 from jaxbench import hardware
 from jaxbench.versions import versions
 
 BUDGET = {"gpu": 540.0, "cpu": 1200.0, "absent": 3600.0}
-"""Seconds of a call, by where its checks run."""
+"""Seconds of a call, by mode."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What finds something on a GPU, and the seconds after which it is stopped; what compiles the
-    same for an absent one; and whether a CPU can rehearse it."""
+    """A check on a GPU and its limit in seconds; its counterpart that only compiles for an absent
+    GPU; whether a CPU can rehearse it."""
 
-    run: Callable[[Place], Iterator[Finding]]
+    run: Callable[[Context], Iterator[Finding]]
     limit: int
-    compile: Callable[[Place], Iterator[Finding]] | None = None
+    compile: Callable[[Context], Iterator[Finding]] | None = None
     rehearsed: bool = False
 
 
@@ -77,11 +76,11 @@ CHECKS = {
     "kernels": Check(kernels.check, 300, kernels.compiles, rehearsed=True),
     "plans": Check(trains.plans, 600, trains.plans),
 }
-"""In the order in which they run; `plans`, which needs no GPU, beside them all."""
+"""Checks in the order in which they run; `plans`, which needs no GPU, runs concurrently."""
 
 PLANS = "plans"
 SHOWN = {OK: 0, MEASURED: 0, NOT_RUN: 0, WRONG: 1}
-"""Verdicts, with the exit status that each is worth."""
+"""Exit status by verdict."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -102,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def mode(args: argparse.Namespace) -> str:
-    """Where the checks run (`Place.on`)."""
+    """The mode of the checks (`Context.mode`)."""
     return "absent" if args.compile_only else "cpu" if args.rehearse else "gpu"
 
 
@@ -113,15 +112,15 @@ def find_gpu() -> hardware.Gpu:
         names = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         names = ""
-    found = hardware.identify(names.partition("\n")[0])
-    return found if found and found.chip else hardware.H100
+    gpu = hardware.identify(names.partition("\n")[0])
+    return gpu if gpu and gpu.chip else hardware.H100
 
 
 def one_check(args: argparse.Namespace) -> int:
     """Runs one check in this process, and writes its findings."""
-    place = Place(mode(args), args.folder, find_gpu())
-    if place.on == "gpu":
-        # The GPU first, as everywhere; the CPU for references, and for plans beside the rest.
+    ctx = Context(mode(args), args.folder, find_gpu())
+    if ctx.mode == "gpu":
+        # The CPU is for references, and for the plans.
         os.environ["JAX_PLATFORMS"] = "cpu" if args.check == PLANS else "cuda,cpu"
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.MEMORY_FRACTION))
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
@@ -131,7 +130,7 @@ def one_check(args: argparse.Namespace) -> int:
     if args.check == PLANS:
         os.nice(10)
     try:
-        for finding in function(place):
+        for finding in function(ctx):
             write(args.output, args.check, finding)
     except Exception as error:
         traceback.print_exc()
@@ -141,13 +140,13 @@ def one_check(args: argparse.Namespace) -> int:
 
 
 def write(output: Path, check: str, finding: Finding) -> None:
-    """Adds a finding to the results, and shows it."""
+    """Appends a finding to the results."""
     with (output / "results.jsonl").open("a") as file:
         file.write(json.dumps({"check": check, **asdict(finding)}) + "\n")
 
 
 def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen:
-    """A check in a process, and a session, of its own."""
+    """Starts a check in a new process and session."""
     modes = [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
     command = [sys.executable, __file__, *modes, "--check", name]
     with (args.output / "log.txt").open("a") as log:
@@ -158,15 +157,15 @@ def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Ends a check with everything that it started."""
+    """Kills a check and all its processes."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def finish(args: argparse.Namespace, name: str, process: subprocess.Popen, left: float) -> None:
-    """Waits for a check until its limit or the end of the budget, `left` seconds, and says how it
-    ended if not by itself. Away from a GPU only the budget counts."""
+    """Waits for a check until its limit or the end of the budget in `left` seconds, and reports a
+    crash or a stop. Without a GPU only the budget counts."""
     limit = CHECKS[name].limit if mode(args) == "gpu" else left
     began = time.monotonic()
     show = partial(print, flush=True)
@@ -195,13 +194,13 @@ def results(output: Path) -> list[dict]:
 
 
 def run_checks(args: argparse.Namespace, folder: Path) -> None:
-    """Every chosen check that this mode has, within the budget."""
+    """Runs every selected check of this mode, within the budget."""
     ends = time.monotonic() + (args.budget or BUDGET[mode(args)])
-    names = [name for name in CHECKS if name in args.only.split(",") and takes(args, name)]
-    beside = None
+    names = [name for name in CHECKS if name in args.only.split(",") and in_mode(args, name)]
+    plans = None
     if PLANS in names and mode(args) == "gpu":
         names.remove(PLANS)
-        beside = start(args, PLANS, folder)
+        plans = start(args, PLANS, folder)
     for name in names:
         left = ends - time.monotonic()
         if left < 10:
@@ -209,12 +208,12 @@ def run_checks(args: argparse.Namespace, folder: Path) -> None:
             continue
         print(name, flush=True)
         finish(args, name, start(args, name, folder), left)
-    if beside is not None:
-        stop(beside)
+    if plans is not None:
+        stop(plans)
 
 
-def takes(args: argparse.Namespace, name: str) -> bool:
-    """Whether a check runs in this mode."""
+def in_mode(args: argparse.Namespace, name: str) -> bool:
+    """True if a check runs in this mode."""
     check = CHECKS[name]
     return {"absent": check.compile is not None, "cpu": check.rehearsed}.get(mode(args), True)
 
@@ -228,7 +227,7 @@ def table(output: Path) -> str:
 
 
 def main() -> int:
-    """Runs what was chosen, and prints the table; the exit status."""
+    """Runs the selected checks, prints the table, returns the exit status."""
     args = parse_arguments()
     if args.check:
         return one_check(args)

@@ -1,12 +1,12 @@
-"""What the protocol of a job takes with hundreds of processes, on one machine and without a model.
+"""Times the coordination of a job with hundreds of processes, on one machine and without a model.
 
     python benchmarks/many_processes.py [--processes 256] [--timeout 20]
 
 Three jobs of real processes, with the coordination service, heartbeats and watchdog of a run, and
-steps that sleep: one is stopped by a signal to one process, one loses a process (SIGKILL), one has
-a process that hangs (SIGSTOP). Prints the seconds until all have joined, agreed, given a sign of
-life, and ended. Processes are forks of one that has imported JAX, so imports are in no figure; all
-share this machine's cores, so a figure is what the machine takes, and no job's would be larger.
+steps that sleep and then wait for each other: one is stopped by a signal to one process, one loses
+a process (SIGKILL), one has a process that hangs (SIGSTOP). Prints the seconds until all have
+joined, agreed, given a sign of life, and ended. Processes are forks of one that has imported JAX,
+so imports are in no figure; all share this machine's cores, so no job's figure would be larger.
 """
 
 import argparse
@@ -39,13 +39,13 @@ STEP_S = 0.5
 
 
 def one_process(folder: Path, timeout: float, reached: np.ndarray) -> None:
-    """What a process of a run does around its training; `reached` takes the time of each moment."""
+    """One process of a run, without training; writes the time of each moment to `reached`."""
     job.join()
     reached[0] = time.monotonic()
     jax.process_count()
     reached[1] = time.monotonic()
-    told = job.from_first("start", lambda: json.dumps({"folder": str(folder)}))
-    assert job.all_agree("program", json.loads(told)["folder"] == str(folder))
+    value = job.broadcast("start", lambda: str(folder))
+    assert job.all_agree("program", value == str(folder))
     reached[2] = time.monotonic()
     if jax.process_index() == 0:
         write_json(folder / "run.json", {"status": "running"})
@@ -58,8 +58,10 @@ def one_process(folder: Path, timeout: float, reached: np.ndarray) -> None:
             if signals.stop(step):
                 break
             time.sleep(STEP_S)
+            if not job.barrier(f"step {step}", 600):
+                time.sleep(600)  # as in a collective that lacks a rank
             beat.completed = step
-        job.gather("last step", str(step))
+        job.gather("last step", step)
     jax.distributed.shutdown()
 
 
@@ -89,27 +91,25 @@ class Job:
             self.pids.append(pid)
 
     def wait_until_it_trains(self) -> None:
-        """Returns when every process has completed a step and said so; prints when each moment was
-        reached by the last."""
+        """Waits until the heartbeat of every process has a completed step; prints when the last
+        process reached each moment."""
         while not (self.reached > 0).all():
             time.sleep(0.1)
         for name, seconds in zip(MOMENTS, self.reached.max(axis=0) - self.began, strict=True):
             print(f"  {seconds:6.1f} s  the last is {name}", flush=True)
         (beats,) = (self.folder / "heartbeats").iterdir()
-        seen = watchdog.Reader(beats, len(self.pids), rounds=1)
-        seen.read()
-        while len(seen.beats) < len(self.pids) or any(b["completed"] is None for b in seen.beats):
+        reader = watchdog.Reader(beats, len(self.pids))
+        while sum(beat["completed"] is not None for beat in reader.read()) < len(self.pids):
             time.sleep(0.5)
-            seen.read()
         print(f"  {time.monotonic() - self.began:6.1f} s  every heartbeat has a completed step")
 
     def ended(self) -> list[int]:
-        """How each ended, as exit statuses; returns when all have."""
+        """Waits for all processes; returns their exit statuses."""
         return [os.waitstatus_to_exitcode(os.wait()[1]) for _ in self.pids]
 
 
 def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int], None]) -> None:
-    """A job to one of whose processes something is done while it trains; prints what follows."""
+    """Runs a job, disturbs one of its processes while it trains, and prints how the job ends."""
     print(f"{name}: {processes} processes, steps of {STEP_S} s, watchdog {timeout:g} s")
     with tempfile.TemporaryDirectory() as temporary:
         running = Job(processes, timeout, Path(temporary))
@@ -120,12 +120,12 @@ def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int]
         statuses = running.ended()
         took = time.monotonic() - at
         reason = json.loads((Path(temporary) / "run.json").read_text()).get("reason", "")
-        found = {status: statuses.count(status) for status in sorted(set(statuses))}
-        print(f"  {took:6.1f} s  from there to the end of all, by status {found}: {reason}")
+        by_status = {status: statuses.count(status) for status in sorted(set(statuses))}
+        print(f"  {took:6.1f} s  from there to the end of all, by status {by_status}: {reason}")
 
 
 def main() -> None:
-    """The three jobs in turn."""
+    """Runs the three jobs in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=256)
     parser.add_argument("--timeout", type=float, default=20, help="the watchdog's")

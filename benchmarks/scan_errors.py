@@ -1,5 +1,5 @@
-"""How far each implementation of a Mamba-2 mixer is from the recurrence in float64: a table for
-docs/scan.md. Pallas's kernels run in its interpreter, on a CPU.
+"""Errors of each Mamba-2 implementation against the recurrence in float64: the table of
+docs/design/scan.md. Pallas's kernels run in its interpreter, on a CPU.
 
     python benchmarks/scan_errors.py [LENGTH]
 """
@@ -27,7 +27,7 @@ def in_fp32(log: jax.Array, left: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    """Two groups of two heads of Nemotron-H."""
+    """Prints the table for two groups of two heads of Nemotron-H."""
     length = int(sys.argv[1]) if len(sys.argv) > 1 else LENGTH
     case = Case(1, length, 2, ssd.Dims(heads=2, head_dim=64, state=256, eps=1e-5))
     by_xla = partial(xla.mixer, case.dims, ())
@@ -45,7 +45,7 @@ def main() -> None:
     print("|---" * (len(columns) + 1) + "|")
     for name in RESULTS:
         print(
-            f"| {name} | " + " | ".join(f"{found[name]:.1e}" for found in columns.values()) + " |"
+            f"| {name} | " + " | ".join(f"{column[name]:.1e}" for column in columns.values()) + " |"
         )
 
 

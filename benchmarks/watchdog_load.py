@@ -1,10 +1,10 @@
-"""What the watchdog of a job of 2048 processes asks of a shared file system.
+"""Load of the watchdog of a job of 2048 processes on a shared file system.
 
     python benchmarks/watchdog_load.py [--processes 2048] [--seconds 30]
 
-Simulates the writers: every heartbeat file is replaced once in its interval. Prints the files that
-the watchdog opens per second, counted by the kernel, its CPU time, and after how long it names a
-process that has fallen silent, beside what was asked for.
+Simulates the writers: every heartbeat file is replaced once per interval. Prints the watchdog's
+read() calls per second, counted by the kernel, its CPU time, and the delay after which it reports a
+silent process, beside its timeout.
 """
 
 import argparse
@@ -25,19 +25,21 @@ ROOT = Path(__file__).parents[1]
 
 
 def write(folder: Path, processes: int, every: float, silent: set[int]) -> None:
-    """Replaces every process's heartbeat once in `every` seconds, for ever, but the silent's."""
-    beats = 0
+    """Replaces every process's heartbeat once in `every` seconds, forever, except those of `silent`
+    ranks, without which no step completes."""
+    beats = step = 0
     while True:
         beats += 1
+        step = step if silent else beats
         for rank in range(processes):
             if rank not in silent:
-                values = rank, "far", 1, beats, "training", beats, beats
+                values = rank, "far", 1, beats, "training", step, step
                 write_json(folder / f"{rank}.json", dict(zip(KEYS, values, strict=True)))
             time.sleep(every / processes)
 
 
 def reads(process: subprocess.Popen) -> int:
-    """Calls of read() by a process so far: three for a small file."""
+    """Calls of read() by a process so far."""
     text = Path(f"/proc/{process.pid}/io").read_text()
     return int(text.partition("syscr: ")[2].split()[0])
 
@@ -76,10 +78,9 @@ def main() -> None:
         print(f"{args.processes} processes: {rate:.0f} reads per second, {used:.1%} of a core")
         silent.add(args.processes - 1)
         began = time.monotonic()
-        _, said = watchdog.communicate(timeout=3 * args.timeout)
-        print(
-            f"silent rank named after {time.monotonic() - began:.1f} s of {args.timeout:g}: {said}"
-        )
+        _, message = watchdog.communicate(timeout=3 * args.timeout)
+        delay = time.monotonic() - began
+        print(f"silent rank named after {delay:.1f} s of {args.timeout:g}: {message}")
         os._exit(0)  # the writers never end
 
 

@@ -26,7 +26,9 @@ def list_recipes() -> int:
     )
     for recipe in recipes.load_all():
         rows = [(hardware.H100, name) for name in recipe.rows]
-        rows += [(hardware.PLANNED[gpu], name) for gpu, own in recipe.own.items() for name in own]
+        rows += [
+            (hardware.PLANNED[gpu], row) for gpu, table in recipe.gpu_rows.items() for row in table
+        ]
         for gpu, name in rows:
             run = recipes.resolve(recipe.on(gpu), name)
             row = published.lookup(run, gpu)
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
             return train.main(rest)
         case ["plan", *rest]:
-            from jaxbench.planning import command as plan
+            from jaxbench.plan import command as plan
 
             return plan.main(rest)
         case ["calibrate", *rest]:

@@ -248,15 +248,17 @@ def main(argv: list[str] | None = None) -> int:
             jax.config.update("jax_platforms", "cpu")
         devices = jax.local_devices()
         device = devices[0].device_kind
-        found = hardware.identify(device)
-        if not args.rehearse and found not in hardware.PLANNED.values():
+        if hardware.is_null(device):
+            raise RecipeError(f"{device}: {hardware.NULL}")
+        gpu = hardware.identify(device)
+        if not args.rehearse and gpu not in hardware.PLANNED.values():
             known = ", ".join(hardware.PLANNED)
             raise RecipeError(f"{device} is none of the GPUs that are planned for: {known}")
         sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
         planned = list(probes(sample, kernel, devices))
         console = Console(stderr=True)
         lines = [line(p, measure(p)) for p in track(planned, "measuring", console=console)]
-        name = found.name.lower() if found else "cpu"
+        name = gpu.name.lower() if gpu else "cpu"
         write_whole(args.output, table(name, device, lines))
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

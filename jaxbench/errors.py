@@ -10,10 +10,11 @@ STATUS = {
     "network": 7,
     "lost": 8,
 }
-"""Causes of a failure, and the exit status by which launchers tell them apart: a loss or gradient
-that is not finite, a device without room, files that cannot be written or read, a GPU that fails,
-another process or the way to it that is gone, a process of this host that is gone. `failed` is all
-else that restarting would not mend. `launch/verdict.py` has the same numbers."""
+"""Causes of a failure, and the exit status by which launchers tell them apart: a loss, gradient or
+rate that no training gives, a device without room, files that cannot be written or read, a GPU that
+fails, another process or the way to it that is gone, a process of this host that is gone. `failed`
+is all else that restarting would not mend. `launch/verdict.py` imports this with Pythons from 3.7
+on."""
 
 
 class RecipeError(ValueError):

@@ -185,6 +185,16 @@ def identify(device: str) -> Gpu | None:
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
+NULL = "null GPUs: nothing here is a measurement"
+"""What is said of every figure of a device that `is_null`."""
+
+
+def is_null(device: str) -> bool:
+    """True for the GPU of a driver for tests, whose kernels compute nothing: `NVIDIA H100 80GB HBM3
+    (null)`."""
+    return "null" in device.lower()
+
+
 def peak_tflops(device: str, dtype: str) -> float | None:
     """Dense peak in TFLOP/s of one device by the driver's name; None where none is known."""
     gpu = identify(device)

@@ -1,16 +1,16 @@
 """The device mesh, and the only place that maps logical dimensions to its axes.
 
 All axes are Explicit: shardings are part of the types, and nothing is resharded that is not
-resharded here. Two words of JAX's type system matter. An array *unreduced* over an axis is the sum
-of what the ranks of that axis hold. An array *reduced* over an axis is a copy on each of its ranks
-whose cotangent is unreduced, so that gradients are summed where the program says and nowhere else
-(docs.jax.dev, "Autodiff and sharding").
+resharded here. Two terms of JAX's type system are used throughout. An array *unreduced* over an
+axis is the sum of what the ranks of that axis hold. An array *reduced* over an axis is a copy on
+each of its ranks whose cotangent is unreduced, so that gradients are summed where the program says
+and nowhere else (docs.jax.dev, "Autodiff and sharding").
 
-The same layers also run *inside* a `shard_map` over all axes (`train.pipeline`), on arrays that are
-one device's own. Then types name no axis: every `spec` is empty and every reshard does nothing; a
-function for each device (`on_each_device`) is called as it is; weights come gathered (the table and
-experts stay split, as they are in use), and a gradient is what this device adds to it. Only what
-types would have moved or summed is spelled out: the functions with `seq` in their names.
+The same layers also run *inside* a `shard_map` over all axes (`train.pipeline`), on local arrays.
+There types name no axis: every `spec` is empty and every reshard is the identity;
+`on_each_device(f)` is `f`; weights are already gathered (table and experts stay split, as in use),
+and a gradient is this device's contribution. Collectives that types would imply are written out, in
+the functions with `seq` in their names.
 """
 
 import math
@@ -32,8 +32,8 @@ CONTEXT, TENSOR = "context", "tensor"
 """The axis that splits sequences, and the one that splits heads, features and vocabulary."""
 
 PIPELINE = "pipeline"
-"""The axis whose ranks compute different layers. At rest and outside of the layers they share the
-work like any others: weights are sharded over it, and each has microbatches of its own."""
+"""The axis whose ranks compute different layers. At rest weights are sharded over it as over
+`fsdp`, and outside of the layers its ranks embed, and take the loss of, different microbatches."""
 
 SEQUENCES = (*BATCH, PIPELINE)
 """Axes whose ranks hold different sequences where they are embedded, and where the loss is taken.
@@ -47,11 +47,11 @@ AT_REST = ("fsdp", "expert", CONTEXT, PIPELINE)
 al. 2020)."""
 
 EXPERTS = ("expert", TENSOR)
-"""Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices of
-each: every token travels once, and no product is cut."""
+"""Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices: every
+token is sent once, and no product is split."""
 
 EXPERT_AT_REST = ("fsdp", CONTEXT, PIPELINE)
-"""What `EXPERTS` leaves of `AT_REST` for the weights of one expert."""
+"""Axes of `AT_REST` without those of `EXPERTS`, for the weights of one expert."""
 
 WEIGHT = {
     "embed": AT_REST,
@@ -71,15 +71,15 @@ WEIGHT = {
     "router": None,
 }
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
-copy. Those of experts come after `experts`, and are sharded over what that leaves."""
+copy. Dimensions of an expert's weights follow `experts`, and are sharded over the other axes."""
 
 TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "embed": TABLE_EMBED}
-"""The embedding table, looked up where its columns lie (`ops.embedding.look_up`)."""
+"""The embedding table, looked up without a gather (`ops.embedding.look_up`)."""
 
 VECTOR = {"embed": None, "groups": TENSOR, "inner": None, "taps": None}
-"""Norm gains, and what a Mamba-2 group keeps per head and channel: not sharded at rest. They
-are small, and gathering them would cost a collective's latency per layer."""
+"""Norm gains, and parameters of a Mamba-2 group per head and channel: replicated at rest. They are
+small, and gathering them would cost a collective's latency per layer."""
 
 ACTIVATION = {
     "batch": BATCH,
@@ -96,14 +96,14 @@ ACTIVATION = {
     "inner": None,
     "microbatch": PIPELINE,
     "experts": EXPERTS,
-    "rows": ("data", "fsdp", CONTEXT),
+    "capacity": ("data", "fsdp", CONTEXT),
     "expert_ffn": None,
-    "choice": None,
+    "assignment": None,
     "slots": (*BATCH, CONTEXT, TENSOR),
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
 work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022). `slots` are the
-places for tokens that each rank fills for all experts, `rows` those that an expert receives."""
+slots for tokens that each rank fills for all experts, `capacity` those of an expert."""
 
 
 def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
@@ -123,12 +123,12 @@ def _spec(entries: Iterable, **marks: set[str]) -> PartitionSpec:
 
 
 def manual() -> bool:
-    """Whether arrays are one device's own here, inside a `shard_map` over all axes."""
+    """True inside a `shard_map` over all axes, where arrays are local to a device."""
     return jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
 def on_each_device(local: Callable, out_specs: Any, **options: Any) -> Callable:
-    """`local` on each device's part of the arguments, its results partitioned by `out_specs`."""
+    """`jax.shard_map` of `local` over all axes; `local` itself where arrays are local already."""
     return local if manual() else jax.shard_map(local, out_specs=out_specs, **options)
 
 
@@ -142,13 +142,13 @@ def make_mesh(shape: tuple[int, ...], devices=None) -> Mesh:
 
 
 def platform() -> str:
-    """What the current mesh computes on: `gpu`, `cpu`, or `none` when it has no devices."""
+    """Platform of the current mesh: `gpu`, `cpu`, or `none` if it has no devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else "none"
 
 
 def used(*axes: str) -> tuple[str, ...]:
-    """Those of the axes that have more than one rank. Types and collectives name no others."""
+    """The axes with more than one rank; types and collectives name only these."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(axis for axis in axes if sizes[axis] > 1)
 
@@ -164,7 +164,7 @@ def axes(dim: str) -> tuple[str, ...]:
 
 
 def ranks(dim: str) -> int:
-    """Over how many a logical dimension of an activation is split."""
+    """Number of ranks over which a logical dimension of an activation is split."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[axis] for axis in axes(dim))
 
@@ -188,24 +188,23 @@ def scatter_seq(y: jax.Array) -> jax.Array:
 
 
 def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
-    """The sum of `"batch shard_seq .."` over the whole sequence, and over other dimensions with
-    it."""
+    """The sum of `"batch shard_seq .."` over the dimensions `axis`, with the whole sequence."""
     total = jax.numpy.sum(x, axis)
     return jax.lax.psum(total, along) if (along := _hidden_seq()) else total
 
 
 def whole_seq(length: int) -> int:
-    """The tokens of a whole sequence of which an array has these, `"shard_seq"`."""
+    """Length of a whole sequence, given the length of a local `"shard_seq"`."""
     return length * jax.lax.axis_size(along) if (along := _hidden_seq()) else length
 
 
 def first_of_seq(length: int) -> Any:
-    """The position in its sequence of the first of these tokens, `"shard_seq"`."""
+    """Position in the sequence of the first token of a local `"shard_seq"` of this length."""
     return length * jax.lax.axis_index(along) if (along := _hidden_seq()) else 0
 
 
 def _hidden_seq() -> tuple[str, ...]:
-    """The axes over which sequences are split without their types saying so."""
+    """Axes over which sequences are split, if types do not show it."""
     return axes("shard_seq") if manual() else ()
 
 
@@ -230,8 +229,8 @@ Gathered = list[tuple[int, tuple[str, ...]]]
 
 
 def gathered_dims(w: Any, experts: int | None = None) -> Gathered:
-    """The dimensions over which a weight at rest, or its type, is gathered for use; the dimension
-    number `experts` stays as it is, since each rank uses its own experts."""
+    """Dimensions over which a weight at rest, or its type, is gathered for use, except the
+    dimension of index `experts`: each rank uses its local experts."""
     split = [tuple(axis for axis in _axes(entry) if axis in AT_REST) for entry in partition(w)]
     return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 
@@ -241,7 +240,7 @@ MOVABLE = {"is_pipelineable": "true"}
 
 
 def gather(w: jax.Array, dims: Gathered, **to: str) -> jax.Array:
-    """The whole of a weight from its parts, inside a `shard_map`.
+    """A weight gathered from its parts, inside a `shard_map`.
 
     XLA may gather a scanned weight in the iteration before, and scatter its gradient in the one
     after.
@@ -253,8 +252,7 @@ def gather(w: jax.Array, dims: Gathered, **to: str) -> jax.Array:
 
 
 def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
-    """This device's part of the sum of a gradient over the ranks that gathered its weight, inside a
-    `shard_map`."""
+    """A gradient reduce-scattered over the ranks that gathered its weight, inside a `shard_map`."""
     with set_xla_metadata(**MOVABLE):
         for dim, axes in dims:
             grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
@@ -262,21 +260,21 @@ def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
 
 
 def own_copy(vector: jax.Array) -> jax.Array:
-    """Inside `shard_map`: a weight sharded over `tensor` at most, as each device's own; its
+    """A weight that is sharded over `tensor` at most, as a local array inside a `shard_map`; its
     gradient stays local."""
     return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != TENSOR)), to="varying")
 
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
-    """An `accumulating` array of another table laid out as the weight `dims`, for use as one."""
+    """An `accumulating` array of another table, resharded as a weight of dimensions `dims`."""
     return jax.sharding.reshard(
         w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced))
     )
 
 
 def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
-    """All-gathers a weight at rest for use; the transpose reduce-scatters its gradient. Each rank
-    uses its own of the `experts`, a dimension's number."""
+    """All-gathers a weight at rest for use; the transpose reduce-scatters its gradient. The
+    dimension of index `experts` stays split."""
     kept = [
         _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == TENSOR]
         for dim, entry in enumerate(partition(w))
@@ -289,8 +287,8 @@ def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
 
 
 def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:
-    """Whether a sum over the dimensions of `x` that are not `kept` crosses tensor ranks; one letter
-    per dimension."""
+    """True if a sum over the dimensions of `x` that are not `kept` crosses tensor ranks; `dims` and
+    `kept` have one letter per dimension."""
     return any(
         TENSOR in _axes(entry)
         for dim, entry in zip(dims, partition(x), strict=True)

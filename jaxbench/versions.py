@@ -38,10 +38,10 @@ def versions() -> dict[str, str | None]:
 def driver() -> str | None:
     """The version of the NVIDIA driver; None without one."""
     try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
+        version = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
     except OSError:
         return None
-    return found and found.group()
+    return version and version.group()
 
 
 def source() -> str:

@@ -1,4 +1,4 @@
-"""Options of `train` for a job: by options of launch/submit.py, by published variables, and from
+"""Options of `train` for a job: from those of launch/submit.py, from published variables, and from
 behind `--`."""
 
 import argparse
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from variables import Variables, observation, run_length
+from variables import Variables, profile_options, run_length
 
 from jaxbench.errors import RecipeError
 from jaxbench.run import arguments
@@ -14,7 +14,7 @@ from jaxbench.run import arguments
 DEFAULTS = {"seed": 0, "watchdog": 300.0}
 """Options of `train` that every job has."""
 
-OWNED = {
+RESERVED = {
     "config": "name the recipe before --",
     "gpus": "give it before --",
     "output": "STAGE_PATH is the root of the results",
@@ -23,17 +23,16 @@ OWNED = {
     "resume": "a job that saves (--checkpoint) resumes by itself",
     "compilation_cache": "it is in the stage folder",
 }
-"""Options of `train` that the launcher gives, and what to do instead."""
+"""Options of `train` that only the launcher sets, and what a user can do instead."""
 
 
-def behind(texts: list[str]) -> dict[str, Any]:
-    """The options of `train` that stand behind `--`. Raises RecipeError for those of which the
-    launcher decides."""
+def parse_train(texts: list[str]) -> dict[str, Any]:
+    """Parses the options of `train` after `--`. Raises RecipeError, for reserved ones too."""
     try:
         options = arguments.given(texts)
     except RecipeError as error:
         raise RecipeError(f"behind --, options of train: {error}") from error
-    for name, instead in OWNED.items():
+    for name, instead in RESERVED.items():
         if name in options:
             raise RecipeError(f"{arguments.flag(name)} is the launcher's: {instead}")
     if options.get("profile") == "nsys":
@@ -43,49 +42,45 @@ def behind(texts: list[str]) -> dict[str, Any]:
     return options
 
 
-def saving(args: argparse.Namespace, variables: Variables, stage: Path) -> dict[str, Any]:
-    """Options of `train` for checkpoints, by option or variable."""
-    options: dict[str, Any] = {}
-    if variables.flag("ENABLE_CHECKPOINT") or args.checkpoint_every is not None:
-        options["checkpoint"] = True
-    if args.checkpoint_every is not None:
-        options["checkpoint_every"] = args.checkpoint_every
-    if load := variables.text("LOAD_CHECKPOINT_PATH"):
-        options["restore"] = stage / load
-    return options
-
-
-def joined(own: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `train` from both sides of `--`. Raises RecipeError where they contradict."""
-    for name in own:
-        if name != "set" and asked.get(name, own[name]) != own[name]:
-            values = (arguments.as_texts({name: given[name]}) for given in (own, asked))
-            ours, theirs = (" ".join(texts) for texts in values)
+def merge(submit: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the options of `train` that submit's options and variables ask for with those after
+    `--`. Raises RecipeError if they contradict."""
+    for name in submit:
+        if name != "set" and train.get(name, submit[name]) != submit[name]:
+            first, second = (
+                " ".join(arguments.as_texts({name: side[name]})) for side in (submit, train)
+            )
             raise RecipeError(
-                f"{ours}, which options or variables of launch/submit.sh ask for, and {theirs} "
+                f"{first}, which options or variables of launch/submit.sh ask for, and {second} "
                 "behind -- contradict; give one"
             )
-    ours, theirs = own.get("set", []), asked.get("set", [])
-    values = dict(text.partition("=")[::2] for text in ours)
-    for text in theirs:
+    first, second = submit.get("set", []), train.get("set", [])
+    values = dict(text.partition("=")[::2] for text in first)
+    for text in second:
         key, _, value = text.partition("=")
         if values.get(key, value) != value:
             raise RecipeError(f"--set {key}={values[key]} and --set {text} behind -- contradict")
-    return {**DEFAULTS, **own, **asked, "set": list(dict.fromkeys([*ours, *theirs]))}
+    return {**DEFAULTS, **submit, **train, "set": list(dict.fromkeys([*first, *second]))}
 
 
 def train_options(
     args: argparse.Namespace, variables: Variables, workload: str, stage: Path
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(options of `train` from all sides, settings of observed runs)."""
-    asked = dict(args.train)
-    observed, settings, length = observation(variables, workload, asked)
-    given = {"steps": run_length(variables, length), "seed": args.seed, "watchdog": args.watchdog}
-    own = {name: value for name, value in given.items() if value is not None}
-    own |= {"set": args.set} | saving(args, variables, stage) | observed
-    if "restore" in asked:
-        asked["restore"] = asked["restore"].absolute()
-    options = joined(own, asked)
+    """(options of `train`, variables of the job's script). Raises RecipeError."""
+    train = dict(args.train)
+    options, settings, length = profile_options(variables, workload, train)
+    values = {
+        "steps": run_length(variables, length), "seed": args.seed, "watchdog": args.watchdog,
+        "checkpoint_every": args.checkpoint_every,
+    }  # fmt: skip
+    options |= {"set": args.set} | {k: v for k, v in values.items() if v is not None}
+    if variables.flag("ENABLE_CHECKPOINT") or args.checkpoint_every is not None:
+        options["checkpoint"] = True
+    if load := variables.text("LOAD_CHECKPOINT_PATH"):
+        options["restore"] = stage / load
+    if "restore" in train:
+        train["restore"] = train["restore"].absolute()
+    options = merge(options, train)
     if "restore" in options and not options["restore"].is_dir():
         raise RecipeError(f"LOAD_CHECKPOINT_PATH or --restore: {options['restore']} is no folder")
     if args.cpu and "pgle" in options:
@@ -96,8 +91,7 @@ def train_options(
             "--requeue-at-time-limit needs a job that saves: ENABLE_CHECKPOINT=true, or "
             "-- --checkpoint"
         )
-    settings |= {
+    return options, settings | {
         "JAXBENCH_RESUME": str(saves).lower(),
         "JAXBENCH_REQUEUE_AT_LIMIT": str(args.requeue_at_time_limit).lower(),
     }
-    return options, settings

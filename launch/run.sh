@@ -11,7 +11,7 @@ python=python3 # in a container
 [ ! -x "$venv/bin/python" ] || python=$venv/bin/python
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-# JAX gives a Slurm task one device, that of its local id; a process per node has to ask for all of them.
+# JAX gives a Slurm task the one device of its local id; a single process of a node needs all of them.
 if [ "${JAXBENCH_LOCAL_DEVICES:-1}" -gt 1 ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]; then
   export JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((JAXBENCH_LOCAL_DEVICES - 1)))
 fi
@@ -35,11 +35,11 @@ if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
 fi
 [ -n "${JAXBENCH_EXITS:-}" ] || exec "${command[@]}"
 
-# Slurm's signals reach the process itself. This shell stays to say how it ended: the first rank that fails decides
-# what becomes of the job, and only one can make the folder.
+# Slurm's signals reach the process itself. This shell records the exit status of the first rank that fails, which decides
+# the verdict: mkdir succeeds for one rank only.
 trap : TERM INT USR1
 node=${SLURMD_NODENAME:-$(hostname)} status=0
-[ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # its log has the starts before, too
+[ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # marks where this start begins in the log
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' 2> /dev/null; then
   "${command[@]}" || status=$?
 else

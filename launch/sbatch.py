@@ -1,4 +1,4 @@
-"""What sbatch is told, and what can be known of its answer before it is asked."""
+"""Options of sbatch, checks before submission, and submission."""
 
 import os
 import re
@@ -10,10 +10,10 @@ from pathlib import Path
 from jaxbench.errors import RecipeError
 
 Options = dict[str, str | None]
-"""Of sbatch, by their long names; None for one without a value."""
+"""Options of sbatch by their long names; None for one without a value."""
 
 SAVE_SECONDS = 120
-"""Slurm's notice before the time limit: long enough to save."""
+"""Seconds before the time limit at which Slurm sends a signal: long enough to save."""
 
 NO_SLURM = "there is no sbatch here; on one host use launch/run.sh --config RECIPE"
 
@@ -22,20 +22,20 @@ INSTEAD = {
     "account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "gres": "SBATCH_GPUS_PER_NODE",
     "output": "STAGE_PATH", "no-requeue": "--restarts 0", "ntasks": "--gpus",
 }  # fmt: skip
-"""What changes an option that the launcher sets."""
+"""Ways to change an option that the launcher sets."""
 RESERVED = (
     "array", "chdir", "export", "no-requeue", "ntasks", "signal", "test-only", "wait", "wrap",
 )  # fmt: skip
-"""Options that the launcher does not always set, and that would take a job out of its hands."""
+"""Options that the launcher does not always set, and that would break it."""
 
 
 def seconds(limit: str, source: str) -> int:
-    """A time limit as Slurm writes it, and takes it: in whole minutes. Raises RecipeError."""
+    """Parses a time limit of Slurm, rounded up to whole minutes as by Slurm. Raises RecipeError."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", limit, re.ASCII)
     days, clock = match.groups() if match else (None, "0")
     parts = [int(part) for part in clock.split(":")]
     if days is None and len(parts) < 3:
-        parts = [0, *parts]  # without days and hours, minutes come first
+        parts = [0, *parts]  # M or M:S
     hours, minutes, rest = [*parts, 0, 0][:3]
     total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
     if total == 0:
@@ -46,8 +46,7 @@ def seconds(limit: str, source: str) -> int:
 
 
 def directive(name: str, value: str | None) -> str:
-    """A line of a batch script, quoted as sbatch reads it: a backslash protects quotes and itself
-    inside of quotes, but no space outside of them."""
+    """A line of a batch script. sbatch reads backslash escapes only inside double quotes."""
     option = f"--{name}" if value is None else f"--{name}={value}"
     if not re.fullmatch(r"[\w./:=,@%+-]+", option):
         option = '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
@@ -55,50 +54,52 @@ def directive(name: str, value: str | None) -> str:
 
 
 def check_path(path: Path) -> None:
-    """Raises RecipeError for a folder whose name Slurm changes: it puts numbers and names in the
-    place of % and the letter behind it, and takes backslashes away."""
+    """Raises RecipeError for a path that Slurm changes: it replaces %j and the like, and removes
+    backslashes."""
     if re.search(r"[%\\\x00-\x1f]", str(path)):
         raise RecipeError(f"{str(path)!r}: Slurm cannot write to a path with %, \\ or a new line")
 
 
-def extra(texts: Iterable[str], additional: str) -> Options:
-    """A user's own options, from `--sbatch` and from ADDITIONAL_SLURM_PARAMS, which has semicolons
-    between them (or spaces, as published). Raises RecipeError."""
+def parse(texts: Iterable[str], additional: str) -> Options:
+    """Parses a user's options, from `--sbatch` and from ADDITIONAL_SLURM_PARAMS, where they are
+    separated by semicolons (or spaces, as published). Raises RecipeError."""
     sources = [("--sbatch", text) for text in texts]
     words = additional.split(";" if ";" in additional else None)
     sources += [("ADDITIONAL_SLURM_PARAMS:", word) for word in words if word.strip()]
-    found: Options = {}
+    options: Options = {}
     for source, text in sources:
-        key, equals, given = text.strip().removeprefix("--").partition("=")
-        key, value = key.strip().replace("_", "-"), given.strip() if equals else None
-        if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or "\n" in given or value == "":
+        key, equals, right = text.strip().removeprefix("--").partition("=")
+        key, value = key.strip().replace("_", "-"), right.strip() if equals else None
+        if not re.fullmatch(r"[a-z][a-z0-9-]+", key) or "\n" in right or value == "":
             raise RecipeError(
                 f"{source} {text!r}: expected a long option of sbatch, such as qos=high"
             )
-        if found.get(key, value) != value:
-            raise RecipeError(f"{source} {text}: sbatch is told --{key}={found[key]} too; use one")
-        found[key] = value
-    return found
+        if options.get(key, value) != value:
+            raise RecipeError(
+                f"{source} {text}: sbatch is told --{key}={options[key]} too; use one"
+            )
+        options[key] = value
+    return options
 
 
-def merged(own: Options, more: Options) -> Options:
-    """The launcher's options and a user's, who may repeat but not change what the launcher sets,
-    not even by the beginning of a name, which sbatch takes for the whole."""
-    for key, value in more.items():
-        if key in own and own[key] == value:
+def merge(launcher: Options, user: Options) -> Options:
+    """Merges the launcher's options and a user's. Raises RecipeError if the user's change those of
+    the launcher, by an abbreviation too, which sbatch accepts."""
+    for key, value in user.items():
+        if key in launcher and launcher[key] == value:
             continue
-        names = (*own, *RESERVED)
-        whole = key if key in names else next((n for n in names if n.startswith(key)), None)
-        if whole is not None:
-            said = f"--{key}" if value is None else f"--{key}={value}"
-            instead = f"; use {INSTEAD[whole]}" if whole in INSTEAD else ""
-            raise RecipeError(f"{said} contradicts launch/submit.sh, which sets {whole}{instead}")
-    return own | more
+        names = (*launcher, *RESERVED)
+        name = key if key in names else next((n for n in names if n.startswith(key)), None)
+        if name is not None:
+            option = f"--{key}" if value is None else f"--{key}={value}"
+            instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+            raise RecipeError(f"{option} contradicts launch/submit.sh, which sets {name}{instead}")
+    return launcher | user
 
 
 def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
-    """Raises RecipeError where a job could not start: no Slurm, nothing to run, nowhere to write.
-    Makes the folder of the results."""
+    """Raises RecipeError if there is no Slurm, or neither environment nor image, or if the results
+    cannot be written. Makes their folder."""
     if shutil.which("sbatch") is None:
         raise RecipeError(NO_SLURM)
     if image := settings.get("RUN_CONF_IMAGE"):
@@ -119,7 +120,6 @@ def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
 
 
 def check_venv(folder: Path) -> None:
-    """Raises RecipeError for a virtual environment that is not there."""
     if not os.access(folder / "bin" / "python", os.X_OK):
         raise RecipeError(
             f"there is no virtual environment in {folder}: run launch/setup.sh, or name one in "
@@ -128,13 +128,13 @@ def check_venv(folder: Path) -> None:
 
 
 def image_path(name: str) -> str:
-    """An image as pyxis takes it: a file by its whole path, or a reference to a registry."""
+    """An image in the form of pyxis: an absolute path, or a reference to a registry."""
     is_file = Path(name).exists() or not ("://" in name or "#" in name)
     return str(Path(name).absolute()) if is_file else name
 
 
 def check_image(image: str, mounts: Iterable[Path]) -> None:
-    """Raises RecipeError for an image that is not there, or that srun cannot start."""
+    """Raises RecipeError if an image does not exist or srun cannot start it."""
     if image.startswith("/") and not Path(image).is_file():
         raise RecipeError(
             f"RUN_CONF_IMAGE: there is no file {image}; launch/setup.sh makes one, and an image of "
@@ -152,8 +152,7 @@ def check_image(image: str, mounts: Iterable[Path]) -> None:
 
 
 def submit(script: str) -> str:
-    """The id of the job that Slurm makes of a batch script. Raises RecipeError with what it
-    said."""
+    """Submits a batch script; returns the job's id. Raises RecipeError with Slurm's message."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True

@@ -1,11 +1,12 @@
 """launch/submit.sh: one benchmark as one Slurm job.
 
-Reads options and the published variables (docs/launch.md), checks them, and submits
-launch/slurm.sbatch; DRY_RUN=true only prints it. Options behind `--` are those of `train`.
+Reads options and the published variables (docs/reference/launch.md), checks them, and submits
+launch/slurm.sbatch; DRY_RUN=true only prints it. Options after `--` are those of `train`.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import sbatch  # noqa: E402
-from options import behind, train_options  # noqa: E402
+from options import parse_train, train_options  # noqa: E402
 from variables import Variables, gpu_type, recipe_path, stage_folder  # noqa: E402
 
 import jaxbench  # noqa: E402
@@ -32,8 +33,8 @@ from jaxbench.run import arguments  # noqa: E402
 
 @dataclass(frozen=True)
 class Job:
-    """What is submitted. `arguments` are those of `jaxbench.train`, `settings` are exported,
-    `options` are those of sbatch."""
+    """A job to submit: `arguments` of `jaxbench.train`, `settings` exported by its script, and
+    `options` of sbatch."""
 
     run: Run
     gpu: Gpu
@@ -43,7 +44,6 @@ class Job:
     options: sbatch.Options
 
     def script(self) -> str:
-        """The whole batch script."""
         return "\n".join((
             "#!/usr/bin/env bash",
             *(sbatch.directive(name, value) for name, value in self.options.items()),
@@ -54,15 +54,13 @@ class Job:
         ))  # fmt: skip
 
     def folder(self, number: str) -> Path:
-        """Where the job of this number writes."""
         return self.results / number
 
     def log(self, number: str) -> Path:
-        """Its main log."""
         return self.folder(number) / f"log-jaxbench_{self.settings['JAXBENCH_NAME']}_{number}.out"
 
     def warnings(self) -> list[str]:
-        """What will happen, and may not be meant."""
+        """Consequences that may not be meant."""
         saves = self.settings["JAXBENCH_RESUME"] == "true"
         if saves and "signal" not in self.options:
             return [
@@ -73,9 +71,7 @@ class Job:
 
     def remarks(self) -> list[str]:
         """What a reader of the result should know."""
-        published_row = published.lookup(self.run, self.gpu)
-        same = published_row is not None and published_row.gpu is self.gpu
-        if self.run.row == recipes.SMOKE or same:
+        if self.run.row == recipes.SMOKE or not published.differences(self.run, self.gpu.device):
             return []
         row = f"{self.run.recipe} on {self.run.gpus} {self.gpu.name}s"
         settings = " with these settings" if self.run.overrides else ""
@@ -84,15 +80,14 @@ class Job:
 
 def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[int, int, int]:
     """(GPUs, GPUs of a node, processes of a node)."""
-    asked = {"--gpus": args.gpus, "JOB_TOTAL_GPUS": variables.number("JOB_TOTAL_GPUS")}
-    counts = {count for count in asked.values() if count is not None}
+    counts = {args.gpus, variables.number("JOB_TOTAL_GPUS")} - {None}
     if len(counts) != 1:
         raise RecipeError("--gpus and JOB_TOTAL_GPUS contradict" if counts else "name --gpus")
     (gpus,) = counts
     if gpus < 1:
         raise RecipeError(f"--gpus {gpus}: expected a whole number above 0")
-    asked_node = variables.number("GPUS_PER_NODE", "RUN_CONF_GPU_PER_NODE")
-    per_node = min(asked_node or gpu.node, gpus)
+    node = variables.number("GPUS_PER_NODE", "RUN_CONF_GPU_PER_NODE") or gpu.node
+    per_node = min(node, gpus)
     if gpus % per_node:
         raise RecipeError(f"{gpus} GPUs do not fill nodes of {per_node}")
     processes = per_node if args.processes_per_node is None else args.processes_per_node
@@ -102,17 +97,17 @@ def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[in
 
 
 def slurm_options(
-    args: argparse.Namespace, variables: Variables, own: sbatch.Options
+    args: argparse.Namespace, variables: Variables, job: sbatch.Options
 ) -> sbatch.Options:
-    """All options of sbatch: those of the job (`own`), of the cluster, and a user's."""
+    """All options of sbatch: of the job, of the cluster, and the user's."""
     traced = variables.flag("ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE")
     default = "00:15:00" if traced else "00:30:00"
     limit = args.time or variables.text("TIME_LIMIT") or default
     seconds = sbatch.seconds(limit, "--time" if args.time else "TIME_LIMIT")
     gpus = variables.number("SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
     options = {
-        **own, "time": limit,
-        # A shorter job would get the notice before its processes can take it.
+        **job, "time": limit,
+        # In a shorter job the signal would come before processes can handle it.
         "signal": f"USR1@{sbatch.SAVE_SECONDS}" if seconds > sbatch.SAVE_SECONDS else None,
         "account": variables.text("SBATCH_ACCOUNT", "SLURM_ACCOUNT"),
         "partition": variables.text("SBATCH_PARTITION", "SLURM_PARTITION"),
@@ -120,13 +115,13 @@ def slurm_options(
         "mem": None if args.cpu else "0",
     }  # fmt: skip
     flags: sbatch.Options = {"requeue": None} if args.cpu else {"requeue": None, "exclusive": None}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    more = sbatch.extra(args.sbatch, variables.text("ADDITIONAL_SLURM_PARAMS") or "")
-    return sbatch.merged(chosen | flags, more)
+    launcher = {name: value for name, value in options.items() if value is not None} | flags
+    user = sbatch.parse(args.sbatch, variables.text("ADDITIONAL_SLURM_PARAMS") or "")
+    return sbatch.merge(launcher, user)
 
 
 def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """The job of options and environment. Raises RecipeError for all that can be known now."""
+    """The job of options and environment. Raises RecipeError for every mistake in them."""
     variables = Variables(environment)
     path = recipe_path(args.config, variables)
     gpu = gpu_type(variables)
@@ -140,7 +135,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     options, settings = train_options(args, variables, workload, stage)
     overrides, row = recipes.parse_overrides(options["set"]), recipes.SMOKE if args.cpu else gpus
     run = recipes.resolve(
-        derive.extend(recipe, row, gpu, overrides, here=True), row, devices=gpus,
+        derive.extend(recipe, row, gpu, overrides, whole_nodes=False), row, devices=gpus,
         steps=options.get("steps", STEPS), overrides=overrides, seed=options["seed"],
     )  # fmt: skip
     version = jaxbench.__version__ + ("-nccl-trace" if "nccl_trace" in options else "")
@@ -162,29 +157,23 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         **({"RUN_CONF_IMAGE": sbatch.image_path(image)} if image else {}),
         **({"JAXBENCH_VENV": str(Path(venv).absolute())} if venv else {}),
     }  # fmt: skip
-    own: sbatch.Options = {
+    slurm: sbatch.Options = {
         "job-name": name, "nodes": str(gpus // per_node), "ntasks-per-node": str(processes),
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
     }  # fmt: skip
-    return Job(run, gpu, results, texts, settings, slurm_options(args, variables, own))
-
-
-def check(job: Job) -> None:
-    """Raises RecipeError where the job could not start. Makes the folder of its results."""
-    sbatch.check(job.results, job.settings, ROOT)
+    return Job(run, gpu, results, texts, settings, slurm_options(args, variables, slurm))
 
 
 def submit(job: Job) -> str:
-    """Submits the job; returns its id. Raises RecipeError with what Slurm said."""
+    """Submits the job; returns its id. Raises RecipeError with Slurm's message."""
     number = sbatch.submit(job.script())
-    with contextlib.suppress(OSError):  # for who watches it now; the job makes it too
+    with contextlib.suppress(OSError):  # for `tail -F`; else the job makes it
         job.folder(number).mkdir(exist_ok=True)
     return number
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The options; most have a published variable too. `train` is what stands behind `--`. Raises
-    RecipeError."""
+    """Parses the options; `train` has those after `--`. Raises RecipeError."""
     parser = arguments.Parser(
         prog="launch/submit.sh", description="Submits one benchmark.", allow_abbrev=False,
         usage="%(prog)s [CONFIG] [options] [-- options of train]",
@@ -216,7 +205,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
                 f"{unknown[0]} is an option of train: launch/submit.sh ... -- {shlex.join(unknown)}"
             )
         raise RecipeError(f"unrecognized arguments: {shlex.join(unknown)}; see --help")
-    args.train = behind(argv[at + 1 :])
+    args.train = parse_train(argv[at + 1 :])
     return args
 
 
@@ -228,10 +217,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run or Variables(os.environ).flag("DRY_RUN"):
             print(job.script())
             print("# the resolved recipe:")
-            print(yaml.safe_dump(plain(recipes.describe(job.run)), sort_keys=False), end="")
+            recipe = json.loads(json.dumps(recipes.describe(job.run)))  # lists, not tuples
+            print(yaml.safe_dump(recipe, sort_keys=False), end="")
             print("".join(f"# {line}\n" for line in job.remarks()), end="")
             return 0
-        check(job)
+        sbatch.check(job.results, job.settings, ROOT)
         number = submit(job)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -242,13 +232,6 @@ def main(argv: list[str] | None = None) -> int:
     print(f"watch it: tail -F {shlex.quote(str(job.log(number)))}")
     print("".join(f"{line}\n" for line in job.remarks()), end="")
     return 0
-
-
-def plain(value):
-    """The value with lists for tuples, as YAML has them."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# launch/submit.sh llama31_405b_fp8 --gpus 512 -- --checkpoint   (docs/launch.md; behind -- options of train)
+# launch/submit.sh llama31_405b_fp8 --gpus 512 -- --checkpoint   (docs/reference/launch.md; behind -- options of train)
 # The published variables work too: WORKLOAD=llama3.1 MODEL_SIZE=405b DTYPE=fp8 JOB_TOTAL_GPUS=512 launch/submit.sh
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,14 +1,14 @@
-"""launch/sweep.py runs.yaml: submits a list of benchmarks, skips what is there, shows the state.
+"""launch/sweep.py runs.yaml: submits the missing runs of a list of benchmarks, shows their states.
 
 The list has one entry per line, `repeats` and `set` where they are wanted:
 
     - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [execution.remat=full]}
 
-`--show` submits nothing; `--report` shows what has run beside the published figures, with the exit
-status of `python -m jaxbench.report`, and makes the page of it, `<list>.html` beside the list.
-Options behind `--` go to launch/submit.py for every job, those behind another `--` to `train`. What
-was submitted is kept in `<list>.jobs.json` beside the list; a job that failed is submitted again.
-Every entry is checked before the first is submitted.
+`--show` submits nothing; `--report` compares what has run with the published figures, with the exit
+status of `python -m jaxbench.report`, and writes the page `<list>.html`. Options after `--` go to
+launch/submit.py for every job, those after another `--` to `train`. Submitted jobs are stored in
+`<list>.jobs.json`; a failed one is submitted again. Every entry is checked before the first is
+submitted.
 """
 
 import json
@@ -18,7 +18,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -35,14 +34,15 @@ from jaxbench.report.page import page
 from jaxbench.run.arguments import Parser
 
 DONE = ("completed", "running", "pending")
-"""States of which no second job is wanted."""
+"""States in which a run is not submitted again."""
 
 KEYS = ("config", "gpus", "repeats", "set")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One run of the list: `repeat` counts the repeats of its entry, `where` names the entry."""
+class Entry:
+    """One run of the list: `repeat` is its number among the repeats of its line, `where` names the
+    line in messages."""
 
     config: str
     gpus: int
@@ -51,14 +51,14 @@ class Wanted:
     where: str
 
     def key(self, options: list[str]) -> str:
-        """What tells it from other runs: what runs, and the options that are given to all."""
+        """Identifies the run by its recipe, GPUs, repeat, settings, and the options of all runs."""
         path = recipes.find(self.config).resolve()
         name = path.stem if path.parent == recipes.config_folder().resolve() else str(path)
-        given = [*(f"--set={text}" for text in self.settings), *options]
-        return " ".join([name, str(self.gpus), str(self.repeat), *map(shlex.quote, given)])
+        texts = [*(f"--set={text}" for text in self.settings), *options]
+        return " ".join([name, str(self.gpus), str(self.repeat), *map(shlex.quote, texts)])
 
     def job(self, options: list[str]) -> submit.Job:
-        """The job, checked. Raises RecipeError, naming the entry."""
+        """The checked job. Raises RecipeError that names the entry."""
         settings = [part for text in self.settings for part in ("--set", text)]
         argv = [self.config, "--gpus", str(self.gpus), *settings, *options]
         try:
@@ -68,7 +68,7 @@ class Wanted:
             if args.dry_run or submit.Variables(os.environ).flag("DRY_RUN"):
                 raise RecipeError("a sweep has no dry run; --show submits nothing")
             job = submit.make_job(args, os.environ)
-            submit.check(job)
+            sbatch.check(job.results, job.settings, submit.ROOT)
         except RecipeError as error:
             raise RecipeError(f"{self.where}: {error}") from error
         return job
@@ -78,8 +78,8 @@ class Wanted:
         return f"{Path(self.config).stem:20} {self.gpus:5} GPUs  run {self.repeat}{settings}"
 
 
-def entries(path: Path) -> list[Wanted]:
-    """Every run in the list. Raises RecipeError for anything else, naming the entry."""
+def entries(path: Path) -> list[Entry]:
+    """All runs of a list. Raises RecipeError for a bad entry, which it names."""
     try:
         content = yaml.safe_load(path.read_text())
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -92,24 +92,23 @@ def entries(path: Path) -> list[Wanted]:
         if not (isinstance(entry, dict) and {"config", "gpus"} <= entry.keys() <= set(KEYS)):
             raise RecipeError(f"{where}: expected config, gpus and, optionally, repeats and set")
         config, repeats = entry["config"], entry.get("repeats", 1)
-        counts, settings = (_listed(entry.get(name, [])) for name in ("gpus", "set"))
+        counts, settings = (
+            value if isinstance(value, list) else [value]
+            for value in (entry["gpus"], entry.get("set", []))
+        )
         if not isinstance(config, str) or type(repeats) is not int or repeats < 1:
             raise RecipeError(f"{where}: expected a recipe as config, a number above 0 as repeats")
         if not counts or not all(type(count) is int for count in counts):
             raise RecipeError(f"{where}: expected a number, or a list of numbers, as gpus")
         texts = tuple(map(str, settings))
-        runs += [Wanted(config, n, i, texts, where) for n in counts for i in range(repeats)]
+        runs += [Entry(config, n, i, texts, where) for n in counts for i in range(repeats)]
     return runs
 
 
-def _listed(value: Any) -> list:
-    return value if isinstance(value, list) else [value]
-
-
 def state(job: dict[str, str], queued: set[str]) -> str:
-    """`completed`, `running`, `pending`, `failed` and `interrupted` with the cause, or `lost`:
-    neither in Slurm's queue nor ended with a record. What failed or was interrupted and is in the
-    queue comes back."""
+    """`completed`, `running`, `pending`, `failed` or `interrupted` with the cause, or `lost`: not
+    ended in its record, and not in Slurm's queue. A failed job in the queue was requeued, and is
+    pending."""
     path = Path(job["folder"]) / "run.json"
     record = json.loads(path.read_text()) if path.exists() else {"status": "pending"}
     recorded = record["status"]
@@ -133,8 +132,8 @@ def result(job: dict[str, str]) -> str:
 
 
 def queue() -> set[str]:
-    """The jobs that Slurm has of this user. Raises RecipeError where it does not say: a job that
-    seems lost would be submitted again."""
+    """Ids of this user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer: jobs
+    would seem lost and be submitted again."""
     command = ["squeue", "--me", "--noheader", "--format=%A"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -146,7 +145,7 @@ def queue() -> set[str]:
 
 
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:
-    """What was submitted before, by `Wanted.key`; files of older versions know no options."""
+    """Submitted jobs by `Entry.key`."""
     try:
         return json.loads(store.read_text()) if store.exists() else {}
     except ValueError as error:
@@ -154,24 +153,24 @@ def read_jobs(store: Path) -> dict[str, dict[str, str]]:
 
 
 def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
-    """Submits what is missing of a list, and prints the state of every run; the folders of those
-    that have begun."""
+    """Submits the missing runs of a list and prints the state of every run; returns the folders of
+    those that have a record."""
     store = path.with_suffix(".jobs.json")
     queued, jobs = queue(), read_jobs(store)
-    runs: dict[str, Wanted] = {}
+    runs: dict[str, Entry] = {}
     for run in entries(path):
         if (first := runs.setdefault(run.key(options), run)) is not run:
             raise RecipeError(f"{run.where}: the same run as {first.where}; use repeats")
     states = {key: state(jobs[key], queued) if key in jobs else "new" for key in runs}
-    missing = [key for key, now in states.items() if now not in DONE and not show]
-    made = {key: runs[key].job(options) for key in missing}
+    missing = [key for key, value in states.items() if value not in DONE and not show]
+    checked = {key: runs[key].job(options) for key in missing}
     for key, run in runs.items():
-        if key in made:
+        if key in checked:
             try:
-                number = submit.submit(made[key])
+                number = submit.submit(checked[key])
             except RecipeError as error:
                 raise RecipeError(f"{run.where}: {error}") from error
-            jobs[key] = {"id": number, "folder": str(made[key].folder(number))}
+            jobs[key] = {"id": number, "folder": str(checked[key].folder(number))}
             write_json(store, jobs)
             states[key] += ", submitted"
         done = states[key] == "completed"
@@ -195,13 +194,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="and report, make the page")
     try:
         args = parser.parse_args(arguments[:at])
-        begun = sweep(args.list, args.show, arguments[at + 1 :])
-        if args.report and begun:
-            place = args.list.with_suffix(".html")
-            results = report.report([Path(folder) for folder in begun], None)
-            write_whole(place, page(results, "published"))
-            print(f"page: {place}")
-            return report.main(begun)
+        folders = sweep(args.list, args.show, arguments[at + 1 :])
+        if args.report and folders:
+            path = args.list.with_suffix(".html")
+            results = report.report([Path(folder) for folder in folders], None)
+            write_whole(path, page(results, "published"))
+            print(f"page: {path}")
+            return report.main(folders)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

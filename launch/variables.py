@@ -1,4 +1,4 @@
-"""The published variables (docs/launch.md), and what launch/submit.py makes of their words."""
+"""The published environment variables (docs/reference/launch.md)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,43 +12,43 @@ WORKLOADS = {
     "llama3.1": "llama31", "nemotron": "nemotron4", "maxtext": "llama2",
     "maxtext_llama2": "llama2",
 }  # fmt: skip
-"""Published names of workloads that are spelt otherwise here."""
+"""Published names of workloads that differ from the recipes' names."""
 SIZES = {"grok1": "314b", "llama2": "70b", "nemotronh": "56b"}
-"""Where the published script asks for no size."""
+"""Sizes of workloads whose published script has no MODEL_SIZE."""
 DTYPES = {"llama31": "bf16"}
 DTYPE = "fp8"
-"""Without `DTYPE`, as the published scripts: Llama 3.1 bf16, the others fp8."""
+"""Precision without `DTYPE`, as in the published scripts: bf16 for Llama 3.1, else fp8."""
 FOLDERS = {"llama31": "pretrain_llama3.1"}
-"""Folders of workloads under `LLMB_INSTALL` that are not named `pretrain_<workload>`."""
+"""Folders under `LLMB_INSTALL` of workloads that are not in `pretrain_<workload>`."""
 
 PROFILED_STEPS = {"grok1": (20, 30, 50), "nemotron4": (20, 30, 50), "nemotronh": (45, 50, 50)}
-"""First and last profiled step and run length by workload, as published; Llama's stand below."""
+"""First profiled step, the one after the last, and run length, as published."""
 LLAMA_PROFILED_STEPS = (20, 25, 25)
 TRACED_STEPS = 5
 
 
 class Variables:
-    """Environment variables, with mistakes in them as RecipeError."""
+    """Parses environment variables. Raises RecipeError for bad or contradictory values."""
 
     def __init__(self, environment: Mapping[str, str]):
         self._environment = environment
 
     def text(self, *names: str) -> str | None:
-        """The value of the first variable that is set; the others must agree with it."""
-        found = {name: value for name in names if (value := self._environment.get(name))}
-        if len(set(found.values())) > 1:
-            raise RecipeError(" and ".join(f"{n}={v}" for n, v in found.items()) + " contradict")
-        return next(iter(found.values()), None)
+        """The value of a variable with several names; None if it is not set."""
+        values = {name: value for name in names if (value := self._environment.get(name))}
+        if len(set(values.values())) > 1:
+            raise RecipeError(" and ".join(f"{n}={v}" for n, v in values.items()) + " contradict")
+        return next(iter(values.values()), None)
 
     def flag(self, *names: str) -> bool:
-        """A variable that is `true` or `false`, in any case of letters."""
+        """A variable that is `true` or `false`, in upper or lower case; false if it is not set."""
         value = (self.text(*names) or "false").lower()
         if value not in ("true", "false"):
             raise RecipeError(f"{names[0]}={value}: expected true or false")
         return value == "true"
 
     def number(self, *names: str) -> int | None:
-        """A whole number above zero."""
+        """A variable that is a whole number above zero; None if it is not set."""
         value = self.text(*names)
         if value is not None and not (value.isdigit() and int(value) > 0):
             raise RecipeError(f"{names[0]}={value}: expected a whole number above 0")
@@ -56,28 +56,29 @@ class Variables:
 
 
 def recipe_path(config: str | None, variables: Variables) -> Path:
-    """The recipe of the option, or of WORKLOAD, MODEL_SIZE and DTYPE, which must agree with it."""
+    """The file of the recipe named by `config`, or by WORKLOAD, MODEL_SIZE and DTYPE; if both are
+    given, they must agree."""
     names = ("WORKLOAD", "MODEL_SIZE", "DTYPE")
-    words = {name: value.lower() for name in names if (value := variables.text(name))}
-    if "WORKLOAD" in words:
-        workload = words["WORKLOAD"].removeprefix("pretrain_")
-        words["WORKLOAD"] = WORKLOADS.get(workload, workload)
+    values = {name: value.lower() for name in names if (value := variables.text(name))}
+    if "WORKLOAD" in values:
+        workload = values["WORKLOAD"].removeprefix("pretrain_")
+        values["WORKLOAD"] = WORKLOADS.get(workload, workload)
     if config is not None:
         path = recipes.find(config).resolve()
-        for name, value in words.items():
+        for name, value in values.items():
             if value not in path.stem.split("_"):
                 raise RecipeError(f"{name}={variables.text(name)} contradicts the recipe {config}")
         return path
-    workload = words.get("WORKLOAD", "")
-    size = words.get("MODEL_SIZE") or SIZES.get(workload)
+    workload = values.get("WORKLOAD", "")
+    size = values.get("MODEL_SIZE") or SIZES.get(workload)
     if not (workload and size):
         raise RecipeError("name a recipe, or set WORKLOAD, MODEL_SIZE and DTYPE")
-    dtype = words.get("DTYPE") or DTYPES.get(workload, DTYPE)
+    dtype = values.get("DTYPE") or DTYPES.get(workload, DTYPE)
     return recipes.config_folder() / f"{workload}_{size}_{dtype}.yaml"
 
 
 def stage_folder(variables: Variables, workload: str) -> Path:
-    """The root of the results."""
+    """The root folder of results and compiled programs."""
     stage, install = variables.text("STAGE_PATH"), variables.text("LLMB_INSTALL")
     if stage and install:
         raise RecipeError("STAGE_PATH and LLMB_INSTALL are both set; use one")
@@ -90,18 +91,18 @@ def stage_folder(variables: Variables, workload: str) -> Path:
 
 
 def gpu_type(variables: Variables) -> Gpu:
-    """The GPU whose rows are asked for. Raises RecipeError for one that is not known."""
+    """The GPU whose rows are run."""
     kind = variables.text("GPU_TYPE") or "h100"
     if kind.lower() not in PLANNED:
         raise RecipeError(f"GPU_TYPE={kind}: expected one of {', '.join(PLANNED)}")
     return PLANNED[kind.lower()]
 
 
-def observation(
-    variables: Variables, workload: str, asked: Mapping[str, Any]
+def profile_options(
+    variables: Variables, workload: str, train: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str], int | None]:
-    """(options of `train`, settings, run length or None) of profiling or of the NCCL trace. Options
-    that were `asked` for behind `--` take the place of published defaults."""
+    """(options of `train`, variables of the job's script, run length or None) for a profile or an
+    NCCL trace. `train` has the options after `--`, which replace published defaults."""
     profile = variables.flag("ENABLE_PROFILE")
     trace = variables.flag("ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE")
     if profile and trace:
@@ -114,13 +115,13 @@ def observation(
     stop = variables.number("PROFILE_STOP_STEP", "RUN_CONF_PROFILE_STOP_STEP")
     first, last, length = PROFILED_STEPS.get(workload, LLAMA_PROFILED_STEPS)
     if not (start or stop):
-        first, last = asked.get("profile_steps", (first, last))
+        first, last = train.get("profile_steps", (first, last))
     first, last = start or first, stop or last
     if variables.number("PROFILE_STOP_STEP"):
         length = last  # the run ends with the profile, as published
     ranks = variables.text("RUN_CONF_PROFILE_RANKS")
     if ranks is None:
-        ranks = ",".join(map(str, asked.get("profile_ranks", range(8))))
+        ranks = ",".join(map(str, train.get("profile_ranks", range(8))))
     if first >= last:
         raise RecipeError(f"profiling from step {first} to step {last} profiles nothing")
     if not all(rank.isdigit() for rank in ranks.split(",")):
@@ -135,9 +136,9 @@ def observation(
     return options, settings, max(length, last)
 
 
-def run_length(variables: Variables, observed: int | None) -> int | None:
-    """Steps of the run where something names them; an observed run has its own number."""
+def run_length(variables: Variables, profiled: int | None) -> int | None:
+    """Number of steps, given that of a profiled or traced run; None for the default."""
     steps = variables.number("MAX_STEPS", "RUN_CONF_MAX_STEPS")
-    if observed and steps and steps != observed:
-        raise RecipeError(f"MAX_STEPS={steps} contradicts a profiled or traced run of {observed}")
-    return observed or steps
+    if profiled and steps and steps != profiled:
+        raise RecipeError(f"MAX_STEPS={steps} contradicts a profiled or traced run of {profiled}")
+    return profiled or steps

@@ -1,15 +1,18 @@
-"""How a start of a job ended, and whether the job goes on: the last lines of its main log.
+"""Decides why one start of a job ended, and whether the job is requeued.
 
     verdict.py FOLDER START STATUS SEEN
 
-Run by `slurm.sbatch` when all processes have ended, with the start's number from 0, the exit status
-of `srun`, and the lines of the first process's log that are older than the start. Slurm knows what
-was done to the job, the first rank that failed (`run.sh`) why it failed, by its exit status; what
-the others said in its wake does not count. Completes a `run.json` that nobody could complete. Exit
-status 75: the job should be requeued. Runs with any Python from 3.7 on, outside of containers, and
-so imports nothing of jaxbench.
+`slurm.sbatch` runs this after `srun`. START is the number of the start from 0, which counts Slurm's
+own requeues too; STATUS is the exit status of `srun`; SEEN is the number of lines of rank 0's log
+that earlier starts wrote. Prints the last line of the main log, and writes the same into
+`run.json`. Exit status 75: requeue the job.
+
+What Slurm did to the job goes first (`SLURM`). Else the first rank that failed decides (`RULES`):
+`run.sh` records its exit status, and later failures are consequences. Runs outside of containers
+with any Python from 3.7 on.
 """
 
+import glob
 import json
 import os
 import re
@@ -17,40 +20,12 @@ import signal
 import subprocess
 import sys
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from jaxbench.errors import STATUS
+
 REQUEUE = 75
-TIME_LIMIT = 128 + signal.SIGUSR1
-
-CAUSES = {
-    1: ("failed", ""), 2: ("mistake", ""), 3: ("numbers", ""), 4: ("memory", ""),
-    5: ("storage", ""), 6: ("gpu", "its GPU failed: "),
-    7: ("network", "it lost the network or another process: "), 8: ("lost", ""),
-}  # fmt: skip
-"""What the exit status of a process says (`jaxbench.errors.STATUS`), and what goes before the
-process's own words."""
-
-MENDED = ("gpu", "network", "lost", "hang")
-"""Causes after which a job that saves goes on: its work was not at fault."""
-
-
-def text(path):
-    """The content of a file; nothing if there is none."""
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def job_state():
-    """What Slurm says of this job, by name; nothing where it does not answer."""
-    command = ["scontrol", "show", "job", "--oneliner", os.environ.get("SLURM_JOB_ID", "")]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    words = done.stdout.decode(errors="replace").split()
-    return dict(word.partition("=")[::2] for word in words)
-
+NO, YES, AT_LIMIT = "no", "yes", "with --requeue-at-time-limit"
 
 SLURM = (
     ("DUE TO JOB REQUEUE", "requeued"),
@@ -59,35 +34,81 @@ SLURM = (
     ("srun: error: Node failure on", "lost a node"),
     ("DUE TO TIME LIMIT", "time limit"),
 )
-"""What the daemon of a step says when Slurm ends it, or `srun` of a daemon that says nothing more,
-and what that is called here."""
+"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each tells."""
 
 
-def done_by_slurm(start, messages):
-    """(what Slurm did to the job, whether it runs the job again by itself); (None, False) if it did
-    nothing.
+KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
+NETWORK = "{where}: it lost the network or another process: "
+JAX = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
+GLOO = r"instance of 'gloo::IoException'\nwhat\(\):\s*(.*(?:\n\S*\d)*)"
 
-    A job that is being ended is COMPLETING, whatever for; one that will run again has a higher
-    count of restarts than this start.
+RULES = (
+    # exit status, log, pattern, status, cause, reason, requeue a job that saves
+    (128 + signal.SIGUSR1, "", "", "interrupted", "time limit", "time limit", AT_LIMIT),
+    (128 + signal.SIGTERM, "", "", "interrupted", "SIGTERM", "SIGTERM to {where}", YES),
+    (128 + signal.SIGINT, "", "", "interrupted", "SIGINT", "SIGINT to {where}", YES),
+    *((STATUS[cause], "", "", "failed", cause, "{where}: {message}", NO)
+      for cause in ("failed", "mistake", "numbers", "memory", "storage")),
+    (STATUS["gpu"], "", "", "failed", "gpu", "{where}: its GPU failed: {message}", YES),
+    (STATUS["network"], "", "", "failed", "network", NETWORK + "{message}", YES),
+    (STATUS["lost"], "", "", "failed", "lost", "{where}: {message}", YES),
+    (KILLED, "watchdog", "^(lost (?!.*{rank}).*)", "failed", "lost", "{quote}", YES),
+    (KILLED, "watchdog", "^(?!lost )(.*)", "failed", "hang", "{quote}", YES),
+    (ABORTED, "watchdog", "^(lost (?!.*{rank}).*)", "failed", "lost", "{quote}", YES),
+    (ABORTED, "watchdog", "^(?!lost |no sign of life .*{rank})(.*)", "failed", "hang", "{quote}",
+     YES),
+    (ABORTED, "rank", JAX, "failed", "network", NETWORK + "{quote}", YES),
+    (ABORTED, "rank", GLOO, "failed", "network", NETWORK + "{quote}", YES),
+    (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
+)  # fmt: skip
+"""The first line that applies: by the exit status of the first rank that failed (None: any) and a
+pattern in the last line of the watchdog or in the rank's own log.
+
+The watchdog kills the ranks of its host, and one of these may be the first that is recorded. If
+the watchdog names this very rank, it was lost before, or JAX aborted it before it was missed. JAX
+aborts a rank when the coordinator or the network to it is gone, and when others give no sign of
+life, whose numbers follow, one a line. Gloo aborts it when a connection is lost.
+"""
+
+
+def read(path):
+    """The content of a file; empty if there is none."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def job_state():
+    """The fields of `scontrol show job`; empty where Slurm does not answer."""
+    command = ["scontrol", "show", "job", "--oneliner", os.environ.get("SLURM_JOB_ID", "")]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    fields = done.stdout.decode(errors="replace").split()
+    return dict(field.partition("=")[::2] for field in fields)
+
+
+def ended_by_slurm(start, messages):
+    """(cause, whether Slurm requeues the job itself); None if Slurm did nothing to the job.
+
+    A job that is being ended is COMPLETING, for whatever cause; one that Slurm requeues has a
+    higher count of restarts than this start.
     """
     state = job_state()
-    again = int(state.get("Restarts") or start) > start
-    if not again and state.get("JobState") in (None, "RUNNING"):
-        return None, False
-    told = [reason for words, reason in SLURM if words in messages]
-    return (told or ["requeued" if again else "cancelled"])[0], again
+    requeued = int(state.get("Restarts") or start) > start
+    if not requeued and state.get("JobState") in (None, "RUNNING"):
+        return None
+    causes = [cause for text, cause in SLURM if text in messages]
+    return (causes or ["requeued" if requeued else "cancelled"])[0], requeued
 
 
-def first_failure(exits):
-    """(rank, node, status) of the first rank that failed; None if none could say so."""
-    found = text(os.path.join(exits, "first", "rank")).split()
-    return (int(found[0]), found[1], int(found[2])) if len(found) == 3 else None
-
-
-def said_by(folder, rank, start, seen):
-    """The lines that a rank printed in this start: after its first process's older ones, or after
-    the line by which `run.sh` begins in the others."""
-    lines = text(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
+def lines_of(folder, rank, start, seen):
+    """The lines that a rank printed in this start: in the logs of ranks other than 0, `run.sh`
+    marks where each start begins."""
+    lines = read(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
     if rank != 0:
         mark = f"start {start + 1}, on "
         seen = max((n for n, line in enumerate(lines, 1) if line.startswith(mark)), default=0)
@@ -95,96 +116,73 @@ def said_by(folder, rank, start, seen):
 
 
 def message(lines):
-    """What a rank said last of its failure."""
+    """The line by which a rank tells its failure, without the recipe that a failed run names."""
     for pattern in (r"error: ", r"failed: ", r"[\w.]*(Error|Exception|Failed)\b"):
-        found = [line for line in lines[-200:] if re.match(pattern, line)]
-        if found:  # a run that fails names its recipe first
-            return re.sub(r"^failed: \S+, row \S+ \(\w+\): ", "", found[-1])
+        matches = [line for line in lines[-200:] if re.match(pattern, line)]
+        if matches:
+            return re.sub(r"^failed: \S+, row \S+ \(\w+\): ", "", matches[-1])
     return next((line for line in reversed(lines) if line), "it said nothing")
 
 
-def alone(lines):
-    """Why JAX or Gloo aborted a rank; empty if neither did. JAX does where the first process or the
-    network to it is gone, and where others give no sign of life: their numbers are lines of their
-    own."""
-    said = "\n".join(lines[-200:])
-    jax = r"distributed service detected fatal errors\..* absl::Status: "
-    gloo = r"instance of 'gloo::IoException'\nwhat\(\):\s*"
-    found = re.search(rf"(?:{jax}|{gloo})(.*(?:\n\S*\d)*)", said)
-    return " ".join(found[1].partition(". ")[0].split())[:300] if found else ""
-
-
 def last_step(folder, rank):
-    """The last step that a rank is known to have completed, for a message."""
+    """The last step that a rank has completed, as the end of a message; empty if unknown."""
     beats = os.path.join(folder, "heartbeats")
     try:
         attempt = max(os.listdir(beats), key=float)
-        beat = json.loads(text(os.path.join(beats, attempt, f"{rank}.json")))
-        steps = text(os.path.join(folder, "steps.jsonl")).splitlines()
+        beat = json.loads(read(os.path.join(beats, attempt, f"{rank}.json")))
+        steps = read(os.path.join(folder, "steps.jsonl")).splitlines()
         recorded = json.loads(steps[-1])["step"] if steps else -1
-        known = max(-1 if beat["completed"] is None else beat["completed"], recorded)
+        step = max(-1 if beat["completed"] is None else beat["completed"], recorded)
     except (OSError, ValueError, LookupError):
         return ""
-    return f", after step {known}" if known >= 0 else ", before the first step"
+    return f", after step {step}" if step >= 0 else ", before the first step"
 
 
 def verdict(folder, start, seen):
-    """(status and cause for the record, reason, whether what happened should not end the job)."""
+    """(status and cause for the record, reason, whether a job that saves is to be requeued)."""
     exits = os.path.join(folder, "ranks", f"start-{start + 1}")
-    srun = text(os.path.join(exits, "srun.log"))
-    said = "\n".join(said_by(folder, 0, start, seen))
-    done, by_itself = done_by_slurm(start, srun + said)
-    failed = first_failure(exits)
-    if done is not None:
-        again = not by_itself and done == "time limit" and at_limit()
-        return "interrupted", done, done, again
-    if failed is None:
-        last = [line for line in srun.splitlines() if "error" in line][-1:]
-        began = os.path.isdir(os.path.join(folder, "heartbeats"))
-        words = ["lost a node, or no process could be started", *last]
-        return "failed", "lost a node", "; ".join(words), began
-    rank, node, code = failed
-    where, lines = f"rank {rank} on {node}", said_by(folder, rank, start, seen)
-    if code == TIME_LIMIT:
-        return "interrupted", "time limit", "time limit", at_limit()
-    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        name = signal.Signals(code - 128).name
-        return "interrupted", name, name + " to " + where, True
-    if code in CAUSES:
-        cause, words = CAUSES[code]
-        return "failed", cause, f"{where}: {words}{message(lines)}", cause in MENDED
-    told = re.findall(r"watchdog: (.*); ending the job", said)[-1:]
-    aborted = code == 128 + signal.SIGABRT
-    if told and (aborted or code == 128 + signal.SIGKILL):
-        lost = told[0].startswith("lost ")
-        missed = lost or (aborted and told[0].startswith("no sign of life "))
-        if not (missed and f"rank {rank} on " in told[0]):  # else the one that it killed others for
-            return "failed", "lost" if lost else "hang", told[0], True
-    if aborted and alone(lines):
-        return "failed", "network", f"{where}: {CAUSES[7][1]}{alone(lines)}", True
+    srun = read(os.path.join(exits, "srun.log"))
+    first_log = "\n".join(lines_of(folder, 0, start, seen))
+    at_limit = os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
+    by_slurm = ended_by_slurm(start, srun + first_log)
+    if by_slurm:
+        cause, requeued = by_slurm
+        return "interrupted", cause, cause, cause == "time limit" and not requeued and at_limit
+    first = read(os.path.join(exits, "first", "rank")).split()
+    if len(first) != 3:  # no rank could record its failure
+        errors = [line for line in srun.splitlines() if "error" in line][-1:]
+        reason = "; ".join(["lost a node, or no process could be started", *errors])
+        return "failed", "lost a node", reason, os.path.isdir(os.path.join(folder, "heartbeats"))
+    rank, node, code = int(first[0]), first[1], int(first[2])
+    lines = lines_of(folder, rank, start, seen)
+    watchdog = re.findall(r"watchdog: (.*); ending the job", first_log)
+    logs = {"watchdog": watchdog[-1:], "rank": ["\n".join(lines[-200:])], "": [""]}
+    for exit_status, log, pattern, status, cause, reason, requeue in RULES:  # noqa: B007
+        pattern = pattern.replace("{rank}", f"rank {rank} on ")
+        match = re.search(pattern, logs[log][0]) if logs[log] else None
+        if match and exit_status in (code, None):
+            break
+    quote = match.group(1) if log else ""
+    if log == "rank":  # its first sentence
+        quote = " ".join(quote.partition(". ")[0].split())[:300]
     try:
         how = "killed by " + signal.Signals(code - 128).name
     except ValueError:
         how = f"status {code}"
-    return "failed", "lost", f"lost {where} ({how}){last_step(folder, rank)}", True
+    reason = reason.format(
+        where=f"rank {rank} on {node}", message=message(lines), quote=quote, how=how,
+        last_step=last_step(folder, rank),
+    )  # fmt: skip
+    return status, cause, reason, requeue == YES or (requeue == AT_LIMIT and at_limit)
 
 
-def at_limit():
-    """Whether a job that reaches its time limit goes on."""
-    return os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
-
-
-def record_of(folder):
-    """The record of the run; nothing where there is none."""
+def complete_record(folder, status, cause, reason):
+    """Writes the verdict into run.json, unless the run is completed."""
+    path = os.path.join(folder, "run.json")
     try:
-        return json.loads(text(os.path.join(folder, "run.json")))
+        record = json.loads(read(path))
     except ValueError:
-        return {}
-
-
-def complete(folder, status, cause, reason):
-    """Puts the verdict into the record, unless it is complete."""
-    path, record = os.path.join(folder, "run.json"), record_of(folder)
+        return
     if record.get("status") in (None, "completed"):
         return
     record.update(status=status, cause=cause, reason=reason)
@@ -193,23 +191,37 @@ def complete(folder, status, cause, reason):
     os.replace(path + ".verdict", path)
 
 
+def restart(folder, start):
+    """Counts a restart by an empty file of this start; returns why there is none, or nothing.
+
+    Slurm's count includes its own requeues, which are not limited. `slurm.sbatch` removes the file
+    if Slurm refuses the requeue.
+    """
+    ranks = os.path.join(folder, "ranks")
+    if os.environ.get("JAXBENCH_RESUME") != "true":
+        return "it does not save, so it ends"
+    restarts = len(glob.glob(os.path.join(glob.escape(ranks), "start-*", "requeued")))
+    if restarts >= int(os.environ.get("JAXBENCH_RESTARTS", "0")):
+        return "all restarts are used up"
+    try:
+        open(os.path.join(ranks, f"start-{start + 1}", "requeued"), "w").close()
+    except OSError as error:
+        return f"it ends, since restarts cannot be counted: {error.strerror}"
+    return ""
+
+
 def main(folder, start, status, seen):
-    """Prints the verdict; the exit status."""
+    """Prints the verdict; returns the exit status."""
     if status == 0:
         return 0
-    outcome, cause, reason, again = verdict(folder, start, seen)
+    outcome, cause, reason, requeue = verdict(folder, start, seen)
     try:
-        complete(folder, outcome, cause, reason)
+        complete_record(folder, outcome, cause, reason)
     except OSError as error:
         reason += f"; run.json does not say so: {error.strerror}"
-    saves = os.environ.get("JAXBENCH_RESUME") == "true"
-    left = int(os.environ.get("JAXBENCH_RESTARTS", "0")) - start
-    if again and saves and left <= 0:
-        reason += "; all restarts are used up"
-    elif again and not saves:
-        reason += "; it does not save, so it ends"
-    print(f"{outcome}: {reason}")
-    return REQUEUE if again and saves and left > 0 else 0
+    refusal = restart(folder, start) if requeue else ""
+    print(f"{outcome}: {reason}; {refusal}" if refusal else f"{outcome}: {reason}")
+    return REQUEUE if requeue and not refusal else 0
 
 
 if __name__ == "__main__":

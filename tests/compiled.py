@@ -1,7 +1,6 @@
 """Rows compiled for GPUs that are not there."""
 
 import contextlib
-import importlib.util
 import os
 import tempfile
 
@@ -16,10 +15,8 @@ from jaxbench.recipe.throughput import model_flops
 from jaxbench.train.program import compile_program, read
 from jaxbench.xla import collectives
 
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="needs the compiler of pip install '.[plan]'",
-)
+needs_compiler = pytest.mark.compiled
+"""Skips where the compiler is not installed, and without `--all` (conftest.py)."""
 
 
 @contextlib.contextmanager

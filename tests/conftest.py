@@ -1,6 +1,11 @@
-"""Eight virtual CPU devices, and every jaxtyping annotation checked at run time."""
+"""Eight virtual CPU devices, and every annotation checked at run time.
+
+`slow` tests run with `--all`. A test skipped for what the machine lacks has a reason of the form
+"needs THING: HOW TO GET IT"; the line before pytest's last one counts them by thing.
+"""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import quick
@@ -10,19 +15,37 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}"
 import jax
 import jaxtyping
 import pytest
+import typecheck
+from beartype.claw import beartype_packages
 from xdist.scheduler import LoadScopeScheduling
+
+WITHOUT_ARRAYS = ("recipe", "xla", "forecast", "plan", "report")
+"""Packages whose annotations beartype's own hook checks, ten times as fast as jaxtyping's."""
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-jaxtyping.install_import_hook("jaxbench", "typecheck.check")
+beartype_packages([f"jaxbench.{name}" for name in WITHOUT_ARRAYS], conf=typecheck.CONF)
+jaxtyping.install_import_hook(
+    [
+        f"jaxbench.{path.stem}"
+        for path in (Path(__file__).parents[1] / "jaxbench").iterdir()
+        if path.stem not in WITHOUT_ARRAYS
+    ],
+    "typecheck.check",
+)
+
+
+SLOW = "slow: run with --all"
+"""The reason why a test is skipped without `--all`."""
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One more than cores: the worker that runs Slurm's tests mostly waits."""
-    return (os.cpu_count() or 1) + 1
+    """One for each core. One more with Slurm's tests, whose worker mostly waits."""
+    return (os.cpu_count() or 1) + config.getoption("--all")
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the slow tests too, as CI does")
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
     parser.addoption("--fuzz", type=int, default=300, help="mutated recipes to try")
 
@@ -32,25 +55,59 @@ def transformer_engine_on_a_cpu(monkeypatch):
     """Its own fallback in plain JAX."""
     from jaxbench.plan import driver
 
-    driver.pretend(9)
+    driver.load_stub(9)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
 
 
 SHARING = (
     "test_slurm.py", "test_compile.py", "test_plan.py", "test_search.py", "test_survive.py",
-    "test_nemotron.py", "test_cli.py", "test_checkpoint.py", "test_routing.py",
+    "test_equivalence.py", "test_cli.py", "test_checkpoint.py",
 )  # fmt: skip
 """Files whose tests share what takes long to make, the longest first."""
 
 
 def place(path):
-    """Of a file among `SHARING`, or behind them."""
+    """The place of a file in the order of tests: that in `SHARING`, or behind them."""
     return SHARING.index(path.name) if path.name in SHARING else len(SHARING)
 
 
-def pytest_collection_modifyitems(items):
-    """The files that share something begin."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Moves the files that share something to the front; skips slow tests without `--all`, and
+    compiled rows, which are slow, without a compiler too."""
+    from jaxbench.plan.absent import INSTALL, installed
+
+    without_compiler = pytest.mark.skipif(
+        not installed("jax_plugins.xla_cuda13"), reason=f"needs the XLA:GPU compiler: {INSTALL}"
+    )
     items.sort(key=lambda item: place(item.path))
+    for item in items:
+        if item.get_closest_marker("compiled"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(without_compiler)
+        if item.get_closest_marker("slow") and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason=SLOW))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Prints how many tests ran, and how many were skipped for want of what."""
+    if config.option.collectonly:
+        return
+    stats = terminalreporter.stats
+    ran = sum(len(stats.get(outcome, ())) for outcome in ("passed", "failed", "xfailed"))
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", ())]
+    told = (skipped(count, reason) for reason, count in Counter(reasons).most_common())
+    terminalreporter.write_line(f"{ran} ran; skipped: {', '.join(told) or 'none'}")
+
+
+def skipped(count, reason):
+    """A number of tests with a reason, as `5 for want of gcc (apt-get install gcc)`."""
+    if reason == SLOW:
+        return f"{count} slow ones (--all)"
+    thing, colon, remedy = reason.partition(": ")
+    if thing.startswith("needs ") and colon:
+        return f"{count} for want of {thing.removeprefix('needs ')} ({remedy})"
+    return f"{count}: {reason}"
 
 
 class Scheduler(LoadScopeScheduling):

@@ -13,7 +13,10 @@ def needs_small_disk(test):
     allowed = shutil.which("unshare") is not None and not (
         subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode
     )
-    return pytest.mark.skipif(not allowed, reason="needs unshare, and user namespaces")(test)
+    return pytest.mark.skipif(
+        not allowed,
+        reason="needs user namespaces: unshare of util-linux, where the kernel allows it",
+    )(test)
 
 
 def run_on_disk(folder, kib, command, cwd):

@@ -3,9 +3,14 @@
 import pytest
 
 from jaxbench.plan import driver
+from jaxbench.plan.absent import installed
 
+LACKING = (
+    "gcc and nm: apt-get install gcc" if installed("transformer_engine")
+    else "Transformer Engine: README, under its name"
+)  # fmt: skip
 needs_te = [
-    pytest.mark.skipif(driver.missing() is not None, reason=str(driver.missing())),
+    pytest.mark.skipif(driver.missing() is not None, reason=f"needs {LACKING}"),
     # Its import reads what jax deprecates.
     pytest.mark.filterwarnings("ignore:jax.interpreters.pxla:DeprecationWarning"),
 ]

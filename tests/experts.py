@@ -6,6 +6,12 @@ import numpy as np
 from tiny import tiny_run
 
 tiny_grok = partial(tiny_run, family="grok1_314b_bf16")
+ORIGINAL = (
+    "model.post_norm=true", "model.tied=true", "model.embedding_scale=8.0",
+    "model.logit_scale=0.5773502691896257", "model.softcap=30.0", "model.router=softmax_topk",
+    "model.balance_loss=0", "model.capacity_factor=null", "model.rope_base=10000",
+)  # fmt: skip
+"""Overrides that make the recipe Grok-1 as it was released."""
 
 
 def softmax(x):

@@ -11,13 +11,17 @@ PROGRAMS = ("ip", "ss", "nsenter", "unshare")
 
 def missing() -> str | None:
     """Why no such hosts can be made here; None if they can."""
-    if absent := [name for name in PROGRAMS if shutil.which(name) is None]:
-        return f"needs iproute2 and util-linux: no {', '.join(absent)}"
+    if not all(map(shutil.which, PROGRAMS)):
+        return "needs ip, ss, nsenter and unshare: apt-get install iproute2 util-linux"
     tried = subprocess.run(
         ["unshare", "--net", "--mount", "--uts", "ip", "link", "add", "near", "type", "veth"],
         capture_output=True, text=True,
     )  # fmt: skip
-    return None if tried.returncode == 0 else f"needs network namespaces: {tried.stderr.strip()}"
+    if tried.returncode:
+        return (
+            f"needs network namespaces: run as root, which may make them ({tried.stderr.strip()})"
+        )
+    return None
 
 
 class Hosts:

@@ -1,4 +1,4 @@
-"""How tests compile for CPUs: a third of the time, the same results."""
+"""Compiler flags of tests on CPUs: a third of the time, the same results."""
 
 from importlib.metadata import version
 

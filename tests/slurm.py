@@ -17,10 +17,9 @@ PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scon
 def missing() -> str | None:
     """Why no Slurm can be started here; None if one can."""
     path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
-    absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    if absent:
-        return f"needs Debian's slurm-wlm and munge: no {', '.join(absent)}"
-    return None if os.geteuid() == 0 else "needs root, to start munged, slurmctld and slurmd"
+    if any(shutil.which(name, path=path) is None for name in PROGRAMS):
+        return "needs Slurm: apt-get install slurm-wlm munge"
+    return None if os.geteuid() == 0 else "needs root for Slurm's daemons: run the tests as root"
 
 
 def free_ports(count: int) -> list[int]:

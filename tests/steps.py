@@ -1,4 +1,6 @@
-"""Loss and gradients of tiny runs, and how far two of them may differ."""
+"""Loss and gradients of tiny runs, and comparisons of two of them."""
+
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -7,7 +9,7 @@ from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
 from jaxbench.train import data
-from jaxbench.train.step import gradients, init_state
+from jaxbench.train.step import gradients, init_state, train_step
 
 MESHES = {
     "data 8": (),
@@ -38,16 +40,47 @@ def loss_and_gradients(run):
         return float(loss), to_numpy(grads)
 
 
-def same_sequences(run):
-    """Loss and gradients on sequences that do not depend on how the batch is cut."""
-    rng = np.random.default_rng(0)
-    tokens, targets = rng.integers(0, 64, size=(2, run.batch.global_batch, 32), dtype=np.int32)
+def sequences(run, seed=0):
+    """Tokens and targets that do not depend on how the batch is cut, on the current mesh."""
+    rng = np.random.default_rng(seed)
+    size = 2, run.batch.global_batch, run.batch.sequence_length
+    cut = run.accumulation, -1, run.batch.sequence_length
+    spec = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
+    draws = rng.integers(0, run.model.vocabulary, size=size, dtype=np.int32)
+    return [jax.device_put(x.reshape(cut), spec) for x in draws]
+
+
+def same_sequences(run, **compiler_options):
+    """Loss and gradients of `sequences`; in FP8 with scales from an earlier pass over them."""
     with mesh_of(run):
-        spec = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
-        shape = (run.accumulation, -1, 32)
-        batch = [jax.device_put(x.reshape(shape), spec) for x in (tokens, targets)]
-        (loss, _), grads, _ = jax.jit(gradients, static_argnums=3)(new_state(run), *batch, run)
+        batch, state = sequences(run), new_state(run)
+        step = jax.jit(gradients, static_argnums=3, compiler_options=compiler_options)
+        if state.fp8:
+            *_, histories = step(state, *batch, run)
+            state = replace(state, fp8=histories)
+        (loss, _), grads, _ = step(state, *batch, run)
         return float(loss), to_numpy(grads)
+
+
+def steps_of(run, count):
+    """(losses, last state) of some steps from the initial state, on other `sequences` in each."""
+    losses = []
+    with mesh_of(run):
+        state, step = new_state(run), jax.jit(train_step, static_argnums=3)
+        for index in range(count):
+            state, figures = step(state, *sequences(run, seed=index), run)
+            losses.append(float(figures["loss"]))
+    return losses, state
+
+
+def projection(actual, expected):
+    """The component of all gradients along the expected ones, over the latter's length: 1 for equal
+    ones, and for those with noise that has no direction."""
+    products, squares = (
+        sum(np.vdot(gradients[name], g) for name, g in expected.items())
+        for gradients in (actual, expected)
+    )
+    return products / squares
 
 
 def assert_same(actual, expected, roundings):

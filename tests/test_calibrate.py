@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from compiled import needs_compiler
 
-from jaxbench import calibrate
+from jaxbench import calibrate, hardware
 from jaxbench.errors import RecipeError
 from jaxbench.forecast import tables
 from jaxbench.hardware import H100
@@ -60,3 +61,10 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
         done.stderr
         == "error: cpu is none of the GPUs that are planned for: h100, h200, b200, gb200\n"
     )
+
+
+def test_null_gpus_are_not_measured(tmp_path, monkeypatch, capsys):
+    device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3 (null)")
+    monkeypatch.setattr(calibrate.jax, "local_devices", lambda: [device])
+    assert calibrate.main(["--output", str(tmp_path / "mine.csv")]) == 2
+    assert capsys.readouterr().err == f"error: {device.device_kind}: {hardware.NULL}\n"

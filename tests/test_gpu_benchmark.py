@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import jax
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
@@ -72,3 +73,25 @@ def test_an_unknown_check_is_refused():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--only speed: the checks are trains, real" in done.stderr
+
+
+def test_a_measured_function_keeps_no_results(gpu):
+    """Twenty results of the copy's 4 GiB do not fit into a GPU's memory."""
+    from one_gpu import speed
+
+    most, x = [], jax.numpy.zeros(8)
+    before = len(jax.live_arrays())
+
+    def function(x):
+        most.append(len(jax.live_arrays()) - before)
+        return x + 1
+
+    assert speed.seconds(function, x) > 0
+    assert max(most) <= 1
+
+
+def test_a_rate_above_the_peak_is_wrong(gpu):
+    from one_gpu import speed
+
+    assert speed.against(9026, 989) == ("WRONG", "above the peak of 989: nothing was computed")
+    assert speed.against(700, 989) == ("measured", "")

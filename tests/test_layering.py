@@ -1,4 +1,4 @@
-"""Imports point one way: wings as the table in CONTRIBUTING.md says, modules without circles."""
+"""Imports point one way: packages as the table in CONTRIBUTING.md says, modules without circles."""
 
 import ast
 import re
@@ -19,54 +19,55 @@ MODULES = {
 }
 
 
-def wings() -> dict[str, set[str]]:
-    """What each wing may import, from the table."""
+def allowed_imports() -> dict[str, set[str]]:
+    """Packages that each package may import, from the table."""
     table = re.findall(
         r"^\| `(\w+)/?` \|[^|]*\| (.*?) ?\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )
-    return {wing: set(re.findall(r"`(\w+)`", allowed)) for wing, allowed in table}
+    return {package: set(re.findall(r"`(\w+)`", allowed)) for package, allowed in table}
 
 
-def wing(module: str) -> str:
-    """The wing of a module; empty for the package itself."""
+def package_of(module: str) -> str:
+    """The package of a module below jaxbench; empty for jaxbench itself."""
     return [*module.split("."), ""][1]
 
 
 def imports(module: str) -> set[str]:
-    """Everything that a module imports, modules of the package by their full names."""
-    found = set()
+    """Everything that a module imports, modules of jaxbench by their full names."""
+    imported = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in MODULES else node.module)
-    return found
+                imported.add(whole if whole in MODULES else node.module)
+    return imported
 
 
-def test_the_table_has_a_line_for_every_wing():
-    assert set(wings()) == {wing(module) for module in MODULES} - {"", "__main__"}
+def test_the_table_has_a_line_for_every_package():
+    assert set(allowed_imports()) == {package_of(module) for module in MODULES} - {"", "__main__"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith("__main__")])
 def test_imports_point_downward(module):
-    own = {wing(found) for found in imports(module) if found.startswith("jaxbench.")}
-    if wing(module):
-        assert own <= wings()[wing(module)] | {wing(module)}
+    used = {package_of(name) for name in imports(module) if name.startswith("jaxbench.")}
+    package = package_of(module)
+    if package:
+        assert used <= allowed_imports()[package] | {package}
     else:
-        assert own == set()
+        assert used == set()
 
 
 def test_there_are_no_circles():
-    package = {module: imports(module) & MODULES.keys() for module in MODULES}
+    modules = {module: imports(module) & MODULES.keys() for module in MODULES}
     # A package's __init__ is not imported by what it imports.
-    TopologicalSorter(package).prepare()
-    by_wing = {name: allowed - {name} for name, allowed in wings().items()}
-    TopologicalSorter(by_wing).prepare()
+    TopologicalSorter(modules).prepare()
+    packages = {name: allowed - {name} for name, allowed in allowed_imports().items()}
+    TopologicalSorter(packages).prepare()
 
 
-def test_a_wing_says_what_lives_there():
+def test_a_package_says_what_it_imports():
     for module, path in MODULES.items():
         if path.name == "__init__.py" and module.count(".") == 1:
             assert re.search(r"\bImports? ", ast.get_docstring(ast.parse(path.read_text()))), module
@@ -74,14 +75,14 @@ def test_a_wing_says_what_lives_there():
 
 def test_models_know_no_run_optimizer_or_environment():
     for module in MODULES:
-        if wing(module) == "models":
+        if package_of(module) == "models":
             assert not {name.split(".")[0] for name in imports(module)} & {"optax", "orbax", "os"}
             assert "Run" not in MODULES[module].read_text().split()
 
 
-def test_laptop_wings_load_without_jax():
+def test_laptop_packages_load_without_jax():
     laptop = ("errors", "files", "hardware", "versions", "recipe", "xla", "forecast", "report")
-    modules = [m for m in MODULES if wing(m) in laptop and not m.endswith("__main__")]
+    modules = [m for m in MODULES if package_of(m) in laptop and not m.endswith("__main__")]
     modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog", "jaxbench.run.arguments"]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -96,12 +97,12 @@ def test_only_operators_name_a_kernel_library():
         "experimental import pallas",
     )
     for module, path in MODULES.items():
-        if wing(module) not in ("ops", "ssd"):
+        if package_of(module) not in ("ops", "ssd"):
             assert not [name for name in names if name in path.read_text()], module
 
 
 def test_only_the_mesh_names_its_axes():
-    """Strings of axes stand in the mesh and in what describes it to people, or sizes it."""
+    """Axis names occur in the mesh, and in the modules that size it or describe it to users."""
     allowed = {
         "jaxbench.mesh",
         "jaxbench.recipe.settings",
@@ -115,6 +116,6 @@ def test_only_the_mesh_names_its_axes():
 
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
-    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "planning.command",
+    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "plan.command",
                "cluster.job"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

@@ -1,5 +1,6 @@
-"""The checker behind the import hook of conftest.py: annotations hold, and an int is a float."""
+"""The checker behind the import hooks of conftest.py: annotations hold, and an int is a float."""
 
 from beartype import BeartypeConf, beartype
 
-check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+CONF = BeartypeConf(is_pep484_tower=True, claw_is_pep526=False)
+check = beartype(conf=CONF)

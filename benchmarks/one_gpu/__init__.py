@@ -1,8 +1,8 @@
-"""The checks of `benchmarks/gpu.py`, in the order of what would hurt most if it were wrong.
+"""Checks of `benchmarks/gpu.py`, most important first.
 
-`trains`: does it train, through the command? `operators`: is every operator right at real shapes?
-`survives`: checkpoints, profiles, PGLE, compiler options. `speed`: the card's ceilings, every row
-`1`, where its time goes. `choices`: settings that were chosen from compiled programs alone, A
-against B. Each check is a generator of `Finding`s and runs in a process of its own; `place` says
-where and with what.
+`trains`: training through the command. `operators`: every operator at real shapes beside the CPU.
+`survives`: checkpoints, profiles, PGLE, compiler options. `speed`: the GPU's ceilings and where a
+step's time goes. `choices`: settings that were chosen from compiled programs alone, A/B. `mixers`:
+Mamba-2 implementations. `kernels`: the tables of forecasts. Each check yields `Finding`s and runs
+in a separate process; `context` has its mode and helpers.
 """

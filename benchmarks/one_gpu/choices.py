@@ -1,5 +1,5 @@
-"""What to change: settings that were chosen from compiled programs alone, each against another in
-one process, as a ratio of step times."""
+"""Settings that were chosen from compiled programs alone, each timed against an alternative in one
+process."""
 
 import statistics
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
-from one_gpu.place import MEASURED, NOT_RUN, WRONG, Finding, Place, row
+from one_gpu.context import MEASURED, NOT_RUN, WRONG, Context, Finding, row
 
 STEPS, COUNTED = 8, 5
-"""Steps of each turn, and the last of them that count."""
+"""Steps of each measurement, and the last of them that count."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a row `1` could have otherwise."""
+    """An alternative setting of a row `1`, and the FP8 implementation that it needs."""
 
     recipe: str
     change: str
@@ -32,7 +32,7 @@ class Choice:
 
 
 def flag(text: str) -> str:
-    """A change of one compiler option."""
+    """The setting that changes one compiler option."""
     return f"execution.xla_flags=tuned,{text}"
 
 
@@ -57,39 +57,39 @@ CHOICES = (
     Choice("grok1_314b_bf16", flag("xla_gpu_enable_triton_gemm=true")),
     Choice("nemotron4_340b_fp8", "execution.remat=full"),
 )
-"""Those first from which the most is expected."""
+"""The largest expected effects first."""
 
 
 def chosen(choice: Choice, *changes: str) -> Run:
-    """A choice's row, with changes."""
+    """The row of a choice with changes."""
     return replace(row(choice.recipe, 1, *changes), steps=STEPS)
 
 
-def check(place: Place) -> Iterator[Finding]:
-    """Each choice: the row, the change, the row again."""
+def check(ctx: Context) -> Iterator[Finding]:
+    """Times each choice between two measurements of the unchanged row."""
     for choice in CHOICES:
         what = f"{choice.recipe}: {choice.change}"
-        reason = fp8.refusals(Precision(dtype="fp8"), "gpu").get(choice.implementation)
-        if reason:
+        implementation = fp8.IMPLEMENTATIONS[choice.implementation or "xla"]
+        if reason := implementation.refusal(Precision(dtype="fp8"), "gpu"):
             yield Finding(what, NOT_RUN, reason)
             continue
-        own, other = (chosen(choice, "precision.implementation=xla", *changes)
+        base, changed = (chosen(choice, "precision.implementation=xla", *changes)
                       for changes in ((), (choice.change,)))  # fmt: skip
         try:
-            times = [step_time(run) for run in (own, other, own)]
+            times = [step_time(run) for run in (base, changed, base)]
         except (RecipeError, RunFailed, jax.errors.JaxRuntimeError) as error:
             yield Finding(what, NOT_RUN, str(error).splitlines()[0])
             continue
-        ours = statistics.fmean(times[::2])
-        ratio, noise = times[1] / ours, abs(times[0] - times[2]) / ours
+        base_s = statistics.fmean(times[::2])
+        ratio, noise = times[1] / base_s, abs(times[0] - times[2]) / base_s
         yield Finding(
-            what, MEASURED, f"{ratio:.3f} of the row's {1e3 * ours:.1f} ms",
+            what, MEASURED, f"{ratio:.3f} of the row's {1e3 * base_s:.1f} ms",
             f"the row's two turns differ by {noise:.1%}", {"ratio": ratio, "seconds": times},
         )  # fmt: skip
 
 
 def step_time(run: Run) -> float:
-    """Median seconds of a step in one turn."""
+    """Median seconds of a step in one measurement."""
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
         steps = list(run_steps(run, program(run)))
     return statistics.median(step["step_time_s"] for step in steps[-COUNTED:])
@@ -97,20 +97,19 @@ def step_time(run: Run) -> float:
 
 @cache
 def program(run: Run) -> Any:
-    """The program of a run: a row has many turns. It is not checked: another compiler's kernel does
-    not tell its name."""
+    """The compiled program of a run, unchecked: with Triton products it does not name FP8."""
     return compile_program(run)[0]
 
 
-def compiles(place: Place) -> Iterator[Finding]:
-    """Compiles every other choice for an absent GPU."""
+def compiles(ctx: Context) -> Iterator[Finding]:
+    """Compiles every alternative by XLA for an absent GPU."""
     for choice in CHOICES:
         what = f"{choice.recipe}: {choice.change}"
         if choice.implementation != "xla":
             continue
         run = chosen(choice, "precision.implementation=xla", choice.change)
         try:
-            with jax.set_mesh(mesh.make_mesh(run.mesh_shape, compile_only_devices(place.gpu, 1))):
+            with jax.set_mesh(mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))):
                 compiled, _, took = compile_program(run)
         except (RecipeError, RunFailed, jax.errors.JaxRuntimeError) as error:
             yield Finding(what, WRONG, str(error).splitlines()[0])

@@ -1,4 +1,4 @@
-"""How far are the package's tables of kernels from this GPU? Measures what forecasts need."""
+"""This GPU's kernels beside the package's tables, from which forecasts are made."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,28 +11,29 @@ import jax
 from jaxbench import calibrate
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import CONDITIONS, Measured
-from jaxbench.ops.attention import cudnn
+from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Kernel
-from one_gpu.place import MEASURED, OK, Finding, Place
+from one_gpu.context import MEASURED, OK, Context, Finding
 
 
-def check(place: Place) -> Iterator[Finding]:
-    """Measures all of it, beside the package's tables; the file is kept with the findings."""
-    sample = calibrate.TINY_SAMPLE if place.rehearsal else calibrate.GPU_SAMPLE
-    kernel = "xla" if place.rehearsal else "cudnn"
-    costs = Measured(place.gpu, tables.load(place.gpu.name.lower()), CONDITIONS["fast"])
+def check(ctx: Context) -> Iterator[Finding]:
+    """Measures every probe; the findings keep the table for `plan --kernels`."""
+    sample = calibrate.TINY_SAMPLE if ctx.rehearsal else calibrate.GPU_SAMPLE
+    kernel = "xla" if ctx.rehearsal else "cudnn"
+    costs = Measured(ctx.gpu, tables.load(ctx.gpu.name.lower()), CONDITIONS["fast"])
     lines, ratios = [], defaultdict(list)
     for probe in calibrate.probes(sample, kernel, jax.local_devices()):
-        taken = calibrate.measure(probe)
-        lines.append(calibrate.line(probe, taken))
-        ratios[probe.kind, probe.name].append(taken / (1e6 * expected(costs, probe)))
-    for (kind, name), found in ratios.items():
-        figure = f"{median(found):.2f} of the package's table, {min(found):.2f} to {max(found):.2f}"
-        yield Finding(f"{kind} {name}, {len(found)} sizes", MEASURED, figure)
-    text = calibrate.table(place.gpu.name.lower(), jax.local_devices()[0].device_kind, lines)
+        measured = calibrate.measure(probe)
+        lines.append(calibrate.line(probe, measured))
+        ratios[probe.kind, probe.name].append(measured / (1e6 * expected(costs, probe)))
+    for (kind, name), values in ratios.items():
+        extremes = f"{min(values):.2f} to {max(values):.2f}"
+        figure = f"{median(values):.2f} of the package's table, {extremes}"
+        yield Finding(f"{kind} {name}, {len(values)} sizes", MEASURED, figure)
+    text = calibrate.table(ctx.gpu.name.lower(), jax.local_devices()[0].device_kind, lines)
     yield Finding("table for plan --kernels", MEASURED, f"{len(lines)} lines", data={"file": text})
 
 
@@ -51,9 +52,9 @@ def expected(costs: Measured, probe: calibrate.Probe) -> float:
     return costs.collective(Collective(name, "", result, tuple(range(group)), 1, ""))
 
 
-def compiles(place: Place) -> Iterator[Finding]:
-    """Compiles one of each kind for absent GPUs of a node."""
-    gpus = compile_only_devices(place.gpu, place.gpu.node)
+def compiles(ctx: Context) -> Iterator[Finding]:
+    """Compiles one probe of each kind for the absent GPUs of a node."""
+    gpus = compile_only_devices(ctx.gpu, ctx.gpu.node)
     first = {}
     for probe in calibrate.probes(calibrate.GPU_SAMPLE, "cudnn", gpus):
         first.setdefault((probe.kind, probe.name), probe)
@@ -62,6 +63,6 @@ def compiles(place: Place) -> Iterator[Finding]:
         with ExitStack() as stack:
             if kind == "attention":
                 stack.enter_context(jax.set_mesh(one))
-                stack.enter_context(cudnn.of_target())
+                stack.enter_context(attention_for_mesh())
             text = calibrate.compiled(probe, probe.function).as_text()
         yield Finding(f"{kind} {name}", OK, f"compiled, {len(text.splitlines())} lines")

@@ -1,5 +1,5 @@
-"""Which Mamba-2? Every implementation of a mixer at the recipe's shapes, and the sizes of Pallas's
-kernels, one changed at a time."""
+"""Times of every Mamba-2 implementation at the recipe's shapes, and of Pallas's kernels with one
+size changed at a time."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxbench import mesh, ssd
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.ssd.pallas.call import Launch, Tuning
+from one_gpu.context import MEASURED, NOT_RUN, Context, Finding
 from one_gpu.operators import implementations_of_mixer, mixed, mixer_inputs, with_gradients
-from one_gpu.place import MEASURED, NOT_RUN, Finding, Place
 from one_gpu.speed import seconds
 
 GROUPS = 8
-"""Of the model: one sequence fills a GPU as two do that is given half of them."""
+"""Groups of heads: all of the model's."""
 
 CHANGES = {
     "whole chunks forward": {"part": 128},
@@ -29,28 +29,28 @@ CHANGES = {
     "maps, 4 warps": {"maps": Launch(4)},
     "maps, 2 stages": {"maps": Launch(8, 2)},
 }
-"""Of the kernels' sizes; those that run on no GPU say so."""
+"""Changes of the kernels' sizes; one that cannot run on this GPU is reported as not run."""
 
 
-def candidates(place: Place) -> dict[str, Callable]:
-    """Functions of the inputs, by what they are."""
-    found = implementations_of_mixer(place)
-    if not place.rehearsal:
+def candidates(ctx: Context) -> dict[str, Callable]:
+    """Mixers as functions of their inputs, by description."""
+    mixers = implementations_of_mixer(ctx)
+    if not ctx.rehearsal:
         for what, change in CHANGES.items():
-            found[f"pallas, {what}"] = partial(ssd.pallas.mixer, tuning=Tuning(**change))
-    return {name: partial(mixed, mix, place) for name, mix in found.items()}
+            mixers[f"pallas, {what}"] = partial(ssd.pallas.mixer, tuning=Tuning(**change))
+    return {name: partial(mixed, mix, ctx) for name, mix in mixers.items()}
 
 
-def check(place: Place) -> Iterator[Finding]:
-    """Times of each, forward and with all gradients."""
-    name, (projected, *parameters) = mixer_inputs(place, GROUPS)
+def check(ctx: Context) -> Iterator[Finding]:
+    """Times each candidate, forward and with all gradients."""
+    name, (projected, *parameters) = mixer_inputs(ctx, GROUPS)
     inputs = jnp.asarray(projected, jnp.bfloat16), *map(jnp.asarray, parameters)
     on = mesh.make_mesh((1,) * 6, jax.devices()[:1])
-    for by, function in candidates(place).items():
+    for by, function in candidates(ctx).items():
         try:
             with jax.set_mesh(on), ssd.pallas.undeprecated():
                 times = [
-                    seconds(jax.jit(f), *inputs, repeats=2 if place.rehearsal else 20)
+                    seconds(jax.jit(f), *inputs, repeats=2 if ctx.rehearsal else 20)
                     for f in (function, with_gradients(function))
                 ]
         except jax.errors.JaxRuntimeError as error:
@@ -61,13 +61,13 @@ def check(place: Place) -> Iterator[Finding]:
                       f"with gradients {both:.2f} ms", {"seconds": times})  # fmt: skip
 
 
-def compiles(place: Place) -> Iterator[Finding]:
-    """Compiles each for an absent GPU."""
-    name, arrays = mixer_inputs(place, GROUPS)
+def compiles(ctx: Context) -> Iterator[Finding]:
+    """Compiles each candidate for an absent GPU."""
+    name, arrays = mixer_inputs(ctx, GROUPS)
     inputs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if i == 0 else jnp.float32)
               for i, x in enumerate(arrays)]  # fmt: skip
-    on = mesh.make_mesh((1,) * 6, compile_only_devices(place.gpu, 1))
-    for by, function in candidates(place).items():
+    on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
+    for by, function in candidates(ctx).items():
         try:
             with jax.set_mesh(on), ssd.pallas.undeprecated():
                 compiled = jax.jit(with_gradients(function)).lower(*inputs).compile()

@@ -1,5 +1,5 @@
-"""Is it right? Every operator at the recipes' shapes, forward and gradients, beside the CPU's in
-float32, which the unit tests hold to independent references in float64."""
+"""Every operator at the recipes' shapes, forward and gradients, beside the CPU's in float32, which
+unit tests compare with independent references in float64."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh, ssd
+from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import NORM_EPS, Pass, Weight
+from jaxbench.models.layers import NORM_EPS, ForwardContext, Weight
 from jaxbench.ops import attention, dense, embedding, fp8, loss
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.step import compute_weights
-from one_gpu.place import FAMILIES, MEASURED, OK, WRONG, Finding, Place, row
+from one_gpu.context import FAMILIES, MEASURED, OK, WRONG, Context, Finding, row
 
 TOLERANCE = 2**-6
-"""Of a result, relative to the largest exact one. Operands in bf16 are exact on both sides; kernels
-round results and what they keep between their products to bf16 (2^-9), or to FP8 both alike, and
+"""Largest error of a result, relative to the largest exact value. bf16 operands are exact on both
+sides; kernels round results and intermediates to bf16 (2^-9), or both sides to FP8 alike, and
 Hopper's FP8 products sum in about 14 bits (DeepSeek-V3, section 3.5.2)."""
 
 TOKENS, LARGEST = 1024, 2**29
-"""Rows of products, and the most numbers of a weight: enough to fill the tiles of a kernel, few
+"""Tokens of a product, and the largest size of a weight: enough to fill the tiles of a kernel, few
 enough for a CPU."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator. `on(platform)` is its function there; `arrays` are its inputs, `bf16` those that
-    it takes in bf16 on a GPU, integers as they are. `exact` says in which dtype a CPU takes those:
-    emulated FP8 has to see the same bf16. `reference` is what it computes there, if not the
-    same."""
+    """An operator to check. `on(platform)` returns its function. Of the inputs `arrays`, those with
+    indices `bf16` are in bf16 on a GPU and in `exact` on the CPU (emulated FP8 needs the same
+    bf16). `reference` is the CPU's function if it is another."""
 
     name: str
     on: Callable[[str], Callable]
@@ -47,7 +47,7 @@ class Case:
     reference: Callable | None = None
 
     def inputs(self, dtype: Any) -> list[jax.Array]:
-        """The inputs with those in bf16 as `dtype`, rounded to bf16 before."""
+        """The inputs; those of `bf16` are rounded to bf16 and then cast to `dtype`."""
         return [
             jnp.asarray(x, jnp.bfloat16).astype(dtype) if i in self.bf16 else jnp.asarray(x)
             for i, x in enumerate(self.arrays)
@@ -60,28 +60,28 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
 
 
 def with_gradients(function: Callable) -> Callable:
-    """Inputs to results and the gradients of a fixed sum of them, for inputs that are no
-    integers."""
+    """A function that also returns the gradients of a fixed weighted sum of the results, for
+    floating-point inputs."""
 
     def run(*arrays):
-        moving = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-        def of_moving(*values):
-            given = dict(zip(moving, values, strict=True))
-            return function(*(given.get(i, x) for i, x in enumerate(arrays)))
+        def of_floating(*values):
+            replaced = dict(zip(floating, values, strict=True))
+            return function(*(replaced.get(i, x) for i, x in enumerate(arrays)))
 
-        out, vjp = jax.vjp(of_moving, *(arrays[i] for i in moving))
+        out, vjp = jax.vjp(of_floating, *(arrays[i] for i in floating))
         weights = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size) + 1.0).reshape(y.shape), out)
         return out, vjp(jax.tree.map(lambda y, w: w.astype(y.dtype), out, weights))
 
     return run
 
 
-def attentions(place: Place) -> Iterator[Case]:
-    """One group of heads of each family, at its sequence length."""
+def attentions(ctx: Context) -> Iterator[Case]:
+    """Attention of one group of heads of each family, at its sequence length."""
     for family in FAMILIES:
         run = row(f"{family}_bf16")
-        model, length = run.model, 256 if place.rehearsal else run.batch.sequence_length
+        model, length = run.model, 256 if ctx.rehearsal else run.batch.sequence_length
         heads, dim = model.heads // model.kv_heads, model.head_dim
 
         def on(platform, run=run, model=model, length=length):
@@ -94,7 +94,7 @@ def attentions(place: Place) -> Iterator[Case]:
 
 
 class OneProduct(nnx.Module):
-    """A unit with a single weight."""
+    """A block with a single weight."""
 
     def __init__(self, kernel):
         self.w = Weight(kernel, fp8=True)
@@ -111,14 +111,14 @@ def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array
     (observing,) = fp8.observing(
         fp8.scale([stack], histories, precision), fp8.unobserved(histories)
     )
-    unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
-    return dense.dot("BSD,DF->BSF", x, unit.w, dims)
+    block = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
+    return dense.dot("BSD,DF->BSF", x, block.w, dims)
 
 
-def products(place: Place) -> Iterator[Case]:
-    """The products of two families in FP8, by every implementation that is here."""
-    tokens = 64 if place.rehearsal else TOKENS
-    for k, n in sorted({(k, n) for _, k, n in product_shapes(place) if k * n < LARGEST}):
+def products(ctx: Context) -> Iterator[Case]:
+    """FP8 products of two families, by every implementation that is installed."""
+    tokens = 64 if ctx.rehearsal else TOKENS
+    for k, n in sorted({(k, n) for _, k, n in product_shapes(ctx) if k * n < LARGEST}):
         for name in implementations():
             arrays = random(1, tokens, k), random(k, n, seed=1, scale=k**-0.5)
             yield Case(
@@ -128,11 +128,11 @@ def products(place: Place) -> Iterator[Case]:
             )  # fmt: skip
 
 
-def product_shapes(place: Place) -> set[tuple[int, int, int]]:
+def product_shapes(ctx: Context) -> set[tuple[int, int, int]]:
     """(tokens, inputs, outputs) of the products of a layer of Llama 3.1 8B and Nemotron-4."""
     shapes = set()
-    for family in ("llama31_8b",) if place.rehearsal else ("llama31_8b", "nemotron4_340b"):
-        run = row(f"{family}_fp8", recipes.SMOKE if place.rehearsal else 1)
+    for family in ("llama31_8b",) if ctx.rehearsal else ("llama31_8b", "nemotron4_340b"):
+        run = row(f"{family}_fp8", recipes.SMOKE if ctx.rehearsal else 1)
         m, tokens = run.model, run.microbatch * run.batch.sequence_length
         shapes |= {
             (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
@@ -143,28 +143,28 @@ def product_shapes(place: Place) -> set[tuple[int, int, int]]:
 
 
 def implementations() -> list[str]:
-    """Of FP8 products, those that can run here."""
-    refused = fp8.refusals(Precision(dtype="fp8"), jax.default_backend())
-    return ["xla", *(name for name, reason in refused.items() if name != "xla" and not reason)]
+    """FP8 implementations that can run here."""
+    precision, platform = Precision(dtype="fp8"), jax.default_backend()
+    return [n for n, i in fp8.IMPLEMENTATIONS.items() if not i.refusal(precision, platform)]
 
 
-def mixers(place: Place) -> Iterator[Case]:
-    """A mixer of Nemotron-H between its projections by every implementation; Pallas's kernels are
+def mixers(ctx: Context) -> Iterator[Case]:
+    """A Nemotron-H mixer between its projections, by every implementation; Pallas's kernels are
     interpreted in a rehearsal."""
-    name, arrays = mixer_inputs(place, groups=1)
-    for by, mix in implementations_of_mixer(place).items():
-        reference = partial(mixed, ssd.xla.mixer, place)
-        function = partial(mixed, mix, place)
+    name, arrays = mixer_inputs(ctx, groups=1)
+    for by, mix in implementations_of_mixer(ctx).items():
+        reference = partial(mixed, ssd.xla.mixer, ctx)
+        function = partial(mixed, mix, ctx)
         yield Case(f"{name} by {by}", lambda _, function=function: function, arrays, (0,),
                    reference=reference)  # fmt: skip
 
 
-def mixer_inputs(place: Place, groups: int) -> tuple[str, tuple[np.ndarray, ...]]:
-    """(what it is, input projection and parameters) of some groups of a mixer, drawn as a model's
-    are."""
-    mamba = mixer_row(place).model.mamba
-    length = mixer_row(place).batch.sequence_length
-    dims, heads = mixer_dims(place), mamba.heads // mamba.groups
+def mixer_inputs(ctx: Context, groups: int) -> tuple[str, tuple[np.ndarray, ...]]:
+    """(description, input projection and parameters) of some groups of a mixer, initialized as in a
+    model."""
+    mamba = mixer_row(ctx).model.mamba
+    length = mixer_row(ctx).batch.sequence_length
+    dims, heads = mixer_dims(ctx), mamba.heads // mamba.groups
     draw = np.random.default_rng(1)
     dt = np.exp(draw.uniform(np.log(1e-3), np.log(1e-1), (groups, heads)))
     parameters = ssd.Parameters(
@@ -180,35 +180,35 @@ def mixer_inputs(place: Place, groups: int) -> tuple[str, tuple[np.ndarray, ...]
     return name, (projected, *(x.astype(np.float32) for x in parameters))
 
 
-def mixer_row(place: Place) -> Run:
-    """The row whose mixers are looked at."""
-    return row("nemotronh_56b_bf16", recipes.SMOKE if place.rehearsal else 1)
+def mixer_row(ctx: Context) -> Run:
+    """The row with the mixers."""
+    return row("nemotronh_56b_bf16", recipes.SMOKE if ctx.rehearsal else 1)
 
 
-def mixer_dims(place: Place) -> ssd.Dims:
-    """Of its groups."""
-    mamba = mixer_row(place).model.mamba
+def mixer_dims(ctx: Context) -> ssd.Dims:
+    """Dimensions of a group of heads."""
+    mamba = mixer_row(ctx).model.mamba
     return ssd.Dims(mamba.heads // mamba.groups, mamba.head_dim, mamba.state, NORM_EPS)
 
 
-def implementations_of_mixer(place: Place) -> dict[str, Callable]:
-    """By name, those that run here."""
-    found = {name: each.mixer for name, each in ssd.IMPLEMENTATIONS.items()}
-    if place.rehearsal:
-        found["pallas"] = partial(ssd.pallas.mixer, tuning=ssd.pallas.Tuning(interpret=True))
-    return found
+def implementations_of_mixer(ctx: Context) -> dict[str, Callable]:
+    """Mixers that run here, by name."""
+    mixers = {name: entry.mixer for name, entry in ssd.IMPLEMENTATIONS.items()}
+    if ctx.rehearsal:
+        mixers["pallas"] = partial(ssd.pallas.mixer, tuning=ssd.pallas.Tuning(interpret=True))
+    return mixers
 
 
-def mixed(mix: Callable, place: Place, projected: jax.Array, *parameters: jax.Array) -> jax.Array:
-    """What a mixer makes of its inputs, on the one device of the mesh."""
-    local = partial(mix, mixer_dims(place), ())
+def mixed(mix: Callable, ctx: Context, projected: jax.Array, *parameters: jax.Array) -> jax.Array:
+    """A mixer's output on the one device of the mesh."""
+    local = partial(mix, mixer_dims(ctx), ())
     return mesh.on_each_device(local, PartitionSpec())(projected, ssd.Parameters(*parameters))
 
 
-def ends(place: Place) -> Iterator[Case]:
+def ends(ctx: Context) -> Iterator[Case]:
     """Embedding and loss of Llama 3.1 8B."""
     model = row("llama31_8b_bf16").model
-    tokens, vocabulary = (64, 2048) if place.rehearsal else (TOKENS, model.vocabulary)
+    tokens, vocabulary = (64, 2048) if ctx.rehearsal else (TOKENS, model.vocabulary)
     ids = np.random.default_rng(0).integers(0, vocabulary, (1, tokens), np.int32)
 
     def looked_up(table, ids):
@@ -216,7 +216,7 @@ def ends(place: Place) -> Iterator[Case]:
 
     def mean_loss(hidden, head, ids):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        # Of a mean over tokens, gradients in bf16 would be close to its smallest numbers.
+        # Gradients of a mean over tokens would be close to the smallest bf16 numbers.
         return tokens * loss.cross_entropy(hidden, head, ids)
 
     name = f"embedding, {vocabulary} x {model.embed}"
@@ -226,19 +226,19 @@ def ends(place: Place) -> Iterator[Case]:
     yield Case(name, lambda _: mean_loss, (*arrays, ids), (0, 1))
 
 
-def experts(place: Place) -> Iterator[Case]:
-    """Routing and experts of Grok-1, narrower than they are: a CPU has to multiply them too."""
+def experts(ctx: Context) -> Iterator[Case]:
+    """Routing and experts of Grok-1 at a smaller width, for the CPU's sake."""
     wide = [
         "model.embed=6144", "model.ffn=2048", f"model.capacity_tokens={TOKENS}",
         f"batch.sequence_length={TOKENS}",
     ]  # fmt: skip
-    run = row("grok1_314b_bf16", recipes.SMOKE, *([] if place.rehearsal else wide))
+    run = row("grok1_314b_bf16", recipes.SMOKE, *([] if ctx.rehearsal else wide))
     model, tokens = run.model, run.batch.sequence_length
 
     def mixture(x, router, gate_up, down):
         layer = Experts(model, key=jax.random.key(0))
         layer.router, layer.gate_up, layer.down = nnx.Param(router), Weight(gate_up), Weight(down)
-        return compute_weights(layer, x.dtype)(x, Pass(rotary=None, kernel="xla"))[0]
+        return compute_weights(layer, x.dtype)(x, ForwardContext(rotary=None, kernel="xla"))[0]
 
     count, embed, ffn = model.experts, model.embed, model.ffn
     arrays = (
@@ -251,27 +251,27 @@ def experts(place: Place) -> Iterator[Case]:
     yield Case(name, lambda _: mixture, arrays, (0, 2, 3))
 
 
-def cases(place: Place) -> Iterator[Case]:
-    """All of them, those first whose kernels are least known."""
+def cases(ctx: Context) -> Iterator[Case]:
+    """All cases, least known kernels first."""
     for group in (attentions, products, mixers, experts, ends):
-        yield from group(place)
+        yield from group(ctx)
 
 
-def check(place: Place) -> Iterator[Finding]:
-    """Compares every case here with the CPU."""
-    for case in cases(place):
-        actual = computed(case, case.on(place.on), place.on, jnp.bfloat16)
+def check(ctx: Context) -> Iterator[Finding]:
+    """Compares every case with the CPU."""
+    for case in cases(ctx):
+        actual = computed(case, case.on(ctx.mode), ctx.mode, jnp.bfloat16)
         expected = computed(case, case.reference or case.on("cpu"), "cpu", case.exact)
         errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
         shown = ", ".join(f"{e:.0e}" for e in errors)
-        # Each by itself: the maximum of several may pass over one that is not a number.
+        # Not max(errors): it may ignore a NaN.
         verdict = OK if all(e <= TOLERANCE for e in errors) else WRONG
         yield Finding(case.name, verdict, f"error {np.max(errors):.1e}", f"each: {shown}",
                       {"errors": errors})  # fmt: skip
 
 
 def computed(case: Case, function: Callable, platform: str, dtype: Any) -> list[np.ndarray]:
-    """Results and gradients of a function for a case on a platform's first device."""
+    """Results and gradients of a case on a platform's first device."""
     devices = jax.devices(platform)[:1]
     with jax.set_mesh(mesh.make_mesh((1,) * 6, devices)), jax.default_device(devices[0]):
         results = jax.jit(with_gradients(function))(*case.inputs(dtype))
@@ -279,16 +279,16 @@ def computed(case: Case, function: Callable, platform: str, dtype: Any) -> list[
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest, relative to the largest expected value."""
+    """Largest error, relative to the largest expected value."""
     return float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
 
 
-def compiles(place: Place) -> Iterator[Finding]:
+def compiles(ctx: Context) -> Iterator[Finding]:
     """Compiles every case for an absent GPU."""
-    on = mesh.make_mesh((1,) * 6, compile_only_devices(place.gpu, 1))
-    for case in cases(place):
+    on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
+    for case in cases(ctx):
         inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
-        with jax.set_mesh(on), attention.cudnn.of_target(), ssd.pallas.undeprecated():
+        with jax.set_mesh(on), attention_for_mesh(), ssd.pallas.undeprecated():
             compiled = jax.jit(with_gradients(case.on("gpu"))).lower(*inputs).compile()
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         yield Finding(case.name, MEASURED, f"compiled, {peak:.1f} GiB")

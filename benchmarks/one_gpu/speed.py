@@ -1,4 +1,4 @@
-"""How fast? The card's ceilings, and where a step's time goes by the names of the plan."""
+"""The GPU's ceilings, and a step's time by the plan's kinds of kernels."""
 
 import time
 from collections import Counter
@@ -16,31 +16,32 @@ from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program, read
 from jaxbench.xla import schedule
 from jaxbench.xla.hlo import Program
+from one_gpu.context import MEASURED, WRONG, Context, Finding, row
 from one_gpu.operators import implementations, product, product_shapes, with_gradients
-from one_gpu.place import MEASURED, WRONG, Finding, Place, row
 from one_gpu.survives import operations
 
 PROFILED = ("llama31_8b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8", "llama31_8b_bf16")
 WARM, SHOWN = 4, 3
-"""Steps before those that are profiled, and those."""
+"""Warm-up steps, and profiled steps."""
 
 SQUARE = 8192
 
 
 def seconds(function: Callable, *arguments: jax.Array, repeats: int = 20) -> float:
-    """Mean seconds of a call, after two that are not counted."""
+    """Mean seconds of a call, after two warm-up calls."""
     for _ in range(2):
         jax.block_until_ready(function(*arguments))
     start = time.perf_counter()
-    results = [function(*arguments) for _ in range(repeats)]
-    jax.block_until_ready(results)
+    for _ in range(repeats):
+        result = function(*arguments)  # frees the one before: results may be as large as memory
+    jax.block_until_ready(result)
     return (time.perf_counter() - start) / repeats
 
 
-def ceilings(place: Place) -> Iterator[Finding]:
-    """What the card gives to large products and to a copy; products with both gradients at the
-    recipes' shapes, quantization included."""
-    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+def ceilings(ctx: Context) -> Iterator[Finding]:
+    """Rates of large products, of a copy, and of products with both gradients at the recipes'
+    shapes, including quantization."""
+    for kind, dtype in (("bf16", jnp.bfloat16), ("fp8", jnp.float8_e4m3fn)):
         keys = jax.random.split(jax.random.key(0))
         a, b = (jax.random.normal(k, (SQUARE, SQUARE), jnp.bfloat16).astype(dtype) for k in keys)
         multiply = jax.jit(lambda a, b: jax.lax.dot_general(
@@ -48,16 +49,25 @@ def ceilings(place: Place) -> Iterator[Finding]:
         ))  # fmt: skip
         name = jnp.dtype(dtype).name
         rate = 2 * SQUARE**3 / seconds(multiply, a, b) / 1e12
-        yield Finding(f"product {SQUARE} cubed, {name}", MEASURED, f"{rate:.0f} TFLOP/s",
-                      data={"tflops": rate})  # fmt: skip
+        verdict, beside = against(rate, ctx.gpu.tflops[kind])
+        yield Finding(f"product {SQUARE} cubed, {name}", verdict, f"{rate:.0f} TFLOP/s", beside,
+                      {"tflops": rate})  # fmt: skip
     large = jnp.ones(2**31, jnp.bfloat16)
     rate = 2 * large.nbytes / seconds(jax.jit(lambda x: -x), large) / 1e9
-    yield Finding("copy of 4 GiB", MEASURED, f"{rate:.0f} GB/s", data={"gb_per_s": rate})
-    for m, k, n in sorted(product_shapes(place)):
-        yield with_both_gradients(m, k, n)
+    verdict, beside = against(rate, ctx.gpu.bandwidth)
+    yield Finding("copy of 4 GiB", verdict, f"{rate:.0f} GB/s", beside, {"gb_per_s": rate})
+    for m, k, n in sorted(product_shapes(ctx)):
+        yield with_both_gradients(ctx, m, k, n)
 
 
-def with_both_gradients(m: int, k: int, n: int) -> Finding:
+def against(rate: float, peak: float) -> tuple[str, str]:
+    """The verdict on a rate beside the hardware's peak, and what is wrong with it."""
+    if rate > peak:
+        return WRONG, f"above the peak of {peak:.0f}: nothing was computed"
+    return MEASURED, ""
+
+
+def with_both_gradients(ctx: Context, m: int, k: int, n: int) -> Finding:
     """A product with its gradients, in bf16 and in FP8 by each implementation."""
     keys = jax.random.split(jax.random.key(0))
     shapes = ((1, m, k), (k, n))
@@ -69,7 +79,9 @@ def with_both_gradients(m: int, k: int, n: int) -> Finding:
         }
     figure = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()) + " TFLOP/s"
     ratios = ", ".join(f"{name} / bf16 {rate / rates['bf16']:.2f}" for name, rate in rates.items())
-    return Finding(f"product with gradients, {m} x {k} x {n}", MEASURED, figure, ratios, rates)
+    verdict, wrong = against(max(rates.values()), max(ctx.gpu.tflops.values()))
+    what = f"product with gradients, {m} x {k} x {n}"
+    return Finding(what, verdict, figure, wrong or ratios, rates)
 
 
 def gradients_of(implementation: str | None) -> Callable:
@@ -77,41 +89,43 @@ def gradients_of(implementation: str | None) -> Callable:
     return jax.jit(with_gradients(lambda x, w: product(implementation, x, w)))
 
 
-def breakdown(place: Place) -> Iterator[Finding]:
-    """Some rows `1` under the profiler, by the kinds of kernels that the plan knows."""
+def breakdown(ctx: Context) -> Iterator[Finding]:
+    """Profiles some rows `1`, by the plan's kinds of kernels."""
     for recipe in PROFILED:
         run = replace(row(recipe), steps=WARM + SHOWN)
         with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
-            yield profiled(place, run)
+            yield profiled(ctx, run)
 
 
-def profiled(place: Place, run: Run) -> Finding:
-    """Milliseconds of a step by kind of kernel, each beside its least."""
+def profiled(ctx: Context, run: Run) -> Finding:
+    """Milliseconds of a step by kind of kernel, each beside its lower bound."""
     # Command buffers hide the kernels that they hold from the profiler.
     compiled, _, _ = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
-    folder = place.folder / f"breakdown-{run.recipe}"
+    folder = ctx.folder / f"breakdown-{run.recipe}"
     steps = list(run_steps(run, compiled, pauses=[window("jax", WARM, run.steps, folder)]))
-    planned, kinds = least(read(compiled), place.gpu)
-    found = list(operations(folder))
+    planned, kinds = least(read(compiled), ctx.gpu)
+    launched = list(operations(folder))
     what = f"{run.recipe}, row 1, where its time goes"
-    if not found:
+    if not launched:
         return Finding(what, WRONG, "no kernel in the profile has a name")
     measured: Counter[str] = Counter()
-    for name, _, duration in found:
+    for name, _, duration in launched:
         measured[kinds.get(name, "other kernels")] += duration / SHOWN / 1e6
-    span = max(start + length for _, start, length in found) - min(start for _, start, _ in found)
+    span = max(start + length for _, start, length in launched) - min(
+        start for _, start, _ in launched
+    )
     busy = sum(measured.values())
     figure = ", ".join(
         f"{kind} {measured[kind]:.1f} ms (least {planned[kind]:.1f})" for kind in planned
     )
     idle = max(span / SHOWN / 1e6 - busy, 0.0)
-    beside = f"idle {idle:.1f} ms, {len(found) // SHOWN} launches, step under the profiler "
+    beside = f"idle {idle:.1f} ms, {len(launched) // SHOWN} launches, step under the profiler "
     beside += f"{1e3 * steps[-1]['step_time_s']:.1f} ms"
     return Finding(what, MEASURED, figure, beside, {**measured, "idle": idle})
 
 
 def least(program: Program, gpu: hardware.Gpu) -> tuple[Counter[str], dict[str, str]]:
-    """Least milliseconds of a step by kind of kernel, and the kind of each kernel by its name."""
+    """Lower bounds in milliseconds of a step's kinds of kernels, and each kernel's kind by name."""
     planned: Counter[str] = Counter()
     kinds = {}
     roofline = schedule.Roofline(gpu)
@@ -121,13 +135,13 @@ def least(program: Program, gpu: hardware.Gpu) -> tuple[Counter[str], dict[str, 
     return planned, kinds
 
 
-def compiles(place: Place) -> Iterator[Finding]:
-    """Compiles what `breakdown` profiles, and says the least time of its parts."""
+def compiles(ctx: Context) -> Iterator[Finding]:
+    """Compiles the rows of `breakdown` and reports the lower bounds of their parts."""
     for recipe in PROFILED:
         run = row(recipe)
-        on = mesh.make_mesh(run.mesh_shape, compile_only_devices(place.gpu, 1))
+        on = mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))
         with jax.set_mesh(on):
             compiled, _, took = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
-        planned, _ = least(read(compiled), place.gpu)
+        planned, _ = least(read(compiled), ctx.gpu)
         figure = ", ".join(f"{name} {ms:.1f} ms" for name, ms in planned.items())
         yield Finding(f"{recipe}, row 1, least", MEASURED, figure, f"compiled in {took:.0f} s")

@@ -1,4 +1,4 @@
-"""Many processes as one job: joining, agreeing, stopping together, and noticing a lost one.
+"""Many processes as one job: joining, collective decisions, signals, heartbeat, watchdog.
 
 Imports `errors` and `files`. Start with `job`; `heartbeat` and `watchdog` import no JAX.
 """

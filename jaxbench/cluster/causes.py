@@ -1,25 +1,26 @@
-"""Why a run ended, where only the text of an error says so."""
+"""Causes of failures, classified by the texts of errors."""
 
 import re
 
 from jaxbench.errors import RecipeError, RunFailed
 
-TEXTS = (
+PATTERNS = (
     ("memory", r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|out of memory|ALLOC_FAILED"),
     ("gpu", r"unhandled cuda error|CUDA_ERROR_|CUDA error|_STATUS_(EXECUTION_FAILED|INTERNAL_ERR)"),
     ("network", r"NCCL|gloo|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed|refused)"),
 )  # fmt: skip
-"""What the errors of XLA's runtime, of NCCL and of Gloo have in common, by cause, the first that is
-found: NCCL reports a failing GPU too, and CUDA a full one. The words are those of the libraries'
-own messages (`strings` of the CUDA plugin of jax 0.11, nccl.h); a peer's death reaches the others
-as an error of the network."""
+"""Cause and pattern of errors of XLA's runtime, NCCL and Gloo; the first match counts, since NCCL
+reports failing GPUs too, and CUDA a lack of memory. Texts are from the libraries (`strings` of the
+CUDA plugin of jax 0.11, nccl.h). A process that dies is a network error to the others."""
 
 
 def cause_of(error: BaseException) -> str:
-    """One of `errors.STATUS`."""
+    """The cause of an error, a key of `errors.STATUS`."""
     if isinstance(error, RunFailed):
         return error.cause
     if isinstance(error, RecipeError):
         return "mistake"
-    found = (cause for cause, words in TEXTS if re.search(words, str(error), re.IGNORECASE))
-    return next(found, "storage" if isinstance(error, OSError) else "failed")
+    for cause, pattern in PATTERNS:
+        if re.search(pattern, str(error), re.IGNORECASE):
+            return cause
+    return "storage" if isinstance(error, OSError) else "failed"

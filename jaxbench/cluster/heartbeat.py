@@ -1,30 +1,29 @@
-"""Signs of life of each process, in small files that the watchdog reads."""
+"""Heartbeats: one small JSON file per process, which the watchdog reads. Needs no JAX."""
 
 import contextlib
 import json
 import os
 import platform
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxbench.files import write_json
+from jaxbench.files import write_whole
 
 KEYS = ("rank", "host", "pid", "beats", "phase", "started", "completed")
-"""Of a heartbeat."""
+"""Keys of a heartbeat file; `beats` counts how often it was written."""
 
 
 def interval(timeout: float) -> float:
-    """Seconds between the heartbeats of a process, by the watchdog's time."""
+    """Seconds between two heartbeats of a process, for the timeout of the watchdog."""
     return min(10.0, timeout / 5)
 
 
 class Heartbeat:
-    """What one process is doing, written to the file `<rank>.json` by a thread while it lives.
+    """Writes the state of this process to `<rank>.json` from a thread, until `end`.
 
-    `phase` is `training` or something that may take longer than steps do; `started` and `completed`
-    are the last steps that were queued and finished. Without a file nothing is written.
+    `phase` is `training` or a phase that may take longer than steps do; `started` and `completed`
+    are the last steps that were queued and completed. Without a path nothing is written.
     """
 
     def __init__(self, path: Path | None = None, interval: float = 10.0):
@@ -33,61 +32,50 @@ class Heartbeat:
         self.started: int | None = None
         self.completed: int | None = None
         self._beats = 0
-        self._ended = threading.Event()
+        self._failed = False
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._write(path)
-            self._thread = threading.Thread(target=self._beat, args=(path, interval), daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(path, interval), daemon=True)
             self._thread.start()
 
-    def _beat(self, path: Path, interval: float) -> None:
-        while not self._ended.wait(interval):
+    def _run(self, path: Path, interval: float) -> None:
+        while not self._stop.wait(interval):
             self._write(path)
         self._write(path)
 
     def _write(self, path: Path) -> None:
         self._beats += 1
-        with contextlib.suppress(OSError):  # a full disk may have room again at the next beat
-            values = (
-                int(path.stem), platform.node(), os.getpid(), self._beats,
-                self.phase, self.started, self.completed,
-            )  # fmt: skip
-            write_json(path, dict(zip(KEYS, values, strict=True)))
-
-    @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """The process is in this phase for a while."""
-        before, self.phase = self.phase, phase
-        yield
-        self.phase = before
+        values = (
+            int(path.stem), platform.node(), os.getpid(), self._beats,
+            self.phase, self.started, self.completed,
+        )  # fmt: skip
+        text = json.dumps(dict(zip(KEYS, values, strict=True)))
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            if not self._failed:
+                print(
+                    f"warning: the heartbeat of rank {path.stem} cannot be written: {error}",
+                    flush=True,
+                )
+            self._failed = True
+            with contextlib.suppress(OSError):  # needs no inode, and no right to the folder
+                path.write_text(text)
 
     def end(self) -> None:
-        """The last sign: the process ends in good order."""
+        """Writes the last heartbeat: the process ends in good order."""
         self.phase = "ended"
-        self._ended.set()
+        self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
 
-def beside(own: Path) -> list[dict[str, Any]]:
-    """The last heartbeats of the other processes of this host, where ranks lie together as
-    launchers place them, by the file of this one. Reads no others: when a job fails, thousands of
-    processes ask at once."""
-    found = []
-    for away in (-1, 1):
-        rank = int(own.stem) + away
-        while isinstance(beat := read_one(own.with_name(f"{rank}.json")), dict):
-            if beat["host"] != platform.node():
-                break
-            found.append(beat)
-            rank += away
-    return found
-
-
-def read_one(path: Path) -> dict[str, Any] | str | None:
-    """A heartbeat; None if there is none yet, and the reason if it cannot be read: a shared file
-    system shows stale handles and, for a moment, files of another length."""
+def read(path: Path) -> dict[str, Any] | str | None:
+    """A heartbeat; None if the file does not exist yet; the reason if it cannot be read, as a stale
+    handle of a shared file system."""
     try:
         beat = json.loads(path.read_text())
         return {key: beat[key] for key in KEYS}
@@ -95,3 +83,20 @@ def read_one(path: Path) -> dict[str, Any] | str | None:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
         return str(error) or type(error).__name__
+
+
+def read_neighbors(path: Path) -> list[dict[str, Any]]:
+    """Heartbeats of the other processes on this host, given the file of this one.
+
+    Launchers give consecutive ranks to a host, so the search stops at the first rank of another
+    host: when a job fails, thousands of processes search at once.
+    """
+    neighbors = []
+    for direction in (-1, 1):
+        rank = int(path.stem) + direction
+        while isinstance(beat := read(path.with_name(f"{rank}.json")), dict):
+            if beat["host"] != platform.node():
+                break
+            neighbors.append(beat)
+            rank += direction
+    return neighbors

@@ -1,21 +1,22 @@
-"""The processes of one job: how they find each other, and how they agree.
+"""The processes of one job: joining, and collective decisions.
 
-They talk through JAX's coordination service, on the hosts' network: no device is involved, so
-nothing here waits for a collective or disturbs a step. JAX has no public name for its client.
+They use JAX's coordination service on the hosts' network: no device is involved, so nothing here
+waits for a device or disturbs a step.
 """
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.jax_internals import coordination_client
 
 TIMEOUT_MS = 300_000
-"""How long a process waits for another one to say something."""
+"""Longest time for which a process waits for a value of another one."""
 
 
 def join() -> None:
@@ -24,7 +25,7 @@ def join() -> None:
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
     and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
     """
-    # It would answer SIGTERM from here on, by a note that nobody reads, until `Signals` does.
+    # JAX's service would catch SIGTERM without an effect until `Signals` takes it over.
     jax.config.update("jax_enable_preemption_service", False)
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
@@ -39,56 +40,57 @@ def join() -> None:
         jax.distributed.initialize()
 
 
-def client() -> Any:
-    """The coordination service of a job of several processes; None without one."""
-    return distributed.global_state.client
+def broadcast(name: str, make: Callable[[], Any]) -> Any:
+    """Returns in every process the JSON value that rank 0 makes.
 
-
-def from_first(name: str, make: Callable[[], str]) -> str:
-    """The text that the first process makes, in every process. What it raises is told to all: a
-    RecipeError as it is, all else as RunFailed of the same cause."""
+    An error of rank 0 is raised in all: RecipeError as it is, others as RunFailed of their cause.
+    """
     if jax.process_count() == 1:
         return make()
     key = f"jaxbench/{name}"
     if jax.process_index() == 0:
         try:
-            text = make()
+            value = make()
         except Exception as error:
-            client().key_value_set(key, f"{cause_of(error)} {error or type(error).__name__}")
+            failure = (cause_of(error), str(error) or type(error).__name__)
+            coordination_client().key_value_set(key, json.dumps(failure))
             raise
-        client().key_value_set(key, f"value {text}")
-    kind, _, text = client().blocking_key_value_get(key, TIMEOUT_MS).partition(" ")
-    if kind == "mistake":
-        raise RecipeError(text)
-    if kind != "value":
-        raise RunFailed(f"the first process failed: {text}", kind)
-    return text
+        coordination_client().key_value_set(key, json.dumps((None, value)))
+        return value
+    cause, value = json.loads(coordination_client().blocking_key_value_get(key, TIMEOUT_MS))
+    if cause == "mistake":
+        raise RecipeError(value)
+    if cause is not None:
+        raise RunFailed(f"the first process failed: {value}", cause)
+    return value
 
 
-def gather(name: str, text: str) -> list[str]:
-    """Every process's text in the order of the processes, in the first; elsewhere nothing."""
-    count = jax.process_count()
+def gather(name: str, value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, by rank, in rank 0; an empty list elsewhere."""
+    count, key = jax.process_count(), f"jaxbench/{name}"
     if count == 1:
-        return [text]
-    client().key_value_set(f"jaxbench/{name}/{jax.process_index()}", text)
+        return [value]
+    coordination_client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     if jax.process_index() != 0:
         return []
-    return [client().blocking_key_value_get(f"jaxbench/{name}/{i}", TIMEOUT_MS)
-            for i in range(count)]  # fmt: skip
+    return [
+        json.loads(coordination_client().blocking_key_value_get(f"{key}/{rank}", TIMEOUT_MS))
+        for rank in range(count)
+    ]
 
 
-def all_agree(name: str, yes: bool) -> bool:
-    """Whether every process says yes, in every process."""
-    answers = gather(name, str(yes))
-    return from_first(f"{name} agreed", lambda: str(set(answers) == {"True"})) == "True"
+def all_agree(name: str, agrees: bool) -> bool:
+    """Returns in every process whether all processes agree."""
+    answers = gather(name, agrees)
+    return broadcast(f"{name} agreed", lambda: all(answers))
 
 
-def all_arrive(name: str, seconds: float) -> bool:
-    """Whether all processes come here within so many seconds; once for each name."""
-    if client() is None:
+def barrier(name: str, seconds: float) -> bool:
+    """Waits for all processes; returns whether they came in time. A name serves once."""
+    if coordination_client() is None:
         return True
     try:
-        client().wait_at_barrier(f"jaxbench/{name}", round(1000 * seconds))
+        coordination_client().wait_at_barrier(f"jaxbench/{name}", round(1000 * seconds))
     except jax.errors.JaxRuntimeError:
         return False
     return True

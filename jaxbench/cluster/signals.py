@@ -1,4 +1,4 @@
-"""How the processes of a job stop together."""
+"""Signals, on which all processes of a job stop before the same step."""
 
 import os
 import signal
@@ -8,31 +8,31 @@ from typing import Any
 
 import jax
 
-from jaxbench.cluster.job import client
+from jaxbench.jax_internals import coordination_client
 
 LEAD = 3
-"""Steps between a request to stop and the stop. A process that is about to queue step n has seen
-step n - LEAD completed, hence every process has queued that step, and with it read what was posted
-before."""
+"""Steps from the agreement to the stop. Rank 0 posts the agreement before it queues step n. Every
+process that is about to queue step n + LEAD has seen step n completed, in which rank 0 takes part,
+and so reads the agreement in time."""
 
 TIME_LIMIT = signal.SIGUSR1
-"""What `launch/submit.py` lets Slurm send some time before the limit, to be told from all else."""
+"""Slurm's notice of the time limit, as `launch/submit.py` requests it."""
 
-ANSWERED = (signal.SIGINT, signal.SIGTERM, TIME_LIMIT)
+HANDLED = (signal.SIGINT, signal.SIGTERM, TIME_LIMIT)
 
 
-def reason(number: signal.Signals) -> str:
-    """What a signal is called in a record."""
+def name_of(number: signal.Signals) -> str:
+    """The name of a signal in a record."""
     return "time limit" if number == TIME_LIMIT else number.name
 
 
 class Signals:
-    """SIGINT, SIGTERM and the notice of a time limit to any process, answered by all of them.
+    """Handlers of SIGINT, SIGTERM and the notice of a time limit, sent to any process of a job.
 
-    While steps run all processes stop before the same one: `agreed` is the signal at which the job
-    stops, once it does. Before the first step there is nothing to save and no one to wait for:
-    `abandon` is called at once, from another thread, since the main one may be in the compiler for
-    minutes, where Python answers no signal. A second signal to the same process interrupts it.
+    While steps run, all processes stop before the same step; `agreed` is then the signal. Before
+    the first step `abandon` is called at once, from a thread: the main one may be in the compiler
+    for minutes, where Python handles no signal. A second signal to the same process raises
+    KeyboardInterrupt.
     """
 
     def __init__(self, abandon: Callable[[signal.Signals], None]) -> None:
@@ -41,20 +41,19 @@ class Signals:
         self._stepping = False
         read, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        for number in ANSWERED:
+        for number in HANDLED:
             signal.signal(number, self._receive)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(read, abandon), daemon=True).start()
 
     def close(self) -> None:
-        """Watches no longer."""
         signal.set_wakeup_fd(-1)
         os.close(self._wake)
 
     def _watch(self, read: int, abandon: Callable[[signal.Signals], None]) -> None:
-        with os.fdopen(read, "rb", buffering=0) as written:
-            while number := written.read(1):
-                if number[0] in ANSWERED and not self._stepping:
+        with os.fdopen(read, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in HANDLED and not self._stepping:
                     abandon(signal.Signals(number[0]))
 
     def _receive(self, number: int, frame: Any) -> None:
@@ -63,7 +62,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def stop(self, step: int) -> bool:
-        """Whether the job stops before step `step`; to be asked before every step."""
+        """Returns whether the job stops before `step`; to be called before every step."""
         self._stepping = True
         if jax.process_count() == 1:
             stop_at, number = step, self._received[0] if self._received else 0
@@ -74,19 +73,22 @@ class Signals:
         return self.agreed is not None
 
     def _agree(self, step: int) -> tuple[int, int]:
+        """(step before which to stop, signal); (0, 0) if no process received one."""
         if self._received:
-            client().key_value_set("jaxbench/signal", str(self._received[0]), allow_overwrite=True)
-        agreed = _peek("jaxbench/stop")
-        if agreed is None and jax.process_index() == 0 and (number := _peek("jaxbench/signal")):
+            coordination_client().key_value_set(
+                "jaxbench/signal", str(self._received[0]), allow_overwrite=True
+            )
+        agreed = _try_get("jaxbench/stop")
+        if agreed is None and jax.process_index() == 0 and (number := _try_get("jaxbench/signal")):
             agreed = f"{step + LEAD} {number}"
-            client().key_value_set("jaxbench/stop", agreed)
+            coordination_client().key_value_set("jaxbench/stop", agreed)
         stop_at, number = (agreed or "0 0").split()
         return int(stop_at), int(number)
 
 
-def _peek(key: str) -> str | None:
+def _try_get(key: str) -> str | None:
     try:
-        return client().key_value_try_get(key)
+        return coordination_client().key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
         if "NOT_FOUND" in str(error):
             return None

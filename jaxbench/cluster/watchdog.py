@@ -1,9 +1,9 @@
-"""`python -m jaxbench.cluster.watchdog`: ends a job that hangs, from a process of its own.
+"""`python -m jaxbench.cluster.watchdog`: a separate process that ends a job that hangs.
 
 A collective that waits for a lost rank waits forever and cannot be interrupted from inside (JAX
-issue 38503), so this process imports no JAX. The first process of a job starts it; it reads the
-heartbeats of all, and writes what it found into run.json before it kills the processes of its host.
-The launcher (`srun --kill-on-bad-exit`) and the loss of the coordinator end the others.
+issue 38503), so this process imports no JAX. Rank 0 starts it. It reads the heartbeats of all
+ranks, writes the reason into run.json and kills the processes of its host. The launcher
+(`srun --kill-on-bad-exit`) and the loss of the coordinator end the others.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection
@@ -22,112 +21,103 @@ from typing import Any
 from jaxbench.cluster import heartbeat
 from jaxbench.files import write_json
 
-FEW = 64
-"""Processes of which all heartbeats are read every time."""
+SMALL = 64
+"""Processes of the largest job that is polled more often than heartbeats are written: a larger one
+costs a shared file system 2048 reads in 10 s."""
 
 SLOW = 10
-"""How many times longer than a step the other phases may take: compiling, loading, saving, and the
-first step, in which communicators are made."""
-
-
-def start(run_folder: Path, beats: Path, processes: int, timeout: float) -> subprocess.Popen:
-    """Starts the watchdog of a job beside its first process, this one, which is to kill it in the
-    end."""
-    return subprocess.Popen([
-        sys.executable, "-m", "jaxbench.cluster.watchdog", str(run_folder), str(beats),
-        str(processes), str(timeout),
-    ], stdin=subprocess.DEVNULL)  # fmt: skip
+"""Factor on the timeout for the first step, which makes communicators, and for phases other than
+training: compiling, loading, saving."""
 
 
 class Watch:
-    """Decides from heartbeats seen over time; `now` is in seconds of any clock."""
+    """Judges heartbeats seen over time; all times are in seconds of one clock."""
 
     def __init__(self, processes: int, timeout: float, now: float):
-        self.processes, self.timeout, self.began = processes, timeout, now
-        self._alive: dict[int, tuple[int, float]] = {}
-        self._moved: dict[int, tuple[tuple, float]] = {}
+        self.processes, self.timeout = processes, timeout
+        self._completed, self._completed_at = -1, now
+        self._progress: dict[int, tuple] = {}
+        self._progress_at = now
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._mute: set[int] = set()
 
     def verdict(
         self, beats: list[dict[str, Any]], now: float, unreadable: Collection[int] = ()
     ) -> str | None:
-        """What is wrong, naming ranks and their last steps; None while nothing is. Of stuck ranks
-        those behind are named, for which the others may wait. The clock stands still for ranks of
-        which nothing can be read now."""
-        silent, stuck = [], []
+        """The reason to end the job, with ranks and their last steps; None while there is none.
+
+        Steps are collective: while they complete, every rank lives. A rank that is silent meanwhile
+        cannot write, and is not judged until it is heard again. Nor are unreadable ranks, for which
+        the clock stands still. Of ranks without progress those that are furthest behind are named.
+        """
+        completed = max((_steps(beat)[1] for beat in beats), default=-1)
+        if completed > self._completed:
+            self._completed, self._completed_at = completed, now
+        idle_s = now - self._completed_at
+        readable = [beat for beat in beats if beat["rank"] not in unreadable]
+        progress = {beat["rank"]: (beat["phase"], *_steps(beat)) for beat in readable}
+        if not readable or self._progress | progress != self._progress:
+            self._progress, self._progress_at = self._progress | progress, now
         for beat in beats:
             rank = beat["rank"]
-            progress = (beat["phase"], beat["started"], beat["completed"])
-            seen = rank in self._alive and rank not in unreadable
-            if not seen or self._alive[rank][0] != beat["beats"]:
-                self._alive[rank] = beat["beats"], now
-            if not seen or self._moved[rank][0] != progress:
-                self._moved[rank] = progress, now
-            steady = beat["phase"] == "training" and beat["completed"] is not None
-            if beat["phase"] == "ended":
-                continue
-            if now - self._alive[rank][1] > self.timeout:
-                silent.append(beat)
-            if now - self._moved[rank][1] > self.timeout * (1 if steady else SLOW):
-                stuck.append(beat)
+            if rank in unreadable or self._heard.get(rank, (None,))[0] != beat["beats"]:
+                self._heard[rank] = beat["beats"], now
+                self._mute.discard(rank)
+            elif self._completed_at - self._heard[rank][1] > self.timeout:
+                self._mute.add(rank)
+        if idle_s <= self.timeout:
+            return None
+        judged = [b for b in readable if b["phase"] != "ended" and b["rank"] not in self._mute]
+        silent = [beat for beat in judged if now - self._heard[beat["rank"]][1] > self.timeout]
         if silent:
-            return f"no sign of life for {self.timeout:g} s from {_name(silent)}"
-        if stuck:
-            furthest = min(_order(beat) for beat in stuck)
-            behind = [beat for beat in stuck if _order(beat) == furthest]
-            others = len(stuck) - len(behind)
-            more = f"; {others} more wait" if others else ""
-            return f"no progress within the time limit of {self.timeout:g} s: {_name(behind)}{more}"
+            return f"no sign of life for {self.timeout:g} s from {_describe(silent)}"
+        steady = all(b["phase"] == "training" and b["completed"] is not None for b in judged)
+        if judged and now - self._progress_at > self.timeout * (1 if steady else SLOW):
+            last = min(map(_steps, judged))
+            behind = [beat for beat in judged if _steps(beat) == last]
+            waiting = len(judged) - len(behind)
+            return (
+                f"no progress within the time limit of {self.timeout:g} s: {_describe(behind)}"
+                + (f"; {waiting} more wait" if waiting else "")
+            )
         missing = set(range(self.processes)) - {beat["rank"] for beat in beats} - {*unreadable}
-        if missing and now - self.began > self.timeout * SLOW:
+        # Once a step is completed, a rank without a file cannot write.
+        if missing and self._completed < 0 and idle_s > self.timeout * SLOW:
             return f"never heard of rank {', '.join(map(str, sorted(missing)[:8]))}"
         return None
 
 
 class Reader:
-    """The heartbeats of a job of many processes, each read about as often as it is written.
+    """Reads the heartbeats of a job. `beats` has the last one of each rank that could be read,
+    `unreadable` the reason for each rank whose heartbeat cannot be read now."""
 
-    At 2048 ranks and 10 s that is 200 files a second, of which a shared file system is asked;
-    `beats` are the last that were seen, `unreadable` says why of those that cannot be read now.
-    """
-
-    def __init__(self, folder: Path, processes: int, rounds: int):
-        self._paths = [folder / f"{rank}.json" for rank in range(processes)]
-        self._rounds = rounds if processes > FEW else 1
-        self._round = 0
-        self._seen: dict[int, dict[str, Any]] = {}
+    def __init__(self, folder: Path, processes: int):
+        self._paths = {rank: folder / f"{rank}.json" for rank in range(processes)}
+        self._beats: dict[int, dict[str, Any]] = {}
         self.unreadable: dict[int, str] = {}
 
-    @property
-    def beats(self) -> list[dict[str, Any]]:
-        """By rank."""
-        return [self._seen[rank] for rank in sorted(self._seen)]
+    def read(self) -> list[dict[str, Any]]:
+        """Reads all; returns the last heartbeats by rank."""
+        results = {rank: heartbeat.read(path) for rank, path in self._paths.items()}
+        self._beats |= {rank: beat for rank, beat in results.items() if isinstance(beat, dict)}
+        self.unreadable = {rank: text for rank, text in results.items() if isinstance(text, str)}
+        return [self._beats[rank] for rank in sorted(self._beats)]
 
-    def read(self) -> None:
-        """Reads those whose turn it is."""
-        for rank in range(self._round, len(self._paths), self._rounds):
-            found = heartbeat.read_one(self._paths[rank])
-            if isinstance(found, dict):
-                self._seen[rank] = found
-            if isinstance(found, str):
-                self.unreadable[rank] = found
-            else:
-                self.unreadable.pop(rank, None)
-        self._round = (self._round + 1) % self._rounds
-
-    def blindness(self) -> str:
-        """How many heartbeats cannot be read now, and why; empty if all can."""
+    def problem(self) -> str:
+        """Number of unreadable heartbeats and the first reason; empty if there are none."""
         if not self.unreadable:
             return ""
         reason = next(iter(self.unreadable.values()))
         return f"cannot read {len(self.unreadable)} of {len(self._paths)} heartbeats: {reason}"
 
 
-def _order(beat: dict[str, Any]) -> tuple[int, int]:
-    return (-1 if beat["started"] is None else beat["started"],
-            -1 if beat["completed"] is None else beat["completed"])  # fmt: skip
+def _steps(beat: dict[str, Any]) -> tuple[int, int]:
+    """Last steps that were started and completed; -1 for none."""
+    started, completed = (-1 if beat[k] is None else beat[k] for k in ("started", "completed"))
+    return started, completed
 
 
-def _name(beats: list[dict[str, Any]]) -> str:
+def _describe(beats: list[dict[str, Any]]) -> str:
     texts = [
         f"rank {b['rank']} on {b['host']} ({b['phase']}, last completed step "
         f"{'none' if b['completed'] is None else b['completed']})"
@@ -136,28 +126,30 @@ def _name(beats: list[dict[str, Any]]) -> str:
     return ", ".join(texts) + (f" and {len(beats) - 8} more" if len(beats) > 8 else "")
 
 
-def dead(beats: list[dict[str, Any]]) -> str | None:
-    """Which processes of this host are gone without having ended; None if all are there."""
+def lost(beats: list[dict[str, Any]]) -> str | None:
+    """Processes of this host that are gone and have not ended; None if there are none."""
     gone = [beat for beat in beats
             if beat["host"] == platform.node() and beat["phase"] != "ended"
-            and not _runs(beat["pid"])]  # fmt: skip
-    return f"lost {_name(gone)}" if gone else None
+            and not _is_running(beat["pid"])]  # fmt: skip
+    return f"lost {_describe(gone)}" if gone else None
 
 
-def lost(own: Path, within: float = 2.0) -> str | None:
-    """`dead` of the processes beside this one, whose heartbeat is `own`, after some seconds at
-    most: a process that is killed closes its connections, and so fails its peers, a moment before
-    it is gone."""
-    beats, end = heartbeat.beside(own), time.monotonic() + within
+def wait_for_lost_neighbor(path: Path, seconds: float = 2.0) -> str | None:
+    """`lost` of the other processes of this host, given the heartbeat file of this one.
+
+    Waits a little: a killed process closes its connections, and so fails its peers, a moment before
+    it is gone.
+    """
+    beats, end = heartbeat.read_neighbors(path), time.monotonic() + seconds
     while time.monotonic() < end:
-        # Read again before it is said: it may have ended in good order.
-        if dead(beats) and (found := dead(beats := heartbeat.beside(own))):
-            return found
+        # Read again to be sure: the process may have ended in good order meanwhile.
+        if lost(beats) and (reason := lost(beats := heartbeat.read_neighbors(path))):
+            return reason
         time.sleep(0.05)
     return None
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -179,8 +171,7 @@ def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str, cause: s
 
 
 def main() -> int:
-    """Watches until it is killed or the first process has ended in good order; returns 1 when it
-    has ended the job."""
+    """Polls until it is killed or rank 0 has ended in good order; returns 1 if it ended the job."""
     parser = argparse.ArgumentParser(prog="python -m jaxbench.cluster.watchdog")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("beats", type=Path)
@@ -188,21 +179,21 @@ def main() -> int:
     parser.add_argument("timeout", type=float)
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # meant for the job, which still has to be watched
+        signal.signal(number, signal.SIG_IGN)  # for the job, which is watched until it has stopped
     watch = Watch(args.processes, args.timeout, time.monotonic())
-    tick = min(1.0, args.timeout / 10)
-    reader = Reader(args.beats, args.processes, round(heartbeat.interval(args.timeout) / tick))
-    blind = ""
+    reader, problem = Reader(args.beats, args.processes), ""
+    small = args.processes <= SMALL
+    poll_s = min(1.0, args.timeout / 10) if small else heartbeat.interval(args.timeout)
     while True:
-        time.sleep(tick)
-        reader.read()
-        beats = reader.beats
-        if (now := reader.blindness()) != blind:
-            print(f"watchdog: {now or 'reads all heartbeats again'}", file=sys.stderr, flush=True)
-            blind = now
+        time.sleep(poll_s)
+        beats = reader.read()
+        if reader.problem() != problem:
+            problem = reader.problem()
+            text = problem or "reads all heartbeats again"
+            print(f"watchdog: {text}", file=sys.stderr, flush=True)
         if any(beat["rank"] == 0 and beat["phase"] == "ended" for beat in beats):
-            return 0  # it says how the run ended, and no other process knows better
-        if reason := dead(beats):
+            return 0  # rank 0 has recorded how the run ended
+        if reason := lost(beats):
             end_job(args.run_folder, beats, reason, "lost")
             return 1
         if reason := watch.verdict(beats, time.monotonic(), reader.unreadable):

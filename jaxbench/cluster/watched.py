@@ -1,5 +1,7 @@
-"""A process's signs of life while it runs, and the watchdog beside the first one of a job."""
+"""Heartbeat and watchdog around a run."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,26 +9,30 @@ from pathlib import Path
 
 import jax
 
-from jaxbench.cluster import heartbeat, job, watchdog
+from jaxbench.cluster import heartbeat, job
 from jaxbench.cluster.heartbeat import Heartbeat
 
 
 @contextmanager
 def watched(run_folder: Path, timeout: float | None) -> Iterator[Heartbeat]:
-    """This process's heartbeat, and in the first process the watchdog, which ends the job after
-    `timeout` seconds without progress; without one, a heartbeat that nobody reads."""
+    """Yields this process's heartbeat while rank 0 runs a watchdog, which ends the job after
+    `timeout` seconds without progress. Without a timeout there is neither file nor watchdog."""
     if timeout is None:
         yield Heartbeat()
         return
-    # A folder for each attempt: the heartbeats of a killed one are still there when it is resumed.
-    attempt = job.from_first("attempt", lambda: f"{time.time():.3f}")
-    folder = run_folder / "heartbeats" / attempt
+    # A folder for each start: heartbeats of a killed one are still there when it is resumed.
+    started = job.broadcast("heartbeats", lambda: f"{time.time():.3f}")
+    folder = run_folder / "heartbeats" / started
     beat = Heartbeat(folder / f"{jax.process_index()}.json", heartbeat.interval(timeout))
-    dog = None
+    process = None
     if jax.process_index() == 0:
-        dog = watchdog.start(run_folder, folder, jax.process_count(), timeout)
+        arguments = map(str, (run_folder, folder, jax.process_count(), timeout))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxbench.cluster.watchdog", *arguments],
+            stdin=subprocess.DEVNULL,
+        )
     yield beat
     beat.end()
-    if dog is not None:
-        dog.kill()
-        dog.wait()
+    if process is not None:
+        process.kill()
+        process.wait()

@@ -1,11 +1,24 @@
-"""Routing of tokens to experts: choice, capacity, dispatch and combine, all by indices.
+"""Routing of tokens to experts: choice of experts, capacity, dispatch and combine, by indices.
 
-Tokens reach their experts through two index maps that are each other's inverse: from a row of an
-expert to the choice that fills it, and from a choice to its row. So dispatch and combine are
-gathers, forward and backward: no one-hot products, no scatter, the same sums in every run.
+An *assignment* is one of the k experts that a token is sent to. The tokens permuted by expert fill
+*slots*, some of which stay empty. Two index maps are each other's inverse: from a slot to its
+assignment and from an assignment to its slot. So dispatch and combine are gathers, forward and
+backward: no one-hot products, no scatter, the same order of sums in every run.
 
-Dimension letters as in `ops`; T tokens of one device, C its choices (T x experts per token), R the
-rows it fills for all experts.
+Four tokens a, b, c, d with k = 1, two experts with capacity 2 each; a, b and c are assigned to
+expert 0, with gates 0.9, 0.5 and 0.7; d to expert 1. Expert 0 takes its two largest gates and b is
+dropped:
+
+    slot                  0  1  2  3          assignment        a     b     c     d
+    assignment of slot    a  c  d  NONE       slot of it        0     NONE  1     2
+
+Dropless with blocks of 2 slots: expert 0 has 3 assignments, so 2 blocks, and expert 1 has one
+block:
+
+    slot                  0  1  2  3     4  5      assignment   a  b  c  d
+    assignment of slot    a  b  c  NONE  d  NONE   slot of it   0  1  2  4
+
+Dimension letters as in `ops`; T tokens of one device, C its assignments (T k), R its slots.
 """
 
 from functools import partial
@@ -20,44 +33,44 @@ from jaxbench import mesh
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ModelConfig
 
-BLOCK_ROWS = 512
-"""Rows of one product in `blocks`: enough for an efficient one, few to pad."""
+BLOCK_SLOTS = 512
+"""Slots of a block in dropless mode: enough for an efficient product, few to pad."""
 
 
 NONE = 2**31 - 1
-"""An index beyond every array: a gather fills in zeros."""
+"""Index of an empty slot or a dropped assignment, beyond every array: gathers fill in zeros."""
 
 
 class Routes(NamedTuple):
-    """Which row each choice has, and which choice each row; `NONE` where there is none.
+    """The slot of each assignment, and the assignment of each slot; `NONE` where there is none.
 
-    `row` is `"batch shard_seq choice"`, `choice` is `"slots"` and counts a device's own choices. In
-    dropless mode `expert` (`"slots"`) names the expert of each block of rows.
+    `slot` is `"batch shard_seq assignment"`; `assignment` is `"slots"` and counts a device's local
+    assignments. In dropless mode `expert` (`"slots"`) is the expert of each block of slots.
     """
 
-    row: Any
-    choice: Any
+    slot: Any
+    assignment: Any
     expert: Any = None
 
 
 def choose(
     logits: Float[Array, "B S E"], cfg: ModelConfig
 ) -> tuple[Float[Array, "B S k"], Int[Array, "B S k"]]:
-    """(gates, experts) of each token's choices; the gates are fp32 and carry the gradient.
+    """(gates, experts) of each token's assignments; the gates are fp32 and carry the gradient.
 
     `topk_softmax`: softmax over the largest logits (Megatron). `softmax_topk`: the largest of the
-    softmax over all, as they are (Grok-1). Of equal logits the first expert wins. With balanced
-    routing the choices go to the experts in turn.
+    softmax over all, not normalised again (Grok-1). Of equal logits the first expert wins. Balanced
+    routing assigns experts in turn.
     """
     k = cfg.experts_per_token
     if cfg.routing == "balanced":
         shape = (*logits.shape[:2], k)
         tokens = PartitionSpec(*mesh.partition(logits))
-        turn, choice = (
+        token, index = (
             jax.lax.broadcasted_iota(jnp.int32, shape, dim, out_sharding=tokens) for dim in (1, 2)
         )
-        turn += mesh.first_of_seq(shape[1])
-        experts = (turn * k + choice) % cfg.experts
+        token += mesh.first_of_seq(shape[1])
+        experts = (token * k + index) % cfg.experts
     else:
         experts = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1]
     values = jax.nn.softmax(logits) if cfg.router == "softmax_topk" else logits
@@ -69,11 +82,11 @@ def choose(
 def balance_loss(
     logits: Float[Array, "B S E"], experts: Int[Array, "B S k"]
 ) -> tuple[Float[Array, " B"], Int[Array, "B E"]]:
-    """(load-balance loss, choices of each expert) of each sequence, before anything is dropped.
+    """(load-balance loss, assignments of each expert) of each sequence, before any are dropped.
 
-    The loss is E sum_e F_e P_e, with F_e the share of the choices that fall on e and P_e the mean
-    of the softmax over all experts (Fedus et al. 2021; Megatron takes it for each sequence). It is
-    1 when both are even; only P carries a gradient.
+    The loss is E sum_e F_e P_e, with F_e expert e's share of the assignments and P_e its mean
+    softmax over all experts (Fedus et al. 2021; Megatron takes it for each sequence). It is 1 when
+    both are uniform; only P carries a gradient.
     """
     count, length = logits.shape[-1], mesh.whole_seq(experts.shape[1])
     chosen = experts[..., None] == jnp.arange(count)
@@ -89,12 +102,12 @@ def dispatch(
     experts: Int[Array, "B S k"],
     cfg: ModelConfig,
 ) -> tuple[Array, Array, Routes]:
-    """(rows, gate of each row, routes): the tokens as rows of their experts.
+    """(permuted tokens, gate of each, routes).
 
-    With a capacity, rows are `"experts rows embed"`, exchanged over the axes of the experts; rows
-    that nobody fills are zero. Without one, rows stay on their device, `"slots embed"`, in blocks
-    of one expert each: how many an expert gets is known only at run time, no exchange of fixed size
-    could hold them, and so the weights come to the tokens instead (`grouped.mlp`).
+    With a capacity the permuted tokens are `"experts capacity embed"`, exchanged over the axes of
+    the experts; empty slots are zero. Dropless, they stay on their device, `"slots embed"`, in
+    blocks of one expert each: no exchange of a fixed size could hold the tokens of an expert, whose
+    number is known only at run time, so the weights are gathered instead (`grouped_matmul.mlp`).
     """
     dropless = cfg.expert_capacity is None
     axes = mesh.used(*mesh.EXPERTS)
@@ -103,76 +116,81 @@ def dispatch(
         routes = (dropless_routes if dropless else capacity_routes)(gates, experts, cfg)
         routes = jax.tree.map(partial(save, name=SMALL), routes)
         k = cfg.experts_per_token
-        rows = take_rows(x.reshape(-1, x.shape[-1]), routes.row.reshape(-1, k), routes.choice)
-        weights = take_rows(gates.reshape(-1, 1), routes.row.reshape(-1, 1), routes.choice)[:, 0]
+        slot, assignment = routes.slot, routes.assignment
+        permuted = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, k), assignment)
+        weights = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)[:, 0]
         if not dropless:
-            rows, weights = (y.reshape(cfg.experts, -1, *y.shape[1:]) for y in (rows, weights))
+            permuted, weights = (
+                y.reshape(cfg.experts, -1, *y.shape[1:]) for y in (permuted, weights)
+            )
             if axes:
-                rows, weights = (
-                    jax.lax.all_to_all(y, axes, 0, 1, tiled=True) for y in (rows, weights)
+                permuted, weights = (
+                    jax.lax.all_to_all(y, axes, 0, 1, tiled=True) for y in (permuted, weights)
                 )
-        return rows, save(weights, SMALL), routes
+        return permuted, save(weights, SMALL), routes
 
-    places = "slots" if dropless else "experts rows"
-    rows, weights, row, slots = (
+    dims = "slots" if dropless else "experts capacity"
+    permuted_spec, weights_spec, slot_spec, slots_spec = (
         mesh.spec(dims, mesh.ACTIVATION)
-        for dims in (f"{places} embed", places, "batch shard_seq choice", "slots")
+        for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
     )
-    out_specs = rows, weights, Routes(row, slots, slots if dropless else None)
-    rows, weights, routes = mesh.on_each_device(local, out_specs)(x, gates, experts)
-    return save(rows, "dispatched"), weights, routes
+    routes_spec = Routes(slot_spec, slots_spec, slots_spec if dropless else None)
+    permuted, weights, routes = mesh.on_each_device(
+        local, (permuted_spec, weights_spec, routes_spec)
+    )(x, gates, experts)
+    return save(permuted, "dispatched"), weights, routes
 
 
-def combine(rows: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:
-    """Brings the rows of `dispatch` back, and sums those of each token; a dropped choice adds
-    nothing."""
+def combine(permuted: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:
+    """The inverse exchange of `dispatch`, and the sum over each token's assignments; a dropped one
+    adds nothing."""
     axes = mesh.used(*mesh.EXPERTS)
 
-    def local(rows, row, choice):
-        if rows.ndim == 3 and axes:
-            rows = jax.lax.all_to_all(rows, axes, 1, 0, tiled=True)
-        rows = rows.reshape(-1, rows.shape[-1])
-        tokens = sum_rows(rows, row.reshape(-1, row.shape[-1]), choice)
-        return tokens.reshape(*row.shape[:2], -1)
+    def local(permuted, slot, assignment):
+        if permuted.ndim == 3 and axes:
+            permuted = jax.lax.all_to_all(permuted, axes, 1, 0, tiled=True)
+        permuted = permuted.reshape(-1, permuted.shape[-1])
+        tokens = unpermute(permuted, slot.reshape(-1, slot.shape[-1]), assignment)
+        return tokens.reshape(*slot.shape[:2], -1)
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-    return mesh.on_each_device(local, out)(rows, routes.row, routes.choice)
+    return mesh.on_each_device(local, out)(permuted, routes.slot, routes.assignment)
 
 
 @jax.custom_vjp
-def take_rows(
-    x: Float[Array, "T D"], row: Int[Array, "T k"], choice: Int[Array, " R"]
+def permute(
+    x: Float[Array, "T D"], slot: Int[Array, "T k"], assignment: Int[Array, " R"]
 ) -> Float[Array, "R D"]:
-    """The token of each row, zeros where there is none; the transpose of `sum_rows`."""
-    return jnp.take(x, choice // row.shape[1], axis=0, mode="fill", fill_value=0)
+    """The token of each slot, zeros in empty ones; the transpose of `unpermute`."""
+    return jnp.take(x, assignment // slot.shape[1], axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def sum_rows(
-    rows: Float[Array, "R D"], row: Int[Array, "T k"], choice: Int[Array, " R"]
+def unpermute(
+    permuted: Float[Array, "R D"], slot: Int[Array, "T k"], assignment: Int[Array, " R"]
 ) -> Float[Array, "T D"]:
-    """The sum of each token's rows, in fp32; the transpose of `take_rows`."""
-    parts = jnp.take(rows, row, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(parts.astype(jnp.float32), axis=1).astype(rows.dtype)
+    """The sum over each token's slots, in fp32; the transpose of `permute`."""
+    parts = jnp.take(permuted, slot, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(parts.astype(jnp.float32), axis=1).astype(permuted.dtype)
 
 
-take_rows.defvjp(
-    lambda x, *maps: (take_rows(x, *maps), maps),
-    lambda maps, cotangent: (sum_rows(cotangent, *maps), None, None),
+permute.defvjp(
+    lambda x, *maps: (permute(x, *maps), maps),
+    lambda maps, cotangent: (unpermute(cotangent, *maps), None, None),
 )
-sum_rows.defvjp(
-    lambda rows, *maps: (sum_rows(rows, *maps), maps),
-    lambda maps, cotangent: (take_rows(cotangent, *maps), None, None),
+unpermute.defvjp(
+    lambda permuted, *maps: (unpermute(permuted, *maps), maps),
+    lambda maps, cotangent: (permute(cotangent, *maps), None, None),
 )
 
 
 def capacity_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ModelConfig
 ) -> Routes:
-    """One device's routes, in which each expert keeps, of every `capacity_tokens` tokens, those
-    with the largest gates (Megatron's policy `probs`); of equal gates the first tokens.
+    """A device's routes with a capacity: of every group of `capacity_tokens` tokens, each expert
+    takes those with the largest gates (Megatron's policy `probs`); of equal gates the first.
 
-    Rows are ordered by expert, group of tokens, and gate.
+    Slots are ordered by expert, group of tokens, and gate.
     """
     k, capacity = cfg.experts_per_token, cfg.expert_capacity
     assert capacity is not None
@@ -181,81 +199,81 @@ def capacity_routes(
     score = jnp.max(jnp.where(chosen, gate, -1.0), axis=2).swapaxes(1, 2)
     groups = score.shape[0]
     order = jnp.argsort(-score, axis=-1)
-    place = jnp.argsort(order, axis=-1)
+    rank = jnp.argsort(order, axis=-1)  # of each token among those of an expert, by gate
 
     expert = experts.reshape(groups, cfg.capacity_tokens * k)
     group = jnp.arange(groups)[:, None]
-    place = place[group, expert, jnp.arange(expert.shape[1]) // k]
-    row = (expert * groups + group) * capacity + place
-    row = jnp.where(place < capacity, row, NONE)
+    rank = rank[group, expert, jnp.arange(expert.shape[1]) // k]
+    slot = (expert * groups + group) * capacity + rank
+    slot = jnp.where(rank < capacity, slot, NONE)
 
     order = order[..., :capacity]
     which = jnp.argmax(chosen, axis=2)[group[..., None], order, jnp.arange(cfg.experts)[:, None]]
-    choice = (group[..., None] * cfg.capacity_tokens + order) * k + which
+    assignment = (group[..., None] * cfg.capacity_tokens + order) * k + which
     filled = jnp.take_along_axis(score, order, axis=-1) >= 0
-    choice = jnp.where(filled, choice, NONE)
-    return Routes(row.reshape(experts.shape), choice.swapaxes(0, 1).reshape(-1))
+    assignment = jnp.where(filled, assignment, NONE)
+    return Routes(slot.reshape(experts.shape), assignment.swapaxes(0, 1).reshape(-1))
 
 
 def dropless_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ModelConfig
 ) -> Routes:
-    """One device's routes, in which every choice has a row, sorted by expert.
+    """A device's routes without a capacity: every assignment has a slot, sorted by expert.
 
-    Each expert's rows are padded to whole blocks, so that a block belongs to one expert. Their
-    number is the most that any routing needs: C + E (block - 1) rows at most.
+    Each expert's slots are padded to whole blocks, so that a block belongs to one expert. Their
+    number is static, the most that any routing needs: C + E (block - 1) at most.
     """
-    count, block = experts.size, block_rows(experts.size, cfg)
+    count, block = experts.size, block_slots(experts.size, cfg)
     blocks = (count + cfg.experts * (block - 1)) // block
     expert = experts.reshape(-1)
     order = jnp.argsort(expert)
     load = jnp.sum(expert[:, None] == jnp.arange(cfg.experts), axis=0, dtype=jnp.int32)
     end = jnp.cumsum(-(-load // block) * block)
-    # Rows of an expert run ahead of its places in the sorted order by the padding before them.
-    ahead = (end - -(-load // block) * block) - (jnp.cumsum(load) - load)
+    # Padding slots before each expert: its first slot minus its first position in sorted order.
+    padding = (end - -(-load // block) * block) - (jnp.cumsum(load) - load)
 
-    row = jnp.argsort(order) + ahead[expert]
+    slot = jnp.argsort(order) + padding[expert]
     starts = jnp.arange(blocks) * block
-    of_block = jnp.minimum(jnp.sum(starts[:, None] >= end, axis=1), cfg.experts - 1)
-    of_row = jnp.repeat(of_block, block)
-    sorted_place = jnp.arange(blocks * block) - ahead[of_row]
-    filled = sorted_place < jnp.cumsum(load)[of_row]
-    choice = jnp.where(filled, jnp.take(order, sorted_place, mode="clip"), NONE)
-    return Routes(row.reshape(experts.shape), choice, of_block)
+    expert_of_block = jnp.minimum(jnp.sum(starts[:, None] >= end, axis=1), cfg.experts - 1)
+    expert_of_slot = jnp.repeat(expert_of_block, block)
+    position = jnp.arange(blocks * block) - padding[expert_of_slot]  # in the sorted order
+    filled = position < jnp.cumsum(load)[expert_of_slot]
+    assignment = jnp.where(filled, jnp.take(order, position, mode="clip"), NONE)
+    return Routes(slot.reshape(experts.shape), assignment, expert_of_block)
 
 
-def block_rows(choices: int, cfg: ModelConfig) -> int:
-    """Rows of a block in dropless mode: `BLOCK_ROWS`, or an expert's fair share of few choices."""
-    return min(BLOCK_ROWS, -(-choices // cfg.experts))
+def block_slots(assignments: int, cfg: ModelConfig) -> int:
+    """Slots of a block in dropless mode: `BLOCK_SLOTS`, or an expert's fair share of few
+    assignments."""
+    return min(BLOCK_SLOTS, -(-assignments // cfg.experts))
 
 
 Figures = dict[str, Array]
-"""Of a step: the mean balance loss; the load of each expert over a fair share, and that of the
-busiest expert of any layer; the share of choices dropped. Without experts there are none."""
+"""Routing figures of a step: mean balance loss; load of each expert over a fair share, and that of
+the busiest expert of any layer; share of assignments dropped. Empty without experts."""
 
 
 def with_balance_loss(
-    loss: Array, routed: list, coefficient: float
+    loss: Array, segments: list, coefficient: float
 ) -> tuple[Float[Array, ""], Figures]:
-    """The loss with the gradient of the load-balance losses of all layers, but without their value;
-    and the figures of a step.
+    """(the loss with the gradient, but not the value, of all layers' load-balance losses, figures).
 
-    `routed` holds, for each stretch of layers, (balance loss `"L B"`, load `"L B E"`, dropped
-    choices `"L B"`).
+    `segments` has for each segment of layers (balance loss `"L B"`, load `"L B E"`, dropped
+    assignments `"L B"`).
     """
-    layers = [stack for stretch in routed for stack in stretch]
+    layers = [figures for segment in segments for figures in segment]
     if not layers:
         return loss, {}
     losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
     total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
-    found = figures(losses, load, dropped)
-    return loss + (total - jax.lax.stop_gradient(total)), jax.lax.stop_gradient(found)
+    step_figures = jax.lax.stop_gradient(figures(losses, load, dropped))
+    return loss + (total - jax.lax.stop_gradient(total)), step_figures
 
 
 def figures(
     losses: Float[Array, "L B"], load: Num[Array, "L B E"], dropped: Num[Array, "L B"]
 ) -> Figures:
-    """`Figures` of a pass."""
+    """`Figures` of one forward pass."""
     load = jnp.sum(load, axis=1)
     share = load / jnp.mean(load, axis=1, keepdims=True)
     return {

@@ -1,4 +1,4 @@
-"""Measured times, as the walk along the schedule asks for them (`xla.schedule.Costs`)."""
+"""The cost model of measured kernels and links (`xla.schedule.CostModel`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ over NVLink, and of each step between domains. These are the constants by which 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What no table of single kernels says: by what a kernel is slower beside a collective, and
+    """What no table of single kernels has: by what a kernel is slower beside a collective, and
     whether rings between domains are as fast as in a tuned network."""
 
     slowdown: float
@@ -135,9 +135,9 @@ class Measured:
         return self._inside(collective.kind, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Inside an NVLink domain: by the table of the largest group up to this one. In a larger
-        one each byte takes as long; each further GPU adds a step to a ring, none to an all-to-all,
-        which has none."""
+        """Seconds inside an NVLink domain, from the table of the largest measured group not larger
+        than this one. Beyond it a byte takes as long, and each further GPU adds the latency of a
+        step to a ring, none to an all-to-all, which has no steps."""
         times = self.tables.values["collective", kind]
         known = max((n for n, _ in times if n <= group), default=min(n for n, _ in times))
         points = sorted((b, time) for (n, b), time in times.items() if n == known)
@@ -150,7 +150,7 @@ class Measured:
         """Rings that pass through all members of a domain before they leave it, and of a small
         all-reduce trees; an all-to-all sends each byte to its receiver, and what leaves the domain
         does so over one adapter."""
-        group, members = collective.group, collective.members(self.gpu)
+        group, members = collective.group, collective.domain_members(self.gpu)
         domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
         direct = self.gpu.nic * self.tables.values["network", "direct"][(2,)] * 1e9
@@ -179,9 +179,9 @@ class Measured:
         return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the adapters' rate that a ring over domains reaches: on the line of the
-        table's logarithms, and on that of its last two points beyond them; where the network is
-        untuned, at most what one such reached."""
+        """The share of the NICs' rate that a ring over domains reaches: interpolated over the
+        logarithm of the number of domains, extrapolated from the last two points of the table, and
+        at least `LEAST_SHARE`; in an untuned network at most what was measured in one."""
         table = self.tables.values["network", "ring"]
         points = sorted((log(sizes[0]), share) for sizes, share in table.items())
         x = log(domains)
@@ -197,7 +197,7 @@ STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
 """How often a ring goes around."""
 
 LEAST_SHARE = 0.1
-"""Of an adapter's rate: where a line through measurements ends."""
+"""Of a NIC's rate: the least that is extrapolated."""
 
 FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
 """FLOPs of attention for each score and element of a head: two products forward; four backward,

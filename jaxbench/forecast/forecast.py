@@ -1,5 +1,5 @@
-"""A forecast: the real schedule under measured times. `docs/forecast.md` has its model, and how it
-compares with published steps."""
+"""A forecast: the real schedule under measured times (`docs/design/forecast.md`; beside published
+steps: `docs/forecast.md`)."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +17,8 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Seconds of a step: expected, and where nothing or much is lost beside collectives.
+    """Forecast seconds of a step: `step_s` is expected, `fast_s` and `slow_s` under the other
+    scenarios of `costs.CONDITIONS`.
 
     `parts_s` add up to `step_s`: kernels by what they are, `launches`, what collectives beside
     kernels add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
@@ -36,9 +37,9 @@ class Forecast:
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
     """The forecast of a program's walk on a GPU; `axes` names the mesh axes of a collective."""
-    costs = {name: Measured(gpu, tables, each) for name, each in CONDITIONS.items()}
-    found = {name: walk.under(each) for name, each in costs.items()}
-    expected = found["expected"]
+    costs = {name: Measured(gpu, tables, scenario) for name, scenario in CONDITIONS.items()}
+    steps = {name: walk.under(measured) for name, measured in costs.items()}
+    expected = steps["expected"]
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
@@ -47,10 +48,10 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     largest = sorted(beyond, key=lambda work: -beyond[work])
     return Forecast(
         step_s=expected.step_s,
-        fast_s=found["fast"].step_s,
-        slow_s=found["slow"].step_s,
+        fast_s=steps["fast"].step_s,
+        slow_s=steps["slow"].step_s,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
-        outside=sum(beyond.values()) / expected.worked_s,
+        outside=sum(beyond.values()) / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
         sources=dict(tables.sources),
     )
@@ -58,12 +59,12 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
 
 def _beyond(walk: Walk, costs: Measured) -> dict[Work, float]:
     """Seconds per step of the work that the tables do not reach."""
-    found: defaultdict[Work, float] = defaultdict(float)
+    seconds: defaultdict[Work, float] = defaultdict(float)
     for _, kernel, runs in walk.kernels():
         for work in kernel.works:
             if not costs.covers(work):
-                found[work] += costs.work(work) * runs
-    return found
+                seconds[work] += costs.work(work) * runs
+    return seconds
 
 
 def _named(work: Work) -> str:

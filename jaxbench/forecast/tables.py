@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 """Of each kind its names, and the least of its sizes."""
 
 Sizes = tuple[int, ...]
+Times = dict[Sizes, float]
 
 
 @dataclass(frozen=True)
@@ -61,35 +62,35 @@ def load(gpu: str, file: Path | None = None) -> Tables:
             sorted(path.stem for path in FOLDER.glob("*.csv") if path.stem != "network")
         )
         raise RecipeError(f"no kernels were measured on {gpu}; there are tables of {known}")
-    values: dict[tuple[str, str], dict[Sizes, float]] = {}
+    values: dict[tuple[str, str], Times] = {}
     sources: dict[str, str] = {}
     for path in (FOLDER / "network.csv", packaged, *([file] if file else [])):
-        of, found = read(path)
+        of, measured = read(path)
         if of not in (gpu, "any"):
             instead = f"; take --gpu {of}" if of in PLANNED else ""
             raise RecipeError(f"{path}: kernels of {of}, but {gpu} is planned{instead}")
         here = path.name if path == file else f"{PACKAGE} {path.name}"
-        for key, times in found.items():
+        for key, times in measured.items():
             kept = _beside(key[0], values.get(key, {}), times)
             sources[" ".join(key)] = f"{here} and {sources[' '.join(key)]}" if kept else here
             values[key] = kept | times
     return Tables(values, sources)
 
 
-def _beside(kind: str, packaged: dict[Sizes, float], own: dict[Sizes, float]) -> dict[Sizes, float]:
+def _beside(kind: str, packaged: Times, user: Times) -> Times:
     """What of the package's values stays beside a user's: collectives among other numbers of GPUs,
     and what a kernel takes to start, which `calibrate` does not measure."""
     if kind == "collective":
-        groups = {sizes[0] for sizes in own}
+        groups = {sizes[0] for sizes in user}
         return {sizes: time for sizes, time in packaged.items() if sizes[0] not in groups}
-    if kind == "memory" and (0,) not in own:
+    if kind == "memory" and (0,) not in user:
         return {sizes: time for sizes, time in packaged.items() if sizes == (0,)}
     return {}
 
 
-def read(path: Path) -> tuple[str, dict[tuple[str, str], dict[Sizes, float]]]:
+def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
     """The GPU of a file, and its values. Raises RecipeError where it is no such file."""
-    values: dict[tuple[str, str], dict[Sizes, float]] = {}
+    values: dict[tuple[str, str], Times] = {}
     try:
         lines = path.read_text().splitlines()
         gpu = next(line.removeprefix(GPU).strip() for line in lines if line.startswith(GPU))

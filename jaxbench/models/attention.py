@@ -3,21 +3,19 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.models.layers import Pass, Routed, Weight, normal, rotate
+from jaxbench.models.layers import ForwardContext, Hidden, LayerOutput, Weight, normal, rotate
 from jaxbench.ops import attention, dense
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import ModelConfig
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with rotary positions if the model has
-    any.
+    """Causal grouped-query attention (Ainslie et al. 2023), with optional rotary positions.
 
-    One fused input projection. Its columns are ordered by kv head: the query heads of the group,
-    its key, its value, so that a tensor rank holds whole groups.
+    The input projections are one weight, ordered by kv head: the query heads of its group, its key,
+    its value. So a tensor rank holds whole groups.
     """
 
     def __init__(self, cfg: ModelConfig, *, key):
@@ -35,16 +33,14 @@ class Attention(nnx.Module):
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, fp8=True)
 
-    def __call__(
-        self, x: Float[Array, "B S D"], shared: Pass
-    ) -> tuple[Float[Array, "B S D"], Routed]:
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)
         qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
         batch, length, kv_heads, group, head_dim = qkv.shape
         query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
-        query = save(rotate(query, shared.rotary), "query")
-        key = save(rotate(qkv[..., -2, :], shared.rotary), "key")
+        query = save(rotate(query, ctx.rotary), "query")
+        key = save(rotate(qkv[..., -2, :], ctx.rotary), "key")
         value = save(qkv[..., -1, :], "value")
-        context = attention.attend(query, key, value, shared.kernel, self.softcap)
+        context = attention.attend(query, key, value, ctx.kernel, self.softcap)
         y = dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()

@@ -1,5 +1,5 @@
-"""One decoder for all families: residual layers spelled in letters, repeating units applied over
-stacked weights."""
+"""The decoder of all families: residual layers as a pattern, repeating blocks over stacked
+weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,22 @@ from jaxbench import mesh, ssd
 from jaxbench.experts import routing
 from jaxbench.models.attention import Attention
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import NORMS, Embedding, Pass, Routed, Weight, normal, rotary_tables
+from jaxbench.models.layers import (
+    NORMS,
+    Embedding,
+    ForwardContext,
+    Hidden,
+    LayerOutput,
+    RoutingFigures,
+    Weight,
+    normal,
+    rotary_tables,
+)
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
 from jaxbench.ops import attention, fp8, remat
+from jaxbench.ops.blocks import Stash, apply_blocks
 from jaxbench.ops.loss import cross_entropy
-from jaxbench.ops.repeat import Slots, repeat
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
@@ -31,64 +41,59 @@ MIXERS: dict[str, Callable[..., nnx.Module]] = {
     "E": Experts,
     "M": Mamba2,
 }
-"""What the letters of a pattern stand for. A mixer takes `"batch shard_seq embed"` and a `Pass`,
-and returns the like and what it `Routed`."""
+"""Mixers by their letter in a layer pattern. A mixer maps `"batch shard_seq embed"` and a
+`ForwardContext` to an array of the same shape and its `RoutingFigures`."""
 
 
 class Layer(nnx.Module):
     """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and sum work on 1/tensor of the
     sequence."""
 
-    def __init__(self, cfg: ModelConfig, letter: str, *, key):
+    def __init__(self, cfg: ModelConfig, kind: str, *, key):
         self.norm = NORMS[cfg.norm](cfg)
-        self.mixer = MIXERS[letter](cfg, key=key)
+        self.mixer = MIXERS[kind](cfg, key=key)
         self.post_norm = NORMS[cfg.norm](cfg) if cfg.post_norm else None
 
-    def __call__(
-        self, x: Float[Array, "B S D"], shared: Pass
-    ) -> tuple[Float[Array, "B S D"], Routed]:
-        y, routed = self.mixer(self.norm(x), shared)
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+        y, figures = self.mixer(self.norm(x), ctx)
         if self.post_norm is not None:
             y = self.post_norm(y)
-        return x + y, routed
+        return x + y, figures
 
 
-class Unit(nnx.Module):
-    """The layers that repeat: attention and MLP in a transformer."""
+class Block(nnx.Module):
+    """A repeating group of layers: attention and MLP in a transformer."""
 
-    def __init__(self, cfg: ModelConfig, letters: str, *, key):
-        keys = jax.random.split(key, len(letters))
+    def __init__(self, cfg: ModelConfig, pattern: str, *, key):
+        keys = jax.random.split(key, len(pattern))
         self.layers = nnx.List(
-            [Layer(cfg, letter, key=k) for letter, k in zip(letters, keys, strict=True)]
+            [Layer(cfg, kind, key=k) for kind, k in zip(pattern, keys, strict=True)]
         )
 
-    def __call__(
-        self, x: Float[Array, "B S D"], shared: Pass
-    ) -> tuple[Float[Array, "B S D"], Routed]:
-        *inner, last = self.layers
-        routed: Routed = ()
-        for layer in inner:
-            x, more = layer(x, shared)
-            x, routed = remat.save(x, "residual"), routed + more
-        x, more = last(x, shared)
-        return x, routed + more
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+        figures: RoutingFigures = ()
+        for index, layer in enumerate(self.layers):
+            x = remat.save(x, "residual") if index else x
+            x, layer_figures = layer(x, ctx)
+            figures += layer_figures
+        return x, figures
 
 
 class Decoder(nnx.Module):
-    """Embedding, the repeating units with their weights stacked on axis 0, final norm, and the
-    head: a matrix of its own or the embedding's."""
+    """Embedding, stacks of repeating blocks with weights `[blocks, ..]`, final norm, and the head:
+    a weight, or the embedding table."""
 
     def __init__(self, cfg: ModelConfig, *, key):
-        k_embedding, k_units, k_head = jax.random.split(key, 3)
+        k_embedding, k_blocks, k_head = jax.random.split(key, 3)
         self.cfg = cfg
         self.embedding = Embedding(cfg, key=k_embedding)
-        units = repeating_units(cfg)
-        keys = jax.random.split(k_units, sum(times for _, times in units))
-        ends = accumulate(times for _, times in units)
-        self.units = nnx.List(
+        blocks = repeating_blocks(cfg)
+        keys = jax.random.split(k_blocks, sum(times for _, times in blocks))
+        ends = accumulate(times for _, times in blocks)
+        self.stacks = nnx.List(
             [
-                stacked(cfg, letters, keys[end - times : end])
-                for (letters, times), end in zip(units, ends, strict=True)
+                stacked(cfg, pattern, keys[end - times : end])
+                for (pattern, times), end in zip(blocks, ends, strict=True)
             ]
         )
         self.norm = NORMS[cfg.norm](cfg)
@@ -102,7 +107,7 @@ class Decoder(nnx.Module):
     @property
     def dtype(self):
         """The compute dtype: that of the weights."""
-        leaves = jax.tree.leaves(self.units, is_leaf=lambda v: isinstance(v, Weight))
+        leaves = jax.tree.leaves(self.stacks, is_leaf=lambda v: isinstance(v, Weight))
         return next(w for w in leaves if isinstance(w, Weight))[...].dtype
 
     def hidden(
@@ -111,29 +116,31 @@ class Decoder(nnx.Module):
         execution: Execution,
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
-        slots: Sequence[Slots | None] = (),
-    ) -> tuple[Float[Array, "B S D"], list[Routed], list[Slots]]:
-        """(what the last layer gives, routing of each stretch of layers, slots of each stretch as
-        they are now); `scaled` are the scales of an FP8 run, for each stack of units."""
+        stashes: Sequence[Stash | None] = (),
+    ) -> tuple[Hidden, list[RoutingFigures], list[Stash]]:
+        """(output of the last layer, routing figures of each segment, stash of each segment as
+        written); `scaled` has the FP8 weights and scales of each stack in an FP8 run."""
         cfg = self.cfg
         x = embed(cfg, self.embedding, tokens, self.dtype)
-        shared = make_pass(cfg, tokens.shape[1], execution, precision)
+        ctx = forward_context(cfg, tokens.shape[1], execution, precision)
 
         def apply(x, weights, scales, rotary):
-            x, routed = apply_unit(*weights, scales, x, shared._replace(rotary=rotary))
-            return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), routed)
+            x, figures = apply_block(*weights, scales, x, ctx._replace(rotary=rotary))
+            return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
-        routed, filled = [], []
-        for stretch, own in zip_longest(stretches(cfg, execution, precision), slots):
-            scales = scaled[stretch.stack] if scaled and not stretch.bf16 else None
-            unit, scales = jax.tree.map(
-                itemgetter(stretch.repeats), (self.units[stretch.stack], scales)
+        all_figures, written = [], []
+        for segment, stash in zip_longest(segments(cfg, execution, precision), stashes):
+            scales = scaled[segment.stack] if scaled and not segment.bf16 else None
+            block, scales = jax.tree.map(
+                itemgetter(segment.repeats), (self.stacks[segment.stack], scales)
             )
-            weights = unit, None if scales is None else scales.observed
-            x, figures, own = repeat(apply, stretch.saved, x, weights, scales, shared.rotary, own)
-            routed.append(figures)
-            filled.append(own)
-        return x, routed, filled
+            weights = block, None if scales is None else scales.observed
+            x, figures, stash = apply_blocks(
+                apply, segment.saved, x, weights, scales, ctx.rotary, stash
+            )
+            all_figures.append(figures)
+            written.append(stash)
+        return x, all_figures, written
 
     def loss(
         self,
@@ -142,17 +149,16 @@ class Decoder(nnx.Module):
         execution: Execution,
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
-        slots: Sequence[Slots | None] = (),
-    ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Slots]]]:
-        """(mean cross entropy over all tokens in nats, (figures of the routing, slots as they are
-        now)).
+        stashes: Sequence[Stash | None] = (),
+    ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
+        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written)).
 
-        The load-balance loss of all layers adds its gradient, but not its value.
+        The load-balance losses of all layers add their gradient, but not their value.
         """
-        hidden, routed, slots = self.hidden(tokens, execution, precision, scaled, slots)
+        hidden, layers, stashes = self.hidden(tokens, execution, precision, scaled, stashes)
         value = head_loss(self.cfg, self.norm, self.head_weight(), hidden, targets)
-        value, figures = routing.with_balance_loss(value, routed, self.cfg.balance_loss)
-        return value, (figures, slots)
+        value, figures = routing.with_balance_loss(value, layers, self.cfg.balance_loss)
+        return value, (figures, stashes)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""
@@ -161,10 +167,12 @@ class Decoder(nnx.Module):
         return mesh.as_weight(self.embedding.table[...].T.astype(self.dtype), "embed vocab")
 
 
-def make_pass(cfg: ModelConfig, length: int, execution: Execution, precision: Precision) -> Pass:
-    """What the layers share in a pass over sequences of a length, on the current mesh."""
+def forward_context(
+    cfg: ModelConfig, length: int, execution: Execution, precision: Precision
+) -> ForwardContext:
+    """The context of a forward pass over sequences of a length, on the current mesh."""
     platform, shard = mesh.platform(), length // mesh.ranks("seq")
-    return Pass(
+    return ForwardContext(
         rotary=rotary_tables(cfg, length),
         kernel=attention.choose(execution, cfg, length, platform),
         ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
@@ -174,22 +182,22 @@ def make_pass(cfg: ModelConfig, length: int, execution: Execution, precision: Pr
 def embed(
     cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
 ) -> Float[Array, "B s D"]:
-    """What the first layer is given."""
+    """The input of the first layer."""
     return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
 
 
-def apply_unit(
-    unit: Unit,
+def apply_block(
+    block: Block,
     observed: Array | None,
     scales: fp8.Scaled | None,
-    x: Float[Array, "B S D"],
-    shared: Pass,
-) -> tuple[Float[Array, "B S D"], Routed]:
-    """One unit, with the scales of its products in an FP8 run, and what they observe
-    (`fp8.Scaled.observed`), which has gradients as the unit has."""
+    x: Hidden,
+    ctx: ForwardContext,
+) -> LayerOutput:
+    """One block; in an FP8 run with its scales, and the zeros `observed` whose gradients are the
+    observed amax (`fp8.Scaled.observed`)."""
     if scales is None:
-        return unit(x, shared)
-    return fp8.attach(unit, replace(scales, observed=observed))(x, shared)
+        return block(x, ctx)
+    return fp8.attach(block, replace(scales, observed=observed))(x, ctx)
 
 
 def head_loss(
@@ -199,7 +207,7 @@ def head_loss(
     hidden: Float[Array, "B s D"],
     targets: Int[Array, "B S"],
 ) -> Float[Array, ""]:
-    """The mean cross entropy of what the last layer gives, through final norm and head."""
+    """The mean cross entropy of the last layer's output, through final norm and head."""
     hidden = mesh.gather_seq(times_constant(norm(hidden), cfg.logit_scale))
     return cross_entropy(hidden, head, targets)
 
@@ -209,43 +217,42 @@ def times_constant(x: Array, factor: float) -> Array:
     return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def stacked(cfg: ModelConfig, letters: str, keys) -> Unit:
-    """A unit for each key, their weights stacked on axis 0."""
-    return jax.vmap(lambda key: Unit(cfg, letters, key=key))(keys)
+def stacked(cfg: ModelConfig, pattern: str, keys) -> Block:
+    """One block per key, their weights stacked on axis 0."""
+    return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
 
 
-def repeating_units(cfg: ModelConfig) -> list[tuple[str, int]]:
-    """The stack as units, each with the number of times that it repeats: the pattern of a
-    transformer, `cut` letters of a hybrid."""
-    return cut(cfg.letters) if "M" in cfg.pattern else [(cfg.pattern, cfg.layers)]
+def repeating_blocks(cfg: ModelConfig) -> list[tuple[str, int]]:
+    """Blocks as (layer pattern, number of repeats): the pattern of a transformer, or a hybrid's
+    pattern as `cut`."""
+    return cut(cfg.layer_pattern) if "M" in cfg.pattern else [(cfg.pattern, cfg.layers)]
 
 
 @cache
-def cut(letters: str) -> list[tuple[str, int]]:
-    """Letters as repeating units.
+def cut(pattern: str) -> list[tuple[str, int]]:
+    """A layer pattern as repeating blocks.
 
-    Of all ways to cut them, one with the fewest letters in its units, since these are what is
-    compiled, and then with the fewest units: `M-M-M-M*-M-` ten times and `M-` four times for the
-    118 letters of Nemotron-H 56B.
+    Of all ways, one with the fewest layers in its blocks, since each is compiled once, and then
+    with the fewest blocks: `M-M-M-M*-M-` ten times and `M-` four times for the 118 layers of
+    Nemotron-H 56B.
     """
-    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(letters): (0, [])}
-    for start in reversed(range(len(letters))):
+    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(pattern): (0, [])}
+    for start in reversed(range(len(pattern))):
         cuts = []
-        for length in range(1, len(letters) - start + 1):
-            unit, stop = letters[start : start + length], start
-            while letters.startswith(unit, stop):
+        for length in range(1, len(pattern) - start + 1):
+            block, stop = pattern[start : start + length], start
+            while pattern.startswith(block, stop):
                 stop += length
                 compiled, rest = best[stop]
-                cuts.append((compiled + length, [(unit, (stop - start) // length), *rest]))
+                cuts.append((compiled + length, [(block, (stop - start) // length), *rest]))
         best[start] = min(cuts, key=lambda cut: (cut[0], len(cut[1])))
     return best[0][1]
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Repeats of a unit that are computed alike: the number of its stack, the repeats, the
-    activations that they save (None: all), and whether their products stay in bf16 in an FP8
-    run."""
+class Segment:
+    """Consecutive blocks of a stack that are computed alike: index of the stack, the blocks,
+    activations saved (None: all), and whether their products stay in bf16 in an FP8 run."""
 
     stack: int
     repeats: slice
@@ -253,30 +260,30 @@ class Stretch:
     bf16: bool
 
 
-def stretches(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Stretch]:
-    """The whole stack of layers as stretches, in order.
+def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
+    """All layers as segments, in order.
 
-    Settings count published layers. A unit of several layers saves an activation when all of its
-    layers do, and stays in bf16 when any of them does.
+    Settings count published layers. A block of several layers saves an activation if all of its
+    layers do, and stays in bf16 if any of them does.
     """
-    found, first = [], 0
-    kept = execution.saved(cfg.layers)
-    for stack, (letters, times) in enumerate(repeating_units(cfg)):
-        size = len(letters) * cfg.layers // len(cfg.letters)
+    result, first = [], 0
+    counts = execution.saved(cfg.layers)
+    for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
+        size = len(pattern) * cfg.layers // len(cfg.layer_pattern)
 
         def repeats(layers: int, first=first, times=times, size=size) -> int:
             return min(max((layers - first) // size, 0), times)
 
-        saving = {name: repeats(count) for name, count in (kept or {}).items()}
+        saving = {name: repeats(count) for name, count in (counts or {}).items()}
         start_fp8 = repeats(precision.first_bf16_layers + size - 1)
         stop_fp8 = repeats(cfg.layers - precision.last_bf16_layers)
         for start, stop in pairwise(sorted({0, times, start_fp8, stop_fp8, *saving.values()})):
             saved = (
                 None
-                if kept is None
+                if counts is None
                 else frozenset(n for n, count in saving.items() if count >= stop)
             )
             in_bf16 = start < start_fp8 or stop > stop_fp8
-            found.append(Stretch(stack, slice(start, stop), saved, in_bf16))
+            result.append(Segment(stack, slice(start, stop), saved, in_bf16))
         first += times * size
-    return found
+    return result

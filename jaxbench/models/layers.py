@@ -1,8 +1,8 @@
-"""What the mixers share: weights, norms, rotary positions, and what each is called with.
+"""Parts of all mixers: weights, norms, embedding, rotary positions, and the forward context.
 
-Dimension letters as in `ops`; s is S where only the tokens of this tensor rank are meant, which
-types say or hide (`mesh`). Weights keep `embed` as their first dimension and are sharded over it
-at rest.
+Dimension letters as in `ops`; s is the sequence shard of a tensor rank, which is a type outside of
+`shard_map` and a shape inside (`mesh`). Weights have `embed` as their first dimension and are
+sharded over it at rest.
 """
 
 import math
@@ -28,17 +28,22 @@ GATES: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-"""Of feed-forward layers, by `ModelConfig.activation`."""
+"""Activations of gated feed-forward layers, by `ModelConfig.activation`."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
-Routed = tuple[tuple[Array, Array, Array], ...]
-"""What experts say of their routing (`experts.Experts`), for each such layer; of others nothing."""
+Hidden = Float[Array, "B S D"]
+"""The hidden state, the input and output of every layer."""
+
+RoutingFigures = tuple[tuple[Array, Array, Array], ...]
+"""Routing figures (`experts.Experts`) of each layer with experts; empty for other layers."""
+
+LayerOutput = tuple[Hidden, RoutingFigures]
 
 
-class Pass(NamedTuple):
-    """What all layers of a pass over the model share: rotary tables, and by name the attention
-    kernel and the implementation of Mamba-2 mixers."""
+class ForwardContext(NamedTuple):
+    """Arguments of every layer in a forward pass: rotary tables, and the names of the attention
+    kernel and of the implementation of Mamba-2 mixers."""
 
     rotary: Rotary | None
     kernel: str
@@ -65,18 +70,15 @@ def normal(
     `scale`/sqrt(fan in); `truncated` at two standard deviations of the underlying normal for MLP
     and head.
     """
-    sharding = mesh.spec(dims, mesh.WEIGHT)
+    draw = jax.random.normal
     if cfg.init_std is not None:
-        std = cfg.init_std / math.sqrt(len(cfg.letters)) if residual else cfg.init_std
-        return std * jax.random.normal(key, shape, out_sharding=sharding)
-    std = scale / math.sqrt(fan_in)
-    if truncated:
-        return (
-            std
-            / TRUNCATED_STD
-            * jax.random.truncated_normal(key, -2.0, 2.0, shape, out_sharding=sharding)
-        )
-    return std * jax.random.normal(key, shape, out_sharding=sharding)
+        std = cfg.init_std / math.sqrt(len(cfg.layer_pattern)) if residual else cfg.init_std
+    elif truncated:
+        std = scale / math.sqrt(fan_in) / TRUNCATED_STD
+        draw = partial(jax.random.truncated_normal, lower=-2.0, upper=2.0)
+    else:
+        std = scale / math.sqrt(fan_in)
+    return std * draw(key, shape=shape, out_sharding=mesh.spec(dims, mesh.WEIGHT))
 
 
 class RMSNorm(nnx.Module):
@@ -85,7 +87,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, cfg: ModelConfig):
         self.gain = Vector(jnp.ones(cfg.embed, out_sharding=mesh.spec("embed", mesh.VECTOR)))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x: Hidden) -> Hidden:
         y = x.astype(jnp.float32)
         y *= jax.lax.rsqrt(_mean(y * y) + NORM_EPS)
         return dense.scale(y, self.gain[...]).astype(x.dtype)
@@ -100,15 +102,15 @@ class LayerNorm1P(nnx.Module):
         self.gain = Vector(jnp.zeros(cfg.embed, out_sharding=sharding))
         self.bias = Vector(jnp.zeros(cfg.embed, out_sharding=sharding))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x: Hidden) -> Hidden:
         y = x.astype(jnp.float32)
         y -= _mean(y)
         y *= jax.lax.rsqrt(_mean(y * y) + NORM_EPS)
         return dense.shift(dense.scale(y, 1 + self.gain[...]), self.bias[...]).astype(x.dtype)
 
 
-def _mean(x: Float[Array, "B S D"]) -> Float[Array, "B S 1"]:
-    """The mean of each token's features, which is not made again in the backward pass."""
+def _mean(x: Hidden) -> Float[Array, "B S 1"]:
+    """The mean of each token's features, saved for the backward pass by every remat policy."""
     return save(jnp.mean(x, axis=-1, keepdims=True), SMALL)
 
 

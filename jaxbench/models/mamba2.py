@@ -5,10 +5,17 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxbench import mesh, ssd
-from jaxbench.models.layers import NORM_EPS, Pass, Routed, Vector, Weight, normal
+from jaxbench.models.layers import (
+    NORM_EPS,
+    ForwardContext,
+    Hidden,
+    LayerOutput,
+    Vector,
+    Weight,
+    normal,
+)
 from jaxbench.ops import dense
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import Mamba, ModelConfig
@@ -22,8 +29,8 @@ A_RANGE = (1.0, 16.0)
 
 
 class GroupParameters(nnx.Module):
-    """What a group has besides its projections: convolution, per-head scalars and norm gain, each
-    with the group as first dimension, in fp32."""
+    """Parameters of groups besides the projections: convolution, per-head scalars and norm gain,
+    each `[groups, ..]` in fp32."""
 
     def __init__(self, mamba: Mamba, *, key):
         k_taps, k_bias, k_dt, k_a = jax.random.split(key, 4)
@@ -52,12 +59,12 @@ class GroupParameters(nnx.Module):
 class Mamba2(nnx.Module):
     """in_proj, then in each group: convolution and SiLU, selective scan, gate, RMSNorm; out_proj.
 
-    One fused input projection. Its columns are ordered by group: gate z, scan input x, maps b and c
-    into and out of the state, one time step for each head. So a tensor rank holds whole groups, a
-    product makes all of them, and the three that are convolved lie side by side.
+    The input projections are one weight, ordered by group: gate z, scan input x, maps b and c into
+    and out of the state, one time step per head. So a tensor rank holds whole groups, and x, b and
+    c, which are convolved, are adjacent.
 
     Between the projections groups are independent: a device computes its own, by one of
-    `ssd.IMPLEMENTATIONS`, and keeps only the output of the input projection for the backward pass.
+    `ssd.IMPLEMENTATIONS`, and saves only the output of the input projection for the backward pass.
     """
 
     def __init__(self, cfg: ModelConfig, *, key):
@@ -74,22 +81,20 @@ class Mamba2(nnx.Module):
         out = normal(k_out, cfg, "embed groups inner", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, fp8=True)
 
-    def __call__(
-        self, x: Float[Array, "B S D"], shared: Pass
-    ) -> tuple[Float[Array, "B S D"], Routed]:
-        mixer = ssd.IMPLEMENTATIONS[shared.ssd].mixer
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+        mixer = ssd.IMPLEMENTATIONS[ctx.ssd].mixer
         x = mesh.gather_seq(x)
         projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
 
         def local(projected, groups):
-            own = jax.tree.map(mesh.own_copy, ssd.Parameters.of(groups))
-            y = mixer(self.dims, mesh.axes("seq"), projected, own)
+            parameters = jax.tree.map(mesh.own_copy, ssd.Parameters.of(groups))
+            y = mixer(self.dims, mesh.axes("seq"), projected, parameters)
             return y.reshape(*y.shape[:2], -1)
 
         out_specs = mesh.spec("batch seq groups", mesh.ACTIVATION)
         y = jax.shard_map(local, out_specs=out_specs)(projected, self.groups)
-        # Saved as tokens by features: by groups first, as it is made, XLA would transpose all of
-        # its slots between microbatches.
+        # Saved as tokens by features: with groups first, as it is computed, XLA would transpose
+        # the whole stash between microbatches.
         y = save(y, "mamba").reshape(*y.shape[:2], *projected.shape[2:3], -1)
         y = dense.dot("BSGI,DGI->BSD", y, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.models.layers import GATES, Pass, Routed, Weight, normal
+from jaxbench.models.layers import GATES, ForwardContext, Hidden, LayerOutput, Weight, normal
 from jaxbench.ops import dense, gating
+from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import save
-from jaxbench.ops.twice import Twice, once
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -29,14 +28,12 @@ class GatedMlp(nnx.Module):
         down = normal(k_down, cfg, dims, outer, fan_in=cfg.ffn, truncated=True, residual=True)
         self.down = Weight(down, fp8=True)
 
-    def __call__(
-        self, x: Float[Array, "B S D"], shared: Pass
-    ) -> tuple[Float[Array, "B S D"], Routed]:
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
-        gate_up = dense.dot_twice("BSD,DPF->BSPF", Twice.of(x), self.gate_up, dims)
+        gate_up = dense.dot_duplicated("BSD,DPF->BSPF", Duplicated.of(x), self.gate_up, dims)
         hidden = gating.gated(self.activation, gate_up)
-        y = once(dense.dot_twice("BSF,DF->BSD", hidden, self.down, "batch seq embed"))
+        y = single(dense.dot_duplicated("BSF,DF->BSD", hidden, self.down, "batch seq embed"))
         return mesh.scatter_seq(y), ()
 
 
@@ -50,9 +47,7 @@ class SquaredReluMlp(nnx.Module):
         down = normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, residual=True)
         self.down = Weight(down, fp8=True)
 
-    def __call__(
-        self, x: Float[Array, "B S D"], shared: Pass
-    ) -> tuple[Float[Array, "B S D"], Routed]:
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)
         up = save(dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
         y = dense.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")

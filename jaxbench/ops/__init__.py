@@ -1,9 +1,11 @@
-"""What models are made of, as functions of arrays on the current mesh. Only this wing and
-`ssd` name kernel libraries.
+"""Operators: functions of arrays on the current mesh, of which models consist.
 
-Imports `mesh`, `recipe`, `hardware`, and the types of `xla`. Start with `dense.dot`; `attention`
-and `fp8` are registries of kernels. `repeat` applies layers and keeps what their gradients need.
+Only this package and `ssd` name kernel libraries. Start with `dense.dot`; `attention` and `fp8` are
+registries of implementations; `blocks` applies repeated layers with an activation stash.
+
+Imports `mesh`, `recipe`, `hardware` and the types of `xla`.
 
 Dimension letters: B batch, S sequence, D embed, N heads, K kv heads, G heads of a group, H head
-dim, F ffn, V vocabulary, E experts, R rows of an expert.
+dim, F ffn, V vocabulary, E experts, R permuted tokens of an
+expert.
 """

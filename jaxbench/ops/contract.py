@@ -1,4 +1,4 @@
-"""Einsum of two arrays as one product, with nothing transposed in memory."""
+"""Einsum of two arrays as one matrix product without a transposed copy."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 from jaxbench import mesh
 
 
-def letters(equation: str) -> tuple[str, str, str]:
-    """The dimensions of both operands and of the result of an einsum."""
+def einsum_dims(equation: str) -> tuple[str, str, str]:
+    """Dimensions of both operands and of the result of an einsum, one letter each."""
     operands, result = equation.split("->")
     a, b = operands.split(",")
     return a, b, result
 
 
 def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
-    """`jnp.einsum` of two arrays whose dimensions lie, in the result, one array's after the
-    other's, behind those of a batch; `options` are those of `jax.lax.dot_general`.
+    """`jnp.einsum` of two arrays whose result has the batch dimensions first, then the remaining
+    ones of one array, then those of the other; `options` are those of `jax.lax.dot_general`.
 
-    Sums over several dimensions in their order in `a`. `einsum` sorts them by their letters, and
-    XLA then reorders an operand in memory. Raises ValueError for another order.
+    Several summed dimensions keep their order in `a`. `einsum` sorts them by their letters, and XLA
+    then transposes an operand in memory. Raises ValueError for another order of the result.
     """
-    a_dims, b_dims, out = letters(equation)
+    a_dims, b_dims, out = einsum_dims(equation)
     batch = [d for d in a_dims if d in b_dims and d in out]
     summed = [d for d in a_dims if d in b_dims and d not in out]
     order = "".join(batch + [d for d in a_dims + b_dims if d not in batch + summed])
@@ -32,12 +32,12 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
     if out != order:
         a, b, a_dims, b_dims = b, a, b_dims, a_dims
 
-    def places(dims: list[str]) -> tuple[list[int], list[int]]:
+    def positions(dims: list[str]) -> tuple[list[int], list[int]]:
         return [a_dims.index(d) for d in dims], [b_dims.index(d) for d in dims]
 
-    placed = places(summed), places(batch)
+    dimension_numbers = positions(summed), positions(batch)
     if batch and mesh.platform() == "cpu":
         # Where the sum is not over the last dimension of `a`, XLA adds up in bf16 there.
         wide = [x.astype(jnp.float32) for x in (a, b)]
-        return jax.lax.dot_general(wide[0], wide[1], placed, **options).astype(a.dtype)
-    return jax.lax.dot_general(a, b, placed, **options)
+        return jax.lax.dot_general(wide[0], wide[1], dimension_numbers, **options).astype(a.dtype)
+    return jax.lax.dot_general(a, b, dimension_numbers, **options)

@@ -1,4 +1,4 @@
-"""Products of activations with weights that are sharded at rest, and the vectors beside them."""
+"""Products of activations with weights that are sharded at rest, and elementwise vectors."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops import fp8
-from jaxbench.ops.contract import contract, letters
-from jaxbench.ops.twice import Twice, once
+from jaxbench.ops.contract import contract, einsum_dims
+from jaxbench.ops.duplicated import Duplicated, single
 
 
 def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -> jax.Array:
@@ -21,47 +21,46 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
     `mesh.scatter_seq` sums it. In the backward pass the gradient of the weight is
     reduce-scattered. A dimension of experts, the letter E, is a batch of products.
     """
-    return once(dot_twice(equation, Twice.of(x), w, dims))
+    return single(dot_duplicated(equation, Duplicated.of(x), w, dims))
 
 
-def dot_twice(equation: str, x: Twice, w: nnx.Variable | fp8.Operand, dims: str) -> Twice:
-    """`dot` of a value given twice, with a result whose gradient is to be given twice; in bf16 the
-    first alone is used."""
-    x_dims, w_dims, out = letters(equation)
+def dot_duplicated(
+    equation: str, x: Duplicated, w: nnx.Variable | fp8.Operand, dims: str
+) -> Duplicated:
+    """`dot` with a duplicated producer of its input and of its result's gradient; bf16 products use
+    `value` only."""
+    x_dims, w_dims, out = einsum_dims(equation)
     split_sum = mesh.contracts_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if isinstance(w, fp8.Operand):
         return fp8.dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
-    return Twice.of(_product(equation, spec, x.value, weight))
+    return Duplicated.of(_product(equation, spec, x.value, weight))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Einsum whose gradients come in the order of their dimensions. JAX's own rule multiplies the
-    weight's the other way round, and XLA transposes it in memory before it is scattered."""
+    """Einsum whose gradients are computed in the dimension order of their operands. JAX's own rule
+    swaps the operands of the weight gradient, which XLA then transposes in memory before it is
+    scattered."""
     return contract(equation, x, w, out_sharding=spec)
-
-
-def _forward(equation, spec, x, w):
-    return _product(equation, spec, x, w), (x, w)
 
 
 def _backward(equation, spec, operands, dy):
     x, w = operands
-    x_dims, w_dims, y = letters(equation)
+    x_dims, w_dims, y = einsum_dims(equation)
     dx = contract(f"{y},{w_dims}->{x_dims}", dy, w, out_sharding=mesh.cotangent_spec(x))
     dw = contract(f"{x_dims},{y}->{w_dims}", x, dy, out_sharding=mesh.cotangent_spec(w))
     return dx, dw
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)), _backward)
 
 
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:
-    """`x` times a vector along its last dimension; every rank keeps its own part of the vector's
-    gradient."""
+    """`x` times a vector along its last dimension; the vector's gradient stays local to each
+    rank."""
     return x * _along_last(gain, x)
 
 

@@ -1,19 +1,33 @@
-"""Gated activations: what a feed-forward layer has between its two products."""
+"""Gated activations between the two products of an MLP or an expert."""
 
 from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxbench.ops.duplicated import Duplicated, opaque_copy
 from jaxbench.ops.remat import save
-from jaxbench.ops.twice import Twice, apart
+
+
+class Copy(IntEnum):
+    """Indices of `opaque_copy`: each is one recomputation from `gate` that XLA must not merge with
+    another one, since it would write the merged result to memory. Each gradient has one copy to be
+    cast and one for its amax."""
+
+    HIDDEN_AMAX = 1
+    GATE_CAST = 2
+    UP_CAST = 3
+    GATE_AMAX = 4
+    UP_AMAX = 5
+    WEIGHTS = 6
 
 
 def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = None) -> Array:
-    """act(gate) * up in fp32, in the dtype of `gate`; times a weight for each row, if there are
-    any."""
+    """act(gate) * up, times one weight per token where given; computed in fp32, in the dtype of
+    `gate`."""
     f32 = jnp.float32
     hidden = activation(gate.astype(f32)) * up.astype(f32)
     if weights is not None:
@@ -23,11 +37,12 @@ def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = N
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(
-    activation: Callable, gate_up: Twice, weights: Float[Array, "*rows"] | None = None
-) -> Twice:
-    """`gate` of the halves of `[*rows, 2, F]`, as `[*rows, F]`, for a product and from one.
+    activation: Callable, gate_up: Duplicated, weights: Float[Array, "*T"] | None = None
+) -> Duplicated:
+    """`gate` of the two halves of `[*T, 2, F]`, as `[*T, F]`, between two products.
 
-    Keeps the halves (`gate`, `up`), and makes all else again from them.
+    Its residuals are the halves, which remat policies save as `gate` and `up`; the backward pass
+    recomputes the rest.
     """
     return _forward(activation, gate_up, weights)[0]
 
@@ -35,31 +50,31 @@ def gated(
 def _forward(activation, gate_up, weights):
     halves = save(gate_up.value[..., 0, :], "gate"), save(gate_up.value[..., 1, :], "up")
     first, up = halves
-    hidden = Twice(
-        gate(activation, first, up, weights), gate(activation, apart(first, 1), up, weights)
-    )
-    return hidden, (*halves, weights)
+    hidden = gate(activation, first, up, weights)
+    for_amax = gate(activation, opaque_copy(first, Copy.HIDDEN_AMAX), up, weights)
+    return Duplicated(hidden, for_amax), (*halves, weights)
 
 
 def _backward(activation, residuals, d_hidden):
     first, up, weights = residuals
 
-    def gradient(way: int, argument: int) -> Array:
-        made = apart(first, way), up, weights
-        return jax.vjp(partial(gate, activation), *made)[1](d_hidden.value)[argument]
+    def gradient(copy: Copy, argument: int) -> Array:
+        inputs = opaque_copy(first, copy), up, weights
+        return jax.vjp(partial(gate, activation), *inputs)[1](d_hidden.value)[argument]
 
-    def gradients(way: int) -> Array:
-        # Not stacked: XLA fuses a concatenation with no reduction.
-        return _half(gradient(way, 0), 0) + _half(gradient(way + 1, 1), 1)
+    def gradients(gate_copy: Copy, up_copy: Copy) -> Array:
+        # Padded and added, not stacked: XLA fuses no concatenation with a reduction.
+        return _half(gradient(gate_copy, 0), 0) + _half(gradient(up_copy, 1), 1)
 
-    d_weights = None if weights is None else gradient(6, 2)
-    return Twice(gradients(2), gradients(4)), d_weights
+    d_weights = None if weights is None else gradient(Copy.WEIGHTS, 2)
+    to_cast = gradients(Copy.GATE_CAST, Copy.UP_CAST)
+    return Duplicated(to_cast, gradients(Copy.GATE_AMAX, Copy.UP_AMAX)), d_weights
 
 
-def _half(x: Array, which: int) -> Array:
-    """`[*rows, F]` as one of the halves of `[*rows, 2, F]`, whose other one is zeros."""
-    around = [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x[..., None, :], [*around, (which, 1 - which), (0, 0)])
+def _half(x: Array, index: int) -> Array:
+    """`[*T, F]` as half `index` of `[*T, 2, F]`; the other half is zeros."""
+    unchanged = [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x[..., None, :], [*unchanged, (index, 1 - index), (0, 0)])
 
 
 gated.defvjp(_forward, _backward)

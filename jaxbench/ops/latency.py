@@ -1,4 +1,4 @@
-"""What XLA's scheduler cannot know: how long a kernel of another library takes."""
+"""Latencies of custom calls for XLA's scheduler, which takes them for free."""
 
 from contextlib import AbstractContextManager
 
@@ -8,7 +8,7 @@ from jaxbench import hardware
 
 
 def of_product(flops: int, dtype: str) -> AbstractContextManager:
-    """The custom calls made inside take as long as these FLOPs at the H100's peak for `bf16` or
-    `fp8`: the scheduler, which takes a custom call for free, places collectives beside them."""
+    """Marks the custom calls traced inside with the time of these FLOPs at the H100's peak for
+    `bf16` or `fp8`, so that the scheduler places collectives beside them."""
     least_ns = flops / (hardware.H100.tflops[dtype] * 1e3)
     return set_xla_metadata(latency_metadata=str(round(least_ns)))

@@ -1,9 +1,10 @@
 """Cross entropy over a vocabulary that may be sharded, fused with the head's matrix product.
 
-The head is the widest layer (128k columns) and its fp32 logits would be the largest array of the
-whole step. Here the tokens are taken in chunks: logits of one chunk, its loss, and at once the
-gradient of its logits in bf16. So the logits are computed once, never all held, and the backward
-pass only scales what is already there.
+The head is the widest layer (128k columns), and the fp32 logits of all tokens would be the largest
+array of the step. Tokens are taken in chunks: the fp32 logits of one chunk, its loss, and at once
+the gradient of its logits. Those gradients are stacked in bf16 for all tokens (2 bytes x tokens x
+columns of a device: 4.2 GB for Grok-1 on 8 GPUs), so that the head's gradient is one product over
+all of them. So logits are computed once, and the backward pass only scales both gradients.
 """
 
 from functools import partial
@@ -14,10 +15,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
-from jaxbench.ops.slots import scan
+from jaxbench.ops.stash import scan_allocated
 
 CHUNK_TOKENS = 2048
-"""Tokens per chunk: enough rows for an efficient product, 1 GB of fp32 logits at 128k columns."""
+"""Tokens per chunk: enough for an efficient product, 1 GB of fp32 logits at 128k columns."""
 
 
 @jax.custom_vjp
@@ -39,10 +40,10 @@ def _forward(hidden, head, targets):
 
 def _backward(residuals, cotangent):
     def scaled(d):
-        # A factor of an unreduced array has to be reduced over the same axes: every rank scales its
-        # part of the sum.
+        # In fp32: 1/3 rounded to bf16 would make all gradients 1.002 times too large. A factor of
+        # an unreduced array has to be reduced over the same axes: every rank scales its part.
         marks = PartitionSpec(reduced=jax.typeof(d).sharding.spec.unreduced)
-        return d * jax.sharding.reshard(cotangent.astype(d.dtype), marks)
+        return (d.astype(jnp.float32) * jax.sharding.reshard(cotangent, marks)).astype(d.dtype)
 
     return *map(scaled, residuals), None
 
@@ -52,7 +53,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _sharded(hidden, head, targets, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
-    # What a primal is reduced over, its gradient is unreduced over: nothing is summed across these.
+    # Gradients are unreduced over the axes over which their arrays are reduced: no sum over these.
     for x, axes in ((hidden, {mesh.TENSOR}), (head, set(mesh.REPLICAS))):
         assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
@@ -63,10 +64,10 @@ def _sharded(hidden, head, targets, *, gradients: bool):
 
 
 def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
-    """One device's share: its tokens against its columns of the vocabulary. The rows of the
-    head lie over the axes `shards`."""
-    everyone = (*mesh.SEQUENCES, mesh.CONTEXT)
-    total = targets.size * jax.lax.axis_size(everyone)
+    """One device's tokens with its columns of the vocabulary; `embed` of the head is split over the
+    axes `shards`."""
+    token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)
+    total = targets.size * jax.lax.axis_size(token_axes)
     head = jax.lax.all_gather(head, shards, axis=0, tiled=True) if shards else head
     columns = head.shape[1]
     first_column = jax.lax.axis_index(mesh.TENSOR) * columns
@@ -74,12 +75,12 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
     def step(_, loss, tokens):
         hidden, targets = tokens
         logits = jnp.einsum("TD,DV->TV", hidden, head, preferred_element_type=jnp.float32)
-        own_largest, own_partition = _partition(logits)
-        largest = jax.lax.pmax(own_largest, mesh.TENSOR)
-        partition = own_partition * jnp.exp(own_largest - largest)
+        local_largest, local_partition = _partition(logits)
+        largest = jax.lax.pmax(local_largest, mesh.TENSOR)
+        partition = local_partition * jnp.exp(local_largest - largest)
         partition = jax.lax.psum(partition, mesh.TENSOR)
-        # Picked, not summed: a sum is fused with the gradient, which is then not written where it
-        # is stacked.
+        # Taken by index, not as a masked sum: XLA fuses a sum with the gradient, and then does not
+        # write the gradient into its stack.
         column = (targets - first_column)[:, None]
         is_here = (column >= 0) & (column < columns)
         picked = jnp.take_along_axis(logits, jnp.clip(column, 0, columns - 1), axis=-1)
@@ -94,8 +95,8 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
 
     chunk = largest_divisor(targets.size, CHUNK_TOKENS)
     chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
-    loss, d_logits = scan(step, jnp.zeros(()), chunks)
-    loss = jax.lax.psum(loss, everyone) / total
+    loss, d_logits = scan_allocated(step, jnp.zeros(()), chunks)
+    loss = jax.lax.psum(loss, token_axes) / total
     if not gradients:
         return (loss,)
     d_hidden = jnp.einsum("CTV,DV->CTD", d_logits, head)
@@ -106,20 +107,20 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
 
 
 def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each row `[T, V]` the largest logit and the sum of exp(logit - largest), each `[T, 1]`, in
-    one pass over the logits (Milakov and Gimelshein 2018, algorithm 3)."""
+    """(largest logit, sum of exp(logit - largest)) of each token, `[T, V]` to `[T, 1]`, in one pass
+    over the logits (Milakov and Gimelshein 2018, algorithm 3)."""
 
     def join(a, b):
         (largest_a, sum_a), (largest_b, sum_b) = a, b
         smaller = jnp.exp(-jnp.abs(largest_a - largest_b))
-        of_a = largest_a >= largest_b
-        joined = jnp.where(of_a, sum_a + sum_b * smaller, sum_a * smaller + sum_b)
-        return jnp.where(of_a, largest_a, largest_b), joined
+        a_larger = largest_a >= largest_b
+        joined = jnp.where(a_larger, sum_a + sum_b * smaller, sum_a * smaller + sum_b)
+        return jnp.where(a_larger, largest_a, largest_b), joined
 
-    # Finite, since a compiler may join two of them.
-    none = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
-    found = jax.lax.reduce((logits, jnp.ones_like(logits)), none, join, (1,))
-    return found[0][:, None], found[1][:, None]
+    # Finite, since the compiler may join two initial values.
+    initial = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
+    largest, partition = jax.lax.reduce((logits, jnp.ones_like(logits)), initial, join, (1,))
+    return largest[:, None], partition[:, None]
 
 
 def largest_divisor(n: int, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""Which activations the backward pass finds, and which it computes again."""
+"""Remat policies: activations that are saved for the backward pass; the others are recomputed."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -6,22 +6,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxbench.ops.attention import KERNELS
 
 SMALL = "small"
-"""The name of what every policy keeps: routing decisions, which made again with another rounding
-would differ, and statistics, a number for a token or a tensor that took all of it to make."""
+"""Name of activations that every policy saves: routing decisions, which could differ when they are
+recomputed with another rounding, and statistics, one number per token or tensor."""
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation, so that a remat policy can keep it: one of `settings.SAVEABLE`, or
-    `SMALL`."""
+    """Names an activation for remat policies: one of `settings.SAVEABLE`, or `SMALL`."""
     return checkpoint_name(x, name)
 
 
 def recomputed(body, saved: frozenset[str] | None):
-    """`body` recomputed in the backward pass, except for the activations in `saved`; None keeps
+    """`body` recomputed in the backward pass, except for the activations in `saved`; None saves
     everything.
 
-    A fused attention kernel's output is kept where the kernel makes it, together with what its
-    backward kernel needs (`attention.Kernel.saved`).
+    `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`), which
+    its backward kernel needs.
     """
     if saved is None:
         return body

@@ -1,4 +1,4 @@
-"""The trainer's own program for GPUs that are not there: memory, traffic, work, least time.
+"""`python -m jaxbench.plan`: the trainer's program, compiled for absent GPUs and described.
 
-Imports `train` and below, never `run`. Start with `plan.make_plan`; the command is `planning`'s.
+Imports `train` and below, never `run`. Start with `plan.make_plan`, or with `command.main`.
 """

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxbench.planning.command import main
+from jaxbench.plan.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

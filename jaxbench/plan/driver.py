@@ -1,14 +1,11 @@
-"""A CUDA driver that does nothing, so that Transformer Engine can be imported and traced where
-there is no GPU.
+"""A stub of the CUDA driver: with it Transformer Engine is imported and traced without a GPU.
 
-Its libraries are linked to the driver's and to NCCL, and while it is traced it asks the runtime for
-the number of GPUs and their compute capability. The library made here, with a C compiler, answers
-these three questions for one GPU, and fails every other call. What is traced so is compiled for
-absent GPUs, and never run.
+Transformer Engine's libraries link to the driver and to NCCL, and tracing asks the CUDA runtime for
+the number of GPUs and their compute capability. The stub, built with gcc, answers for one GPU and
+fails every other call: traced programs are compiled for absent GPUs and never run.
 """
 
 import ctypes
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -20,6 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxbench.errors import RecipeError
+from jaxbench.plan.absent import installed
 
 NO_DEVICE = 100
 """`CUDA_ERROR_NO_DEVICE`."""
@@ -36,17 +34,17 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
 
 
 def missing() -> str | None:
-    """Why no such driver can be made here; None if one can."""
-    if importlib.util.find_spec("transformer_engine") is None:
+    """The reason why the stub cannot be built; None if it can."""
+    if not installed("transformer_engine"):
         return "Transformer Engine is not installed (README: Transformer Engine)"
     absent = [name for name in ("gcc", "nm") if shutil.which(name) is None]
     return f"it needs {' and '.join(absent)}" if absent else None
 
 
 @cache
-def pretend(capability: int) -> None:
-    """Loads the library into this process, which has no driver, for a GPU of a major compute
-    capability. Raises RecipeError where it cannot be made."""
+def load_stub(capability: int) -> None:
+    """Builds the stub for a major compute capability and loads it into this process. Raises
+    RecipeError."""
     if reason := missing():
         raise RecipeError(f"Transformer Engine cannot be planned: {reason}")
     site = Path(sysconfig.get_paths()["purelib"])
@@ -54,24 +52,22 @@ def pretend(capability: int) -> None:
         source, library = Path(folder, "driver.c"), Path(folder, "libcuda.so.1")
         failing = (f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in _driver_calls(site))
         source.write_text("".join(failing) + RUNTIME)
-        given = [f"-I{site}/nvidia/cu13/include", f"-DMAJOR={capability}"]
-        command = ["gcc", "-shared", "-fPIC", *given, f"-Wl,-soname,{library.name}", "-o"]
-        done = subprocess.run([*command, library, source], capture_output=True, text=True)
-        if done.returncode:
+        flags = [f"-I{site}/nvidia/cu13/include", f"-DMAJOR={capability}"]
+        command = ["gcc", "-shared", "-fPIC", *flags, f"-Wl,-soname,{library.name}", "-o"]
+        process = subprocess.run([*command, library, source], capture_output=True, text=True)
+        if process.returncode:
             raise RecipeError(
-                f"Transformer Engine cannot be planned: {done.stderr.splitlines()[0]}"
+                f"Transformer Engine cannot be planned: {process.stderr.splitlines()[0]}"
             )
         jax.devices()  # JAX's plugin loads NCCL
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _driver_calls(site: Path) -> list[str]:
-    """The driver's functions that the libraries are linked to."""
-    libraries = [
-        *site.glob("nvidia/cudnn/lib/*.so*"),
-        *site.glob("transformer_engine/wheel_lib/*.so*"),
-    ]
-    done = subprocess.run(
+    """Driver functions that the libraries need."""
+    folders = ("nvidia/cudnn/lib", "transformer_engine/wheel_lib")
+    libraries = [path for folder in folders for path in site.glob(f"{folder}/*.so*")]
+    process = subprocess.run(
         ["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True, check=False
     )
-    return sorted(set(re.findall(r" U (cu[A-Z]\w*)", done.stdout)))
+    return sorted(set(re.findall(r" U (cu[A-Z]\w*)", process.stdout)))

@@ -1,11 +1,12 @@
-"""A plan: what one step of a run needs, sends and executes on GPUs that are not there.
+"""A plan: memory, collectives, kernels and step time of a run's step, compiled for absent GPUs.
 
-`docs/plan.md` explains the model behind the step-time bound.
+`docs/design/plan.md` explains the roofline bound, `docs/design/forecast.md` the forecast.
 """
 
 import json
 import math
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
 from jaxbench.train.pipeline import held_gradients
+from jaxbench.train.pipeline_schedule import interleaved_1f1b
 from jaxbench.train.program import RULES, check_program, compile_program
 from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
-from jaxbench.train.timetable import timetable
 from jaxbench.versions import versions
 from jaxbench.xla import flags, memory, schedule
 from jaxbench.xla.hlo import Program
@@ -38,17 +39,28 @@ SHOWN_KERNELS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device."""
+    """Bytes on one device as compiled, and the limit of a program."""
 
     arguments: int
     temporaries: int
     peak: int
     limit: int
 
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled, gpu: Gpu) -> "Memory":
+        """The memory of a program that is compiled for a GPU."""
+        stats: Any = compiled.memory_analysis()
+        return cls(
+            arguments=stats.argument_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            peak=stats.peak_memory_in_bytes,
+            limit=gpu.memory_limit,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes on one device of the train state, by part, and of the gradients that a step sums up."""
+    """Bytes on one device of the train state and of the accumulated gradients."""
 
     parameters: int
     optimizer: int
@@ -57,10 +69,8 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of one device and step: the model's in two conventions, and those compiled.
-
-    `recompute_ratio` is compiled over `model_full`, since compiled attention is counted unmasked.
-    """
+    """FLOPs of one device and step. `recompute_ratio` is compiled over `model_full`, since compiled
+    attention is counted unmasked too."""
 
     model_causal: float
     model_full: float
@@ -70,36 +80,27 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Runs per step of matrix products by dtype, and of fused attention, forward and backward."""
+    """Launches per step of matrix products by dtype and of fused attention, both directions."""
 
     gemm_bf16: int
     gemm_fp8: int
     attention: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class OtherKernels:
-    """Kernels that are neither products nor attention, by the JAX operation they stem from: seconds
-    of the bound, and launches, per step."""
+    """Kernels other than products and attention that come from one JAX operation: their seconds in
+    the bound, and launches, per step."""
 
     source: str
-    seconds: float
-    launches: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """Seconds of the bound: products and attention, other kernels, waiting for collectives."""
-
-    compute: float
-    memory: float
-    exposed: float
+    seconds: float = 0.0
+    launches: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What follows from a step time; model FLOPs utilisation with attention counted in full, None
-    where no peak is known."""
+    """Throughput and model FLOPs utilisation of a step time, with full attention counted; `mfu` is
+    None where the GPU's peak is unknown."""
 
     tokens_per_s_per_gpu: float
     mfu: float | None
@@ -107,9 +108,8 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """How a step goes through a pipeline. `bubble` is the time for which a rank is idle over that
-    for which it works, `slots` are as many chunks of layers as ever wait for their backward pass,
-    and `padding` are layers that are computed without being there."""
+    """The pipeline of a run: `bubble` is idle over busy time of a rank, `slots` the model chunks
+    whose activations are stashed at a time, `padding` the layers that only fill up stages."""
 
     ranks: int
     virtual_stages: int
@@ -121,9 +121,10 @@ class Pipelined:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything about one row; FLOPs and bytes are per device and step. `fits` is true of the
-    beginning too: making or restoring the state holds the step's arguments, and nothing beside
-    them. `rates` are those of the bound, the forecast and the published step time."""
+    """The plan of a row; FLOPs and bytes are per device and step. `fits` covers the start too:
+    making or restoring the state needs no more than the step's arguments. `bound_parts_s` are
+    `compute` (products and attention), `memory` (other kernels) and `exposed` collectives. Keys of
+    `rates` are `bound`, `forecast` and `published`."""
 
     recipe: str
     row: str
@@ -149,7 +150,7 @@ class Plan:
     other_kernels: list[OtherKernels]
     lower_s: float
     compile_s: float
-    bound_parts_s: Bound
+    bound_parts_s: dict[str, float]
     bound_step_s: float
     forecast_step_s: float
     forecast: Forecast
@@ -157,99 +158,92 @@ class Plan:
     published: dict[str, Any] | None
 
 
-NESTED = {
-    "bytes_per_device": Memory, "state_bytes": StateBytes, "flops": Flops, "kernels": Kernels,
-    "bound_parts_s": Bound, "stages": Pipelined, "forecast": Forecast,
+RECORDS = {
+    "bytes_per_device": Memory, "state_bytes": StateBytes, "largest_buffers": Buffer,
+    "flops": Flops, "collectives": Traffic, "kernels": Kernels, "stages": Pipelined,
+    "other_kernels": OtherKernels, "forecast": Forecast,
 }  # fmt: skip
-LISTS = {"largest_buffers": Buffer, "collectives": Traffic, "other_kernels": OtherKernels}
+"""Fields of a plan that are records or lists of records."""
 
 
 def read(path: Path) -> Plan:
-    """A plan that `--dump` left. Raises RecipeError where it is none."""
+    """Reads the plan.json of `--dump`. Raises RecipeError if it is not a plan."""
     try:
         values = json.loads(path.read_text())
-        nested = {name: cls(**values[name]) for name, cls in NESTED.items() if values[name]}
-        lists = {name: [cls(**v) for v in values[name]] for name, cls in LISTS.items()}
-        rates = {name: Rates(**v) for name, v in values["rates"].items()}
-        return Plan(**(values | nested | lists | {"rates": rates}))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        for name, cls in RECORDS.items():
+            if isinstance(values[name], list):
+                values[name] = [cls(**value) for value in values[name]]
+            elif values[name] is not None:
+                values[name] = cls(**values[name])
+        values["rates"] = {name: Rates(**value) for name, value in values["rates"].items()}
+        return Plan(**values)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RecipeError(f"{path}: cannot read a plan: {error}") from error
 
 
 def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None = None) -> Plan:
-    """Compiles one step of the run for absent GPUs, and describes it. The scheduled program is kept
-    in `dump`; `kernels` are measurements that come before the package's (`forecast.tables`)."""
+    """Compiles one step of the run for absent GPUs and describes it.
+
+    The scheduled program is written to `dump`; measurements in the file `kernels` take precedence
+    over the package's (`forecast.tables`). Raises RecipeError if the GPUs do not fill nodes,
+    RunFailed if the program is not what the recipe asks for.
+    """
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
-    devices = compile_only_devices(gpu, run.gpus)
-    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)):
-        compiled, live_ranges, lower_s, compile_s = compile_with_ranges(run)
+    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(gpu, run.gpus))
+    with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
+        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
+        compiled, lower_s, compile_s = compile_program(run, options)
+        check_program(compiled, run)
+        live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
         state = state_bytes(run)
     text = compiled.as_text()
     if dump is not None:
         (dump / "program.hlo.txt").write_text(text)
-    program, stats = Program.parse(text, RULES), compiled.memory_analysis()
+    program, size = Program.parse(text, RULES), Memory.of(compiled, gpu)
     walk = schedule.Walk(program)
     timeline = walk.under(schedule.Roofline(gpu))
     expected = forecast(walk, gpu, tables, lambda c: axes_of(c, run))
-    row = published.lookup(run, gpu)
-    bytes_per_device = Memory(
-        arguments=stats.argument_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
-        limit=gpu.memory_limit,
-    )
+    times = {"bound": timeline.step_s, "forecast": expected.step_s}
+    rates = {name: rates_of(run, gpu, seconds) for name, seconds in times.items()}
+    if row := published.lookup(run, gpu):
+        rates["published"] = rates_of(run, row.gpu, row.step_time_s)
     return Plan(
         recipe=run.recipe,
         row=run.row,
         gpus=run.gpus,
         target=gpu.name.lower(),
-        fits=bytes_per_device.peak <= gpu.memory_limit,
+        fits=size.peak <= size.limit,
         mesh=run.mesh_text(),
         settings=recipes.describe(run),
         system=system(gpu),
         flags=flags.options(run, "gpu"),
         versions=versions(),
         parameters=flops.parameters(run.model)["total"],
-        bytes_per_device=bytes_per_device,
+        bytes_per_device=size,
         state_bytes=state,
         largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
-        flops=executed(run, program),
+        flops=compiled_flops(run, program),
         collectives=traffic(run, gpu, timeline),
         wire_bytes=sum(t.collective.wire_bytes for t in timeline.transfers),
         uncovered_wire_bytes=timeline.uncovered_bytes,
-        kernels=executed_kernels(program),
+        kernels=kernel_launches(program),
         stages=stages(run),
         launches=timeline.kernels,
         other_kernels=other_kernels(walk, gpu),
         lower_s=lower_s,
         compile_s=compile_s,
-        bound_parts_s=Bound(
-            compute=timeline.parts["compute"],
-            memory=timeline.parts["memory"],
-            exposed=timeline.exposed_s,
-        ),
+        bound_parts_s={**timeline.parts, "exposed": timeline.exposed_s},
         bound_step_s=timeline.step_s,
         forecast_step_s=expected.step_s,
         forecast=expected,
-        rates=rates(run, gpu, timeline.step_s, expected.step_s, row),
+        rates=rates,
         published=asdict(row) if row else None,
     )
 
 
-def compile_with_ranges(run: Run) -> tuple[Any, str, float, float]:
-    """(executable, when its buffers live, seconds to lower, seconds to compile) on the current
-    mesh, checked to be what was asked for."""
-    with tempfile.TemporaryDirectory() as tmp:
-        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
-        compiled, lower_s, compile_s = compile_program(run, options)
-        check_program(compiled, run)
-        live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
-    return compiled, live_ranges, lower_s, compile_s
-
-
 def system(gpu: Gpu) -> dict[str, Any]:
-    """What a plan depends on of the GPUs and their links."""
+    """The GPU's properties and links that decide a plan."""
     names = ("device", "memory", "bandwidth", "nvlink", "nic", "node", "domain")
     return {name: getattr(gpu, name) for name in names}
 
@@ -274,25 +268,24 @@ def state_bytes(run: Run) -> StateBytes:
 
 
 def stages(run: Run) -> Pipelined | None:
-    """`Pipelined` of a run; None without a pipeline."""
-    ranks, chunks = run.parallelism.pipeline, run.parallelism.virtual_stages
+    """The pipeline of a run; None without one."""
+    ranks, virtual_stages = run.parallelism.pipeline, run.parallelism.virtual_stages
     if ranks == 1:
         return None
     return Pipelined(
         ranks=ranks,
-        virtual_stages=chunks,
+        virtual_stages=virtual_stages,
         microbatches=run.accumulation,
-        bubble=(ranks - 1) / (chunks * run.accumulation),
-        slots=timetable(ranks, chunks, run.accumulation).slots,
+        bubble=(ranks - 1) / (virtual_stages * run.accumulation),
+        slots=interleaved_1f1b(ranks, virtual_stages, run.accumulation).slots,
         padding=Stages.of(run).padding,
     )
 
 
-def executed(run: Run, program: Program) -> Flops:
-    """`Flops` of a program."""
+def compiled_flops(run: Run, program: Program) -> Flops:
+    """FLOPs of a compiled program beside those of its model."""
     share = run.batch.global_batch / run.gpus
-    full = model_flops(run, "full") * share
-    compiled = sum(program.flops().values())
+    full, compiled = model_flops(run, "full") * share, sum(program.flops().values())
     return Flops(
         model_causal=model_flops(run, "causal") * share,
         model_full=full,
@@ -301,42 +294,52 @@ def executed(run: Run, program: Program) -> Flops:
     )
 
 
-def executed_kernels(program: Program) -> Kernels:
-    """`Kernels` of a program."""
-    runs = {"fp8": 0, "bf16": 0, "attention": 0}
+def kernel_launches(program: Program) -> Kernels:
+    """Launches of products and attention in a program."""
+    launches: Counter[str] = Counter()
     for work, times, _ in program.works():
         dtype = "fp8" if work.dtype.startswith("f8") else work.dtype
-        name = dtype if work.kind == "product" else work.kind
-        runs[name] = runs.get(name, 0) + times
-    return Kernels(gemm_bf16=runs["bf16"], gemm_fp8=runs["fp8"], attention=runs["attention"])
+        launches[dtype if work.kind == "product" else work.kind] += times
+    return Kernels(
+        gemm_bf16=launches["bf16"], gemm_fp8=launches["fp8"], attention=launches["attention"]
+    )
 
 
 def other_kernels(walk: schedule.Walk, gpu: Gpu) -> list[OtherKernels]:
-    """The largest `OtherKernels` of a program, by their seconds."""
+    """The JAX operations whose kernels other than products and attention take longest."""
     roofline = schedule.Roofline(gpu)
-    found: dict[str, tuple[float, int]] = {}
+    sums: dict[str, OtherKernels] = {}
     for _, kernel, runs in walk.kernels():
         if not any(work.kind in ("product", "attention") for work in kernel.works):
             source = memory.readable(kernel.source, "without a name")
-            seconds, launches = found.get(source, (0.0, 0))
-            seconds += sum(roofline.kernel(kernel).values()) * runs
-            found[source] = seconds, launches + runs
-    each = [
-        OtherKernels(source=source, seconds=seconds, launches=launches)
-        for source, (seconds, launches) in found.items()
-    ]
-    return sorted(each, key=lambda kernels: -kernels.seconds)[:SHOWN_KERNELS]
-
-
-def rates(
-    run: Run, gpu: Gpu, bound_s: float, forecast_s: float, row: published.Row | None
-) -> dict[str, Rates]:
-    """`Rates` by what they are of; the published ones on the GPU of their row."""
-    found = {"bound": rates_of(run, gpu, bound_s), "forecast": rates_of(run, gpu, forecast_s)}
-    return found | ({"published": rates_of(run, row.gpu, row.step_time_s)} if row else {})
+            line = sums.setdefault(source, OtherKernels(source=source))
+            line.seconds += sum(roofline.kernel(kernel).values()) * runs
+            line.launches += runs
+    return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]
 
 
 def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
-    """`Rates` of a step time."""
-    found = throughput(run, seconds, gpu.tflops.get(run.precision.dtype))
-    return Rates(tokens_per_s_per_gpu=found["tokens_per_s_per_gpu"], mfu=found["mfu"]["full"])
+    """`Rates` of a step time on a GPU."""
+    rates = throughput(run, seconds, gpu.tflops.get(run.precision.dtype))
+    return Rates(tokens_per_s_per_gpu=rates["tokens_per_s_per_gpu"], mfu=rates["mfu"]["full"])
+
+
+def grows(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
+    """The part that is longer by most than in other `parts`, and by how much."""
+    longer = {name: value - others.get(name, 0.0) for name, value in seconds.items()}
+    return max(longer.items(), key=lambda part: part[1])
+
+
+def parts(plan: Plan) -> dict[str, float]:
+    """The parts of the forecast step in seconds, with products split into those of the model,
+    `recompute`, and the `bubble` of a pipeline.
+
+    Idle ranks compute too, on stale data: the bubble is a share of all products. `recompute` is the
+    rest beyond the model's FLOPs, padding included. FLOPs of every dtype count as equally long.
+    """
+    others = dict(plan.forecast.parts_s)
+    total, idle = others.pop("products", 0.0), plan.stages.bubble if plan.stages else 0.0
+    products = total / max(1.0, plan.flops.recompute_ratio)
+    bubble = min(total * idle / (1 + idle), total - products)
+    recompute = total - products - bubble
+    return {"products": products, "recompute": recompute, "bubble": bubble, **others}

@@ -1,4 +1,4 @@
-"""What a step sends, by kind of collective and mesh axes."""
+"""Collectives of a step, by kind and mesh axes."""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from jaxbench.xla.schedule import Schedule
 PART = "part of "
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Traffic:
-    """Collectives of one step of a kind over some mesh axes; `bytes` are sent by one device."""
+    """Collectives of one kind over the same mesh axes, per step; `bytes` are sent by one device."""
 
     kind: str
     axes: str
@@ -25,43 +25,37 @@ class Traffic:
 
 
 def traffic(run: Run, gpu: Gpu, timeline: Schedule) -> list[Traffic]:
-    """Collectives of one step, summed by kind and mesh axes."""
-    found: dict[tuple[str, str], Traffic] = {}
+    """Sums the collectives of a step, those that send most first."""
+    sums: dict[tuple[str, str], Traffic] = {}
     for t in timeline.transfers:
-        c = t.collective
-        axes = axes_of(c, run)
-        new = Traffic(kind=c.kind, axes=axes, across_domains=c.crosses_domains(gpu))
-        sums = found.get((c.kind, axes), new)
-        found[c.kind, axes] = Traffic(
-            kind=sums.kind,
-            axes=sums.axes,
-            across_domains=sums.across_domains,
-            count=sums.count + c.count,
-            bytes=sums.bytes + c.wire_bytes,
-            least_s=sums.least_s + t.seconds,
-            exposed_s=sums.exposed_s + t.exposed_s,
-        )
-    return sorted(found.values(), key=lambda sums: -sums.bytes)
+        kind, axes = t.collective.kind, axes_of(t.collective, run)
+        crosses = t.collective.crosses_domains(gpu)
+        line = sums.setdefault((kind, axes), Traffic(kind=kind, axes=axes, across_domains=crosses))
+        line.count += t.collective.count
+        line.bytes += t.collective.wire_bytes
+        line.least_s += t.seconds
+        line.exposed_s += t.exposed_s
+    return sorted(sums.values(), key=lambda line: -line.bytes)
 
 
 def axes_of(collective: Collective, run: Run) -> str:
-    """`mesh_axes` of a collective of a run."""
+    """The mesh axes that a collective of a run crosses."""
     axes = mesh_axes(collective.devices, run.mesh_shape)
-    permutes = collective.kind == "collective-permute"  # between neighbours, never among all
-    return axes.removeprefix(PART) if permutes else axes
+    # A permute exchanges with a neighbour only, and still goes along the whole axis.
+    return axes.removeprefix(PART) if collective.kind == "collective-permute" else axes
 
 
 def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:
-    """The mesh axes along which a group of devices lies, as in `fsdp x context`.
+    """The mesh axes that a group of devices spans, as in `fsdp x context`; `part of` them where
+    other devices are between.
 
-    Devices are numbered along the mesh, the last axis fastest. A group that is not the whole of its
-    axes is `part of` them.
+    Devices are numbered along the mesh, the last axis fastest.
     """
     strides = [math.prod(mesh_shape[i + 1 :]) for i in range(len(AXES))]
-    seen = [
-        {device // stride % size for device in devices}
-        for stride, size in zip(strides, mesh_shape, strict=True)
+    spanned = [
+        i
+        for i, (stride, size) in enumerate(zip(strides, mesh_shape, strict=True))
+        if len({device // stride % size for device in devices}) > 1
     ]
-    along = [i for i, indices in enumerate(seen) if len(indices) > 1]
-    whole = math.prod(mesh_shape[i] for i in along) == len(devices)
-    return ("" if whole else PART) + " x ".join(AXES[i] for i in along)
+    whole = math.prod(mesh_shape[i] for i in spanned) == len(devices)
+    return ("" if whole else PART) + " x ".join(AXES[i] for i in spanned)

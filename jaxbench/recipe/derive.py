@@ -37,10 +37,10 @@ def extend(
     gpu: Gpu | None,
     overrides: tuple[Override, ...] = (),
     *,
-    here: bool = False,
+    whole_nodes: bool = True,
 ) -> Recipe:
     """The recipe with a row for `gpus`, derived where it has none. Axes that are overridden keep
-    that size; GPUs that are `here` may lie in any nodes.
+    that size; `whole_nodes` requires that they fill nodes.
 
     Raises RecipeError, naming the nearest counts that work, for a count that fills no nodes, or on
     which the train state alone fits no mesh.
@@ -53,11 +53,11 @@ def extend(
     fixed = {o.name: o.value for o in overrides if o.section == "parallelism"}
 
     def row(count: int) -> dict[str, Any] | None:
-        whole = here or gpu is None or gpu.spread(count) is not None
+        whole = not whole_nodes or gpu is None or gpu.spread(count) is not None
         return derived(recipe, count, gpu, fixed) if whole else None
 
-    if (found := row(gpus)) is not None:
-        return replace(recipe, rows=recipe.rows | {gpus: found}, derived=recipe.derived | {gpus})
+    if (settings := row(gpus)) is not None:
+        return replace(recipe, rows=recipe.rows | {gpus: settings}, derived=recipe.derived | {gpus})
     counts = [n for n in recipe.rows if isinstance(n, int) and n > 1]
     last = max([gpus, *counts]) + 1
     below = range(gpus - 1, max(1, gpus - SEARCHED), -1)
@@ -68,14 +68,14 @@ def extend(
     ]
     raise RecipeError(
         f"recipe {recipe.name} on {gpus} {gpu.name if gpu else 'GPU'}s: "
-        f"{_why(gpus, gpu, fixed, here)}; the nearest counts that work: "
+        f"{_why(gpus, gpu, fixed, whole_nodes)}; the nearest counts that work: "
         f"{' and '.join(str(n) for n in near if n) or 'none'}; its rows are {recipe.row_names()}"
     )
 
 
-def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], here: bool) -> str:
+def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -> str:
     """What is wrong with a count that no row can be derived for."""
-    if gpu and not here and gpu.spread(gpus) is None:
+    if gpu and whole_nodes and gpu.spread(gpus) is None:
         domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
         return f"they do not fill nodes of {gpu.node}{domains}"
     asked = f" with {', '.join(f'{name}={size}' for name, size in fixed.items())}" if fixed else ""
@@ -114,25 +114,19 @@ def derived(
 
 
 def meshes(run: Run, gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """Meshes for `gpus`, the closest to the run's first: axes other than fsdp as they are, or
-    divided as little as possible; then as many devices to a copy of the model, or as few more as
-    possible, else as many as possible."""
-    p = run.parallelism
-    found: list[tuple[tuple[float, bool, float], dict[str, int]]] = []
-    for sizes in product(*(_sizes(axis, getattr(p, axis), fixed) for axis in OTHERS)):
-        inner = math.prod(sizes)
-        if gpus % inner or run.model.embed % inner:
-            continue
-        divided = sum(
-            abs(math.log2(getattr(p, axis) / size))
-            for axis, size in zip(OTHERS, sizes, strict=True)
-        )
-        for fsdp in _sizes("fsdp", math.gcd(gpus, run.model.embed) // inner, fixed):
-            ranks = inner * fsdp
-            if gpus % ranks == run.model.embed % ranks == 0:
-                order = (divided, ranks < p.ranks, abs(math.log2(ranks / p.ranks)))
-                found.append((order, {**dict(zip(OTHERS, sizes, strict=True)), "fsdp": fsdp}))
-    for _, mesh in sorted(found, key=lambda entry: entry[0]):
+    """Meshes for `gpus`, closest to the run's first, sorted by three criteria: least change of axes
+    other than fsdp; no fewer devices per copy of the model; number of devices per copy nearest to
+    the run's."""
+    p, embed = run.parallelism, run.model.embed
+    most = {**{axis: getattr(p, axis) for axis in OTHERS}, "fsdp": math.gcd(gpus, embed)}
+    possible: list[tuple[tuple[float, bool, float], dict[str, int]]] = []
+    for sizes in product(*(_sizes(axis, size, fixed) for axis, size in most.items())):
+        mesh, ranks = dict(zip(most, sizes, strict=True)), math.prod(sizes)
+        if gpus % ranks == embed % ranks == 0:
+            divided = sum(abs(math.log2(getattr(p, axis) / mesh[axis])) for axis in OTHERS)
+            order = (divided, ranks < p.ranks, abs(math.log2(ranks / p.ranks)))
+            possible.append((order, mesh))
+    for _, mesh in sorted(possible, key=lambda entry: entry[0]):
         chunks = max(p.pipeline * p.virtual_stages // mesh["pipeline"], 1)
         yield mesh | {"virtual_stages": chunks if mesh["pipeline"] > 1 else 1}
 

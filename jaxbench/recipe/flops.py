@@ -28,7 +28,7 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
     }
     if cfg.mamba is not None:
         per_letter["M"] = ("mamba", _mamba_projections(cfg, cfg.mamba) + _mamba_rest(cfg.mamba))
-    letters, norm = cfg.letters, cfg.embed * NORM_VECTORS[cfg.norm]
+    letters, norm = cfg.layer_pattern, cfg.embed * NORM_VECTORS[cfg.norm]
     norms_per_layer = 2 if cfg.post_norm else 1
     counts = {
         "embedding": cfg.vocabulary * cfg.embed,
@@ -71,7 +71,7 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     conventions take as square; its convolution and the decay of states between chunks are not
     counted.
     """
-    letters = cfg.letters
+    letters = cfg.layer_pattern
     scores = letters.count("*") * 12 * length * length * cfg.heads * cfg.head_dim
     flops = {
         "attention projections": letters.count("*") * 6 * length * _attention_weights(cfg),

@@ -1,4 +1,4 @@
-"""The published rows (configs/published.csv).
+"""The published measurements (configs/published.csv).
 
 A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and
 1979 TFLOP/s (2450 and 4900 on GB200) and their own, often rounded, model FLOPs. Where a printed
@@ -7,17 +7,16 @@ printed figure is kept, and the code says how to reproduce it (`tests/recipe/tes
 """
 
 import csv
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
-from jaxbench.recipe import flops
+from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.recipes import config_folder
 from jaxbench.recipe.settings import Run
 
 ERRATA = {
@@ -32,10 +31,13 @@ ERRATA = {
 }
 
 
+FREE = {"batch.microbatch", "precision.gather", "precision.implementation"}
+"""Settings beside the mesh and `execution` that change speed and memory, but not the result."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published measurement on GPUs of a type; None where the source prints nothing. MFU in
-    percent."""
+    """One published measurement; None where the source prints no figure. MFU in percent."""
 
     workload: str
     size: str
@@ -54,12 +56,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """What was trained, and on what."""
+        """The model, and the GPU unless it is the H100."""
         return titled(f"{self.workload} {self.size}", self.gpu)
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """What it was measured on."""
+        """The kind of GPU it was measured on."""
         return hardware.PLANNED[self.gpu_type]
 
     def __str__(self) -> str:
@@ -86,23 +88,23 @@ def titled(model: str, gpu: hardware.Gpu | None) -> str:
 @cache
 def rows() -> tuple[Row, ...]:
     """All rows of published.csv."""
-    return read(config_folder() / "published.csv")
+    return read(recipes.config_folder() / "published.csv")
 
 
 def read(path: Path) -> tuple[Row, ...]:
-    """The rows of a table like published.csv. Raises RecipeError where it is none, or has a model,
-    a GPU or a dtype that nobody knows."""
+    """The rows of a table like published.csv. Raises RecipeError for a file that is no such table
+    and for an unknown model, GPU or dtype."""
     try:
         with path.open() as file:
-            found = tuple(_row(line) for line in csv.DictReader(file))
+            table = tuple(_row(line) for line in csv.DictReader(file))
     except (OSError, ValueError, LookupError) as error:
         raise RecipeError(f"{path}: not a table like configs/published.csv: {error!r}") from error
-    for row in found:
+    for row in table:
         if row.gpu_type not in hardware.PLANNED:
             raise RecipeError(f"{path}: unknown GPU: {row.gpu_type}")
         if (row.workload, row.size) not in _models() or row.dtype not in row.gpu.tflops:
             raise RecipeError(f"{path}: unknown work: {row.workload} {row.size} {row.dtype}")
-    return found
+    return table
 
 
 @cache
@@ -124,49 +126,68 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
-    """The published row with the run's model, work, precision and GPU count: of that GPU if there
-    is one, else of another; None where there is none."""
+    """The published row with the run's model, batch, dtype and GPU count: measured on `gpu` if
+    there is one, else on another GPU; None where nothing is published for this work."""
     m, b = run.model, run.batch
-    if run.label == "derived" or all(
-        _widths(m) != _widths(published) for published in MODELS.values()
-    ):
+    known = _models().get((m.family, m.size))
+    if run.label == "derived" or known is None or _widths(m) != _widths(known):
         return None
-    work = (
-        m.family,
-        m.size,
-        m.layers,
-        run.precision.dtype,
-        run.gpus,
-        b.sequence_length,
-        b.global_batch,
-    )
-    found = [
-        row
-        for row in rows()
-        if work == (row.workload, row.size, row.layers, row.dtype, row.gpus, row.seq_len, row.gbs)
-    ]
-    return min(found, key=lambda row: gpu is None or row.gpu.name != gpu.name, default=None)
+    work = (m.layers, b.sequence_length, b.global_batch)
+    matches = (r for r in _candidates(run, gpu) if work == (r.layers, r.seq_len, r.gbs))
+    return next(matches, None)
 
 
 def _widths(cfg: ModelConfig) -> dict[str, Any]:
-    """A model but for its number of layers."""
-    return {**asdict(cfg), "layers": None}
+    """A model's settings except its number of layers."""
+    return {**vars(cfg), "layers": None}
+
+
+def _candidates(run: Run, gpu: hardware.Gpu | None) -> list[Row]:
+    """Rows with the run's model name, dtype and GPU count, those of `gpu` first."""
+    wanted = (run.model.family, run.model.size, run.precision.dtype, run.gpus)
+    candidates = [r for r in rows() if wanted == (r.workload, r.size, r.dtype, r.gpus)]
+    return sorted(candidates, key=lambda row: gpu is not None and row.gpu.name != gpu.name)
 
 
 def differences(run: Run, device: str) -> list[str]:
-    """Why the run's figures must not stand beside a published row; empty when they may."""
-    gpu = hardware.identify(device)
-    row = lookup(run, gpu)
-    reasons = []
+    """Reasons why the run's figures are not comparable with published ones; empty when they are.
+
+    Every setting that changes the work or its numerics must be as in the recipe of the published
+    row. The mesh, remat, compiler flags and implementations of operators are free.
+    """
     if run.label == "smoke":
-        reasons.append("smoke row on a CPU")
-    elif run.label == "derived":
-        reasons.append(f"its row is derived: the recipe has none for {run.gpus} GPUs")
-    elif row is None:
-        reasons.append(f"nothing is published for this work on {run.gpus} GPUs")
-    if row is not None and gpu is not row.gpu:
+        return ["smoke row on a CPU"]
+    if run.label == "derived":
+        return [f"its row is derived: the recipe has none for {counted(run.gpus)}"]
+    gpu = hardware.identify(device)
+    row = lookup(run, gpu) or next(iter(_candidates(run, gpu)), None)
+    if row is None:
+        return [f"nothing is published for this work on {counted(run.gpus)}"]
+    name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
+    expected = _work(recipes.resolve(recipes.load(name).on(row.gpu), row.gpus))
+    reasons = [
+        f"{setting} is {value}, the row has {expected[setting]}"
+        for setting, value in _work(run).items()
+        if value != expected[setting]
+    ]
+    if gpu is not row.gpu:
         reasons.append(f"the hardware is {device}, the published one is {row.gpu.name}")
     return reasons
+
+
+def counted(gpus: int | None) -> str:
+    """A number of GPUs, in the singular for one."""
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
+def _work(run: Run) -> dict[str, Any]:
+    """The settings that decide what is computed, by `section.name`."""
+    return {
+        setting: value
+        for section in ("model", "precision", "batch", "optimizer")
+        for name, value in vars(getattr(run, section)).items()
+        if (setting := f"{section}.{name}") not in FREE
+    }
 
 
 def source_flops(cfg: ModelConfig, length: int) -> float:
@@ -188,9 +209,9 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
         causal = flops.model_flops(cfg, length, "causal")
         return causal["total"] - causal["router"]
     if cfg.family == "nemotron4":
-        missing_kv_heads = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
-        return full["total"] + 6 * length * cfg.layers * missing_kv_heads
+        overcounted = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
+        return full["total"] + 6 * length * cfg.layers * overcounted
     if cfg.mamba is not None:
-        scans = cfg.letters.count("M") * flops.scan_flops(cfg.mamba, length, 256)
+        scans = cfg.layer_pattern.count("M") * flops.scan_flops(cfg.mamba, length, 256)
         return full["total"] - full["mamba scan"] + scans
     return full["total"]

@@ -2,7 +2,7 @@
 
 A recipe names a model, holds what all of its rows share, and a table of rows, one per GPU count. A
 row is given in the short names of `ROW_KEYS`; it may also hold whole sections. Rows are sized for
-the H100; another GPU may have a table of its own, under its name, whose rows take the place of
+the H100; another GPU may have a table too, under its name, whose rows take the place of
 those of the same count (`Recipe.on`). Everything is checked here, before any slow work.
 """
 
@@ -21,6 +21,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import (
+    SMOKE_STEPS,
     STEPS,
     Batch,
     Execution,
@@ -52,21 +53,22 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as it was read: `shared` sections, `rows` by GPU count or `smoke`, and those of some
-    GPUs alone (`own`), by the GPU's name. `derived` are counts whose rows stand in no file
-    (`derive.extend`)."""
+    """A recipe as read from its file: `shared` sections, `rows` by GPU count or `smoke`, and
+    `gpu_rows`, which replace them on a GPU of that name. `derived` are the GPU counts whose rows
+    were added by `derive.extend`."""
 
     name: str
     model: str
     shared: dict[str, dict]
     rows: dict[int | str, dict]
-    own: dict[str, dict[int | str, dict]] = field(default_factory=dict)
+    gpu_rows: dict[str, dict[int | str, dict]] = field(default_factory=dict)
     derived: frozenset[int] = frozenset()
 
     def on(self, gpu: hardware.Gpu | None) -> "Recipe":
-        """The recipe as it is on a GPU: its own rows in place of those of the same count."""
-        own = self.own.get(gpu.name.lower(), {}) if gpu else {}
-        return replace(self, rows=self.rows | own)
+        """The recipe on a GPU: `gpu_rows` in place of the rows of the same count."""
+        return replace(
+            self, rows=self.rows | self.gpu_rows.get(gpu.name.lower() if gpu else "", {})
+        )
 
     def row_names(self) -> str:
         """The rows there are, for a message."""
@@ -116,11 +118,13 @@ def load(config: str | Path) -> Recipe:
     if not isinstance(model, str) or model not in MODELS:
         raise RecipeError(f"{path}: model is {_shown(model)}; expected one of {', '.join(MODELS)}")
     rows = _rows(content.get("rows"), f"{path}: rows")
-    own = {gpu: _rows(content[gpu], f"{path}: {gpu}") for gpu in hardware.PLANNED if gpu in content}
+    gpu_rows = {
+        gpu: _rows(content[gpu], f"{path}: {gpu}") for gpu in hardware.PLANNED if gpu in content
+    }
     shared = {section: content.get(section) or {} for section in sections}
     for section, values in shared.items():
         _mapping(values, f"{path}: {section}")
-    return Recipe(path.stem, model, shared, rows, own)
+    return Recipe(path.stem, model, shared, rows, gpu_rows)
 
 
 def _rows(rows: Any, where: str) -> dict[int | str, dict]:
@@ -157,14 +161,14 @@ def _parse(text: str) -> Any:
 
 
 def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
-    """The row for the devices found: the GPU count, or `smoke` on a machine without GPUs. The
+    """The row for the devices of a job: the GPU count, or `smoke` on a machine without GPUs. The
     recipe may have none of that count (`derive.extend`).
 
     Raises RecipeError when `gpus` asks for another number.
     """
-    found = f"{devices} {'GPU' if platform == 'gpu' else 'CPU device'}{'s' if devices > 1 else ''}"
+    seen = f"{devices} {'GPU' if platform == 'gpu' else 'CPU device'}{'s' if devices > 1 else ''}"
     if gpus is not None and (platform != "gpu" or gpus != devices):
-        raise RecipeError(f"--gpus {gpus} was asked for, but this job sees {found}")
+        raise RecipeError(f"--gpus {gpus} was asked for, but this job sees {seen}")
     return devices if platform == "gpu" else SMOKE
 
 
@@ -174,11 +178,11 @@ def resolve(
     *,
     devices: int | None = None,
     overrides: tuple[Override, ...] = (),
-    steps: int = STEPS,
+    steps: int | None = None,
     seed: int = 0,
 ) -> Run:
     """The run of one row with `--set` overrides applied; `devices` is needed for the smoke row
-    only."""
+    only, which takes fewer steps unless `steps` says how many."""
     values = {name: dict(section) for name, section in {"model": {}, **recipe.shared}.items()}
     where = f"recipe {recipe.name}, row {row}"
     for key, value in recipe.rows[row].items():
@@ -203,7 +207,7 @@ def resolve(
         row=str(row),
         label=label,
         gpus=row if isinstance(row, int) else devices or 1,
-        steps=steps,
+        steps=(SMOKE_STEPS if row == SMOKE else STEPS) if steps is None else steps,
         seed=seed,
         overrides=tuple(override.text for override in overrides),
         **built,

@@ -1,56 +1,62 @@
 """The settings of a run as validated, frozen dataclasses.
 
-A `Run` holds everything that decides what is computed. What follows from it (data-parallel size,
-accumulation steps, mesh shape) is a property, so that nothing is written down twice.
+A `Run` holds everything that decides what is computed. Whatever follows from it (data-parallel
+size, accumulation, mesh shape) is a property. The string below a field is its meaning in the table
+of settings (docs/reference/settings.md).
 """
 
 import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from jaxbench.errors import RecipeError
-from jaxbench.recipe.checks import divides, not_negative, positive
+from jaxbench.recipe.checks import divides, not_negative, positive, require
 from jaxbench.recipe.model import SSD_CHUNK, ModelConfig
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
 
 CHOSEN = tuple(axis for axis in AXES if axis != "data")
-"""Those that a recipe sizes (`Parallelism`)."""
+"""The axes that a recipe sizes (`Parallelism`); `data` follows from the number of GPUs."""
 
 SAVEABLE = (
     "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
 )  # fmt: skip
 """The activations that a remat policy can save, in the order in which a layer computes them.
-`dispatched` are the rows that the experts of a rank receive, `mamba` is what a Mamba-2 mixer's
-output projection multiplies."""
+`dispatched` are the permuted tokens that the experts of a rank receive, `mamba` is the input of a
+Mamba-2 mixer's output projection."""
 
 STEPS = 50
 """Optimizer steps of a run, as published."""
 
+SMOKE_STEPS = 15
+"""Optimizer steps of the smoke row: half a minute on two cores."""
+
 MAX_SEED = 2**32 - 1
-"""Of JAX's keys."""
+"""Largest seed of a JAX key."""
 
 MAX_MARGIN = 16
-"""e4m3 has normal numbers over 15 powers of two: a larger headroom would leave nothing."""
+"""Powers of two. e4m3 has normal numbers over 15 of them: a larger headroom leaves none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Sizes of the mesh axes that a recipe chooses; `data` takes the devices that are left
-    (`Run.data`).
-
-    With `virtual_stages` each rank of a pipeline has that many chunks of layers instead of one, and
-    microbatches pass all ranks as often (interleaving; Narayanan et al. 2021): the pipeline is idle
-    for a shorter part of a step.
-    """
+    """Sizes of the mesh axes. Their product divides the number of GPUs; `data` takes the rest."""
 
     pipeline: int = 1
+    """pipeline stages (1F1B)"""
     virtual_stages: int = 1
+    """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
+    shorten the bubble. For transformers, not hybrids; the number of microbatches is a multiple of
+    `pipeline`, and all layers compute alike: no layer counts in `execution.remat`, no first or last
+    layers in bf16, no dropless experts"""
     fsdp: int = 1
+    """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
+    """expert parallelism; experts are split over expert x tensor"""
     context: int = 1
+    """ranks over which a sequence is split; context x tensor divides the kv heads"""
     tensor: int = 1
+    """tensor parallelism"""
 
     def __post_init__(self) -> None:
         positive("parallelism.", self, *(f.name for f in fields(self)))
@@ -63,44 +69,50 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """`dtype` of the matrix products; `accumulate` is the dtype in which microbatch gradients are
-    summed. The rest is for FP8.
-
-    `scaling` takes each tensor's scale from the tensor itself (`current`), or from the largest
-    magnitude of the last `amax_history` steps (`delayed`), and leaves `margin` powers of two of
-    headroom. The products of the first and last layers can stay in bf16. `gather` is the dtype in
-    which weights are all-gathered. `implementation` is Transformer Engine, XLA, or (`auto`)
-    Transformer Engine where it can run.
-    """
+    """Dtypes of matmuls and gradients; everything from `scaling` on is for FP8."""
 
     dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
+    """of matmuls; with `fp8` head, embedding, norms, router, attention scores and the Mamba-2 scan
+    stay in bf16"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
+    """of the sum of several microbatches' gradients, which also crosses replicas in it (those of a
+    single microbatch cross in bf16, the embedding's in fp32)"""
     scaling: Literal["delayed", "current"] = "delayed"
+    """scale of a tensor: from the amax of the last `amax_history` steps, as published, or from the
+    tensor itself"""
     amax_history: int = 1024
+    """steps whose amax `delayed` scaling considers"""
     margin: int = 0
+    """powers of two of headroom, up to 16"""
     first_bf16_layers: int = 0
+    """first layers whose matmuls stay in bf16"""
     last_bf16_layers: int = 0
+    """last layers whose matmuls stay in bf16"""
     gather: Literal["fp8", "bf16"] = "fp8"
+    """dtype in which weights are all-gathered: `fp8` is half the bytes with the same result"""
     implementation: Literal["auto", "te", "xla"] = "auto"
+    """of FP8 matmuls: XLA's, Transformer Engine's, or `auto`, which is XLA's on every machine"""
 
     def __post_init__(self) -> None:
         positive("precision.", self, "amax_history")
         not_negative("precision.", self, "margin", "first_bf16_layers", "last_bf16_layers")
-        if self.margin > MAX_MARGIN:
-            raise RecipeError(f"precision.margin = {self.margin} must be at most {MAX_MARGIN}")
+        require(
+            self.margin <= MAX_MARGIN,
+            f"precision.margin = {self.margin} must be at most {MAX_MARGIN}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Sequences per step (`global_batch`), and per pass of one data-parallel rank (`microbatch`).
-
-    A microbatch of None is the whole share of a rank: one pass, no accumulation; in a pipeline as
-    many as it has ranks.
-    """
+    """The work of a step, and how it is divided."""
 
     sequence_length: int
+    """tokens of a sequence"""
     global_batch: int
+    """sequences of a step"""
     microbatch: int | None = None
+    """sequences that a data-parallel rank computes at once; accumulation follows. With `null` the
+    rank's whole share, in a pipeline the share over the number of stages"""
 
     def __post_init__(self) -> None:
         positive("batch.", self, "sequence_length", "global_batch", "microbatch")
@@ -108,22 +120,23 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW with betas 0.9 and 0.95, weight decay 0.1 and clipping at global norm 1, as every
-    source has them.
-
-    `schedule` names the source of warm-up and cosine decay (`train.optimizer` has the formulas).
-    `warmup` counts steps, or is a fraction of the run when below 1; `constant` are the last steps,
-    at the final rate. `decay_vectors` extends weight decay to norm gains, as
-    MaxText does.
-    """
+    """AdamW with betas 0.9 and 0.95, weight decay 0.1 and clipping at global norm 1, as in every
+    published benchmark. `train.optimizer` has the formulas of the schedules."""
 
     schedule: Literal["maxtext", "megatron"]
+    """linear warm-up and cosine decay, by the formula of this program"""
     learning_rate: float
+    """peak learning rate"""
     final_learning_rate: float
+    """learning rate at the end of the decay"""
     warmup: float
+    """steps of warm-up, or a fraction of the run if below 1"""
     eps: float
+    """epsilon of AdamW"""
     decay_vectors: bool
+    """weight decay of norm gains too, as in MaxText"""
     constant: int = 0
+    """last steps, at the final learning rate"""
 
     def __post_init__(self) -> None:
         positive("optimizer.", self, "eps")
@@ -138,34 +151,35 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the model is computed: changes speed and memory, never the result.
-
-    `remat` is `none` (keep every intermediate), `full` (keep only the input of each layer), or the
-    activations to keep, as in `query,key,residual:40`: a count keeps one in that many first layers
-    and recomputes it in the rest (in a hybrid, whose letters are the layers, in those repeats of
-    its scanned unit that lie among them). With `none`, outside a pipeline, layers are not scanned:
-    each stands in the program by itself, and gathered weights are kept for the backward pass too.
-    That copies nothing, and takes longer to compile. `xla_flags` is a named set of compiler
-    options (`xla.flags.SETS`), and changes to it: `tuned,xla_gpu_some_flag=false`.
-    """
+    """How the model is computed: changes speed and memory, not the result."""
 
     remat: str = "full"
+    """`none` saves all activations; `full` the input of each layer; or a list of activations to
+    save: `query,key,value,attention,residual:24` saves the last one in the first 24 layers (of a
+    hybrid, in the repeats of its scanned block within the first 24). With `none`, outside a
+    pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
+    fits, and slower to compile"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """attention implementation; `auto` is cuDNN on GPUs"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
+    """Mamba-2 between its projections (docs/design/scan.md); `auto` is XLA's until a GPU has
+    measured both"""
     xla_flags: str = "tuned"
+    """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
+    changes: `tuned,xla_gpu_some_flag=false`"""
 
     def saved(self, layers: int) -> dict[str, int] | None:
-        """For each saved activation the number of layers that keep it; None when remat is off."""
+        """The number of layers that save each named activation; None without remat."""
         if self.remat in ("none", "full"):
             return None if self.remat == "none" else {}
         saved = {}
         for entry in self.remat.split(","):
             name, colon, count = entry.strip().partition(":")
-            if name not in SAVEABLE or bool(colon) != count.isdecimal():
-                raise RecipeError(
-                    f"execution.remat: cannot read {entry.strip()!r}; expected none, full, or some "
-                    f"of {', '.join(SAVEABLE)}, each with an optional layer count: residual:40"
-                )
+            require(
+                name in SAVEABLE and bool(colon) == count.isdecimal(),
+                f"execution.remat: cannot read {entry.strip()!r}; expected none, full, or some "
+                f"of {', '.join(SAVEABLE)}, each with an optional layer count: residual:40",
+            )
             saved[name] = min(int(count or layers), layers)
         return saved
 
@@ -174,9 +188,9 @@ class Execution:
 class Run:
     """One benchmark run on `gpus` devices (CPU devices for the smoke row).
 
-    `label` says what the figures are: `full` (the published model), `proxy` (a shortened one),
-    `derived` (a row that no recipe has, of either), `smoke` (tiny dims, no benchmark). `overrides`
-    are the `--set` entries that were applied to the recipe's row.
+    `label` is `full` (the published model), `proxy` (a changed or shortened one), `derived` (a GPU
+    count that the recipe has no row for) or `smoke` (tiny dims, no benchmark). `overrides` are the
+    `--set` entries that were applied to the recipe's row.
     """
 
     recipe: str
@@ -195,7 +209,7 @@ class Run:
 
     @property
     def data(self) -> int:
-        """Replicas of the sharded model: the devices that the other axes leave."""
+        """Size of the data axis: replicas of the sharded model."""
         return self.gpus // self.parallelism.ranks
 
     @property
@@ -211,29 +225,29 @@ class Run:
 
     @property
     def microbatch(self) -> int:
-        """Sequences per rank and pass."""
-        passes = self.batch_ranks * self.parallelism.pipeline
-        return self.batch.microbatch or max(self.batch.global_batch // passes, 1)
+        """Sequences of a microbatch on a data-parallel rank (`batch.microbatch` or its default)."""
+        shares = self.batch_ranks * self.parallelism.pipeline
+        return self.batch.microbatch or max(self.batch.global_batch // shares, 1)
 
     @property
     def accumulation(self) -> int:
-        """Passes per step whose gradients are summed."""
+        """Microbatches per step, whose gradients are summed."""
         return self.batch.global_batch // (self.microbatch * self.batch_ranks)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one gradient: those of several passes are added up in `precision.accumulate`, that of
-        a single one stays in bf16 (the embedding's, a small part, in fp32)."""
+        """Bytes of a gradient: several microbatches are summed in `precision.accumulate`, one alone
+        stays in bf16 (the embedding's, a small part, in fp32)."""
         return 4 if self.accumulation > 1 and self.precision.accumulate == "fp32" else 2
 
     def mesh_text(self) -> str:
-        """The axes in use, as in `data 2 x fsdp 4`."""
+        """The axes in use: `data 2 x fsdp 4`."""
         sizes = zip(AXES, self.mesh_shape, strict=True)
         return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
 
     @property
     def unrolled(self) -> bool:
-        """Whether layers stand one after another in the program (`ops.repeat`)."""
+        """Whether layers are compiled one by one, not scanned (`ops.blocks`)."""
         return self.parallelism.pipeline == 1 and self.execution.saved(self.model.layers) is None
 
     @property
@@ -243,17 +257,23 @@ class Run:
 
     def __post_init__(self) -> None:
         positive("", self, "steps")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise RecipeError(f"seed = {self.seed} must be from 0 to {MAX_SEED}")
+        require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         self.execution.saved(self.model.layers)
-        if self.model.softcap is not None and self.execution.attention != "auto":
-            raise RecipeError(
-                f"execution.attention = {self.execution.attention} has no soft cap, which "
-                "model.softcap asks for; expected auto"
-            )
+        require(
+            self.model.softcap is None or self.execution.attention == "auto",
+            f"execution.attention = {self.execution.attention} has no soft cap, which "
+            "model.softcap asks for; expected auto",
+        )
         self._check_mesh()
         self._check_batch()
-        self._check_pipeline()
+        if self.parallelism.pipeline > 1:
+            self._check_pipeline()
+        else:
+            stages = self.parallelism.virtual_stages
+            require(
+                stages == 1,
+                f"parallelism.virtual_stages = {stages} needs parallelism.pipeline",
+            )
 
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch
@@ -271,53 +291,53 @@ class Run:
             shard = b.sequence_length // p.context
             chunk = min(SSD_CHUNK, shard)
             divides("the Mamba chunk", chunk, "batch.sequence_length / context", shard)
-        if "E" in m.pattern:
-            divides("expert x tensor", p.expert * p.tensor, "model.experts", m.experts)
-            if m.capacity_factor is None and self.precision.dtype == "fp8":
-                raise RecipeError(
-                    "experts without model.capacity_factor have no FP8 products; set one, or "
-                    "precision.dtype=bf16"
-                )
-            if m.capacity_factor is not None:
-                tokens = "the tokens of a sequence on one rank"
-                length = b.sequence_length // inner
-                divides("model.capacity_tokens", m.capacity_tokens, tokens, length)
-        elif p.expert > 1:
-            raise RecipeError(f"parallelism.expert = {p.expert} needs a model with experts")
+        if "E" not in m.pattern:
+            require(p.expert == 1, f"parallelism.expert = {p.expert} needs a model with experts")
+            return
+        divides("expert x tensor", p.expert * p.tensor, "model.experts", m.experts)
+        if m.capacity_factor is not None:
+            tokens = "the tokens of a sequence on one rank"
+            divides("model.capacity_tokens", m.capacity_tokens, tokens, b.sequence_length // inner)
+        else:
+            require(
+                self.precision.dtype != "fp8",
+                "experts without model.capacity_factor have no FP8 products; set one, or "
+                "precision.dtype=bf16",
+            )
 
     def _check_batch(self) -> None:
         p, b = self.parallelism, self.batch
         ranks = f"data-parallel ranks (data {self.data} x fsdp {p.fsdp} x expert {p.expert})"
         divides(ranks, self.batch_ranks, "batch.global_batch", b.global_batch)
-        pass_size = self.microbatch * self.batch_ranks
-        divides(f"batch.microbatch x {ranks}", pass_size, "batch.global_batch", b.global_batch)
+        divides(
+            f"batch.microbatch x {ranks}",
+            self.microbatch * self.batch_ranks,
+            "batch.global_batch",
+            b.global_batch,
+        )
 
     def _check_pipeline(self) -> None:
         p, m = self.parallelism, self.model
-        if p.pipeline == 1:
-            if p.virtual_stages > 1:
-                raise RecipeError(
-                    f"parallelism.virtual_stages = {p.virtual_stages} needs parallelism.pipeline"
-                )
-            return
         divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
         most = -(-m.layers // p.pipeline)
-        if p.virtual_stages > most:
-            raise RecipeError(
-                f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
-                f"layers of a rank, for model.layers = {m.layers} over pipeline = {p.pipeline}"
-            )
-        saved = self.execution.saved(m.layers) or {}
-        counted = [name for name, count in saved.items() if count < m.layers]
+        require(
+            p.virtual_stages <= most,
+            f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
+            f"layers of a rank, for model.layers = {m.layers} over pipeline = {p.pipeline}",
+        )
         alike = "the stages of a pipeline compute alike"
-        if "M" in m.pattern:
-            raise RecipeError(f"parallelism.pipeline: {alike}, but {m.family} is a hybrid")
-        if counted:
-            raise RecipeError(f"execution.remat: {alike}; no layer count for {counted[0]}")
-        if self.precision.first_bf16_layers or self.precision.last_bf16_layers:
-            raise RecipeError(f"precision: {alike}; no first_bf16_layers and last_bf16_layers")
-        if "E" in m.pattern and m.capacity_factor is None:
-            raise RecipeError(
-                "parallelism.pipeline: experts need a model.capacity_factor, since their weights "
-                "are gathered once per step"
-            )
+        require(
+            "M" not in m.pattern,
+            f"parallelism.pipeline: {alike}, but {m.family} is a hybrid",
+        )
+        for name, count in (self.execution.saved(m.layers) or {}).items():
+            require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
+        require(
+            not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
+            f"precision: {alike}; no first_bf16_layers and last_bf16_layers",
+        )
+        require(
+            "E" not in m.pattern or m.capacity_factor is not None,
+            "parallelism.pipeline: experts need a model.capacity_factor, since their weights "
+            "are gathered once per step",
+        )

@@ -48,8 +48,8 @@ def judge(
     incomplete: Sequence[str] = (),
     not_comparable: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a mean step time. What failed is not compared; what is incomplete neither, and
-    what is not the published work never passes."""
+    """The verdict on a mean step time. A failed or incomplete run is not compared, and a run of
+    other work than the published one never passes."""
     if failed:
         return Verdict("failed", failed)
     if incomplete:

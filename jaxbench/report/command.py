@@ -12,11 +12,12 @@ from rich.console import Console
 
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
+from jaxbench.hardware import NULL
 from jaxbench.recipe import flops, published
 from jaxbench.recipe.window import WINDOWS, window
 from jaxbench.report import folders, formats, history, logs, page
 from jaxbench.report.compare import compare
-from jaxbench.report.found import Found, Result, Steps, Window, result
+from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -60,31 +61,31 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-LOGS = (".out", ".log", ".txt")
-NO_LOGS = ("sbatch_", "vboost")
-"""Suffixes of logs, and beginnings of the names of others beside them."""
+LOG_SUFFIXES = (".out", ".log", ".txt")
+OTHER_LOGS = ("sbatch_", "vboost")
+"""Beginnings of the names of other logs beside those of runs."""
 
 CHECKPOINTS = "checkpoints"
 
 
-def find(path: Path) -> Iterator[Found]:
-    """The runs at a path, in the order of their names. Raises RecipeError for a missing one, and
-    for a file that is none."""
+def find(path: Path) -> Iterator[RunData]:
+    """The runs at a path, in the order of their names. Raises RecipeError for a missing path, and
+    for a file of another kind."""
     if path.suffix == ".csv" and path.is_file():
-        yield from tables(path)
+        yield from published_runs(path)
     elif path.is_file():
-        if (found := _log(path)) is None:
+        if (run := _log(path)) is None:
             raise RecipeError(f"{path}: neither a log of a published script nor one of its name")
-        yield found
+        yield run
     elif path.is_dir():
         yield from _below(path, set())
     else:
         raise RecipeError(f"{path}: no such file or folder")
 
 
-def _below(folder: Path, seen: set[Path]) -> Iterator[Found]:
-    """The runs in a folder and below it, each once, whatever links lead there. In the folder of a
-    run of ours its own logs are none."""
+def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
+    """The runs in a folder and below it, following each link once. Logs directly in a result folder
+    of ours belong to its run."""
     if folder.resolve() in seen:
         return
     seen.add(folder.resolve())
@@ -101,48 +102,45 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[Found]:
             yield from _below(child, seen)
         elif not ours and _is_log(child) and child.resolve() not in seen:
             seen.add(child.resolve())
-            if (found := _log(child)) is not None:
-                yield found
+            if (run := _log(child)) is not None:
+                yield run
 
 
 def _is_log(path: Path) -> bool:
-    return path.suffix in LOGS and not path.name.startswith(NO_LOGS) and path.is_file()
+    named = path.suffix in LOG_SUFFIXES and not path.name.startswith(OTHER_LOGS)
+    return named and path.is_file()
 
 
-def _log(path: Path) -> Found | None:
+def _log(path: Path) -> RunData | None:
     try:
         return logs.read(path)
     except OSError as error:
         return _unreadable(path, error)
 
 
-def _unreadable(path: Path, error: OSError) -> Found:
-    return Found(
-        path=path, source="", recipe=path.name, gpus=None, dtype=None, label="", steps=Steps(),
-        failed=f"it cannot be read: {error.strerror}",
-    )  # fmt: skip
+def _unreadable(path: Path, error: OSError) -> RunData:
+    reason = f"it cannot be read: {error.strerror}"
+    return RunData(path=path, source="", recipe=path.name, failed=reason)
 
 
-def tables(path: Path) -> Iterator[Found]:
-    """The published rows, as runs of one iteration."""
+def published_runs(path: Path) -> Iterator[RunData]:
+    """The rows of a table of published figures, as runs of one iteration."""
     for row in published.read(path):
-        steps = Steps(expected=1)
-        steps.add(0, row.step_time_s, 0.0)
         errata = f" ({', '.join(row.errata)})" if row.errata else ""
-        yield Found(
+        yield RunData(
             path=path, source="published", recipe=f"{row.title}{errata}",
-            gpus=row.gpus, dtype=row.dtype, label="published", steps=steps,
-            model=row.title,
+            gpus=row.gpus, dtype=row.dtype, label="published", model=row.title,
+            steps=Steps(seconds={0: row.step_time_s}, expected=1, last=0),
             tokens=row.tokens_per_step, flops={"published": row.flops_per_gpu},
             peak_tflops=row.gpu.tflops[row.dtype], published=asdict(row),
             not_comparable=["the published figure itself"],
         )  # fmt: skip
 
 
-def chosen_window(text: str | None, found: Found) -> Window:
-    """The iterations that count. Raises RecipeError for a name or a span that is none."""
+def chosen_window(text: str | None, run: RunData) -> Window:
+    """The iterations that count. Raises RecipeError for an unknown name or an empty range."""
     if text is None:
-        return window(found.steps.expected or len(found.steps.seconds) or 1)
+        return window(run.steps.expected or len(run.steps.seconds) or 1)
     if text in WINDOWS:
         return WINDOWS[text]
     if (match := re.fullmatch(r"(\d+):(\d+)", text)) and int(match[1]) <= int(match[2]):
@@ -151,87 +149,97 @@ def chosen_window(text: str | None, found: Found) -> Window:
 
 
 def report(paths: list[Path], window: str | None) -> list[Result]:
-    """The results of all runs that are found, by recipe, GPUs and place. Raises RecipeError where
+    """The results of all runs at these paths, by recipe, dtype and GPUs. Raises RecipeError where
     there is none."""
-    results = [
-        result(found, chosen_window(window, found)) for path in paths for found in find(path)
-    ]
-    if not results:
+    runs = [run for path in paths for run in find(path)]
+    if not runs:
         raise RecipeError(f"no run in {', '.join(map(str, paths))}")
-    return sorted(results, key=_order)
+    return sorted((evaluate(run, chosen_window(window, run)) for run in runs), key=_order)
 
 
-def _order(r: Result) -> tuple[str, str, int, str]:
-    """By recipe without its row or errata, then by numbers."""
-    name = re.split(r"[:(]", r.found.recipe)[0].strip()
-    return name, r.found.dtype or "", r.found.gpus or 0, r.found.recipe
+def _order(result: Result) -> tuple[str, str, int, str]:
+    """Sort key: the recipe without its row or errata, then numbers."""
+    r = result.run
+    return re.split(r"[:(]", r.recipe)[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
 
 
 def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:
-    """Raises RecipeError for arguments that --compare or --history do not go with."""
+    """Raises RecipeError for arguments that do not combine with --compare or --history."""
     if arguments.results or not 0 < arguments.threshold < 100:
         raise RecipeError(f"{name} takes a threshold between 0 and 100 %, and no RESULTS")
     if arguments.format not in formats:
         raise RecipeError(f"{name} has no --format {arguments.format}: {', '.join(formats)}")
 
 
-def _compare(arguments: argparse.Namespace) -> int:
+def _refuse_null(results: list[Result]) -> None:
+    """Raises RecipeError for a run of null GPUs, whose times must not stand among others."""
+    for path in (r.run.path for r in results if r.run.null):
+        raise RecipeError(f"{path}: {NULL}; leave it out")
+
+
+def _compare(arguments: argparse.Namespace) -> tuple[str, bool]:
     _check(arguments, "--compare", "table", "json")
     a, b = (report([path], arguments.window) for path in arguments.compare)
-    found = compare(a, b, arguments.threshold / 100)
-    text = formats.as_json(asdict(found)) if arguments.format == "json" else found.text()
-    _out(text, arguments.output)
-    return int(found.verdict == "slower" and not arguments.no_gate)
+    _refuse_null([*a, *b])
+    result = compare(a, b, arguments.threshold / 100)
+    text = formats.as_json(asdict(result)) if arguments.format == "json" else result.text()
+    return text, result.verdict == "slower"
 
 
-def _history(arguments: argparse.Namespace) -> int:
+def _history(arguments: argparse.Namespace) -> str:
     _check(arguments, "--history", "table", "json", "html")
     threshold = arguments.threshold / 100
-    rows = history.history(report([arguments.history], arguments.window), threshold)
-    match arguments.format:
-        case "html":
-            text = page.history_page(rows, threshold)
-        case "json":
-            text = history.as_json(rows)
-        case _:
-            text = history.text(rows, threshold)
-    _out(text, arguments.output)
-    return 0
+    results = report([arguments.history], arguments.window)
+    _refuse_null(results)
+    series = history.history(results, threshold)
+    if arguments.format == "json":
+        return history.as_json(series)
+    as_text = page.history_page if arguments.format == "html" else history.text
+    return as_text(series, threshold)
 
 
-def _out(text: str, output: Path | None) -> None:
-    if output is None:
-        print(text, end="")
+def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
+    """The report, None where it is printed in the terminal's own width and colours."""
+    if not arguments.results:
+        raise RecipeError("RESULTS are needed, or --compare A B, or --history FOLDER")
+    results = report(arguments.results, arguments.window)
+    lines = [formats.line(r, arguments.flops) for r in results]
+    text = None
+    if arguments.format == "html":
+        text = page.page(results, arguments.flops)
+    elif arguments.format == "table" and arguments.output is None:
+        width = max(Console().width, formats.PLAIN_WIDTH)
+        formats.print_table(lines, Console(width=width))
     else:
-        write_whole(output, text)
+        text = formats.TEXTS[arguments.format](lines)
+    return text, results
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints or writes the report; returns the exit status."""
     arguments = parse_arguments(argv)
+    text: str | None
+    results: list[Result] = []
+    slower = False
     try:
         if arguments.compare:
-            return _compare(arguments)
-        if arguments.history:
-            return _history(arguments)
-        if not arguments.results:
-            raise RecipeError("RESULTS are needed, or --compare A B, or --history FOLDER")
-        results = report(arguments.results, arguments.window)
-        lines = [formats.line(r, arguments.flops) for r in results]
-        if arguments.format == "html":
-            _out(page.page(results, arguments.flops), arguments.output)
-        elif arguments.format == "table" and arguments.output is None:
-            width = max(Console().width, formats.PLAIN_WIDTH)
-            formats.print_table(lines, Console(width=width))
+            text, slower = _compare(arguments)
+        elif arguments.history:
+            text = _history(arguments)
         else:
-            _out(formats.TEXTS[arguments.format](lines), arguments.output)
+            text, results = _results(arguments)
+        if arguments.output and text is not None:
+            write_whole(arguments.output, text)
+        elif text is not None:
+            print(text, end="")
     except (RecipeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    bad = [r for r in results if r.verdict.bad]
-    print(
-        f"{len(results)} runs: {len(results) - len(bad)} without fault, {len(bad)} failed, "
-        "incomplete or slow",
-        file=sys.stderr,
-    )
-    return int(bool(bad) and not arguments.no_gate)
+    bad = sum(r.verdict.bad for r in results)
+    if results:
+        print(
+            f"{len(results)} runs: {len(results) - bad} without fault, {bad} failed, "
+            "incomplete or slow",
+            file=sys.stderr,
+        )
+    return int((slower or bad > 0) and not arguments.no_gate)

@@ -1,136 +1,119 @@
-"""Our own results: a folder with run.json and steps.jsonl."""
+"""Result folders of `python -m jaxbench.train`: run.json and steps.jsonl."""
 
 import json
 from datetime import UTC, datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxbench import hardware
 from jaxbench.recipe.published import titled
 from jaxbench.report import plans
-from jaxbench.report.found import Found, Steps, figure
-from jaxbench.report.lines import lines
+from jaxbench.report.logs import lines
+from jaxbench.report.runs import RunData, Steps, quantity
 
 RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
 
-BROKEN = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
-"""What reading a file that is no record of ours can raise."""
+MALFORMED = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+"""Exceptions that reading a malformed record can raise."""
 
 T = TypeVar("T")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run, whole or not."""
+    """True for a folder that holds a run, complete or not."""
     return any((folder / name).is_file() for name in (RECORD, STEPS))
 
 
-def read(folder: Path) -> Found:
+def read(folder: Path) -> RunData:
     """The run in a folder. A record that cannot be read is a failed run, with the reason."""
     try:
         record = json.loads((folder / RECORD).read_text())
-        found = _found(folder, record)
-    except BROKEN as error:
+        run = _run(folder, record)
+    except MALFORMED as error:
         reason = f"{RECORD} cannot be read: {' '.join(str(error).split())}"
-        return Found(
-            path=folder, source="jaxbench", recipe=folder.name, gpus=None, dtype=None, label="",
-            steps=Steps(), failed=reason,
-        )  # fmt: skip
-    found.record["environment"] = _environment(folder / ENVIRONMENT)
-    found.plan = plans.beside(folder, found.record["recipe"], found.record["hardware"]["device"])
+        return RunData(path=folder, source="jaxbench", recipe=folder.name, failed=reason)
+    try:
+        record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
+    except MALFORMED:
+        record["environment"] = None
+    run.plan = plans.find_plan(folder, record["recipe"], record["hardware"]["device"])
     if (folder / STEPS).is_file():
         for line in lines(folder / STEPS):
-            _add(found, line)
-    return found
+            _add_step(run, line)
+    return run
 
 
-def _typed(values: dict[str, Any], name: str, kind: type[T]) -> T:
-    value = values[name]
+def _field(record: dict[str, Any], path: str, kind: type[T]) -> T:
+    """A value by its keys, `recipe.steps`. Raises LookupError or TypeError."""
+    value = reduce(getitem, path.split("."), record)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}")
+        raise TypeError(f"{path} is {value!r}")
     return value
 
 
 def _positive(value: Any) -> float:
-    if not figure(value):
+    if not quantity(value):
         raise TypeError(f"{value} is no figure")
-    return figure(value)
+    return quantity(value)
 
 
-def _found(folder: Path, record: dict[str, Any]) -> Found:
-    recipe, status = _typed(record, "recipe", dict), _typed(record, "status", str)
-    batch = _typed(recipe, "batch", dict)
-    dtype = _typed(_typed(recipe, "precision", dict), "dtype", str)
-    reason = record["reason"]
-    failed = str(reason or status) if status not in ("completed", "running") else None
+def _run(folder: Path, record: dict[str, Any]) -> RunData:
+    recipe, status = _field(record, "recipe", dict), _field(record, "status", str)
+    batch = _field(record, "recipe.batch", dict)
+    dtype = _field(record, "recipe.precision.dtype", str)
     published = record["published"]
     if published is not None:
         published["step_time_s"] = _positive(published["step_time_s"])
         published["errata"] = [str(code) for code in published.get("errata") or []]
-    devices = _typed(record, "hardware", dict)
-    device = _typed(devices, "device", str)
-    gpu, limit = hardware.identify(device), devices.get("device_memory_bytes")
-    model = recipe["model"]
-    started, dated = _started(folder, record)
-    return Found(
+    device = _field(record, "hardware.device", str)
+    gpu = hardware.identify(device)
+    limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
+    if dated := "started" in record:
+        started = datetime.fromisoformat(record["started"]).astimezone(UTC)
+    else:  # a record of an older version
+        started = datetime.fromtimestamp((folder / RECORD).stat().st_mtime, UTC)
+    return RunData(
         path=folder,
         source="jaxbench",
         recipe=f"{recipe['recipe']}:{recipe['row']}",
         gpus=int(_positive(recipe["gpus"])),
         dtype=dtype,
-        label=_typed(record, "label", str),
-        steps=Steps(expected=_typed(recipe, "steps", int)),
-        model=titled(f"{model['family']} {model['size']}", gpu),
+        label=_field(record, "label", str),
+        steps=Steps(expected=_field(record, "recipe.steps", int)),
+        model=titled(f"{recipe['model']['family']} {recipe['model']['size']}", gpu),
         tokens=int(_positive(batch["global_batch"]) * _positive(batch["sequence_length"])),
         flops=_flops(record.get("summary")),
         peak_tflops=hardware.peak_tflops(device, dtype),
         published=published,
-        failed=failed,
+        failed=None if status in ("completed", "running") else str(record["reason"] or status),
         unfinished=["it still runs, or was killed"] if status == "running" else [],
-        not_comparable=[str(each) for each in _typed(record, "not_comparable_because", list)],
-        memory_limit=figure(limit or (gpu.memory if gpu else 0)) or None,
+        not_comparable=[str(reason) for reason in _field(record, "not_comparable_because", list)],
+        memory_limit=quantity(limit) or None,
         started=started,
-        dated=dated,
+        dated="record" if dated else "file time",
         record=record,
     )
 
 
-def _started(folder: Path, record: dict[str, Any]) -> tuple[datetime, str]:
-    """When a run began: by its record, which older ones do not say, or by the file's time."""
-    if "started" in record:
-        return datetime.fromisoformat(record["started"]).astimezone(UTC), "record"
-    return datetime.fromtimestamp((folder / RECORD).stat().st_mtime, UTC), "file time"
-
-
-def _flops(summary: dict[str, Any] | None) -> dict[str, float]:
-    """Of one GPU and step by convention, from the rates of a summary; none without one."""
+def _flops(summary: Any) -> dict[str, float]:
+    """FLOPs of one GPU and step by convention, from the rates of a summary."""
     if not summary:
         return {}
-    mean, rates = figure(summary["step_time_s"]["mean"]), summary["tflops_per_gpu"]
-    return {name: figure(rate) * mean * 1e12 for name, rate in rates.items()}
+    mean, rates = quantity(summary["step_time_s"]["mean"]), summary["tflops_per_gpu"]
+    return {name: quantity(rate) * mean * 1e12 for name, rate in rates.items()}
 
 
-def _environment(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except BROKEN:
-        return None
-
-
-def _add(found: Found, line: str) -> None:
-    """A line of steps.jsonl; one that was cut off while it was written is no step."""
+def _add_step(run: RunData, line: str) -> None:
+    """Adds a line of steps.jsonl; a line that was cut off while it was written is skipped."""
     try:
         step = json.loads(line)
         seconds = float(step["step_time_s"])
-        found.steps.add(int(step["step"]), seconds, float(step["loss"]))
-        found.flops.setdefault("full", figure(step["tflops_per_gpu"]) * seconds * 1e12)
-        found.peak_memory = max(found.peak_memory or 0.0, figure(step["peak_memory_bytes"]))
-    except BROKEN:
+        run.steps.add(int(step["step"]), seconds, float(step["loss"]))
+        run.flops.setdefault("full", quantity(step["tflops_per_gpu"]) * seconds * 1e12)
+        run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
+    except MALFORMED:
         return

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxbench.report.found import Result
+from jaxbench.report.runs import Result
 
 COLUMNS = {
     "verdict": "verdict", "recipe": "recipe", "gpus": "GPUs", "dtype": "dtype", "label": "label",
@@ -23,15 +23,15 @@ COLUMNS = {
 """Keys of a line, and their headings. `ratio` is the throughput over the published one,
 `of_forecast` over that of a plan's forecast."""
 
-SHOWN = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio")
+FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio")
 FORECAST = ("forecast_s", "of_forecast")
-"""Columns that people are shown as they are; those of a forecast where there is one."""
+"""Columns of the terminal's table; those of a forecast only where a run has one."""
 
 PLAIN_WIDTH = 160
-"""Characters of a table that is no terminal's, and of one for a terminal that is narrower."""
+"""Least width of the table in characters."""
 
 COLOURS = {"pass": "green", "slow": "yellow", "failed": "red", "incomplete": "red"}
-NUMBERS = {
+DECIMALS = {
     "step_time_s": 3, "std_s": 3, "tokens_per_s_per_gpu": 1, "tflops_per_gpu": 1, "mfu_pct": 2,
     "published_s": 3, "ratio": 3, "forecast_s": 3, "of_forecast": 3,
 }  # fmt: skip
@@ -39,16 +39,16 @@ NUMBERS = {
 
 
 def line(result: Result, convention: str) -> dict[str, Any]:
-    """A run by the keys of `COLUMNS`; None where there is nothing to say."""
-    f, mfu = result.found, result.mfu(convention)
+    """A run by the keys of `COLUMNS`, with None for unknown values."""
+    r, mfu = result.run, result.mfu(convention)
     first, last = result.window
-    forecast = f.plan.step_s if f.plan and f.plan.kind == "forecast" else None
+    forecast = r.plan.step_s if r.plan and r.plan.kind == "forecast" else None
     return {
         "verdict": result.verdict.name,
-        "recipe": f.recipe.strip(),
-        "gpus": f.gpus,
-        "dtype": f.dtype,
-        "label": f.label,
+        "recipe": r.recipe.strip(),
+        "gpus": r.gpus,
+        "dtype": r.dtype,
+        "label": r.label,
         "step_time_s": result.mean_s,
         "std_s": result.std_s,
         "window": f"{first}:{last}",
@@ -56,12 +56,12 @@ def line(result: Result, convention: str) -> dict[str, Any]:
         "tflops_per_gpu": result.tflops_per_gpu(convention),
         "mfu_pct": None if mfu is None else 100 * mfu,
         "convention": convention,
-        "published_s": f.published["step_time_s"] if f.published else None,
+        "published_s": r.published["step_time_s"] if r.published else None,
         "ratio": result.verdict.ratio,
         "forecast_s": forecast,
         "of_forecast": forecast / result.mean_s if forecast and result.mean_s else None,
         "reason": result.verdict.reason,
-        "path": str(f.path).encode(errors="backslashreplace").decode(),
+        "path": str(r.path).encode(errors="backslashreplace").decode(),
     }
 
 
@@ -69,11 +69,11 @@ def cell(key: str, value: Any) -> str:
     """A value of a line for people, by its key."""
     if value is None:
         return ""
-    return f"{value:.{NUMBERS[key]}f}" if key in NUMBERS else str(value)
+    return f"{value:.{DECIMALS[key]}f}" if key in DECIMALS else str(value)
 
 
 def as_table(lines: list[dict[str, Any]]) -> str:
-    """The table of the terminal as plain text."""
+    """The terminal's table as plain text."""
     text = io.StringIO()
     print_table(lines, Console(file=text, width=PLAIN_WIDTH))
     return text.getvalue()
@@ -82,40 +82,38 @@ def as_table(lines: list[dict[str, Any]]) -> str:
 def print_table(lines: list[dict[str, Any]], console: Console) -> None:
     """Prints the table for people, in colours where the console has any."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    figures = SHOWN + (FORECAST if any(each["forecast_s"] for each in lines) else ())
+    figures = FIGURES + (FORECAST if any(line["forecast_s"] for line in lines) else ())
     for heading in ("verdict", "run", "GPUs", "step s", *(COLUMNS[key] for key in figures), "why"):
         left = heading in ("verdict", "run", "why")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "why")
-    for each in lines:
-        spread = f" ± {cell('std_s', each['std_s'])}" if each["std_s"] else ""
+    for line in lines:
+        spread = f" ± {cell('std_s', line['std_s'])}" if line["std_s"] else ""
         table.add_row(
-            Text(each["verdict"], COLOURS.get(each["verdict"], "")),
-            Text(name(each)),
-            Text(cell("gpus", each["gpus"])),
-            Text(cell("step_time_s", each["step_time_s"]) + spread),
-            *(Text(cell(key, each[key])) for key in figures),
-            Text(f"{each['reason']} (iterations {each['window']})"),
+            Text(line["verdict"], COLOURS.get(line["verdict"], "")),
+            Text(title(line)),
+            Text(cell("gpus", line["gpus"])),
+            Text(cell("step_time_s", line["step_time_s"]) + spread),
+            *(Text(cell(key, line[key])) for key in figures),
+            Text(f"{line['reason']} (iterations {line['window']})"),
         )
     console.print(table)
     console.print(f"FLOPs and MFU by the convention {lines[0]['convention']}")
 
 
-def name(each: dict[str, Any]) -> str:
-    """A run by its recipe, with its dtype and label where the recipe does not say them."""
-    dtype = "" if not each["dtype"] or each["dtype"] in each["recipe"] else f" {each['dtype']}"
-    label = "" if each["label"] in ("full", "log", "published", "") else f" ({each['label']})"
-    return f"{each['recipe']}{dtype}{label}"
+def title(line: dict[str, Any]) -> str:
+    """A run by its recipe, with its dtype and label where the recipe does not include them."""
+    dtype = "" if not line["dtype"] or line["dtype"] in line["recipe"] else f" {line['dtype']}"
+    label = "" if line["label"] in ("full", "log", "published", "") else f" ({line['label']})"
+    return f"{line['recipe']}{dtype}{label}"
 
 
 def as_markdown(lines: list[dict[str, Any]]) -> str:
     """A table for a document."""
-
-    def row(cells: list[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-    body = [row([cell(key, each[key]) for key in COLUMNS]) for each in lines]
-    heading = row(list(COLUMNS.values()))
-    return "\n".join([heading, f"|{'---|' * len(COLUMNS)}", *body]) + "\n"
+    cells = [COLUMNS.values(), *([cell(key, line[key]) for key in COLUMNS] for line in lines)]
+    heading, *body = (
+        f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |\n" for texts in cells
+    )
+    return "".join([heading, f"|{'---|' * len(COLUMNS)}\n", *body])
 
 
 def as_csv(lines: list[dict[str, Any]]) -> str:
@@ -128,8 +126,7 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
 
 
 def as_json(content: Any) -> str:
-    """A list with one object for each run, by the keys of `COLUMNS`, or a comparison; numbers in
-    full precision."""
+    """Runs by the keys of `COLUMNS`, or a comparison; numbers in full precision."""
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 

@@ -1,10 +1,12 @@
 """Logs of the published scripts: MaxText's, NeMo 2's, and the progress bar of older NeMo releases.
 
-Lines of the documents of DGX Cloud Benchmarking 24.11 to 25.05. A log is read in pieces and nothing
-of it is kept but the iterations, so that its size does not matter.
+The formats are those of DGX Cloud Benchmarking 24.11 to 25.05. A log is read in pieces, and only
+its iterations stay in memory.
 """
 
+import codecs
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,15 +15,20 @@ from typing import NamedTuple
 from jaxbench import hardware
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import SMOKE
-from jaxbench.report.found import LARGEST, Again, Found, Steps
-from jaxbench.report.lines import lines
+from jaxbench.report.runs import LARGEST, Repeats, RunData, Steps
+
+PIECE = 1 << 20
+"""Bytes read at once."""
+
+LONGEST = 1 << 14
+"""Characters kept of a line; those that count are far shorter."""
 
 PUBLISHED_STEPS = 50
-"""Of every published run; MaxText's lines do not say how many there are to be."""
+"""Steps of every published run; MaxText's lines do not state the number."""
 
 
 def _number(name: str) -> str:
-    """A number that is whole: a line may have been cut off within one."""
+    """Pattern of a complete number: a line may have been cut off within one."""
     digits = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
     return rf"(?P<{name}>{digits}|[-+]?(?:nan|inf))(?=[\s,|\]]|$)"
 
@@ -40,15 +47,15 @@ BAR = re.compile(
     rf"\| *\d+/(?P<count>\d{{1,9}}) \[.*?reduced_train_loss={_number('loss')}, "
     rf"global_step=(?P<n>\d{{1,9}})\.?\d*, .*?train_step_timing in s={_number('s')}"
 )
-FORMATS: dict[str, tuple[re.Pattern, Again]] = {
+FORMATS: dict[str, tuple[re.Pattern, Repeats]] = {
     "maxtext log": (MAXTEXT, "processes"),
     "nemo log": (NEMO, "never"),
     "nemo progress bar": (BAR, "redrawn"),
 }
-"""By the name of their source: the line of an iteration, and when one may come again."""
+"""Source -> pattern of an iteration's line, and when an iteration may be logged again."""
 
 PROFILED = re.compile(r"nccltrace|_nsys\b|-prof\b")
-"""In the name of a log, or of its experiment: not a plain run."""
+"""Marks of a profiled run in the name of a log or of its experiment."""
 
 NAMES = (
     re.compile(r"log-(?:nemo|maxtext)_(?P<model>[a-z0-9.]+)_(?P<size>\d+b)_(?P<gpus>\d{1,6})_\d+"),
@@ -58,11 +65,11 @@ NAMES = (
         r"(?P<gpus>\d{1,6})"
     ),
 )
-"""How the scripts name a log, or the experiment whose log it is."""
+"""Names that the scripts give to a log or to its experiment."""
 
 
-class Work(NamedTuple):
-    """What a log says of its work: family, size, dtype and GPUs, each None where it does not."""
+class Workload(NamedTuple):
+    """Model family, size, dtype and GPUs of a log, each None where unknown."""
 
     model: str | None = None
     size: str | None = None
@@ -70,20 +77,36 @@ class Work(NamedTuple):
     gpus: int | None = None
 
 
-def read(path: Path) -> Found | None:
-    """The run in a log; None where the file is none of these."""
-    steps, work, batch, tokens = Steps(), named(path), None, None
-    source, traced, smoke, memory, said = None, False, False, 0.0, {}
+def lines(path: Path) -> Iterator[str]:
+    """Lines of a file of any size; a carriage return, as progress bars write it, ends one too.
+    Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are replaced."""
+    with path.open("rb") as file:
+        utf16 = file.read(4).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        file.seek(0)
+        decoder = codecs.getincrementaldecoder("utf-16" if utf16 else "utf-8-sig")("replace")
+        rest = ""
+        while piece := file.read(PIECE):
+            *complete, rest = re.split(r"[\r\n]", rest + decoder.decode(piece))
+            rest = rest[:LONGEST]
+            yield from (line[:LONGEST] for line in complete if line)
+        yield rest + decoder.decode(b"", final=True)
+
+
+def read(path: Path) -> RunData | None:
+    """The run in a log; None for any other file."""
+    steps, workload = Steps(), named(path)
+    batch, tokens, source = None, None, None
+    traced, smoke, memory, declarations = False, False, 0.0, {}
     for line in lines(path):
         if line.startswith("GSW:"):
-            said = dict(re.findall(r"(\w+)=(\S+)", line))
-            work = declared(said, work)
+            declarations = dict(re.findall(r"(\w+)=(\S+)", line))
+            workload = declared(declarations, workload)
         smoke = smoke or line.startswith(SMOKE[:9])
         traced = traced or ("NCCL INFO" in line and "opCount" in line)
-        for name, (pattern, again) in FORMATS.items():
+        for name, (pattern, repeats) in FORMATS.items():
             if (source or name) != name or not (match := pattern.search(line)):
                 continue
-            source, values, steps.again = name, match.groupdict(), again
+            source, values, steps.repeats = name, match.groupdict(), repeats
             steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
             if "last" in values:
                 steps.expected, batch = int(values["last"]) + 1, int(values["batch"])
@@ -92,92 +115,91 @@ def read(path: Path) -> Found | None:
                 steps.expected = int(values["count"])
             else:
                 steps.expected, tokens = PUBLISHED_STEPS, int(values["tokens"])
-    if source is None and work.model is None:
+    if source is None and workload.model is None:
         return None
-    found = _found(path, source or "log", steps, work, batch, tokens)
-    if source is None:
-        found.failed = "it made no iteration"
+    run = _run(path, steps, workload, batch, tokens)
+    run.source = source or "log"
+    run.failed = None if source else "it made no iteration"
     if smoke:
-        found.label = "smoke"
-        found.not_comparable.insert(0, "smoke row on a CPU")
-    found.started, found.dated = datetime.fromtimestamp(path.stat().st_mtime, UTC), "file time"
-    found.peak_memory = memory if 0 < memory < LARGEST else None
-    found.record = {"environment": {k: v for k, v in said.items() if k != "JOB_ID"}} if said else {}
-    beside = (path.parent / "nsys_profile").is_dir()
-    if traced or beside or any(PROFILED.search(part) for part in path.parts[-3:]):
-        found.not_comparable.append("it was profiled, or traced by NCCL")
-    return found
+        run.label = "smoke"
+        run.not_comparable.insert(0, "smoke row on a CPU")
+    run.peak_memory = memory if 0 < memory < LARGEST else None
+    declarations.pop("JOB_ID", None)
+    run.record = {"environment": declarations} if declarations else {}
+    profiled = (path.parent / "nsys_profile").is_dir() or any(map(PROFILED.search, path.parts[-3:]))
+    if traced or profiled:
+        run.not_comparable.append("it was profiled, or traced by NCCL")
+    return run
 
 
-def named(path: Path) -> Work:
-    """What the names of a log and of its folders say, the nearest first."""
-    nearest = path.parts[::-1]
-    dtype = next((part for part in nearest if part in ("bf16", "fp8")), None)
-    for part in nearest:
-        for pattern in NAMES:
-            if match := pattern.search(part):
-                said = match.groupdict()
-                gpus = int(said["gpus"])
-                return Work(said["model"], said["size"], said.get("dtype", dtype), gpus)
-    return Work(dtype=dtype)
+def named(path: Path) -> Workload:
+    """The workload by the names of a log and of its folders, the nearest first."""
+    parts = path.parts[::-1]
+    dtype = next((part for part in parts if part in ("bf16", "fp8")), None)
+    matches = (pattern.search(part) for part in parts for pattern in NAMES)
+    if match := next(filter(None, matches), None):
+        values = match.groupdict()
+        dtype = values.get("dtype", dtype)
+        return Workload(values["model"], values["size"], dtype, int(values["gpus"]))
+    return Workload(dtype=dtype)
 
 
-def declared(said: dict[str, str], work: Work) -> Work:
-    """What the first line of an older script's log says of its work, beside what is known."""
-    gpus = work.gpus
-    if {"JOB_NUM_NODES", "GPUS_PER_NODE"} <= said.keys():
-        numbers = said["JOB_NUM_NODES"], said["GPUS_PER_NODE"]
-        gpus = int(numbers[0]) * int(numbers[1]) if all(map(str.isdecimal, numbers)) else gpus
-    return Work(
-        said.get("MODEL", work.model or "").lower() or None,
-        said.get("MODEL_SIZE", work.size or "").lower() or None,
-        said.get("DTYPE", work.dtype or "").lower() or None,
+def declared(values: dict[str, str], workload: Workload) -> Workload:
+    """The workload by the first line of an older script's log, completed by what is known."""
+    gpus = workload.gpus
+    numbers = values.get("JOB_NUM_NODES", ""), values.get("GPUS_PER_NODE", "")
+    if all(map(str.isdecimal, numbers)):
+        gpus = int(numbers[0]) * int(numbers[1])
+    return Workload(
+        values.get("MODEL", workload.model or "").lower() or None,
+        values.get("MODEL_SIZE", workload.size or "").lower() or None,
+        values.get("DTYPE", workload.dtype or "").lower() or None,
         gpus,
     )
 
 
-def _family(work: Work) -> str | None:
+def _family(workload: Workload) -> str | None:
     """The published name of a log's model: scripts call Llama 2 `maxtext`, and Nemotron-4
     `nemotron`."""
-    plain = re.sub(r"[^a-z0-9]", "", work.model or "")
-    alike = {"maxtext": "llama2", "nemotron": "nemotron4", "grok": "grok1"}
-    plain = alike.get(plain, plain)
+    plain = re.sub(r"[^a-z0-9]", "", workload.model or "")
+    aliases = {"maxtext": "llama2", "nemotron": "nemotron4", "grok": "grok1"}
     names = {row.workload.replace(".", ""): row.workload for row in published.rows()}
-    return names.get(plain)
+    return names.get(aliases.get(plain, plain))
 
 
-def _found(
-    path: Path, source: str, steps: Steps, work: Work, batch: int | None, tokens: int | None
-) -> Found:
-    family = _family(work)
-    rows = [
-        r
-        for r in published.rows()
-        if (r.workload, r.size, r.dtype, r.gpus) == (family, work.size, work.dtype, work.gpus)
-        and r.gpu is hardware.H100  # no log names its GPU
-    ]
-    found = Found(
-        path=path, source=source, recipe=f"{family or work.model or path.stem} {work.size or ''}",
-        gpus=work.gpus, dtype=work.dtype, label="log", steps=steps, tokens=tokens,
-        model=f"{family or work.model} {work.size}" if work.model else "",
+def _run(
+    path: Path, steps: Steps, workload: Workload, batch: int | None, tokens: int | None
+) -> RunData:
+    """A run with its published row, or the reason why it has none."""
+    family, (model, size, dtype, gpus) = _family(workload), workload
+    run = RunData(
+        path=path, source="", recipe=f"{family or model or path.stem} {size or ''}",
+        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=tokens,
+        model=f"{family or model} {size}" if model else "",
+        started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",
     )  # fmt: skip
-    if not rows:
-        unknown = [name for name, value in work._asdict().items() if value is None]
-        found.not_comparable.append(
+    row = next((
+        r for r in published.rows()
+        if (r.workload, r.size, r.dtype, r.gpus) == (family, size, dtype, gpus)
+        and r.gpu is hardware.H100  # no log names its GPU
+    ), None)  # fmt: skip
+    if row is None:
+        unknown = [name for name, value in workload._asdict().items() if value is None]
+        run.not_comparable.append(
             f"the log does not say its {', '.join(unknown)}"
             if unknown
-            else f"nothing is published for {found.recipe.strip()} {work.dtype} on {work.gpus} GPUs"
+            else f"nothing is published for {run.recipe.strip()} {dtype} on "
+            f"{published.counted(gpus)}"
         )
-        return found
-    row = rows[0]
-    here = found.tokens = tokens or (batch or row.gbs) * row.seq_len
-    if here != row.tokens_per_step:
-        found.not_comparable.append(
-            f"its step has {here} tokens, the published one {row.tokens_per_step}"
+        return run
+    run.tokens = tokens or (batch or row.gbs) * row.seq_len
+    if run.tokens != row.tokens_per_step:
+        run.not_comparable.append(
+            f"its step has {run.tokens} tokens, the published one {row.tokens_per_step}"
         )
-        return found
-    found.published = asdict(row)
-    found.flops = {"published": row.flops_per_gpu}
-    found.peak_tflops = hardware.H100.tflops.get(row.dtype)
-    found.memory_limit = hardware.H100.memory
-    return found
+        return run
+    run.published = asdict(row)
+    run.flops = {"published": row.flops_per_gpu}
+    run.peak_tflops = hardware.H100.tflops.get(row.dtype)
+    run.memory_limit = hardware.H100.memory
+    return run

@@ -1,6 +1,6 @@
-"""The page: all about a set of runs in one file that needs no network and no script.
+"""The HTML page of a report or a history: one file that needs no network and no script.
 
-What runs and logs say is not trusted: templates escape it, and the page forbids itself scripts and
+Runs and logs are not trusted: templates escape their texts, and the page forbids itself scripts and
 requests (`templates/base.html`).
 """
 
@@ -20,11 +20,11 @@ from jaxbench.recipe.published import ERRATA
 from jaxbench.recipe.verdict import PASS, SMOKE
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS, flat
-from jaxbench.report.found import Result
-from jaxbench.report.sections import Shown
+from jaxbench.report.runs import Result
+from jaxbench.report.sections import PageRun
 
 SYMBOLS = {"pass": "✓", "slow": "▼", "failed": "✕", "incomplete": "…", "not comparable": "–"}
-"""Of verdicts, beside their names."""
+"""Symbols of verdicts, beside their names."""
 
 COLUMNS = {
     "gpus": "GPUs", "step_time_s": "Step, s", "tokens_per_s_per_gpu": "Tokens/s/GPU",
@@ -34,10 +34,10 @@ COLUMNS = {
 """Figures of the table of runs, and their headings there."""
 
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that HTML does not have, or that turn the text around them."""
+"""Characters that are invalid in HTML, and those that change the direction of text."""
 
 MOST_STEPS, MOST_RANKS = 1000, 64
-"""Step times and ranks of a run that its JSON has on the page."""
+"""Longer lists of step times and ranks are left out of the JSON on the page."""
 
 
 def render(template: str, **content: Any) -> str:
@@ -52,43 +52,43 @@ def render(template: str, **content: Any) -> str:
 
 def page(results: Sequence[Result], convention: str) -> str:
     """The page of a report."""
-    runs = shown(results, convention)
+    runs = page_runs(results, convention)
     verdicts = Counter(run.line["verdict"] for run in runs)
-    printed = {code for r in results for code in (r.found.published or {}).get("errata") or ()}
-    waiting = [(run, found) for run in runs if (found := sections.ranks(run))]
+    errata = {code for r in results for code in (r.run.published or {}).get("errata") or ()}
     return render(
         "report.html",
         title="Training benchmark report",
         runs=runs,
-        answer=answer(runs),
+        headline=headline(runs),
         counts=[(name, verdicts[name]) for name in SYMBOLS if name in verdicts],
         columns=[(key, heading) for key, heading in COLUMNS.items()
                  if key != "of_forecast" or any(run.line[key] for run in runs)],
-        smoke=[run for run in runs if run.smoke],
+        smoke=sum(run.smoke for run in runs),
         smoke_text=SMOKE,
         convention=convention,
         windows=sorted({run.line["window"] for run in runs}),
-        errata={code: text for code, text in ERRATA.items() if code in printed},
+        errata={code: text for code, text in ERRATA.items() if code in errata},
         scaling=[*sections.scaling(runs)],
         mfu=sections.mfu(runs, convention),
-        traces=[chart for run in runs if (chart := sections.trace(run))],
-        waiting=waiting,
-        memory=sections.memory(runs),
-        waterfalls=[found for run in runs if (found := sections.waterfall(run))],
+        traces=[*filter(None, map(sections.trace, runs))],
+        waits=[(run, waits) for run in runs if (waits := sections.ranks(run))],
+        memory=[run for run in runs if run.result.run.peak_memory],
+        waterfalls=[*filter(None, map(sections.waterfall, runs))],
         details=details,
     )  # fmt: skip
 
 
-def history_page(rows: Sequence[history.Row], threshold: float) -> str:
+def history_page(rows: Sequence[history.Series], threshold: float) -> str:
     """The page of a history."""
     changes = sum(len(row.changes) for row in rows)
     counted = f"{changes} change{'s' * (changes > 1)}" if changes else "No change"
     return render(
         "history.html",
         title="Training benchmark history",
-        answer=f"{counted} above {100 * threshold:g} % in {len(rows)} row{'s' * (len(rows) > 1)}.",
+        headline=f"{counted} above {100 * threshold:g} % in {len(rows)} "
+        f"row{'s' * (len(rows) > 1)}.",
         rows=[(row, history.chart(row, threshold)) for row in rows],
-        named=history.NAMED,
+        listed=history.LISTED,
         threshold=f"{100 * threshold:g}",
         smoke=sum(len(row.points) for row in rows if row.smoke),
         count=sum(len(row.points) for row in rows),
@@ -96,28 +96,28 @@ def history_page(rows: Sequence[history.Row], threshold: float) -> str:
     )
 
 
-def shown(results: Sequence[Result], convention: str) -> list[Shown]:
-    """The runs with a number and a name each, the folder in it where a recipe comes again; those
-    that are no results last."""
-    results = sorted(results, key=lambda result: result.found.label == "smoke")
+def page_runs(results: Sequence[Result], convention: str) -> list[PageRun]:
+    """The runs, numbered and named, smoke runs last. The name includes the run's folder where
+    several runs have the same recipe."""
+    results = sorted(results, key=lambda result: result.run.label == "smoke")
     lines = [formats.line(result, convention) for result in results]
     names = [_name(line) for line in lines]
-    times, runs = Counter(names), []
+    repeats, runs = Counter(names), []
     for number, (result, line, name) in enumerate(zip(results, lines, names, strict=True), 1):
-        path = result.found.path
-        place = Path(line["path"] if path.is_dir() else Path(line["path"]).parent).name
-        again = f" · {place}" if times[name] > 1 else ""
-        runs.append(Shown(number=number, result=result, line=line, name=name + again))
+        path = Path(line["path"])
+        if repeats[name] > 1:
+            name += f" · {(path if result.run.path.is_dir() else path.parent).name}"
+        runs.append(PageRun(number=number, result=result, line=line, name=name))
     return runs
 
 
 def _name(line: dict[str, Any]) -> str:
-    """A run by its recipe and row, or its work and GPUs."""
+    """A run by its recipe and row, or its workload and GPUs."""
     gpus = "" if ":" in line["recipe"] or not line["gpus"] else f" on {line['gpus']}"
-    return formats.name(line) + gpus
+    return formats.title(line) + gpus
 
 
-def answer(runs: Sequence[Shown]) -> str:
+def headline(runs: Sequence[PageRun]) -> str:
     """Whether this cluster is as fast as it should be, in a sentence."""
     compared = [run for run in runs if run.comparable]
     if runs and all(run.smoke for run in runs):
@@ -133,31 +133,32 @@ def answer(runs: Sequence[Shown]) -> str:
     )
 
 
-def details(run: Shown) -> dict[str, Any]:
+def details(page_run: PageRun) -> dict[str, Any]:
     """What ran, exactly: the sections of the record as lines of text, and all of it as JSON."""
-    found = run.result.found
-    steps = sorted(found.steps.seconds.items())
-    every = dict(steps) if len(steps) <= MOST_STEPS else None
-    content = {"report": run.line, "record": found.record, "step_times_s": every,
-               "plan": found.plan and asdict(found.plan)}  # fmt: skip
-    ranks = found.record.get("ranks")
+    run, line = page_run.result.run, page_run.line
+    steps = sorted(run.steps.seconds.items())
+    short = len(steps) <= MOST_STEPS
+    content = {"report": line, "record": run.record,
+               "step_times_s": dict(steps) if short else None,
+               "plan": run.plan and asdict(run.plan)}  # fmt: skip
+    ranks = run.record.get("ranks")
     if isinstance(ranks, list) and len(ranks) > MOST_RANKS:
         left_out = f"{len(ranks)} ranks are in the run's own run.json"
-        content["record"] = found.record | {"ranks": left_out}
+        content["record"] = run.record | {"ranks": left_out}
     # NaN, which JSON does not have, is null in the file.
-    whole = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
-    text = gzip.compress(json.dumps(whole, indent=1).encode(), mtime=0)
-    name = re.sub(r"[^a-zA-Z0-9_.]+", "-", f"{run.number}-{run.line['recipe']}")
-    command = found.record.get("command")
+    valid = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    packed = gzip.compress(json.dumps(valid, indent=1).encode(), mtime=0)
+    name = re.sub(r"[^a-zA-Z0-9_.]+", "-", f"{page_run.number}-{line['recipe']}")
+    command = run.record.get("command")
     return {
         "command": command if isinstance(command, str) else None,
-        "started": found.started and f"{found.started:%Y-%m-%d %H:%M} UTC ({found.dated})",
+        "started": run.started and f"{run.started:%Y-%m-%d %H:%M} UTC ({run.dated})",
         "sections": [
             (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
             for part in SECTIONS
-            if (values := [*flat(part, found.record.get(part))])
+            if (values := [*flat(part, run.record.get(part))])
         ],
-        "steps": " ".join(f"{seconds:.4g}" for _, seconds in steps) if every else None,
+        "steps": " ".join(f"{seconds:.4g}" for _, seconds in steps) if short else None,
         "file": f"{name}.json.gz",
-        "href": f"data:application/gzip;base64,{base64.b64encode(text).decode()}",
+        "href": f"data:application/gzip;base64,{base64.b64encode(packed).decode()}",
     }

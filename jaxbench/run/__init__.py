@@ -1,5 +1,5 @@
-"""What surrounds the training: the command, one session, records, checkpoints, profiles.
+"""The command `train` around the training loop: options, records, checkpoints, profiles.
 
 Imports `train`, `cluster` and below. Start with `command.main`, then `session.benchmark`;
-the options are in `arguments`, which needs no JAX.
+`arguments` needs no JAX.
 """

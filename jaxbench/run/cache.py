@@ -1,4 +1,4 @@
-"""Compiled programs that stay for later runs, safe for all processes of all jobs."""
+"""Persistent compilation cache, safe for all processes of all jobs."""
 
 import hashlib
 import json
@@ -18,32 +18,30 @@ from jaxbench.cluster import job
 
 @contextmanager
 def program_cache(folder: Path | None, identity: dict[str, Any]) -> Iterator[bool]:
-    """Keeps what is compiled inside in `folder`, if there is one, for later runs of this identity;
-    yields whether it was there.
+    """Caches the programs compiled inside in a subfolder of `folder` for this identity; yields
+    whether they were cached before.
 
-    Ranks that find a program and ranks that do not must not meet: while it autotunes, XLA waits for
-    the results of every rank. So an identity's folder appears whole, when its first job has
-    compiled, and a job uses it only if all of its processes see it.
+    While it autotunes, XLA waits for the results of every rank, so either all ranks find a program
+    or none. The subfolder is renamed into place when the first job has compiled, and used only if
+    all processes of a job see it.
     """
     if folder is None:
         yield False
         return
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    whole, fresh = folder / name, folder / f"{name}.{os.getpid()}-{time.time_ns()}"
-    there = job.all_agree("compilation cache", whole.is_dir())
-    chosen = Path(
-        job.from_first("compilation cache folder", lambda: str(whole if there else fresh))
-    )
+    complete, new = folder / name, folder / f"{name}.{os.getpid()}-{time.time_ns()}"
+    cached = job.all_agree("compilation cache", complete.is_dir())
+    used = Path(job.broadcast("compilation cache folder", lambda: str(complete if cached else new)))
     compilation_cache.reset_cache()  # JAX decides once whether it uses one
-    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    jax.config.update("jax_compilation_cache_dir", str(used))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    # XLA's own caches are written by every rank, and their paths would be part of the key.
+    # XLA's own caches are written by every rank, and JAX would hash their paths into its key.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    yield there
+    yield cached
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
-    if jax.process_index() == 0 and not there and chosen.is_dir():
+    if jax.process_index() == 0 and not cached and used.is_dir():
         try:
-            chosen.rename(whole)
+            used.rename(complete)
         except OSError:  # another job was faster
-            shutil.rmtree(chosen)
+            shutil.rmtree(used)

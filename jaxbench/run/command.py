@@ -1,5 +1,4 @@
-"""The command `python -m jaxbench.train`: a run from its arguments, and every mistake that can be
-found before slow work."""
+"""The command `python -m jaxbench.train`: resolves the run, checks it, and starts the session."""
 
 import argparse
 import os
@@ -21,8 +20,7 @@ from jaxbench.xla import flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, the status of what went wrong (`errors.STATUS`), or 128 + a
-    signal."""
+    """The command; returns 0, the status of a failure (`errors.STATUS`), or 128 + a signal."""
     try:
         args = parse_arguments(argv)
         recipe = recipes.load(args.config)
@@ -30,22 +28,23 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(args)
         if args.profile == "nsys":
             profiling.check_nsys()
-        run, chosen = prepare(find_run(args, recipe, overrides), args)
+        run, prepared = prepare(find_run(args, recipe, overrides), args)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        # What one alone sees, such as a node without GPUs; what all are told, all leave with.
-        return session.leave(STATUS[cause_of(error)], alone=not job.all_arrive("refused", 5))
-    if chosen is None:
+        # All processes leave in order if all have an error; not if one alone has, as on a node
+        # without GPUs.
+        return session.leave(STATUS[cause_of(error)], wait=job.barrier("refused", 5))
+    if prepared is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0
-    return session.benchmark(run, chosen)
+    return session.benchmark(run, prepared)
 
 
 def find_run(
     args: argparse.Namespace, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
 ) -> Run:
-    """Joins the job, and chooses the recipe's row for its devices. Raises RecipeError for what
-    cannot run on them."""
+    """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if it cannot
+    run on them."""
     flags.check_environment(os.environ.get("XLA_FLAGS", ""))
     devices.select_platform(args.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
@@ -58,9 +57,10 @@ def find_run(
     row = recipes.choose_row(platform, count, args.gpus)
     if row != recipes.SMOKE:
         gpu = identify(jax.devices()[0].device_kind)
-        recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, here=True)
+        recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
+    steps = STEPS if args.profile and args.steps is None else args.steps  # 20 to 25 are profiled
     run = recipes.resolve(
-        recipe, row, devices=count, overrides=overrides, steps=args.steps or STEPS, seed=args.seed
+        recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
     )
     check_run(run, platform)
     if args.pgle and platform != "gpu":

@@ -1,8 +1,9 @@
-"""The devices of this process and of its job, and the environment they are used in."""
+"""Devices of the job, and the environment variables that matter to a run."""
 
 import os
 import platform
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,12 @@ import jax
 
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.hardware import is_null
 
 
 def select_platform(cpu_devices: int | None) -> None:
-    """Takes `cpu_devices` virtual CPU devices, or the CPU on a machine without an NVIDIA GPU.
-
-    The second spares a machine that has the CUDA plugin for planning its failure to find a GPU.
-    """
+    """Selects `cpu_devices` virtual CPU devices, or the CPU on a machine without an NVIDIA GPU,
+    where the CUDA plugin may be installed for planning and would fail."""
     if cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if cpu_devices is not None or not (has_nvidia_gpu() or "JAX_PLATFORMS" in os.environ):
@@ -24,46 +24,50 @@ def select_platform(cpu_devices: int | None) -> None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether this machine has an NVIDIA driver's devices, whatever JAX can use."""
-    return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+    """Returns whether this machine has devices of an NVIDIA driver, usable by JAX or not."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 def find() -> tuple[int, str]:
-    """(number of devices of the job, their platform). Raises RunFailed where JAX can use none: it
-    lets the errors of a driver, and of peers that do not answer, look alike."""
+    """(number of devices of the job, their platform). Raises RunFailed if JAX can use none, because
+    of the driver or of other processes that do not answer; RecipeError if they differ."""
     try:
-        return jax.device_count(), jax.devices()[0].platform
-    except (RuntimeError, AssertionError) as error:  # it asserts that there is a platform
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a platform
         cause = cause_of(error)
-        said = str(error) or f"none of {os.environ.get('JAX_PLATFORMS', 'its platforms')}"
+        reason = str(error) or f"none of {os.environ.get('JAX_PLATFORMS', 'its platforms')}"
         raise RunFailed(
-            f"node {platform.node()}: JAX can use no device: {said}",
+            f"node {platform.node()}: JAX can use no device: {reason}",
             "gpu" if cause == "failed" else cause,
         ) from error
+    models = Counter(device.device_kind for device in devices)
+    if len(models) > 1:
+        listed = ", ".join(f"{count} x {model}" for model, count in models.items())
+        raise RecipeError(f"the job's devices differ: {listed}; choose nodes with the same GPUs")
+    return len(devices), devices[0].platform
 
 
 def check_local_devices(expected: int, cpu: bool) -> None:
-    """Raises RecipeError, naming the node, when this process sees another number of devices, or
-    CPUs where none were asked for (`cpu`)."""
+    """Raises RecipeError, naming the node, if this process has another number of devices, or has
+    CPU devices without `cpu`."""
     where = f"node {platform.node()}, process {jax.process_index()}"
-    found, kind = jax.local_device_count(), jax.local_devices()[0].platform
-    if kind == "cpu" and not cpu:
+    if jax.local_devices()[0].platform == "cpu" and not cpu:
         raise RecipeError(
             f"{where}: 0 GPUs, {expected} were expected: set SBATCH_GPUS_PER_NODE if the cluster "
             "gives out GPUs as a generic resource (gres), or check the driver (nvidia-smi)"
         )
-    if found != expected:
-        raise RecipeError(f"{where}: sees {found} devices, {expected} were expected")
+    if (count := jax.local_device_count()) != expected:
+        raise RecipeError(f"{where}: sees {count} devices, {expected} were expected")
 
 
 def hardware() -> dict[str, Any]:
-    """The devices of the whole job, as the runtime names them."""
+    """The record's `hardware`: the devices of the job as the runtime names them."""
     device = jax.local_devices()[0]
+    cpu = platform.processor() or platform.machine()
     return {
         "platform": device.platform,
-        "device": device.device_kind
-        if device.platform == "gpu"
-        else platform.processor() or platform.machine(),
+        "device": device.device_kind if device.platform == "gpu" else cpu,
+        "null": is_null(device.device_kind),
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "host": platform.node(),
@@ -81,16 +85,16 @@ RECORDED = re.compile(r"""
     WORKLOAD | MODEL_SIZE | DTYPE | JOB_TOTAL_GPUS | GPUS_PER_NODE | GPU_TYPE | MAX_STEPS |
     TIME_LIMIT | LOAD_CHECKPOINT_PATH | DRY_RUN
 """, re.X)  # fmt: skip
-"""Names of variables that decide what runs and how fast. No other is recorded: what is nobody's
-business cannot be told from its name."""
+"""Names of variables that decide what runs and how fast. No other is recorded: a private value does
+not always show by its name."""
 
 SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|JWT", re.I)
-"""Names among them whose values are not recorded all the same."""
+"""Pattern of recorded names whose values are redacted."""
 
 
 def variables() -> dict[str, str]:
-    """What of this process's environment decides what runs and how fast, without secrets: values of
-    variables named like one, and user and password in addresses."""
+    """The recorded environment variables, without secrets: values of variables named like one, and
+    user and password in addresses."""
     return {
         name: "REDACTED" if SECRET.search(name) else re.sub(r"://[^/\s]*@", "://REDACTED@", value)
         for name, value in sorted(os.environ.items())

@@ -1,7 +1,7 @@
-"""Looking into a run: JAX's profiler, Nsight Systems, the NCCL trace, profile-guided scheduling.
+"""Profiles of a run: JAX's profiler, Nsight Systems, NCCL's trace, profile-guided latencies (PGLE).
 
-The first two and PGLE read the GPU through CUPTI, which has one subscriber at a time: a run has at
-most one of them. Figures of an observed run are marked as not comparable.
+JAX's profiler, Nsight Systems and PGLE use CUPTI, which has one subscriber at a time, so a run has
+one of them at most. Figures of a profiled or traced run are marked as not comparable.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,28 +21,30 @@ from typing import Any
 import jax
 from jax.experimental.profiler import get_profiled_instructions_proto
 
+from jaxbench import mesh
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.jax_internals import kernel_names
 from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
 
 NCCL_TRACE = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET"}
-"""What the published trace sets."""
+"""Variables of the published trace."""
 
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 
 COVERAGE = 0.5
-"""Smallest share of a program's kernels and collectives that a useful profile has times of."""
+"""Smallest share of a program's kernels and collectives that a profile for PGLE has to cover."""
 
-TIMED, PROFILED = 10, 3
-"""PGLE: steps for the step time before, whose first half warms up, and steps that are profiled."""
+TIMED_STEPS, PROFILED_STEPS = 10, 3
+"""Steps of PGLE: for the step time before (the first half warms up), and for the profile."""
 
 
 @dataclass
 class Window:
-    """A pause of training (`train.loop.Pause`) that opens a profile before step `first`, and closes
-    it before step `last` or at the end."""
+    """A pause (`train.loop.Pause`) that starts a profile before step `first` and stops it before
+    step `last` or at the end."""
 
     first: int
     last: int
@@ -51,34 +53,56 @@ class Window:
     is_open: bool = False
 
     def due(self, step: int, ending: bool) -> bool:
-        """True at the window's edges."""
         if self.is_open:
             return ending or step >= self.last
         return not ending and self.first <= step < self.last
 
     def act(self, step: int, state: Any, ending: bool) -> None:
-        """Opens or closes the profile; the device is idle."""
         (self.stop if self.is_open else self.start)()
         self.is_open = not self.is_open
 
 
 def window(kind: str, first: int, last: int, folder: Path) -> Window:
-    """The window of a `jax` profile, written to `<folder>/profile/rank-<n>`, or of `nsys`, which
-    `launch/run.sh` starts around this process."""
+    """The window of a `jax` profile in `<folder>/profile/rank-<n>`, or of an `nsys` profile, for
+    which `launch/run.sh` runs this process under nsys."""
     if kind == "nsys":
-        runtime = cuda_runtime()
-        begin, end = (partial(_call, runtime, f"cudaProfiler{word}") for word in ("Start", "Stop"))
-        return Window(first, last, begin, end)
+        call = partial(_call, cuda_runtime())
+        return Window(
+            first, last, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop")
+        )
     trace = folder / "profile" / f"rank-{jax.process_index()}"
-    return Window(first, last, partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace)
+
+    def stop() -> None:
+        jax.profiler.stop_trace()
+        check_profile(trace, mesh.platform())
+
+    return Window(first, last, partial(jax.profiler.start_trace, trace), stop)
+
+
+def check_profile(trace: Path, platform: str) -> None:
+    """Raises RunFailed unless a JAX profile has an event on a device; of a CPU, any event."""
+    if next(events(trace, fallback=platform != "gpu"), None) is None:
+        raise RunFailed(
+            "--profile jax: the profile has no event on a device; does another tool use CUPTI?"
+        )
+
+
+def events(trace: Path, fallback: bool = True) -> Iterator[Any]:
+    """The events of a JAX profile on GPUs; with `fallback` all where it has no GPU."""
+    for path in trace.glob("**/*.xplane.pb"):
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+        for plane in gpus or (planes if fallback else ()):
+            for line in plane.lines:
+                yield from line.events
 
 
 def cuda_runtime() -> ctypes.CDLL:
     """The CUDA runtime that the process uses. Raises RunFailed where there is none."""
     names = ["libcudart.so.13", "libcudart.so.12", ctypes.util.find_library("cudart")]
     if (spec := importlib.util.find_spec("nvidia")) is not None:
-        for place in spec.submodule_search_locations or ():
-            names += map(str, Path(place).glob("**/libcudart.so.*"))
+        for folder in spec.submodule_search_locations or ():
+            names += map(str, Path(folder).glob("**/libcudart.so.*"))
     for name in filter(None, names):
         try:
             return ctypes.CDLL(name)
@@ -105,71 +129,81 @@ def trace_nccl(folder: Path) -> None:
     os.environ.update(NCCL_TRACE, NCCL_DEBUG_FILE=str(folder / "nccl-trace" / "%h.%p.log"))
 
 
-def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> tuple[Any, dict]:
-    """(the step compiled with a profile of itself, what that took): profile-guided latency
-    estimation (docs.jax.dev, "GPU performance tips").
+def check_nccl_trace(folder: Path, say: Callable[[str], None]) -> None:
+    """Prints whether NCCL wrote its trace. Raises RunFailed where it had collectives to write of
+    and did not."""
+    files = (folder / "nccl-trace").glob(f"*.{os.getpid()}.log")
+    if any(path.stat().st_size for path in files):
+        say(f"NCCL wrote a trace: {folder / 'nccl-trace'}")
+    elif mesh.platform() == "gpu" and jax.device_count() > 1:
+        raise RunFailed(f"--nccl-trace: NCCL wrote nothing into {folder / 'nccl-trace'}")
+    else:
+        say("NCCL wrote no trace: a CPU and a single GPU do not use it")
 
-    Some steps are timed with `program`, some are profiled without command buffers, which hide the
-    kernels. One process profiles, and all read its file: several collectors on a host disturb each
-    other, and programs compiled from different profiles order their collectives differently and
-    hang, as JAX's automatic PGLE was seen to (marin issue 7344, pull request 8209).
-    Every process compiles before any trains on. Raises RunFailed if the profile is not of this
-    program.
+
+def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> tuple[Any, dict]:
+    """(program of a step compiled with a profile of itself, the record's `pgle`): profile-guided
+    latency estimation (docs.jax.dev, "GPU performance tips").
+
+    Times some steps with `program`, then profiles some without command buffers, which hide kernels
+    from the profiler. Rank 0 profiles, and all read its file: several collectors on a host disturb
+    each other, and programs compiled from different profiles order their collectives differently
+    and hang, as JAX's automatic PGLE was seen to (marin issue 7344, pull request 8209). Every
+    process compiles before any trains. Raises RunFailed if the profile is not of this program.
     """
-    say(f"PGLE: timing {TIMED} steps, profiling {PROFILED}")
-    before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED), program)]
+    say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
+    before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
     collecting, *_ = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
-    profiler = Window(
-        1, 1 + PROFILED, partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace
-    )
-    pauses = [profiler] if jax.process_index() == 0 else []
-    for _ in run_steps(replace(run, steps=1 + PROFILED), collecting, pauses=pauses):
+    last = 1 + PROFILED_STEPS
+    start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace
+    pauses = [Window(1, last, start, stop)] if jax.process_index() == 0 else []
+    for _ in run_steps(replace(run, steps=last), collecting, pauses=pauses):
         pass
-    told = job.from_first("pgle", partial(_collect, trace, path, program.as_text()))
-    coverage = shared(told, path)
-    if coverage < COVERAGE:
+    covered, digest = job.broadcast("pgle", lambda: _collect(trace, path, program))
+    check_digest(path, digest)
+    if covered < COVERAGE:
         raise RunFailed(
-            f"PGLE: the profile has the times of {coverage:.0%} of the instructions; does another "
+            f"PGLE: the profile has the times of {covered:.0%} of the instructions; does another "
             f"tool use CUPTI?"
         )
     compiled, _, compile_s = compile_program(run, {PGLE_OPTION: str(path)})
     return compiled, {
-        "profile": str(path), "coverage": coverage, "compile_s": compile_s,
-        "step_time_before_s": statistics.fmean(before[TIMED // 2 :]),
+        "profile": str(path), "coverage": covered, "compile_s": compile_s,
+        "step_time_before_s": statistics.fmean(before[TIMED_STEPS // 2 :]),
     }  # fmt: skip
 
 
-def _collect(trace: Path, path: Path, program: str) -> str:
-    """Writes the profile of a trace to `path`; returns `coverage` of it, and its digest."""
-    found = [p.parent for p in trace.glob("plugins/profile/*/*.xplane.pb")]
-    profile = get_profiled_instructions_proto(str(found[-1])) if found else b""
+def _collect(trace: Path, path: Path, program: jax.stages.Compiled) -> tuple[float, str]:
+    """Writes the profile of a trace to `path`; returns its coverage and digest."""
+    folders = [p.parent for p in trace.glob("plugins/profile/*/*.xplane.pb")]
+    profile = get_profiled_instructions_proto(str(folders[-1])) if folders else b""
     path.write_bytes(profile)
     shutil.rmtree(trace / "plugins", ignore_errors=True)
-    return f"{coverage(profile, program)} {_digest(path)}"
+    return coverage(profile, program), _digest(path)
 
 
-def shared(told: str, path: Path) -> float:
-    """The coverage of the profile that `_collect` told of. Raises RunFailed in every process unless
-    all read that profile in `path`."""
-    coverage, digest = told.split()
+def check_digest(path: Path, digest: str) -> None:
+    """Raises RunFailed in every process unless all read a profile of this digest in `path`."""
     if not job.all_agree("pgle profile", _digest(path) == digest):
         raise RunFailed(f"PGLE: not every process reads the same profile in {path}")
-    return float(coverage)
 
 
 def _digest(path: Path) -> str:
-    """Of a file's content; of nothing where it cannot be read."""
-    content = path.read_bytes() if path.exists() else b""
-    return hashlib.sha256(content).hexdigest()
+    """Digest of a file; of no bytes if it does not exist."""
+    return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
 
 
-def coverage(profile: bytes, program: str) -> float:
-    """The share of a scheduled program's products, kernels and collectives that a profile names.
+def coverage(profile: bytes, program: jax.stages.Compiled) -> float:
+    """The share of a program's custom calls and asynchronous starts that a profile names: GPU
+    kernels, matrix products and collectives.
 
-    XLA compiles without a word when the profile is of another program, or none at all. The profile
-    is a protocol buffer, in which names are plain bytes behind their length.
+    XLA ignores silently a profile of another program, or an empty one. It looks for the name of an
+    instruction, and then for that of the one that an `async-start` wraps, which is the name that a
+    profile has (openxla/xla, xla/service/profile_guided_latency_estimator.cc). The profile is a
+    serialized protocol buffer: a name is 0x0A, its length in one byte or two, and its bytes; 0x11
+    begins the cost behind it.
     """
-    names = re.findall(r"%?([\w.-]+) = .* (?:custom-call|[a-z-]+-start)\(", program)
-    named = [name for name in names if bytes([0x0A, len(name) % 128]) + name.encode() in profile]
-    return len(named) / len(names) if names else 0.0
+    profiled = set(re.findall(rb"\n(?:[\x80-\xff].|.)([\w.\-]+)\x11", profile, re.DOTALL))
+    covered = [any(name.encode() in profiled for name in names) for names in kernel_names(program)]
+    return sum(covered) / len(covered) if covered else 0.0

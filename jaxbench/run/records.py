@@ -1,5 +1,4 @@
-"""The records of a run while it goes on: run.json, steps.jsonl, and the log with its published line
-formats."""
+"""Records of a run: run.json, steps.jsonl, and the log in the published line formats."""
 
 import json
 import sys
@@ -11,20 +10,21 @@ from typing import Any
 
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import Lines, ReservedJson, write_whole
+from jaxbench.hardware import NULL, peak_tflops
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.verdict import SMOKE
 from jaxbench.run import summary
 
 SCHEMA = 1
-"""Of run.json: one more when a field changes its meaning or goes."""
+"""Version of run.json; it grows when a field changes its meaning or is removed."""
 
-WRITTEN_EVERY_S = 60.0
-"""Seconds after which run.json is written again while steps go on."""
+REWRITE_S = 60.0
+"""Seconds after which run.json is written again during training."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A run.json. Raises RecipeError where it is none."""
+    """The content of a run.json. Raises RecipeError if it is none."""
     try:
         record = json.loads(path.read_text())
         return record | {key: record[key] for key in ("status", "recipe", "resumed_at")}
@@ -36,12 +36,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
-    """The recorded steps up to `start`; those that a killed run recorded beyond are to be
+    """The recorded steps before `start`; a killed run may have recorded later ones, which will be
     repeated."""
     steps = []
     for line in path.read_text().splitlines() if start and path.exists() else ():
         if not line.endswith("}"):
-            break  # cut off by the end of the process or of the disk
+            break  # cut off when the process was killed or the disk was full
         step = json.loads(line)
         if step["step"] < start:
             steps.append(step)
@@ -49,35 +49,37 @@ def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """Writes the records of one run into its folder and reports to the terminal; without a folder,
-    as in every process but the first, it only keeps them.
+    """Writes the records of one run into its folder and reports to the terminal. Without a folder,
+    as on ranks other than 0, the record stays in memory.
 
-    Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. On
-    a terminal a progress bar shows the last step; elsewhere it is a short line. A run that is
-    resumed at step `start` keeps what is recorded of the steps before.
+    Every step is written to `steps.jsonl` and, in both published formats, to
+    `log-<recipe>_<row>.out`; on a terminal a progress bar shows the last one, elsewhere a short
+    line. A run that is resumed at step `start` keeps the recorded steps before.
     """
 
     def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0):
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
-        self._lost: OSError | None = None
+        self._log_error: OSError | None = None
         self._bar: Any = None
-        # A signal before the first step ends the run from a thread of its own.
+        # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
             return
         self.steps = steps_before(start, folder / "steps.jsonl")
         self._json = ReservedJson(folder / "run.json")
-        kept = "".join(json.dumps(step) + "\n" for step in self.steps)
-        write_whole(folder / "steps.jsonl", kept)
+        text = "".join(json.dumps(step) + "\n" for step in self.steps)
+        write_whole(folder / "steps.jsonl", text)
         self.add()
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         self._jsonl = Lines(folder / "steps.jsonl")
         if run.label == "smoke":
             self.say(SMOKE)
+        if record["hardware"]["null"]:
+            self.say(NULL)
 
     def add(self, **entries: Any) -> None:
-        """Puts entries into run.json. Raises RunFailed where it cannot be written."""
+        """Adds entries to run.json. Raises RunFailed if it cannot be written."""
         with self._writing:
             self.record |= entries
             if self.folder is None:
@@ -94,8 +96,8 @@ class Recorder:
         )
 
     def say(self, line: str) -> None:
-        """A line for the log and the terminal. Where the log has no room for it, the next step
-        fails."""
+        """Prints a line to the log and the terminal. If the log cannot be written, the next step
+        raises RunFailed."""
         if self.folder is None:
             return
         self._to_log(line)
@@ -105,17 +107,17 @@ class Recorder:
             print(line, flush=True)
 
     def phase(self, name: str, detail: str) -> None:
-        """Says that another phase of the run begins, and when."""
+        """Prints the time at which a phase of the run begins."""
         self.say(f"{time.strftime('%H:%M:%S')} {name}: {detail}")
 
     def _to_log(self, line: str) -> None:
         try:
             self._log.write(line)
         except OSError as error:
-            self._lost = error
+            self._log_error = error
 
     def start_steps(self) -> None:
-        """Opens the progress bar when the output is a terminal."""
+        """Opens the progress bar if the output is a terminal."""
         if self.folder is not None and sys.stdout.isatty():
             from rich.progress import MofNCompleteColumn, Progress
 
@@ -124,10 +126,8 @@ class Recorder:
             self._bar.add_task("training", total=self.run.steps, completed=len(self.steps))
 
     def step(self, values: dict[str, Any]) -> None:
-        """Records a completed step: number, loss, gradient norm, learning rate, time, memory.
-
-        Raises RunFailed where it cannot be written.
-        """
+        """Records a step, with the figures of `run_steps`. Raises RunFailed if it cannot be
+        written."""
         if self.folder is None:
             return
         run = self.run
@@ -150,24 +150,26 @@ class Recorder:
         else:
             status = f"{line['step_time_s']:.3f} s per step, loss {line['loss']:.3f}"
             self._bar.update(self._bar.task_ids[0], advance=1, description=status)
-        if self._lost is not None:
-            raise self._unwritable(self._lost)
-        if time.monotonic() - self._written_at > WRITTEN_EVERY_S:
+        if self._log_error is not None:
+            raise self._unwritable(self._log_error)
+        if time.monotonic() - self._written_at > REWRITE_S:
             self.add()
 
-    def finish(
-        self, status: str, reason: str | None, peak: float | None, cause: str | None = None
-    ) -> None:
-        """Completes run.json with the steps there are, and prints the result. Raises RunFailed
-        where it cannot be written; the result is printed all the same."""
+    def summary(self) -> dict[str, Any]:
+        """The record's `summary` and `loss` of the steps until now."""
+        device = self.record["hardware"]["device"]
+        return summary.summary(self.run, self.steps, peak_tflops(device, self.run.precision.dtype))
+
+    def finish(self, status: str, reason: str | None, cause: str | None = None) -> None:
+        """Completes run.json and prints the result. Raises RunFailed, after printing, if run.json
+        cannot be written."""
         if self.folder is None:
             return
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         try:
-            found = summary.summary(self.run, self.steps, peak)
-            self.add(status=status, reason=reason, cause=cause, **found)
+            self.add(status=status, reason=reason, cause=cause, **self.summary())
         finally:
             for line in (
                 *summary.lines(self.record, self.steps),

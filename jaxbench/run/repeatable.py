@@ -1,8 +1,8 @@
-"""`--check-repeatable`: whether the compiled step gives the same bits twice on these devices."""
+"""`--check-repeatable`: compares two runs of a few steps bit by bit."""
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,44 +14,42 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 
 STEPS = 4
-"""That are run twice: the optimizer's moments and the histories of FP8 scaling take part."""
+"""Steps of each run: enough that optimizer moments and FP8 scaling histories take effect."""
 
 
-@dataclass
-class Digests:
-    """A pause at the end (`train.loop.Pause`): digests of what each array of the state has on this
-    process's devices, by its path."""
-
-    found: dict[str, str] = field(default_factory=dict)
+class Digests(dict[str, str]):
+    """A pause (`train.loop.Pause`) at the end of training: the digest of each array of the state,
+    as far as this process holds it, by its path in the pytree."""
 
     def due(self, step: int, ending: bool) -> bool:
-        """At the end only."""
         return ending
 
     def act(self, step: int, state: Any, ending: bool) -> None:
-        """Takes the digests, with one shard at a time in the host's memory."""
+        """Computes the digests, with one shard at a time in host memory."""
         for path, array in jax.tree_util.tree_leaves_with_path(state):
             digest = hashlib.blake2b(digest_size=16)
             for shard in array.addressable_shards:
                 digest.update(np.ascontiguousarray(jax.device_get(shard.data)).tobytes())
-            self.found[jax.tree_util.keystr(path, simple=True, separator=".")] = digest.hexdigest()
+            self[jax.tree_util.keystr(path, simple=True, separator=".")] = digest.hexdigest()
 
 
 def check(run: Run, program: Callable, say: Callable[[str], None]) -> dict[str, int]:
-    """Trains some steps from the initial state, twice; returns how many, and of how many arrays the
-    state is. Raises RunFailed in every process if any of them finds a bit that differs."""
-    steps = min(STEPS, run.steps)
-    short = replace(run, steps=steps)
-    (losses, first), (others, second) = _trained(short, program), _trained(short, program)
-    found = job.gather("repeatable", _difference(losses, others) or _difference(first, second))
-    told = job.from_first("repeatable told", lambda: next(filter(None, found), ""))
-    if told:
-        raise RunFailed(f"not repeatable: {told}", "numbers")
-    say(f"repeatable: {steps} steps twice, the same losses and {len(first)} arrays bit for bit")
-    return {"steps": steps, "arrays": len(first)}
+    """Trains a few steps from the initial state, twice; returns the numbers of steps and arrays.
+
+    Raises RunFailed in every process if losses, gradient norms or the state differ in any.
+    """
+    short = replace(run, steps=min(STEPS, run.steps))
+    (figures, state), (others, second) = _train(short, program), _train(short, program)
+    differences = job.gather("repeatable", _compare(figures, others) or _compare(state, second))
+    difference = job.broadcast("difference", lambda: next(filter(None, differences), ""))
+    if difference:
+        raise RunFailed(f"not repeatable: {difference}", "numbers")
+    say(f"repeatable: {short.steps} steps twice, the same losses and {len(state)} arrays bit for "
+        "bit")  # fmt: skip
+    return {"steps": short.steps, "arrays": len(state)}
 
 
-def _trained(run: Run, program: Callable) -> tuple[dict[str, float], dict[str, str]]:
+def _train(run: Run, program: Callable) -> tuple[dict[str, float], Digests]:
     """(loss and gradient norm of each step, digests of the state after the last)."""
     digests = Digests()
     figures = {
@@ -59,16 +57,16 @@ def _trained(run: Run, program: Callable) -> tuple[dict[str, float], dict[str, s
         for step in run_steps(run, program, pauses=[digests])
         for name in ("loss", "grad_norm")
     }
-    return figures, digests.found
+    return figures, digests
 
 
-def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """The first that differs, and how many more do; empty where nothing does."""
+def _compare(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """The first difference and the number of all; empty if there is none."""
     names = [name for name in first if first[name] != second[name]]
     if not names:
         return ""
-    name, process = names[0], jax.process_index()
+    name = names[0]
     return (
-        f"{name} was {first[name]}, then {second[name]} in process {process} "
+        f"{name} was {first[name]}, then {second[name]} in process {jax.process_index()} "
         f"({len(names)} of {len(first)} differ)"
     )

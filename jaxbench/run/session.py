@@ -1,43 +1,38 @@
-"""One benchmark run from its first record to its last: what surrounds the training loop.
+"""One run of a benchmark: the training loop with records, checkpoints, profiles, signals and
+heartbeats around it."""
 
-Checkpoints, profiles, signals, heartbeats and records meet here, so that `train` holds nothing but
-the training.
-"""
-
-import json
-import math
 import os
 import platform
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from jaxbench import hardware as gpus
 from jaxbench import mesh
 from jaxbench.cluster import job, watchdog
 from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.heartbeat import Heartbeat
-from jaxbench.cluster.signals import Signals
-from jaxbench.cluster.signals import reason as stop_reason
+from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watched import watched
 from jaxbench.errors import STATUS, RunFailed
 from jaxbench.files import write_json
-from jaxbench.hardware import identify
+from jaxbench.hardware import NULL, identify
+from jaxbench.jax_internals import coordination_client
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import spread
-from jaxbench.run import profiling, repeatable
+from jaxbench.run import plausible, profiling, repeatable
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
+from jaxbench.run.dispatch import watched_launches
 from jaxbench.run.records import SCHEMA, Recorder, read
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels
@@ -48,51 +43,34 @@ from jaxbench.xla import flags
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """How a run is surrounded; `Run` says what is computed.
-
-    `folder` takes the records; with `resume` they continue those that are there. `checkpoint` saves
-    at the end and before a stop, `checkpoint_every` also every so many steps; the last `keep` stay.
-    `restore` is the checkpoint to start from. `watchdog` is the number of seconds without progress
-    after which the job is ended.
-
-    `profile` is a profiler, for the steps of `profile_steps` (first, and the one behind the last)
-    in the processes of `profile_ranks`. `pgle` compiles the step with a profile of itself.
-    `check_repeatable` runs some steps twice first, and compares bits.
-    `compilation_cache` is the folder in which compiled programs stay.
-    """
+    """The folder of the records, the checkpoint to start from, and the options of the command line
+    (`arguments`)."""
 
     folder: Path
-    resume: bool = False
-    checkpoint: bool = False
-    checkpoint_every: int | None = None
-    keep: int = 2
-    restore: Path | None = None
-    watchdog: float | None = None
-    profile: Literal["jax", "nsys"] | None = None
-    profile_steps: tuple[int, int] = (20, 25)
-    profile_ranks: tuple[int, ...] = ()
-    nccl_trace: bool = False
-    pgle: bool = False
-    check_repeatable: bool = False
-    compilation_cache: Path | None = None
+    restore: Path | None
+    options: Namespace
 
     @property
     def start(self) -> int:
-        """Steps that are completed before the first one of this session."""
+        """Number of steps that were completed before this session."""
         return int(self.restore.name) if self.restore else 0
 
 
 def new_record(run: Run, session: Session) -> dict[str, Any]:
-    """run.json as it stands before the first step."""
-    devices = hardware()
+    """run.json before the first step."""
+    devices, options = hardware(), session.options
+    path, resumed = session.folder / "run.json", []
+    if options.resume and path.exists():
+        resumed = [*read(path)["resumed_at"], session.start]
     reasons = published.differences(run, devices["device"])
-    if session.checkpoint_every is not None:
+    if devices["null"]:
+        reasons.append(NULL)
+    if options.checkpoint_every is not None:
         reasons.append("checkpoints are written while it trains")
-    if session.profile:
-        reasons.append(f"it was profiled ({session.profile})")
-    if session.nccl_trace:
-        reasons.append("NCCL wrote a trace")
-    resumed = resumed_at(session)
+    if options.profile:
+        reasons.append(f"it was profiled ({options.profile})")
+    if options.nccl_trace:
+        reasons.append("it was traced (NCCL)")
     if resumed:
         reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
     row = published.lookup(run, identify(devices["device"]))
@@ -108,9 +86,9 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         "not_comparable_because": reasons,
         "recipe": recipes.describe(run),
         "hardware": devices,
-        # One process asks for all: its answer is part of what a cached program is known by, and
-        # thousands would ask the file system at once.
-        "versions": json.loads(job.from_first("versions", lambda: json.dumps(versions()))),
+        # From rank 0: part of the identity of cached programs, and one question to git, not
+        # thousands.
+        "versions": job.broadcast("versions", versions),
         "flags": {
             "compiler_options": flags.options(run, devices["platform"]),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
@@ -121,52 +99,50 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
     }
 
 
-def resumed_at(session: Session) -> list[int]:
-    """The steps at which the run in the session's folder was taken up again, this time included."""
-    path = session.folder / "run.json"
-    if not (session.resume and path.exists()):
-        return []
-    return [*read(path)["resumed_at"], session.start]
-
-
 def benchmark(run: Run, session: Session) -> int:
-    """Runs and records; returns the exit status. Only the first process of a job writes records."""
+    """Runs and records; returns the exit status. Only rank 0 writes records."""
     first = jax.process_index() == 0
     try:
         record = new_record(run, session)
         if first:
             write_json(session.folder / "environment.json", variables())
         recorder = Recorder(session.folder if first else None, run, record, session.start)
-        with watched(session.folder, session.watchdog) as beat:
-            signals = Signals(partial(abandon, recorder, beat))
+        with watched(session.folder, session.options.watchdog) as beat:
+            signals = Signals(partial(interrupted, recorder, beat))
             status, reason, cause = Attempt(run, session, recorder, signals, beat).outcome()
         if cause and not first:
-            print(f"error: {reason}", file=sys.stderr)  # the first process has its result
-        peak = gpus.peak_tflops(record["hardware"]["device"], run.precision.dtype)
-        recorder.finish(status, reason, peak, cause)
+            print(f"error: {reason}", file=sys.stderr)  # rank 0 prints its result
+        recorder.finish(status, reason, cause)
         signals.close()
-    except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # of the records, the others
+    except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # outside of training
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return leave(STATUS[cause_of(error)], alone=True)
+        return leave(STATUS[cause_of(error)], wait=False)
     if status == "interrupted":
-        return leave(128 + (signals.agreed or signal.SIGINT), alone=signals.agreed is None)
-    return leave(STATUS[cause] if cause else 0, alone=cause is not None)
+        return leave(128 + (signals.agreed or signal.SIGINT), wait=signals.agreed is not None)
+    return leave(STATUS[cause] if cause else 0, wait=cause is None)
 
 
-def abandon(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
-    """Ends a process that has not begun to train, with its record."""
+def interrupted(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
+    """Ends a process before its first step, with a complete record."""
+    end(recorder, beat, 128 + number, "interrupted", name_of(number))
+
+
+def end(recorder: Recorder, beat: Heartbeat, code: int, status: str, reason: str,
+        cause: str | None = None) -> None:  # fmt: skip
+    """Ends the process here, whatever its main thread does, with a complete record."""
     try:
-        beat.end()  # first: what the main thread does meanwhile must not become the record's end
-        recorder.finish("interrupted", stop_reason(number), None)
+        beat.end()  # first, so that the watchdog does not record an end of its own
+        recorder.finish(status, reason, cause)
     finally:
         sys.stdout.flush()
-        os._exit(128 + number)
+        os._exit(code)
 
 
-def leave(code: int, alone: bool) -> int:
-    """The exit status; does not return where a process of several is `alone` with its end."""
-    if alone and job.client() is not None:
-        # To leave the job in order, it would wait for the others, and they wait for it.
+def leave(code: int, wait: bool) -> int:
+    """Returns the exit status. Without `wait` a process of several, or with GPUs, exits here: in an
+    orderly exit JAX would wait for the other processes, which wait in collectives for this one, and
+    for its GPUs, which wait for the one that failed."""
+    if not wait and (coordination_client() is not None or jax.default_backend() == "gpu"):
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -174,7 +150,7 @@ def leave(code: int, alone: bool) -> int:
 
 @dataclass
 class Attempt:
-    """One process's part in a run: compiles, restores, trains and saves as the session asks."""
+    """One process's part in a run: compiles, restores, trains and saves."""
 
     run: Run
     session: Session
@@ -183,56 +159,73 @@ class Attempt:
     beat: Heartbeat
 
     def outcome(self) -> tuple[str, str | None, str | None]:
-        """Trains and records every step; returns status, reason and the cause of a failure for
-        run.json, whatever happens."""
+        """Trains and records every step; returns status, reason and cause for run.json. Raises
+        nothing."""
         try:
-            on = mesh.make_mesh(self.run.mesh_shape)
-            with jax.set_mesh(on), jax.transfer_guard("disallow"):
+            with (
+                jax.set_mesh(mesh.make_mesh(self.run.mesh_shape)),
+                jax.transfer_guard("disallow"),
+            ):
                 self._train()
             if self.signals.agreed:
-                return "interrupted", stop_reason(self.signals.agreed), None
+                return "interrupted", name_of(self.signals.agreed), None
             return "completed", None, None
-        except RunFailed as error:
-            if error.cause == "network" and (lost := self._lost()):
-                return "failed", lost, "lost"
-            return "failed", str(error), error.cause
         except KeyboardInterrupt:
             return "interrupted", "SIGINT", None
+        except RunFailed as error:
+            lost = self._lost_neighbor() if error.cause == "network" else None
+            reason, cause = str(error), error.cause
         except Exception as error:
-            traceback.print_exc()
-            if lost := self._lost():
-                return "failed", lost, "lost"
-            reason = traceback.format_exception_only(error)[0].splitlines()[0]
-            return "failed", reason, cause_of(error)
+            lost = self._lost_neighbor()
+            reason, cause = one_line(error), cause_of(error)
+            if cause == "failed":  # of the others the library's message says all
+                traceback.print_exc()
+        return ("failed", lost, "lost") if lost else ("failed", reason, cause)
 
-    def _lost(self) -> str | None:
-        """The processes beside this one that are gone, and so may be why it fails."""
-        own = self.beat.path
-        return watchdog.lost(own) if own and jax.process_count() > 1 else None
+    def _lost_neighbor(self) -> str | None:
+        """The lost processes of this host, which may be why this one fails."""
+        path = self.beat.path
+        if path is None or jax.process_count() == 1:
+            return None
+        return watchdog.wait_for_lost_neighbor(path)
 
     def _train(self) -> None:
-        program = self._compiled()
+        program = watched_launches(self._compile(), self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
-        state, saver = self._restored(), self._saver()
+        state, saver = self._restore(), self._saver()
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
         self.recorder.start_steps()
         times = []
-        for step in run_steps(self.run, program, self._stop, state, list(self._pauses(saver))):
+        for step in run_steps(self.run, program, self._stop, state, self._pauses(saver)):
             self.beat.completed = step["step"]
             times.append((step["step_time_s"], step["wait_s"]))
             self.recorder.step(step)
-            for name in ("loss", "grad_norm"):
-                if not math.isfinite(step[name]):
-                    text = f"{name} is {step[name]} at step {step['step']}"
-                    raise RunFailed(text, "numbers")
+            initial = self.session.restore is None and not step["step"]
+            self._refuse(plausible.problem(self.run, step, initial))
         if saver is not None:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
         self.recorder.add(ranks=stragglers(times))
+        if self.session.options.nccl_trace and not self.signals.agreed:
+            profiling.check_nccl_trace(self.session.folder, self.recorder.say)
+        self._refuse(job.broadcast("rate", self._rate_problem))
+
+    def _rate_problem(self) -> str | None:
+        return plausible.rate_problem(self.recorder.summary())
+
+    def _refuse(self, problem: str | None) -> None:
+        """Raises RunFailed for figures that no training gives, except of a null GPU."""
+        if problem and not self.recorder.record["hardware"]["null"]:
+            raise RunFailed(problem, "numbers")
+
+    def _failed_launch(self, error: Exception) -> None:
+        """Ends the process for the error of a step that the main thread cannot hear of."""
+        cause = cause_of(error)
+        end(self.recorder, self.beat, STATUS[cause], "failed", one_line(error), cause)
 
     def _enter(self, phase: str, detail: str) -> None:
-        """Another phase begins, for the watchdog and for whoever reads the log."""
-        # The first step counts as training; until it is queued, weights are made.
+        """Begins a phase, in the heartbeat and in the log."""
+        # For the watchdog training begins with the first step; until then weights are initialized.
         self.beat.phase = "loading" if phase == "training" else phase
         self.recorder.phase(phase, detail)
 
@@ -240,30 +233,30 @@ class Attempt:
         self.beat.phase, self.beat.started = "training", step
         return self.signals.stop(step)
 
-    def _compiled(self) -> Any:
-        """The step's program, checked, and recompiled with a profile of itself for PGLE."""
-        run, session, recorder = self.run, self.session, self.recorder
+    def _compile(self) -> Any:
+        """The checked program of a step; with `pgle` compiled again with its own profile."""
+        run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
-        with program_cache(session.compilation_cache, cached_by(recorder.record)) as cached:
+        with program_cache(options.compilation_cache, cache_identity(recorder.record)) as cached:
             compiled, lower_s, compile_s = compile_program(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         check_program(compiled, run)
         recorder.add(kernels=kernels(run))
         recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
-        if session.pgle:
-            compiled, pgle = profiling.guided(run, compiled, session.folder, recorder.say)
+        if options.pgle:
+            compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
             recorder.add(pgle=pgle)
             check_program(compiled, run)
-        if session.check_repeatable:
+        if options.check_repeatable:
             recorder.add(repeatable=repeatable.check(run, compiled, recorder.say))
         return compiled
 
-    def _restored(self) -> State | None:
-        """The state to start from, if it is not the initial one."""
+    def _restore(self) -> State | None:
+        """The state of the checkpoint to start from; None without one."""
         if self.session.restore is None:
             return None
-        from jaxbench.run import checkpoint  # Orbax, which no other run needs
+        from jaxbench.run import checkpoint  # slow to import, and only needed here
 
         like = abstract_state(self.run)
         state, loaded = checkpoint.restore(self.session.restore, like, self.recorder.say)
@@ -271,61 +264,46 @@ class Attempt:
         return state
 
     def _saver(self) -> Any:
-        """Saves the run's checkpoints, if it is to have any."""
-        session = self.session
-        if not session.checkpoint:
+        """The run's `Checkpoints`; None if it saves none."""
+        folder, options = self.session.folder, self.session.options
+        if not options.checkpoint and options.checkpoint_every is None:
             return None
-        from jaxbench.run import checkpoint
+        from jaxbench.run.checkpoint import Checkpoints
 
-        return checkpoint.Checkpoints(
-            session.folder, self.recorder.record["recipe"], session.start,
-            session.checkpoint_every, session.keep, self.recorder.say,
-        )  # fmt: skip
+        start, every, keep = self.session.start, options.checkpoint_every, options.keep
+        return Checkpoints(folder, start, every, keep, self.recorder, self.beat)
 
-    def _pauses(self, saver: Any) -> Iterator[Pause]:
-        session = self.session
-        if session.profile and jax.process_index() in session.profile_ranks:
-            yield profiling.window(session.profile, *session.profile_steps, session.folder)
-        if saver is not None:
-            yield Saving(saver, self.recorder, self.beat)
-
-
-@dataclass
-class Saving:
-    """The saver as a pause of which heartbeat and record know."""
-
-    saver: Any
-    recorder: Recorder
-    beat: Heartbeat
-
-    def due(self, step: int, ending: bool) -> bool:
-        """As the saver."""
-        return self.saver.due(step, ending)
-
-    def act(self, step: int, state: State, ending: bool) -> None:
-        """As the saver."""
-        self.recorder.phase("saving", f"the state after {step} steps")
-        with self.beat.during("saving"):
-            self.saver.act(step, state, ending)
-        self.recorder.add(checkpoints=self.saver.saved)
+    def _pauses(self, saver: Pause | None) -> list[Pause]:
+        options, pauses = self.session.options, [] if saver is None else [saver]
+        if options.profile and jax.process_index() in options.profile_ranks:
+            first, last = options.profile_steps
+            window = profiling.window(options.profile, first, last, self.session.folder)
+            pauses.insert(0, window)
+        return pauses
 
 
-def cached_by(record: dict[str, Any]) -> dict[str, Any]:
-    """What a compiled program depends on; JAX's own key is finer, this one chooses a folder."""
+def one_line(error: Exception) -> str:
+    """The type and the first line of an error."""
+    return traceback.format_exception_only(error)[0].splitlines()[0]
+
+
+def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record on which compiled programs depend; they choose a cache folder, in
+    which JAX's own key is finer."""
     devices = {k: v for k, v in record["hardware"].items() if k != "host"}
     versions = {k: v for k, v in record["versions"].items() if k != "commit"}
     return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}
 
 
 def stragglers(times: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """Step times (mean, deviation, median, p95, in s) as each process measured them, without the
-    first.
+    """Step times (mean, deviation, median, p95) and mean wait of every process in s, without the
+    first step; complete in rank 0.
 
-    Collectives make all processes as slow as the slowest one, so its mark is `wait_s`: the mean
-    time for which a process waited for its device. A slow host waits least.
+    Collectives make all processes as slow as the slowest. Its host shows by the smallest `wait_s`,
+    the mean time for which a process waits for its device.
     """
-    own: dict[str, Any] = {"rank": jax.process_index(), "host": platform.node()}
+    entry: dict[str, Any] = {"rank": jax.process_index(), "host": platform.node()}
     if len(times) > 1:
         measured, waits = zip(*times[1:], strict=True)
-        own |= {"step_time_s": spread(list(measured)), "wait_s": sum(waits) / len(waits)}
-    return [json.loads(text) for text in job.gather("stragglers", json.dumps(own))]
+        entry |= {"step_time_s": spread(list(measured)), "wait_s": sum(waits) / len(waits)}
+    return job.gather("stragglers", entry)

@@ -1,9 +1,9 @@
-"""Where a run begins: its folder, its checkpoint, its length."""
+"""Preparation of a session: output folder, checkpoint to restore, number of steps."""
 
 import argparse
 import json
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +16,33 @@ from jaxbench.run.session import Session
 
 
 def prepare(run: Run, args: argparse.Namespace) -> tuple[Run, Session | None]:
-    """The run and its session with folder and checkpoint found; no session if the run is complete.
+    """The run with its number of steps, and its session; None if the run is completed already.
 
-    The first process decides for all: the others may see another moment of a shared file system.
+    Rank 0 decides for all: the others may see another moment of a shared file system.
     """
-    decided = json.loads(job.from_first("start", lambda: json.dumps(_decide(run, args))))
-    if decided["completed"]:
+    plan = job.broadcast("start", lambda: _plan(run, args))
+    if plan is None:
         return run, None
-    given = {f.name: getattr(args, f.name) for f in fields(Session) if hasattr(args, f.name)}
-    found = {
-        "folder": Path(decided["folder"]),
-        "restore": decided["restore"] and Path(decided["restore"]),
-        "checkpoint": args.checkpoint or args.checkpoint_every is not None,
-    }
-    session = Session(**(given | found))
-    if session.nccl_trace:
+    folder, restore, steps = plan
+    session = Session(folder=Path(folder), restore=restore and Path(restore), options=args)
+    if args.nccl_trace:
         profiling.trace_nccl(session.folder)
-    return replace(run, steps=decided["steps"]), session
+    return replace(run, steps=steps), session
 
 
-def _decide(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """What only one process may find out: folder, length of the run, and checkpoint."""
+def _plan(run: Run, args: argparse.Namespace) -> tuple[str, str | None, int] | None:
+    """(folder, checkpoint to restore, number of steps); None if the run is completed. Makes the
+    folder. Raises RecipeError."""
     folder = args.output or Path("results", run.recipe, run.row, time.strftime("%Y%m%d-%H%M%S"))
-    there = (folder / "run.json").exists()
-    if there and not args.resume:
+    record = folder / "run.json"
+    exists = record.exists()
+    if exists and not args.resume:
         raise RecipeError(
             f"--output {folder} already holds a run; name another folder, or continue with --resume"
         )
     steps, restore = run.steps, None
     if args.restore is not None or args.resume:
-        from jaxbench.run import checkpoint  # Orbax, which no other run needs
+        from jaxbench.run import checkpoint  # slow to import, and only needed here
 
         if args.restore is not None:
             restore = checkpoint.find(args.restore)
@@ -57,28 +54,25 @@ def _decide(run: Run, args: argparse.Namespace) -> dict[str, Any]:
             restore = checkpoint.find(folder)
         if restore is not None:
             checkpoint.check(restore, recipes.describe(run))
-    completed = there and _continues(folder / "run.json", replace(run, steps=steps))
+    if exists and _is_completed(record, replace(run, steps=steps)):
+        return None
     folder.mkdir(parents=True, exist_ok=True)
-    return {
-        "folder": str(folder),
-        "steps": steps,
-        "restore": restore and str(restore),
-        "completed": completed,
-    }
+    return str(folder), None if restore is None else str(restore), steps
 
 
-def _continues(path: Path, run: Run) -> bool:
-    """Whether the recorded run is complete. Raises RecipeError if it is another one: devices and
-    mesh may change, the work may not."""
+def _is_completed(path: Path, run: Run) -> bool:
+    """Returns whether the recorded run is completed. Raises RecipeError if it is not `run`: devices
+    and mesh may differ, the work may not."""
 
     def work(recipe: dict[str, Any]) -> dict[str, Any]:
         batch = {key: recipe["batch"][key] for key in ("global_batch", "sequence_length")}
-        rest = ("recipe", "model", "precision", "optimizer", "steps", "seed")
-        return {"batch": batch, **{key: recipe[key] for key in rest}}
+        keys = ("recipe", "model", "precision", "optimizer", "steps", "seed")
+        return {"batch": batch, **{key: recipe[key] for key in keys}}
 
     record = records.read(path)
-    theirs, ours = work(record["recipe"]), work(json.loads(json.dumps(recipes.describe(run))))
-    differing = [key for key in ours if theirs[key] != ours[key]]
-    if differing:
-        raise RecipeError(f"--resume: {path} is another run: its {differing[0]} differs")
+    recorded = work(record["recipe"])
+    requested = work(json.loads(json.dumps(recipes.describe(run))))
+    for key, value in requested.items():
+        if recorded[key] != value:
+            raise RecipeError(f"--resume: {path} is another run: its {key} differs")
     return record["status"] == "completed"

@@ -1,4 +1,4 @@
-"""What the steps of a run amount to, for run.json and for people."""
+"""Summary of the steps of a run, log lines, and the printed result."""
 
 import math
 from typing import Any
@@ -11,19 +11,19 @@ from jaxbench.recipe.window import spread, too_short, window
 
 
 def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """`summary` and `loss` of the record, from the lines of all steps and the peak in TFLOP/s;
-    nothing where a single step has no time of its own."""
+    """The record's `summary` and `loss`, from the recorded steps and the peak in TFLOP/s; empty for
+    a single step, whose time has the start in it."""
     if len(steps) < 2:
         return {}
     first, last = window(len(steps))
     times = [step["step_time_s"] for step in steps]
-    chosen = spread(times[first : last + 1])
+    step_time_s = spread(times[first : last + 1])
     losses = [step["loss"] for step in steps]
     return {
         "summary": {
             "window": [first, last],
-            "step_time_s": {**chosen, "last": times[-1]},
-            **throughput(run, chosen["mean"], peak),
+            "step_time_s": {**step_time_s, "last": times[-1]},
+            **throughput(run, step_time_s["mean"], peak),
             "peak_memory_bytes": max(step["peak_memory_bytes"] for step in steps),
         },
         "loss": {
@@ -35,22 +35,21 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
 
 
 def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
-    """What becomes of a run, by its record and the lines of its steps; `jaxbench.report` looks
-    closer."""
+    """The verdict on a run from its record and recorded steps; `jaxbench.report` checks more."""
     mean = record.get("summary", {}).get("step_time_s", {}).get("mean")
     published, count = record["published"] or {}, record["recipe"]["steps"]
-    whole = [step["step"] for step in steps] == list(range(count))
+    complete = [step["step"] for step in steps] == list(range(count))
     return judge(
         mean,
         published.get("step_time_s"),
         failed=None if record["status"] == "completed" else record["reason"] or record["status"],
-        incomplete=[] if whole else [f"{len(steps)} of {count} steps are recorded"],
+        incomplete=[] if complete else [f"{len(steps)} of {count} steps are recorded"],
         not_comparable=record["not_comparable_because"] or too_short(count),
     )
 
 
 def short_line(run: Run, step: dict[str, Any]) -> str:
-    """The step for people who watch; numbers as in the records, from 0."""
+    """A step in a short line for people; steps are numbered from 0, as in the records."""
     width = len(str(run.steps - 1))
     return (
         f"step {step['step']:{width}}  {step['step_time_s']:.4g} s  loss {step['loss']:.4f}  "
@@ -59,7 +58,7 @@ def short_line(run: Run, step: dict[str, Any]) -> str:
 
 
 def maxtext_line(run: Run, step: dict[str, Any]) -> str:
-    """The step in MaxText's format, which the Llama 2 document greps for."""
+    """A step in MaxText's format, for which the Llama 2 document greps."""
     return (
         f"completed step: {step['step']}, seconds: {step['step_time_s']:.3f}, "
         f"TFLOP/s/device: {step['tflops_per_gpu']:.3f}, "
@@ -69,7 +68,7 @@ def maxtext_line(run: Run, step: dict[str, Any]) -> str:
 
 
 def nemo_line(run: Run, step: dict[str, Any]) -> str:
-    """The step in NeMo's format, which the Llama 3.1 and later documents and their parser read."""
+    """A step in NeMo's format, for the Llama 3.1 and later documents and their parser."""
     n, batch = step["step"], run.batch.global_batch
     return (
         f"Training epoch 0, iteration {n}/{run.steps - 1} | lr: {step['learning_rate']:.4g} | "
@@ -82,7 +81,7 @@ def nemo_line(run: Run, step: dict[str, Any]) -> str:
 
 
 def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
-    """The result in a few lines for people, from the record and the lines of its steps."""
+    """The printed result, from the record and the recorded steps."""
     recipe = record["recipe"]
     text = [f"{record['status']}: {recipe['recipe']}, row {recipe['row']} ({record['label']})"]
     if record["reason"]:

@@ -1,11 +1,11 @@
-"""State-space duality (Mamba-2; Dao and Gu 2024): what a mixer computes between its projections,
-causal convolution with SiLU, selective scan, gate with RMSNorm.
+"""State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections, that is causal
+convolution with SiLU, selective scan, gate with RMSNorm.
 
 Imports `recipe`, `errors`, and the types of `xla`. One file for each implementation; the registry
-here chooses among them. From an entry the check of compiled programs and the plan learn of it.
+here chooses among them, and the check of compiled programs and the plan read its entries.
 
-Pure functions of what one device holds. `context` names the mesh axes over which the sequence is
-split into consecutive shards; between shards travel one state per head and the last few tokens.
+Pure functions of one device's arrays. `context` names the mesh axes over which the sequence is
+split into consecutive shards, which exchange one state per head and the last few tokens.
 
 Dimension letters: B batch, S sequence, G groups, K chunks, Q and R tokens of a chunk, H heads of a
 group (which share b and c), P head dim, N state, W taps, C convolved channels, I columns of the
@@ -29,12 +29,12 @@ __all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose"]
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to compute it.
+    """An implementation of mixers between their projections.
 
-    `mixer` takes a device's own columns of the input projection, of all its groups, and gives what
-    the output projection multiplies. `platforms` are those on which it runs (None: all). `refusal`
-    says why it cannot compute a model in a dtype, on so many tokens of a sequence. `rules` tell the
-    work of its custom calls, all of which a compiled step has to hold.
+    `mixer` maps the input projection of a device's groups to the input of the output projection.
+    `platforms` are those on which it runs (None: all). `refusal` returns why it cannot compute a
+    model in a dtype with a number of tokens on a rank, or None. `rules` give the work of its custom
+    calls, all of which a compiled step must contain.
     """
 
     mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
@@ -49,21 +49,18 @@ IMPLEMENTATIONS = {
         mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, rules=pallas.RULES
     ),
 }
-"""By name; `auto` takes the first. That is XLA's until the kernels have been measured on a GPU."""
+"""By name; `auto` takes the first: XLA's, until the kernels have been measured on a GPU."""
 
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
-    """The name of the implementation that computes a model's mixers, `length` tokens of a sequence
-    on each rank.
-
-    Raises RecipeError where the one that is asked for cannot.
-    """
-    asked = f"execution.ssd = {execution.ssd}"
-    if execution.ssd == "auto" or cfg.mamba is None or "M" not in cfg.letters:
+    """The name of the implementation that computes a model's mixers, with `length` tokens of a
+    sequence on each rank. Raises RecipeError where the requested one cannot."""
+    setting = f"execution.ssd = {execution.ssd}"
+    if execution.ssd == "auto" or cfg.mamba is None or "M" not in cfg.layer_pattern:
         return next(iter(IMPLEMENTATIONS))
-    found = IMPLEMENTATIONS[execution.ssd]
-    if found.platforms and platform not in found.platforms:
-        raise RecipeError(f"{asked} does not run on a {platform}; expected auto or xla")
-    if refused := found.refusal(cfg.mamba, dtype, length):
-        raise RecipeError(f"{asked} cannot compute {refused}; expected auto or xla")
+    implementation = IMPLEMENTATIONS[execution.ssd]
+    if platform not in (implementation.platforms or (platform,)):
+        raise RecipeError(f"{setting} does not run on a {platform}; expected auto or xla")
+    if refused := implementation.refusal(cfg.mamba, dtype, length):
+        raise RecipeError(f"{setting} cannot compute {refused}; expected auto or xla")
     return execution.ssd

@@ -1,4 +1,4 @@
-"""What passes between ranks that hold consecutive shards of a sequence: the last tokens before a
+"""Exchange between ranks that hold consecutive shards of a sequence: the last tokens before a
 convolution, and one state per head."""
 
 import jax
@@ -20,8 +20,8 @@ def tokens_before(x: Float[Array, "B S C"], count: int, context: Axes) -> Float[
 def entering(
     log: Float[Array, "B H"], left: Float[Array, "B H P N"], context: Axes
 ) -> Float[Array, "B H P N"]:
-    """The state that enters this shard, from what each shard leaves behind if nothing enters it,
-    and the logarithm of what it does to a state that does."""
+    """The state before the first token of this shard. `left` is the state at the end of each shard
+    when it starts from zero, `log` the logarithm of the shard's total decay."""
     shards = (jax.lax.all_gather(z, context, axis=1) for z in (log, left))
     rank = jax.lax.axis_index(context)
     return jax.lax.dynamic_index_in_dim(pass_on(*shards), rank, axis=1, keepdims=False)
@@ -30,11 +30,11 @@ def entering(
 def pass_on(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> Float[Array, "B K H P N"]:
-    """The states before each of K stretches, zero before the first, from what each leaves behind
-    and the logarithm of its decay.
+    """The states before each of K consecutive parts of a sequence, zero before the first; `log` and
+    `left` of each part as in `entering`.
 
-    One product with the decays between stretches instead of K dependent steps: their launches
-    would take longer. So each stretch's part of a state is rounded once, however far it travels.
+    One product with the decays between parts instead of K dependent steps, whose launches would
+    take longer. A part's contribution to a state is rounded once, whatever the distance.
     """
     padded = jnp.pad(jnp.moveaxis(log, 1, 2), ((0, 0), (0, 0), (1, 0)))
     decay = segment_decay(padded)[..., :-1, 1:].astype(left.dtype)
@@ -42,10 +42,10 @@ def pass_on(
     return jnp.einsum("BHLK,BKHPN->BLHPN", decay, left, precision=exact)
 
 
-def left_behind(
+def end_state(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> tuple[Float[Array, "B H"], Float[Array, "B H P N"]]:
-    """The logarithm of the decay of K stretches together, and what they leave behind."""
+    """The logarithm of the total decay of K parts, and the state at their end from zero."""
     total = jnp.cumsum(log, axis=1)
     to_end = jnp.exp(total[:, -1:] - total).astype(left.dtype)
     exact = jax.lax.Precision.HIGHEST

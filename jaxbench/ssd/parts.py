@@ -1,4 +1,4 @@
-"""What a Mamba-2 mixer is given between its projections, the same for all implementations."""
+"""Dimensions and parameters of a Mamba-2 mixer between its projections."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """Of one group: its heads, features of a head, the state of a feature; and what is added to
-    the mean square under the norm's root."""
+    """Dimensions of a group: heads, features per head, state size per feature; and the epsilon of
+    the norm."""
 
     heads: int
     head_dim: int
@@ -26,18 +26,18 @@ class Dims:
 
     @property
     def channels(self) -> int:
-        """What is convolved: x, b and c."""
+        """Channels that are convolved: x, b and c."""
         return self.inner + 2 * self.state
 
     @property
     def columns(self) -> int:
-        """Of the input projection: gate z, then x, b and c, then the time step of each head."""
+        """Columns of the input projection: gate z, then x, b and c, then one time step per head."""
         return self.inner + self.channels + self.heads
 
 
 class Parameters(NamedTuple):
-    """Those of groups besides their projections, all fp32: convolution, per-head scalars (time step
-    before softplus, logarithm of the decay rate, skip) and the norm's gain."""
+    """Parameters of groups besides the projections, in fp32: convolution, per-head scalars (time
+    step before softplus, logarithm of the decay rate, skip), norm gain."""
 
     taps: Float[Array, "G W C"]
     bias: Float[Array, "G C"]
@@ -48,5 +48,5 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, groups: Any) -> "Parameters":
-        """Those of a module that has them as variables of the same names."""
+        """The parameters of a module with variables of these names."""
         return cls(*(getattr(groups, name)[...] for name in cls._fields))

@@ -1,5 +1,4 @@
-"""The mixer in plain JAX, which XLA compiles to matrix products and what it fuses around them: for
-any hardware and shape, and what other implementations are compared with."""
+"""The mixer in plain JAX, for any hardware and shape: the reference of other implementations."""
 
 from functools import partial
 
@@ -8,49 +7,46 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxbench.recipe.model import SSD_CHUNK
-from jaxbench.ssd.context import entering, left_behind, pass_on, segment_decay, tokens_before
+from jaxbench.ssd.context import end_state, entering, pass_on, segment_decay, tokens_before
 from jaxbench.ssd.parts import Axes, Dims, Parameters
 
 
 def mixer(
     dims: Dims, context: Axes, projected: Float[Array, "B S G I"], parameters: Parameters
 ) -> Float[Array, "B S G F"]:
-    """`ssd.Implementation.mixer`: all groups at once, so that each kernel does the work of all.
+    """`ssd.Implementation.mixer`, vectorised over groups, so that each kernel computes all of them.
 
-    The backward pass is left with the inputs, and computes the rest again: the square matrices and
-    states of the scan exist for one layer at a time.
+    Only the inputs are saved for the backward pass, which recomputes the rest: the square matrices
+    and states of the scan exist for one layer at a time.
     """
 
-    def one(projected, parameters):
-        return group(dims, context, projected, parameters)
-
-    every = jax.vmap(one, in_axes=(2, 0), out_axes=2)
-    return jax.checkpoint(every, prevent_cse=False)(projected, parameters)
+    groups = jax.vmap(partial(group, dims, context), in_axes=(2, 0), out_axes=2)
+    return jax.checkpoint(groups, prevent_cse=False)(projected, parameters)
 
 
 def group(
-    dims: Dims, context: Axes, projected: Float[Array, "B S I"], own: Parameters
+    dims: Dims, context: Axes, projected: Float[Array, "B S I"], parameters: Parameters
 ) -> Float[Array, "B S F"]:
     """One group's features. Gate before norm; all but the products of the scan in fp32."""
     z, dt = projected[..., : dims.inner], projected[..., -dims.heads :]
-    convolved = conv_silu(dims, context, projected, own)
+    convolved = conv_silu(dims, context, projected, parameters)
     x, b, c = jnp.split(convolved, [dims.inner, dims.inner + dims.state], axis=-1)
     x = x.reshape(*x.shape[:2], dims.heads, dims.head_dim)
-    dt = jax.nn.softplus(dt.astype(jnp.float32) + own.dt_bias)
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + parameters.dt_bias)
     with jax.named_scope("ssd.scan"):  # for profiles
-        y = scan(x, dt, -jnp.exp(own.a_log), b, c, context)
-    y += own.d[:, None] * x
+        y = scan(x, dt, -jnp.exp(parameters.a_log), b, c, context)
+    y += parameters.d[:, None] * x
     y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + dims.eps)
-    return (y * own.gain).astype(projected.dtype)
+    return (y * parameters.gain).astype(projected.dtype)
 
 
 def conv_silu(
-    dims: Dims, context: Axes, projected: Float[Array, "B S I"], own: Parameters
+    dims: Dims, context: Axes, projected: Float[Array, "B S I"], parameters: Parameters
 ) -> Float[Array, "B S C"]:
-    """What enters the scan: x, b and c, convolved and activated in fp32."""
+    """The inputs x, b and c of the scan, convolved and activated in fp32."""
     columns = projected[..., dims.inner : dims.inner + dims.channels]
-    convolved = causal_conv(columns, own.taps, own.bias, context)
+    convolved = causal_conv(columns, parameters.taps, parameters.bias, context)
     return jax.nn.silu(convolved).astype(projected.dtype)
 
 
@@ -81,11 +77,11 @@ def scan(
     """y_t = c_t . s_t with the state s_t = exp(dt_t a) s_(t-1) + dt_t x_t (x) b_t, of one group.
 
     Four products per chunk, with operands in the dtype of `x` and sums in fp32 (Dao and Gu 2024,
-    section 6): c b^T under the decay between its tokens; that times x; the state which a chunk
-    leaves behind; and what the state before a chunk adds to its tokens. What they give is in the
-    dtype of `x` too, states among it, but for c b^T: half the bytes, for a rounding of what is the
-    operand of a product next (`docs/scan.md` has what that costs). `dt` and `a` are fp32, `a` is
-    negative.
+    section 6): c b^T under the decay between its tokens; that times x; the state at the end of a
+    chunk that starts from zero; and the contribution of the state before a chunk to its tokens.
+    Their results, states included, are in the dtype of `x` too, except c b^T, which is fp32: half
+    the bytes, for a rounding of operands of the next product (errors: `docs/design/scan.md`). `dt`
+    and `a` are fp32, `a` is negative.
     """
     batch, length = dt.shape[:2]
     size = min(SSD_CHUNK, length)
@@ -108,16 +104,16 @@ def scan(
 def states_before(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"], context: Axes
 ) -> Float[Array, "B K H P N"]:
-    """The state before each chunk, from what each leaves behind and the logarithm of its decay.
+    """The state before each chunk; `log` and `left` of each as in `context.entering`.
 
-    Chunks of a shard first, as if nothing came before; then what enters the shard decays to each of
-    its chunks.
+    First those of a shard that starts from zero, then the state before the shard, decayed to each
+    of its chunks.
     """
     states = pass_on(log, left)
     if not context:
         return states
     since_start = jnp.cumsum(log, axis=1) - log
-    state = entering(*left_behind(log, left), context)
+    state = entering(*end_state(log, left), context)
     return states + jnp.exp(since_start)[..., None, None] * state[:, None]
 
 
@@ -130,13 +126,9 @@ def product(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
-def _product_forward(equation, a, b):
-    return product(equation, a, b), (a, b)
-
-
 def _product_backward(equation, operands, cotangent):
     _, vjp = jax.vjp(partial(jnp.einsum, equation), *operands)
     return vjp(cotangent.astype(operands[0].dtype))
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda equation, a, b: (product(equation, a, b), (a, b)), _product_backward)

@@ -1,5 +1,6 @@
-"""The training itself: state, step, compiled program, loop.
+"""Training: state, step, compiled program, loop.
 
 Imports `models` and below, and `xla`. Read `step`, then `program`, then `loop`; for pipelines
-`timetable`, `stages`, `ticks` and `pipeline`. `python -m jaxbench.train` is `run.command`.
+`pipeline_schedule`, `stages`, `pipeline_rank` and `pipeline`. `python -m jaxbench.train` is
+`run.command`.
 """

@@ -1,4 +1,4 @@
-"""The training loop, and what may be done between its steps."""
+"""The training loop, and actions between its steps."""
 
 import resource
 import time
@@ -14,27 +14,13 @@ from jaxbench.train.step import State, init_state
 
 @runtime_checkable
 class Pause(Protocol):
-    """Something that is done between steps while the device is idle, such as a save."""
+    """An action between steps while the device is idle, such as a save."""
 
     def due(self, step: int, ending: bool) -> bool:
-        """Whether `act` is to be called after `step` steps of training."""
+        """True if `act` is to be called after `step` steps of training."""
 
     def act(self, step: int, state: State, ending: bool) -> None:
-        """Does it, with the state after `step` steps. Its time is in no step time."""
-
-
-class StepClock:
-    """Step times from one completed step to the next, taken while the next step is already queued
-    on the device."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def tick(self) -> float:
-        """Seconds since the last tick."""
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed
+        """Acts on the state after `step` steps. Step times exclude its duration."""
 
 
 def run_steps(
@@ -53,12 +39,15 @@ def run_steps(
     """
     if state is None:
         state = jax.block_until_ready(jax.jit(partial(init_state, run))())
-    clock = StepClock()
+    last_completed = time.perf_counter()
 
     def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
-        asked = time.perf_counter()
+        nonlocal last_completed
+        waiting_since = time.perf_counter()
         values = {name: value.tolist() for name, value in jax.device_get(figures).items()}
-        times = {"wait_s": time.perf_counter() - asked, "step_time_s": clock.tick()}
+        end = time.perf_counter()
+        times = {"wait_s": end - waiting_since, "step_time_s": end - last_completed}
+        last_completed = end
         return {"step": step, **values, **times, **memory()}
 
     queued: list[tuple[int, dict[str, jax.Array]]] = []
@@ -72,7 +61,7 @@ def run_steps(
         if ending:
             return
         if due:
-            clock.tick()
+            last_completed = time.perf_counter()
         state, figures = program(state)
         queued.append((step, figures))
 

@@ -39,10 +39,10 @@ def learning_rate(cfg: Optimizer, steps: int):
     """Learning rate as a function of the 0-based step t, warm-up W, run length T, peak and final
     rate.
 
-    Both decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2. MaxText warms up from 0 as
-    peak t/W (max_utils.py at 02a8f5c), Megatron from its first step as peak (t + 1)/(W + 1), up to
-    and including t = W; with a constant tail of C steps from 0, as peak t/W, and the decay ends at
-    T - C (NeMo's lr_scheduler.py at d2b2155).
+    MaxText and Megatron decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2. MaxText
+    warms up from 0 as peak t/W (max_utils.py at 02a8f5c), Megatron from its first step as
+    peak (t + 1)/(W + 1), up to and including t = W. A schedule with a constant tail of C steps
+    warms up from 0 as peak t/W, and its decay ends at T - C (NeMo's lr_scheduler.py at d2b2155).
     """
     peak, final, warmup = cfg.learning_rate, cfg.final_learning_rate, cfg.warmup_steps(steps)
 

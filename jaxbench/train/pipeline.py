@@ -1,9 +1,9 @@
-"""The passes of a step whose layers are split over the ranks of a pipeline: one program for all
-ranks, in which they differ by their duties (`timetable`), not by their code.
+"""Loss and gradients of a step with a pipeline: one SPMD program in which ranks differ by their
+actions (`pipeline_schedule`), not by their code.
 
-State, optimizer and checkpoints know no stages: at rest every weight is sharded over `pipeline` as
-over `fsdp`. Inside one `shard_map` over all axes each rank is brought its layers (`stages`),
-computes all ticks (`ticks`), and sends its gradients back.
+State, optimizer and checkpoints have no stages: at rest every weight is sharded over `pipeline` as
+over `fsdp`. Inside one `shard_map` over all axes each rank gathers its layers (`stages`), runs the
+schedule (`pipeline_rank`), and scatters its gradients.
 """
 
 import math
@@ -18,129 +18,134 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.experts import routing
-from jaxbench.models.decoder import Decoder, make_pass, stretches
-from jaxbench.models.layers import Pass
+from jaxbench.models.decoder import Decoder, forward_context, segments
+from jaxbench.models.layers import ForwardContext
 from jaxbench.ops import fp8
 from jaxbench.recipe.settings import Run
+from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
-from jaxbench.train.ticks import Carry, Rank
 
 Values = tuple[jax.Array, routing.Figures]
 
 
-def passes(
+def accumulate(
     weights: Decoder,
     scaled: list[fp8.Scaled],
     tokens: jax.Array,
     targets: jax.Array,
     run: Run,
-    sums: Any,
+    sum_dtype: Any,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
-    """(((mean loss, figures of the routing), gradients), magnitudes that FP8 observed) over all
-    microbatches of a step, typed as those of one pass without a pipeline.
+    """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
+    with the types of one forward and backward pass without a pipeline.
 
-    `weights` are `mesh.accumulating`, `scaled` is `fp8.observing`; gradients are summed in the
-    dtype `sums`.
+    `weights` are `mesh.accumulating`, `scaled` is `fp8.observing`; `tokens` and `targets` are
+    `"microbatch batch seq"`. Gradients are summed in `sum_dtype`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
-    shared = make_pass(run.model, run.batch.sequence_length, run.execution, run.precision)
-    passes = _Passes(run, sums, weights.units[0], head, scaled, shared.kernel)
+    ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
+    pipeline = _Pipeline(run, sum_dtype, weights.stacks[0], head, scaled, ctx.kernel)
 
-    parts = weights.units[0], weights.embedding, weights.norm, head
+    parts = weights.stacks[0], weights.embedding, weights.norm, head
     observed = [s.observed for s in scaled if s.observed is not None]
     d_parts, observed = jax.tree.map(mesh.cotangent_spec, (parts, observed))
     out_specs = PartitionSpec(), d_parts, observed, PartitionSpec()
-    run_all = jax.shard_map(passes.on_rank, out_specs=out_specs, check_vma=False)
-    loss, (units, embedding, norm, d_head), observed, routed = run_all(
-        weights, head, scaled, tokens, targets, shared.rotary
+    run_all = jax.shard_map(pipeline.on_rank, out_specs=out_specs, check_vma=False)
+    loss, (blocks, embedding, norm, d_head), observed, figures = run_all(
+        weights, head, scaled, tokens, targets, ctx.rotary
     )
     grads = jax.tree.map(lambda w: w, weights)
-    grads.units, grads.embedding, grads.norm = nnx.List([units]), embedding, norm
+    grads.stacks, grads.embedding, grads.norm = nnx.List([blocks]), embedding, norm
     if weights.head is None:
         (tied,) = pull_head(d_head.astype(head.dtype))
         grads.embedding = jax.tree.map(jnp.add, embedding, tied.embedding)
     else:
         grads.head = weights.head.replace(d_head)
-    return ((loss, _figures(routed, run.microbatch * run.batch_ranks)), grads), observed
+    return ((loss, _mean_figures(figures, run.microbatch * run.batch_ranks)), grads), observed
 
 
-class _Passes:
-    """What all ranks of a pipeline do around their ticks. Knows, from types that a rank does not
-    see, which dimensions of weights are gathered."""
+class _Pipeline:
+    """The program of a pipeline around its schedule: gathers before it, scatters after it.
 
-    def __init__(self, run: Run, sums: Any, units: nnx.Module, head: Any, scaled: Any, kernel: str):
-        self.run, self.sums, self.kernel = run, sums, kernel
+    Which dimensions of weights are gathered is taken from their types here, outside the
+    `shard_map`, inside which arrays are local and their types name no axes.
+    """
+
+    def __init__(
+        self, run: Run, sum_dtype: Any, blocks: nnx.Module, head: Any, scaled: Any, kernel: str
+    ):
+        self.run, self.sum_dtype, self.kernel = run, sum_dtype, kernel
         self.stages = Stages.of(run)
-        self.unit_dims = [_gathered_dims(w) for w in jax.tree.leaves(units)]
+        self.block_dims = [_gathered_dims(w) for w in jax.tree.leaves(blocks)]
         self.head_dims = _gathered_dims(head)
         self.stored_dims = [
-            {name: _gathered_dims(w) for name, w in each.stored.items()} for each in scaled
+            {name: _gathered_dims(w) for name, w in s.stored.items()} for s in scaled
         ]
 
     def on_rank(
         self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any, rotary: Any
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
-        """On one device: (loss, gradients of units, embedding, norm and head at rest, magnitudes,
-        figures of the routing)."""
-        (stretch,) = stretches(self.run.model, self.run.execution, self.run.precision)
-        units, structure = jax.tree.flatten(weights.units[0])
-        brought = map(self.stages.bring, units, self.unit_dims)
+        """On one device: (loss, gradients at rest of blocks, embedding, norm and head, observed
+        amax, routing figures)."""
+        (segment,) = segments(self.run.model, self.run.execution, self.run.precision)
+        blocks, structure = jax.tree.flatten(weights.stacks[0])
+        local_blocks = map(self.stages.bring, blocks, self.block_dims)
         rank = Rank(
             run=self.run,
             stages=self.stages,
-            saved=stretch.saved,
-            sums=self.sums,
+            saved=segment.saved,
+            sum_dtype=self.sum_dtype,
             model=weights,
-            units=jax.tree.unflatten(structure, brought),
+            blocks=jax.tree.unflatten(structure, local_blocks),
             head=mesh.gather(head, self.head_dims),
             scaled=next(map(self._bring_scaled, scaled, self.stored_dims), None),
-            shared=Pass(rotary, self.kernel),
+            ctx=ForwardContext(rotary, self.kernel),
             tokens=tokens,
             targets=targets,
         )
-        carry = rank.run_ticks()
-        d_units = [
+        carry = rank.run_schedule()
+        d_blocks = [
             self.stages.send_back(grad, dims, w.shape)
             for grad, dims, w in zip(
-                jax.tree.leaves(carry.d_units), self.unit_dims, units, strict=True
+                jax.tree.leaves(carry.d_blocks), self.block_dims, blocks, strict=True
             )
         ]
         d_norm, d_head = carry.d_ends
         d_head = mesh.scatter(d_head, self.head_dims)
-        d_parts = jax.tree.unflatten(structure, d_units), carry.d_embedding, d_norm, d_head
+        d_parts = jax.tree.unflatten(structure, d_blocks), carry.d_embedding, d_norm, d_head
         observed = [
             self.stages.send_back(carry.observed, [], s.observed.shape)
             for s in scaled
             if s.observed is not None
         ]
-        return carry.loss, d_parts, observed, self._routed(carry)
+        return carry.loss, d_parts, observed, self._routing(carry)
 
     def _bring_scaled(self, scaled: fp8.Scaled, dims: dict[str, mesh.Gathered]) -> fp8.Scaled:
         bring, observed = self.stages.bring, scaled.observed
         return replace(
             scaled,
             stored={name: bring(w, dims[name]) for name, w in scaled.stored.items()},
-            inverse=bring(scaled.inverse, [], absent=1),  # zeros are 0 in FP8 by any other scale
+            scale_inv=bring(scaled.scale_inv, [], padding=1),  # 0 / 0 would be NaN
             observed=None if observed is None else bring(observed, []),
         )
 
-    def _routed(self, carry: Carry) -> Any:
-        """(balance loss, load, dropped choices) of each layer with experts, in each microbatch
-        `[M, layers, ..]`, summed over its sequences and ranks."""
+    def _routing(self, carry: Carry) -> Any:
+        """(balance loss, load, dropped assignments) of each layer with experts and each microbatch,
+        `[microbatches, layers, ..]`, summed over sequences and ranks."""
         layers = self.run.model.layers
-        everyone = mesh.PIPELINE, *mesh.BATCH
+        axes = mesh.PIPELINE, *mesh.BATCH
 
         def at_rest(figure: jax.Array) -> jax.Array:
             shape = layers, *figure.shape[3:]
             send = partial(self.stages.send_back, dims=[], shape=shape)
-            return jax.lax.psum(jax.vmap(send)(figure[:-1]), everyone)
+            return jax.lax.psum(jax.vmap(send)(figure[:-1]), axes)
 
-        return jax.tree.map(at_rest, carry.routed)
+        return jax.tree.map(at_rest, carry.routing)
 
 
 def held_gradients(model: Decoder, run: Run) -> int:
-    """Entries of the gradients that one device sums up during a step: of whole layers of its own,
-    with the padding, of the whole head, and of its part of the table."""
+    """Entries of the gradients that a device accumulates during a step: of its whole layers with
+    the padding, of the whole head, and of its part of the embedding table."""
     stages, sizes = Stages.of(run), jax.sharding.get_abstract_mesh().shape
 
     def at_rest(tree: Any) -> list[int]:
@@ -153,27 +158,27 @@ def held_gradients(model: Decoder, run: Run) -> int:
         ]
         return sum(size * ranks for size, ranks in zip(at_rest(tree), gathered, strict=True))
 
-    own_layers = stages.chunks * stages.size / run.model.layers
+    local_layers = stages.chunks * stages.size / run.model.layers
     head = jax.eval_shape(Decoder.head_weight, model)
     return (
-        round(whole(model.units) * own_layers)
+        round(whole(model.stacks) * local_layers)
         + whole((model.norm, head))
         + sum(at_rest(model.embedding))
     )
 
 
 def _gathered_dims(w: Any) -> mesh.Gathered:
-    """The dimensions over which a weight at rest is gathered: not that of experts, over which no
-    pipeline is laid."""
+    """Gathered dimensions of a weight at rest: not that of experts, which is never split over
+    `pipeline`."""
     return [(dim, axes) for dim, axes in mesh.gathered_dims(w) if mesh.PIPELINE in axes]
 
 
-def _figures(routed: list, sequences: int) -> routing.Figures:
-    """Means over microbatches, of so many sequences each."""
-    if not routed:
+def _mean_figures(layers: tuple, sequences: int) -> routing.Figures:
+    """Routing figures as means over microbatches of `sequences` each."""
+    if not layers:
         return {}
-    losses, load, dropped = (jnp.concatenate(parts, axis=1) for parts in zip(*routed, strict=True))
-    each = jax.vmap(routing.figures)(
+    losses, load, dropped = (jnp.concatenate(parts, axis=1) for parts in zip(*layers, strict=True))
+    figures = jax.vmap(routing.figures)(
         losses[..., None] / sequences, load[..., None, :], dropped[..., None]
     )
-    return jax.tree.map(lambda figure: jnp.mean(figure, axis=0), each)
+    return jax.tree.map(partial(jnp.mean, axis=0), figures)

@@ -9,7 +9,8 @@ import jax
 
 from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
-from jaxbench.models.decoder import stretches
+from jaxbench.jax_internals import attention_for_mesh
+from jaxbench.models.decoder import segments
 from jaxbench.ops import attention, fp8
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
@@ -19,10 +20,10 @@ from jaxbench.xla.hlo import Program, Rules
 RULES: Rules = {
     target: rule
     for registry in (attention.KERNELS, fp8.IMPLEMENTATIONS, ssd.IMPLEMENTATIONS)
-    for each in registry.values()
-    for target, rule in each.rules.items()
+    for implementation in registry.values()
+    for target, rule in implementation.rules.items()
 }
-"""The work of every custom call that a step can make."""
+"""Rules for the work of every custom call that a step can contain."""
 
 
 def compile_program(
@@ -34,7 +35,7 @@ def compile_program(
     (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
     """
     start = time.perf_counter()
-    with attention.cudnn.of_target(), ssd.pallas.undeprecated():
+    with attention_for_mesh(), ssd.pallas.undeprecated():
         lowered = make_program(run).lower(abstract_state(run))
     lowered_at = time.perf_counter()
     options = flags.options(run, mesh.platform()) | (extra_options or {})
@@ -48,12 +49,12 @@ def compile_program(
 
 
 def read(compiled: Any) -> Program:
-    """What a compiled step executes."""
+    """The parsed program of a compiled step."""
     return Program.parse(compiled.as_text(), RULES)
 
 
 def check_run(run: Run, platform: str) -> None:
-    """Raises RecipeError for what a run asks for and a platform cannot do."""
+    """Raises RecipeError for a request of the run that the platform cannot fulfil."""
     flags.options(run, platform)
     fp8.choose(run.precision, platform)
     _mamba2(run, platform)
@@ -61,12 +62,12 @@ def check_run(run: Run, platform: str) -> None:
 
 
 def kernels(run: Run) -> dict[str, str]:
-    """What computes attention, Mamba-2 and matrix products on the current mesh, for the record."""
+    """Implementations of attention, Mamba-2 and products on the current mesh, for the record."""
     platform = mesh.platform()
-    found = {"attention": _attention(run, platform)}
-    if "M" in run.model.letters:
-        found["Mamba-2"] = _mamba2(run, platform)
-    return found | {"products": _products(run, platform)}
+    by = {"attention": _attention(run, platform)}
+    if "M" in run.model.layer_pattern:
+        by["Mamba-2"] = _mamba2(run, platform)
+    return by | {"products": _products(run, platform)}
 
 
 def _products(run: Run, platform: str) -> str:
@@ -75,22 +76,20 @@ def _products(run: Run, platform: str) -> str:
     if platform != "gpu":
         return "fp8, emulated in bf16"
     by = fp8.choose(run.precision, platform)
-    if by == "te" and "E" in run.model.letters:
+    if by == "te" and "E" in run.model.layer_pattern:
         return "fp8 by te, those of experts by xla"
-    refused = fp8.refusals(run.precision, platform)["te"]
-    asked = run.precision.implementation == "auto" and refused
-    return f"fp8 by {by}" + (f": {refused}" if asked else "")
+    return f"fp8 by {by}"
 
 
 def check_program(compiled: Any, run: Run) -> None:
-    """Raises RunFailed when the compiled program is not what was asked for; on the current mesh."""
+    """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
     platform = mesh.platform()
     fused = {
         "*": ("fused attention", attention.KERNELS[_attention(run, platform)].rules),
         "M": ("a fused Mamba-2 scan", ssd.IMPLEMENTATIONS[_mamba2(run, platform)].rules),
     }
-    expected = [(what, t) for letter, (what, rules) in fused.items() for t in rules
-                if letter in run.model.letters]  # fmt: skip
+    expected = [(what, t) for kind, (what, rules) in fused.items() for t in rules
+                if kind in run.model.layer_pattern]  # fmt: skip
     in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
     if not (expected or in_fp8):
         return
@@ -116,16 +115,16 @@ def _check_fp8(program: Program, run: Run) -> None:
     implementation = fp8.IMPLEMENTATIONS[fp8.choose(run.precision, mesh.platform())]
     if problem := implementation.problem(program, run.precision):
         raise RunFailed(problem)
-    found = fp8.compiled_products(program)
+    compiled = fp8.compiled_products(program)
     repeats: Counter[int] = Counter()
-    for stretch in stretches(run.model, run.execution, run.precision):
-        if not stretch.bf16:
-            repeats[stretch.stack] += stretch.repeats.stop - stretch.repeats.start
-    for stack, unit in enumerate(abstract_state(run).model.units):
+    for segment in segments(run.model, run.execution, run.precision):
+        if not segment.bf16:
+            repeats[segment.stack] += segment.repeats.stop - segment.repeats.start
+    for stack, block in enumerate(abstract_state(run).model.stacks):
         expected = 3 * repeats[stack] * run.accumulation // run.parallelism.pipeline
-        for product in fp8.products(unit):
+        for product in fp8.products(block):
             name = fp8.product_name(stack, product)
-            runs, others = found[name, True], found[name, False]
+            runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:
                 raise RunFailed(
                     f"FP8 was asked for, but product {name} runs {runs} times in FP8 and "

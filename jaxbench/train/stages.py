@@ -1,12 +1,11 @@
-"""Weights at rest and in the stages of a pipeline.
+"""Gather of a pipeline rank's layers from weights at rest, and scatter of their gradients.
 
-At rest every weight is sharded over `pipeline` like over `fsdp`, whatever its layer: state,
-optimizer and checkpoints know no stages. Once per step each rank is brought the whole of its own
-layers, and gradients go back the same way, transposed. Layer = (chunk P + rank) K + place in its
-chunk. Depths that do not divide are padded with layers of zero weights, which add nothing to their
-input.
+At rest every weight is sharded over `pipeline` as over `fsdp`, whatever its layer. Once per step
+each rank gathers the whole of its layers; gradients are scattered by the transpose. On P ranks with
+chunks of K layers, layer (v P + r) K + k is layer k of model chunk v of rank r. Depths that do not
+divide are padded with layers of zero weights, which add nothing to their input.
 
-Everything here is one device's own, inside a `shard_map`.
+Arrays are local to a device, inside a `shard_map`.
 """
 
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from jaxbench.recipe.settings import Run
 
 @dataclass(frozen=True)
 class Stages:
-    """How the layers of a model lie on the `ranks` of a pipeline, `size` in each of a rank's
-    `chunks`."""
+    """Layout of a model's layers on the `ranks` of a pipeline: `chunks` model chunks on each, of
+    `size` layers."""
 
     ranks: int
     chunks: int
@@ -30,23 +29,23 @@ class Stages:
 
     @classmethod
     def of(cls, run: Run) -> "Stages":
-        """Those of a run."""
+        """The layout of a run."""
         return cls(run.parallelism.pipeline, run.parallelism.virtual_stages, run.model.layers)
 
     @property
     def size(self) -> int:
-        """Layers of a chunk, with the padding."""
+        """Layers of a model chunk, with the padding."""
         return -(-self.layers // (self.ranks * self.chunks))
 
     @property
     def padding(self) -> int:
-        """Layers that are computed without being there."""
+        """Layers of zero weights that fill the last chunks."""
         return self.ranks * self.chunks * self.size - self.layers
 
-    def bring(self, w: jax.Array, dims: mesh.Gathered, absent: float = 0) -> jax.Array:
-        """This rank's layers `[chunks, size, ..]`, gathered over `dims`, of a weight at rest
-        `[layers, ..]`; `absent` fills the padding."""
-        w = jnp.pad(w, [(0, self.padding), *((0, 0) for _ in w.shape[1:])], constant_values=absent)
+    def bring(self, w: jax.Array, dims: mesh.Gathered, padding: float = 0) -> jax.Array:
+        """This rank's layers `[chunks, size, ..]` of a weight at rest `[layers, ..]`, gathered over
+        `dims`; padding layers have the value `padding`."""
+        w = jnp.pad(w, [(0, self.padding), *((0, 0) for _ in w.shape[1:])], constant_values=padding)
         w = w.reshape(self.chunks, self.ranks, self.size, *w.shape[1:])
         if not dims:
             rank = jax.lax.axis_index(mesh.PIPELINE)
@@ -58,9 +57,8 @@ class Stages:
         return jax.lax.all_gather(w, rest, axis=dim + 1, tiled=True) if rest else w
 
     def send_back(self, grad: jax.Array, dims: mesh.Gathered, shape: tuple[int, ...]) -> jax.Array:
-        """The transpose of `bring`: gradients of this rank's layers to where a weight of this
-        `shape` lies at rest, summed over those who had gathered it. Zeros stand for the layers of
-        others."""
-        there = jax.ShapeDtypeStruct(shape, grad.dtype)
-        (at_rest,) = jax.linear_transpose(partial(self.bring, dims=dims), there)(grad)
+        """The transpose of `bring`: gradients of this rank's layers as those of the weight at rest,
+        whose local shape is `shape`, summed over the ranks that gathered it."""
+        weight = jax.ShapeDtypeStruct(shape, grad.dtype)
+        (at_rest,) = jax.linear_transpose(partial(self.bring, dims=dims), weight)(grad)
         return at_rest

@@ -1,4 +1,4 @@
-"""The train step: its state, its gradients, and the optimizer's update."""
+"""The train step: state, gradients, and the optimizer's update."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import fp8
-from jaxbench.ops.slots import empty
+from jaxbench.ops.stash import allocate
 from jaxbench.recipe.settings import Run
 from jaxbench.train import data, pipeline
 from jaxbench.train.optimizer import learning_rate, make_optimizer
@@ -25,7 +25,7 @@ DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Everything that a step changes.
+    """The state that a step changes.
 
     `step`, an int32 scalar, is the number of the next step; data and learning rate follow from it
     alone. `fp8` are the histories of delayed scaling.
@@ -40,9 +40,9 @@ class State:
 def init_state(run: Run) -> State:
     """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded
     alike."""
-    model = Decoder(run.model, key=jax.random.key(run.seed))
+    model = Decoder(run.model, key=data.root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
-    histories = fp8.init_histories(model.units, run.precision)
+    histories = fp8.init_histories(model.stacks, run.precision)
     return State(jnp.zeros((), jnp.int32), model, optimizer, histories)
 
 
@@ -56,7 +56,7 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
     step's figures."""
-    (loss, routed), grads, histories = gradients(state, tokens, targets, run)
+    (loss, routing_figures), grads, histories = gradients(state, tokens, targets, run)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -64,7 +64,7 @@ def train_step(
         "loss": loss,
         "grad_norm": optax.tree.norm(grads),
         "learning_rate": learning_rate(run.optimizer, run.steps)(state.step),
-        **routed,
+        **routing_figures,
     }
     model = optax.apply_updates(state.model, updates)
     return State(state.step + 1, model, optimizer, histories), figures
@@ -73,8 +73,8 @@ def train_step(
 def gradients(
     state: State, tokens: jax.Array, targets: jax.Array, run: Run
 ) -> tuple[tuple[jax.Array, Figures], Decoder, fp8.Histories]:
-    """(mean loss, figures of the routing) of the step; the loss's gradient in fp32, sharded like
-    the weights; and the next histories of delayed scaling.
+    """((mean loss, routing figures), gradients in fp32, sharded like the weights, next histories of
+    delayed scaling).
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
@@ -82,48 +82,50 @@ def gradients(
     implementation = fp8.choose(run.precision, mesh.platform())
     precision = replace(run.precision, implementation=implementation)
     weights = compute_weights(state.model, DTYPES[precision.dtype])
-    scaled = fp8.scale(weights.units, state.fp8, precision)
+    scaled = fp8.scale(weights.stacks, state.fp8, precision)
 
-    def share_of_loss(weights, observed, slots, *batch):
+    def share_of_loss(weights, observed, stashes, *batch):
         observing = fp8.observing(scaled, observed)
-        loss, (figures, slots) = weights.loss(*batch, run.execution, precision, observing, slots)
+        loss, (figures, stashes) = weights.loss(
+            *batch, run.execution, precision, observing, stashes
+        )
         share = partial(jax.tree.map, lambda value: value / run.accumulation)
-        return share(loss), (share(figures), slots)
+        return share(loss), (share(figures), stashes)
 
-    def one_pass(batch, slots=()):
-        (loss, (figures, slots)), (grads, observed) = jax.value_and_grad(
+    def one_microbatch(batch, stashes=()):
+        (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             share_of_loss, argnums=(0, 1), has_aux=True
-        )(weights, fp8.unobserved(state.fp8), slots, *batch)
-        return ((loss, figures), grads), observed, slots
+        )(weights, fp8.unobserved(state.fp8), stashes, *batch)
+        return ((loss, figures), grads), observed, stashes
 
     def accumulate(carry, batch):
-        total, seen, slots = carry
-        new, observed, slots = one_pass(batch, slots)
+        total, amax, stashes = carry
+        new, observed, stashes = one_microbatch(batch, stashes)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
-        return (total, jax.tree.map(jnp.maximum, seen, observed), slots), None
+        return (total, jax.tree.map(jnp.maximum, amax, observed), stashes), None
 
     dtype = DTYPES[precision.accumulate]
     if run.parallelism.pipeline > 1:
         observing = fp8.observing(scaled, fp8.unobserved(state.fp8))
-        total, observed = pipeline.passes(weights, observing, tokens, targets, run, dtype)
+        total, observed = pipeline.accumulate(weights, observing, tokens, targets, run, dtype)
     elif run.accumulation == 1:
-        total, observed, _ = one_pass((tokens[0], targets[0]))
+        total, observed, _ = one_microbatch((tokens[0], targets[0]))
     else:
-        (values, _), _, slots = jax.eval_shape(one_pass, (tokens[0], targets[0]))
+        (values, _), _, stashes = jax.eval_shape(one_microbatch, (tokens[0], targets[0]))
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
             jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
         )
-        start = zeros, fp8.unobserved(state.fp8), empty(slots)
+        start = zeros, fp8.unobserved(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, (tokens, targets))
     values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
-    return values, grads, fp8.update(state.fp8, weights.units, observed)
+    return values, grads, fp8.update(state.fp8, weights.stacks, observed)
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
-    """The model as a step uses it: matrices in the compute dtype, everything marked for local
-    accumulation."""
+    """The model with `Weight`s cast to the compute dtype, and all weights marked
+    `mesh.accumulating`."""
 
     def prepare(variable):
         w = variable[...].astype(dtype) if isinstance(variable, Weight) else variable[...]

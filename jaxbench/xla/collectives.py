@@ -1,5 +1,4 @@
-"""The collectives of a compiled program: who takes part, what they send, and how long that takes at
-least."""
+"""Collectives of a compiled program: their devices, the bytes they send, and their least time."""
 
 import math
 import re
@@ -17,8 +16,8 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of the program. `bytes` is its result on one device, `devices` the
-    first of its groups, `others` the rest of them, `count` its runs per step."""
+    """A collective instruction. `bytes` is its result on one device, `devices` the first of its
+    replica groups, `others` are the remaining groups, `count` is its runs per step."""
 
     kind: str
     name: str
@@ -30,7 +29,7 @@ class Collective:
 
     @property
     def group(self) -> int:
-        """Devices that take part."""
+        """Number of devices in a group."""
         return len(self.devices)
 
     @property
@@ -47,23 +46,23 @@ class Collective:
         return round(per_run * self.count)
 
     def crosses_domains(self, gpu: Gpu) -> bool:
-        """Whether any of the groups lies in more than one NVLink domain."""
-        return self.members(gpu) < self.group
+        """True where a group spans more than one NVLink domain."""
+        return self.domain_members(gpu) < self.group
 
-    def members(self, gpu: Gpu) -> int:
-        """Those of a group that share a domain, the fewest of any group and domain: the steps of a
-        program wait for the slowest of its groups."""
-        return _fewest((self.devices, *self.others), gpu.domain)
+    def domain_members(self, gpu: Gpu) -> int:
+        """Devices of a group in one domain: the least over groups and domains, since a step waits
+        for the slowest group."""
+        return _domain_members((self.devices, *self.others), gpu.domain)
 
     def seconds(self, gpu: Gpu) -> float:
         """Least time of one run: bytes over bandwidth, no latency.
 
-        Rings pass through all members of a domain before they leave it, and each member carries a
-        share of the traffic on its own NIC; so the rate between domains is NIC x members of the
-        domain with the fewest, up to NVLink's. An all-to-all sends every byte straight to its
-        receiver: what leaves the domain leaves through the sender's own NIC.
+        A ring passes through all members of a domain before it leaves the domain, and each member
+        carries a share of the traffic on its NIC; so the rate between domains is NIC x members of
+        the smallest domain, up to NVLink's. An all-to-all sends every byte directly to its
+        receiver: bytes for other domains leave through the sender's NIC.
         """
-        per_run, members = self.wire_bytes / self.count, self.members(gpu)
+        per_run, members = self.wire_bytes / self.count, self.domain_members(gpu)
         if not self.crosses_domains(gpu):
             rate = gpu.nvlink
         elif self.kind == "all-to-all":
@@ -74,18 +73,19 @@ class Collective:
 
 
 @cache
-def _fewest(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
+def _domain_members(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
     return min(min(Counter(d // domain for d in group).values()) for group in groups)
 
 
 def find(program: Program) -> list[Collective]:
     """Every collective over more than one device."""
-    found = (completed(i, scope, runs) for i, scope, runs in program.walk())
-    return [c for c in found if c is not None]
+    candidates = (completed(i, scope, runs) for i, scope, runs in program.walk())
+    return [c for c in candidates if c is not None]
 
 
 def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
-    """The collective that this instruction completes, if it is one over more than one device."""
+    """The collective whose result this instruction returns: a synchronous collective, or the
+    `-done` of an asynchronous one. None for other instructions and for a single device."""
     kind = i.opcode.removesuffix("-done")
     if kind not in KINDS:
         return None
@@ -99,22 +99,24 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
 
 @cache
 def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each replica group, in each of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]` with
-    or without `T(..)`, and `mesh['a'=2,'b'=2] {'b'}`; of `source_target_pairs` the pairs, those
-    farthest apart first."""
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
+    """Devices of each replica group, from any of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
+    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`. Pairs of `source_target_pairs` are sorted by
+    decreasing distance."""
+    if named_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+        sizes = {
+            axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named_mesh.group(1))
+        }
         ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
-        inside = set(re.findall(r"'(\w+)'", found.group(2)))
-        order = sorted(range(len(sizes)), key=lambda n: list(sizes)[n] in inside)
-        group = math.prod(size for axis, size in sizes.items() if axis in inside)
-        return _rows(ids.transpose(order).reshape(-1, group))
+        reduced = set(re.findall(r"'(\w+)'", named_mesh.group(2)))
+        order = sorted(range(len(sizes)), key=lambda n: list(sizes)[n] in reduced)
+        group = math.prod(size for axis, size in sizes.items() if axis in reduced)
+        return _tuples(ids.transpose(order).reshape(-1, group))
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         dims = ints(iota.group(2))
         order = ints(iota.group(3)) or list(range(len(dims)))
         ids = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-        return _rows(ids.reshape(-1, int(iota.group(1))))
+        return _tuples(ids.reshape(-1, int(iota.group(1))))
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes):
         ends = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs.group(1))]
         return tuple(sorted(ends, key=lambda pair: -abs(pair[0] - pair[1])))
@@ -124,5 +126,5 @@ def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ints(ids)) for ids in re.findall(r"\{([\d,]*)\}", listed.group(1)))
 
 
-def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(row) for row in ids.tolist())
+def _tuples(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, ids.tolist()))

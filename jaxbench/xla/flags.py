@@ -1,8 +1,8 @@
 """Named sets of XLA options for GPUs, passed to the compiler with each program.
 
-An option that the compiler does not know is an error there; one in the variable `XLA_FLAGS` would
-abort the process, so `check_environment` looks first. docs/xla_flags.md has what each option of
-`tuned` changes in a compiled program.
+The compiler reports an unknown option as an error; an unknown one in the variable `XLA_FLAGS`
+aborts the process, so `check_environment` tries it first. docs/reference/xla_flags.md describes the
+effect of each option of `tuned` on a compiled program.
 """
 
 import re
@@ -27,15 +27,15 @@ TUNED: Options = {
     "xla_gpu_copy_insertion_use_region_analysis": True,
     # Remat is the recipe's choice; the compiler's own pass would gather weights a second time.
     "xla_disable_hlo_passes": "rematerialization",
-    # One reduce-scatter per gradient as soon as it is there, instead of all of a layer's at its
-    # end.
+    # A reduce-scatter for each gradient as soon as it is computed, instead of one for all
+    # gradients at the end of a layer.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     # By default the scheduler hides nothing more once it believes 80 % of memory to be full, by an
-    # estimate far above what is then allocated. Whether a row fits is what `plan` says.
+    # estimate far above what is then allocated. `plan` tells whether a row fits.
     "xla_gpu_memory_limit_slop_factor": 150,
 }
 
@@ -44,22 +44,22 @@ PIPELINED: Options = {
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
-"""Part of `tuned` for transformers from jax 0.11 on, the first to pipeline marked collectives
-alone.
+"""Part of `tuned` for transformers from jax 0.11 on, the first to pipeline only the collectives
+that are marked (by `mesh`).
 
-Gathers the next layer's weights, and scatters the last layer's gradients, behind the products of
-this one: those that `mesh` marks. Two iterations per loop body spare the copies that the carried
-weights would need.
+Gathers of the next layer's weights and scatters of the last layer's gradients overlap the matrix
+products of this layer. Two iterations per loop body avoid copies of the carried weights.
 """
 
 UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
-"""The same for hybrids. They scan units of many layers, which hide their collectives behind each
-other; a second unit would only take memory."""
+"""In place of `PIPELINED` for hybrids. They scan blocks of many layers, which hide each other's
+collectives; a second block per loop body would only take memory."""
 
 UNROLLED: Options = UNPIPELINED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
-"""The same without remat, where layers stand one after another (`ops.repeat`). The scheduler sees
-all of a pass, and begins each collective early enough (docs/xla_flags.md has the times of others).
-Pipelined over microbatches, all layers' weights would be gathered at the end of the pass before."""
+"""In place of `PIPELINED` without remat, where layers are unrolled (`ops.blocks`). The scheduler
+sees the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the
+times of other choices). Pipelined over microbatches, all layers' weights would be gathered at the
+end of the previous microbatch."""
 
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -87,7 +87,7 @@ RENAMED = {
     "xla_gpu_enable_pipelined_reduce_scatter": "xla_gpu_pipeline_reduce_scatter",
     "xla_gpu_enable_pipelined_all_reduce": "xla_gpu_pipeline_all_reduce",
 }
-"""What jax 0.11 calls these, with a mode in place of a boolean."""
+"""New names in jax 0.11, which take a mode instead of a boolean."""
 
 REMOVED = {
     "xla_gpu_graph_level": "xla_gpu_enable_command_buffer='' (off)",
@@ -101,29 +101,29 @@ REMOVED = {
     "xla_gpu_enable_async_reduce_scatter": "xla_gpu_disable_async_collectives",
     "xla_gpu_enable_async_all_reduce": "xla_gpu_disable_async_collectives",
 }
-"""Options of published recipes that current compilers do not know, and what took their place."""
+"""Options of published recipes that current compilers do not know, and their replacements."""
 
 
 def options(run: Run, platform: str) -> Options:
-    """Compiler options of a run, in the names of the installed jax; CPUs always take the compiler's
-    defaults. Raises RecipeError for an unknown set or a change that cannot be read."""
+    """Compiler options of a run, in the names of the installed jax; none on CPUs. Raises
+    RecipeError for an unknown set or a change that cannot be parsed."""
     name, *changes = run.execution.xla_flags.replace(" ", "").split(",")
     if name not in SETS:
         raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
-    changed = dict(_flag(change) for change in changes)
+    overrides = dict(_flag(change) for change in changes)
     if platform != "gpu":
         return {}
-    chosen = dict(SETS[name])
+    selected = dict(SETS[name])
     if _release() >= (0, 11):
         for old, new in RENAMED.items():
-            if chosen.pop(old, False):
-                chosen[new] = "COLLECTIVE_PIPELINING_MODE_ON"
+            if selected.pop(old, False):
+                selected[new] = "COLLECTIVE_PIPELINING_MODE_ON"
         if name == "tuned":
             if run.unrolled:
-                chosen |= UNROLLED
+                selected |= UNROLLED
             else:
-                chosen |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
-    return chosen | changed
+                selected |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
+    return selected | overrides
 
 
 def _flag(text: str) -> tuple[str, bool | int | str]:
@@ -141,7 +141,7 @@ def _release() -> tuple[int, ...]:
 
 
 def explain(flag: str) -> str:
-    """Why the compiler does not know an option, and what to use in its place."""
+    """The reason why the compiler does not know an option, and its replacement."""
     flag = flag.lstrip("-").partition("=")[0]
     if flag in REMOVED:
         return f"{flag} was removed from XLA; use {REMOVED[flag]}"
@@ -152,10 +152,8 @@ def explain(flag: str) -> str:
 
 @cache
 def check_environment(flags: str) -> None:
-    """Raises RecipeError when `flags`, the value of `XLA_FLAGS`, would abort this process.
-
-    The compiler itself reads them, in a process of its own that may die of it (0.25 s).
-    """
+    """Raises RecipeError when `flags`, the value of `XLA_FLAGS`, would abort this process: the
+    compiler parses them in a subprocess first (0.25 s)."""
     if not flags:
         return
     code = "from jaxlib import xla_client; xla_client.make_cpu_client()"

@@ -1,9 +1,7 @@
-"""Reads a compiled program: what one device executes per step, counted from XLA's scheduled HLO
-text.
+"""Parser of a compiled program: what one device executes per step, by XLA's scheduled HLO text.
 
-XLA's own cost analysis returns nothing for a GPU that is not there, and counts loop bodies once.
-Here every instruction is counted as often as it runs: trip counts of nested loops are multiplied.
-`collectives` reads what it sends, `schedule` asks when it runs.
+XLA's own cost analysis returns nothing for an absent GPU, and counts loop bodies once. Here every
+instruction is counted as often as it runs: trip counts of nested loops are multiplied.
 """
 
 import math
@@ -13,34 +11,41 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-DTYPE_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1,
-    "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
-    "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
+from jaxbench.errors import RunFailed
+
+DTYPE_BITS = {
+    **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
+    **dict.fromkeys(("f8e5m2", "f8e4m3", "f8e4m3fn", "f8e4m3b11fnuz", "f8e3m4"), 8),
+    **dict.fromkeys(("f8e5m2fnuz", "f8e4m3fnuz", "f8e8m0fnu", "f6e2m3fn", "f6e3m2fn"), 8),
+    "f4e2m1fn": 4, "pred": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+    "token": 0, "opaque": 0, "tuple": 0,
 }  # fmt: skip
+"""Bits of an element in memory, for every dtype of xla_data.proto. Dtypes of 4 bits and fewer are
+packed (layout `E(4)`), those of 6 bits and booleans take a byte."""
 
 TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
-"""Attributes: what a custom call runs, and the JAX operation that an instruction stems from."""
+"""Patterns of attributes: the target of a custom call, and the JAX operation of an instruction."""
 
-TRIPS = r'"known_trip_count":\{"n":"(\d+)"'
-COUNTER = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
-"""Attributes of a loop: how often its body runs, and which element of its state counts."""
+TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
+INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
+"""Patterns of a loop's attributes: its trip count, and the tuple index of its induction
+variable."""
 
 SCALARS: dict[str, Callable[..., int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne,
     "copy": int, "bitcast": int, "convert": int,
 }  # fmt: skip
-"""Operations of loop counters, comparisons by their direction."""
+"""Integer operations on induction variables by opcode; comparisons by their direction."""
 
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-"""What XLA makes of matrix products. Other kernels are told by who calls them (`Rules`)."""
+"""Targets of matrix products. The work of other custom calls is given by `Rules`."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: `name = shape opcode(operands), attributes`. A parameter's operand is its
-    number, a scalar constant's its value."""
+    """A line of HLO: `name = shape opcode(operands), attributes`. The operand of a parameter is its
+    number, that of a scalar constant its value."""
 
     name: str
     shape: str
@@ -52,17 +57,16 @@ class Instruction:
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
         """(dtype, dimensions) of each array in the shape; tuples are flattened."""
-        found = re.findall(r"(\w+)\[([\d,]*)\]", self.shape)
-        return [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found]
+        return arrays(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Size of all arrays in the shape."""
-        return sum(DTYPE_BYTES.get(dtype, 0) * math.prod(dims) for dtype, dims in self.arrays)
+        """Size of all arrays in the shape. Raises RunFailed for an unknown dtype."""
+        return shape_bytes(self.shape)
 
     @property
     def target(self) -> str:
-        """What a custom call calls; empty for other instructions."""
+        """Target of a custom call; empty for other instructions."""
         return self.attribute(TARGET) or ""
 
     def attribute(self, pattern: str) -> str | None:
@@ -70,39 +74,59 @@ class Instruction:
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else None
 
-    def called(self, role: str) -> str | None:
-        """The computation that this instruction runs as its `body`, its `condition` or `calls`."""
+    def callee(self, role: str) -> str | None:
+        """Name of the computation that is called as `body`, `condition` or `calls`."""
         return self.attribute(rf"\b{role}=%?([\w.\-]+)")
 
     @property
     def callees(self) -> list[tuple[str, int]]:
-        """Computations this instruction runs, with how many times."""
-        called = [name for role in ("calls", "body", "condition") if (name := self.called(role))]
+        """Computations that are called, with their number of runs."""
+        names = [name for role in ("calls", "body", "condition") if (name := self.callee(role))]
         if branches := self.attribute(r"branch_computations=\{([^}]*)\}"):
-            called += re.findall(r"%?([\w.\-]+)", branches)
-        return [(name, self.trips) for name in called]
+            names += re.findall(r"%?([\w.\-]+)", branches)
+        return [(name, self.trips) for name in names]
 
     @property
     def trips(self) -> int:
-        """How often a loop runs its body; 1 for all else."""
-        known = self.attribute(TRIPS)
+        """Trip count of a loop; 1 for any other instruction. Raises RunFailed where a loop has
+        none that can be evaluated."""
+        known = self.attribute(TRIP_COUNT)
         if self.opcode == "while" and known is None:
-            raise ValueError(f"cannot tell how often the loop {self.name} runs")
+            raise RunFailed(
+                f"FLOPs and bound of the compiled program cannot be counted: its loop {self.name} "
+                "has no trip count"
+            )
         return int(known or 1)
 
 
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, dimensions) of each array in an HLO shape; tuples are flattened."""
+    return [(dtype, tuple(ints(dims))) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)]
+
+
+def shape_bytes(shape: str) -> int:
+    """Size of all arrays in an HLO shape. Raises RunFailed for an unknown dtype."""
+    total = 0
+    for dtype, dims in arrays(shape):
+        if dtype not in DTYPE_BITS:
+            array = f"{dtype}[{','.join(map(str, dims))}]"
+            raise RunFailed(f"the compiled program has the unknown dtype {dtype} in {array}")
+        total += math.ceil(DTYPE_BITS[dtype] * math.prod(dims) / 8)
+    return total
+
+
 Scope = dict[str, Instruction]
-"""A computation: its instructions by name, in the order in which they are scheduled."""
+"""A computation: its instructions by name, in the order of the schedule."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one run of a kernel computes: `kind` is `product`, or what a rule calls it; `dtype` is
-    that of its operands; one multiply-add is 2 FLOPs.
+    """Arithmetic of one run of a kernel. A multiply-add is 2 FLOPs.
 
-    `sizes` are of a product (products in the batch, m, n, k) for `[m, k]` times `[k, n]`; of
-    attention (batch, heads, length, head dim), and `backward` says that it is its gradient. `bytes`
-    are those that it moves, where operands and results do not tell.
+    `kind` is `product`, or the kind that a rule gives; `dtype` is that of the operands. `sizes` of
+    a product are (batch, m, n, k) for `[m, k]` times `[k, n]`; of attention (batch, heads, length,
+    head dim), with `backward` for its gradient. `bytes` is the memory traffic where it is not that
+    of operands and results.
     """
 
     kind: str
@@ -114,13 +138,13 @@ class Work:
 
 
 Rules = Mapping[str, Callable[[Instruction, Scope], Work]]
-"""The work of a custom call, by its target."""
+"""Functions that give the work of custom calls, by target."""
 
 
 @dataclass
 class Program:
-    """The computations of a module by name, the name of the one that is the program, and what its
-    custom calls compute."""
+    """The computations of a module by name, the name of its entry computation, and the rules for
+    its custom calls."""
 
     entry: str
     computations: dict[str, Scope] = field(repr=False)
@@ -141,50 +165,51 @@ class Program:
         program = cls(entry, computations, rules or {})
         for scope in computations.values():
             for i in scope.values():
-                if i.opcode == "while" and not i.attribute(TRIPS):
-                    scope[i.name] = program._counted(i, scope)
+                if i.opcode == "while" and not i.attribute(TRIP_COUNT):
+                    scope[i.name] = program._with_trip_count(i, scope)
         return program
 
-    def _counted(self, loop: Instruction, scope: Scope) -> Instruction:
-        """A loop whose trip count a pass of the compiler has lost, with the count that its counter
-        gives; unchanged where the counter cannot be followed."""
-        counter = loop.attribute(COUNTER)
-        if counter is None:
+    def _with_trip_count(self, loop: Instruction, scope: Scope) -> Instruction:
+        """A loop whose trip count a pass of the compiler has dropped, with the count found by
+        stepping its induction variable; unchanged where that cannot be evaluated."""
+        induction = loop.attribute(INDUCTION)
+        if induction is None:
             return loop
         condition, body = (
-            self.computations[loop.called(role) or ""] for role in ("condition", "body")
+            self.computations[loop.callee(role) or ""] for role in ("condition", "body")
         )
-        index, trips = int(counter), 0
+        index, trips = int(induction), 0
         try:
-            value = self._scalar(scope[loop.operands[0]].operands[index], scope, {})
-            while self._scalar(root(condition).name, condition, _element(condition, index, value)):
-                following = root(body).operands[index]
-                value = self._scalar(following, body, _element(body, index, value))
+            value = self._evaluate(scope[loop.operands[0]].operands[index], scope, {})
+            while self._evaluate(root(condition).name, condition, _reads(condition, index, value)):
+                next_value = root(body).operands[index]
+                value = self._evaluate(next_value, body, _reads(body, index, value))
                 trips += 1
         except (KeyError, IndexError):
             return loop
         return replace(loop, attributes=f'{loop.attributes} "known_trip_count":{{"n":"{trips}"}}')
 
-    def _scalar(self, name: str, scope: Scope, given: dict[str, int]) -> int:
-        """An integer that a computation makes from those given by name. Raises KeyError."""
-        if name in given:
-            return given[name]
+    def _evaluate(self, name: str, scope: Scope, values: dict[str, int]) -> int:
+        """The integer that an instruction computes, with known values of others by name. Raises
+        KeyError where an operation is none of `SCALARS`."""
+        if name in values:
+            return values[name]
         i = scope[name]
         if i.opcode == "constant":
             return int(i.operands[0])
-        operands = [self._scalar(operand, scope, given) for operand in i.operands]
+        operands = [self._evaluate(operand, scope, values) for operand in i.operands]
         if i.opcode == "fusion":
             inner = self.computations[i.callees[0][0]]
             parameters = [j for j in inner.values() if j.opcode == "parameter"]
-            values = {j.name: operands[int(j.operands[0])] for j in parameters}
-            return self._scalar(root(inner).name, inner, values)
+            arguments = {j.name: operands[int(j.operands[0])] for j in parameters}
+            return self._evaluate(root(inner).name, inner, arguments)
         return SCALARS[i.attribute(r"direction=(\w+)") or i.opcode](*operands)
 
     def walk(self) -> Iterator[tuple[Instruction, Scope, int]]:
-        """Every instruction with its computation and how often it runs per step."""
+        """Every instruction with its computation and its runs per step."""
         yield from self._walk(self.entry, 1)
 
-    def _walk(self, name: str, runs: int):
+    def _walk(self, name: str, runs: int) -> Iterator[tuple[Instruction, Scope, int]]:
         computation = self.computations[name]
         for instruction in computation.values():
             yield instruction, computation, runs
@@ -192,14 +217,14 @@ class Program:
                 yield from self._walk(callee, runs * times)
 
     def work(self, i: Instruction, scope: Scope) -> Work | None:
-        """What a kernel computes, if it is a matrix product or follows one of the rules."""
+        """The work of a matrix product or of a custom call with a rule; None for others."""
         if i.opcode == "dot" or i.target in GEMM_CALLS:
             return _product(i, scope)
         rule = self.rules.get(i.target)
         return rule(i, scope) if rule else None
 
     def works(self) -> Iterator[tuple[Work, int, str]]:
-        """All work, with its runs per step and the JAX operation it stems from."""
+        """All work, with its runs per step and its JAX operation."""
         for i, scope, runs in self.walk():
             if work := self.work(i, scope):
                 yield work, runs, i.attribute(SOURCE) or ""
@@ -221,7 +246,7 @@ class Program:
 
 
 def root(scope: Scope) -> Instruction:
-    """The instruction whose value a computation returns: not always its last."""
+    """The instruction whose value a computation returns, not always its last."""
     return next(i for i in scope.values() if i.is_root)
 
 
@@ -237,10 +262,10 @@ def _product(i: Instruction, scope: Scope) -> Work:
     return Work("product", dtype, 2 * result * k, sizes)
 
 
-def _element(scope: Scope, index: int, value: int) -> dict[str, int]:
-    """The names under which a computation reads an element of its state, with its value."""
-    read = (i for i in scope.values() if i.opcode == "get-tuple-element")
-    return {i.name: value for i in read if i.attribute(r"\bindex=(\d+)") == str(index)}
+def _reads(scope: Scope, index: int, value: int) -> dict[str, int]:
+    """`value` by the name of each instruction that reads this element of the loop's state."""
+    elements = (i for i in scope.values() if i.opcode == "get-tuple-element")
+    return {i.name: value for i in elements if i.attribute(r"\bindex=(\d+)") == str(index)}
 
 
 def ints(text: str | None) -> list[int]:
@@ -259,10 +284,10 @@ def _parse_line(line: str) -> Instruction | None:
     closing = _closing(rest, opening)
     inside = rest[opening:closing]
     numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
-    found = re.findall(r"-?\d+" if numbered else r"%([\w.\-]+)", inside)
+    operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-]+)", inside)
     root, name = match.groups()
     return Instruction(
-        name, shape, rest[:opening], tuple(found), rest[closing + 1 :], is_root=root is not None
+        name, shape, rest[:opening], tuple(operands), rest[closing + 1 :], is_root=root is not None
     )
 
 

@@ -1,8 +1,8 @@
-"""The largest buffers of a compiled program at its peak, by names that a person can act on.
+"""The largest buffers of a compiled program at its memory peak, by readable names.
 
-XLA dumps, beside the program, which buffers are live at the peak; the program's text says what made
-each: an argument by its path in the train state, an activation by the operation and, where a scan
-stacks it, by what it stacks.
+XLA dumps, beside the program, the values that are live at the peak. Their names come from the
+program's text: an argument is named by its path in the train state, another array by its JAX
+operation, and a residual stack of a scan by the operation that it stacks.
 """
 
 import re
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from jaxbench.xla import hlo
 from jaxbench.xla.hlo import Instruction, Program, Scope
 
-PASSED_ON = ("get-tuple-element", "bitcast", "copy")
+FORWARDING = ("get-tuple-element", "bitcast", "copy")
+"""Opcodes whose result is an operand, unchanged."""
+
 CLONE = ".double_buffer_clone"
+"""Suffix of the second iteration's instructions in a double-buffered loop."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A live buffer: bytes on one device, HLO shape, and what it is."""
+    """A live buffer: bytes on one device, HLO shape, readable name."""
 
     bytes: int
     shape: str
@@ -29,96 +32,104 @@ def peak_section(live_ranges: str) -> Iterator[tuple[str, int]]:
     """(value, bytes) of each buffer at the peak, from the text of XLA's `live-range` dump."""
     peak = re.search(r"Live ranges at \d+ \(peak\):\n((?: +.+ bytes.*\n)*)", live_ranges)
     for line in (peak.group(1) if peak else "").splitlines():
-        if found := re.match(r" *(.+?): (\d+) bytes", line):
-            yield found.group(1), int(found.group(2))
+        if match := re.match(r" *(.+?): (\d+) bytes", line):
+            yield match.group(1), int(match.group(2))
 
 
 def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
     """The `count` largest buffers at the peak, named."""
     live = dict(peak_section(live_ranges))
     for value in list(live):
-        # A loop of two iterations per body updates a stack twice, in one place.
-        first = value.removesuffix(f"{CLONE}{{}}") + "{}"
-        if "dynamic_update_slice" in value and value.endswith(f"{CLONE}{{}}") and first in live:
+        # A double-buffered loop updates a stack twice, in the same buffer.
+        original = value.removesuffix(f"{CLONE}{{}}") + "{}"
+        if "dynamic_update_slice" in value and value.endswith(f"{CLONE}{{}}") and original in live:
             del live[value]
     ordered = sorted(live.items(), key=lambda item: -item[1])[:count]
-    names = _Names(program)
+    names = _BufferNames(program)
     return [names.buffer(value, size) for value, size in ordered]
 
 
-class _Names:
+class _BufferNames:
+    """Readable names of the values in a live-range dump.
+
+    A value is an instruction with a tuple index, `while.3{2}`. Its name is that of the operation
+    behind copies and tuples: `backward all_gather`. A residual stack, which a loop carries in its
+    state and fills by a dynamic-update-slice per iteration, is named after one slice:
+    `forward BSD,DF->BSF/dot_general, 4 times`.
+    """
+
     def __init__(self, program: Program):
         self.program = program
         self.scopes = {name: scope for scope in program.computations.values() for name in scope}
         self.starts = [(i, scope) for i, scope, _ in program.walk() if i.opcode.endswith("-start")]
-        self.loops = {
+        self.loops = {  # by the name of the tuple that is their initial state
             scope[i.operands[0]].name: i for i, scope, _ in program.walk() if i.opcode == "while"
         }
 
     def buffer(self, value: str, size: int) -> Buffer:
-        """`value` is an instruction with a tuple index: `while.3{2}`."""
+        """The buffer of a value, `while.3{2}`, of `size` bytes."""
         name, _, index = value.rstrip("}").partition("{")
         if name in self.scopes:
             scope = self.scopes[name]
             i = scope[name]
-        elif (started := self._started(name, size)) is not None:
-            i, scope = started
+        elif (start := self._async_start(name, size)) is not None:
+            i, scope = start
         else:
             return Buffer(size, "", name)
-        shape = _element(i, index) or _part(i, size) or i.shape
-        if index.isdigit() and (carried := self._carried(i, scope, int(index))):
-            return Buffer(size, shape, carried)
-        for user in scope.values():
+        shape = _element_shape(i, index) or _shape_of_size(i, size) or i.shape
+        if index.isdigit() and (stack := self._carried_stack(i, scope, int(index))):
+            return Buffer(size, shape, stack)
+        for user in scope.values():  # an empty stack: the initial state of a loop
             if user.name in self.loops and i.name in user.operands:
                 position = user.operands.index(i.name)
-                if carried := self._carried(self.loops[user.name], scope, position):
-                    return Buffer(size, shape, carried)
-        return Buffer(size, shape, self.describe(i, scope))
+                if stack := self._carried_stack(self.loops[user.name], scope, position):
+                    return Buffer(size, shape, stack)
+        return Buffer(size, shape, self.origin(i, scope))
 
-    def _started(self, name: str, size: int) -> tuple[Instruction, Scope] | None:
-        """What runs asynchronously has a name of its own in the dump, but none in the text: the
-        next start of the same kind with a result of the same size."""
+    def _async_start(self, name: str, size: int) -> tuple[Instruction, Scope] | None:
+        """The start of an asynchronous operation, whose name in the dump is not in the text: the
+        next one of this kind with a result of this size."""
         kind = "fusion" if "fusion" in name else name.partition(".")[0].replace("_", "-")
         for position, (i, _) in enumerate(self.starts):
-            if i.opcode == f"{kind}-start" and _part(i, size):
+            if i.opcode == f"{kind}-start" and _shape_of_size(i, size):
                 return self.starts.pop(position)
         return None
 
-    def _carried(self, i: Instruction, scope: Scope, index: int) -> str | None:
-        """What the loop whose state this is (a while, or the parameter of its body) stacks in
-        element `index`."""
+    def _carried_stack(self, i: Instruction, scope: Scope, index: int) -> str | None:
+        """The stack in element `index` of a loop's state, which `i` is: a while, or the parameter
+        of its body. None where that element is no stack."""
         if i.opcode == "while":
-            scope = self.program.computations[i.called("body") or ""]
+            scope = self.program.computations[i.callee("body") or ""]
         elif i.opcode != "parameter" or not i.shape.startswith("("):
             return None
         root = hlo.root(scope)
-        return self._stacked(scope[root.operands[index]], scope) if root.opcode == "tuple" else None
+        return self._stack(scope[root.operands[index]], scope) if root.opcode == "tuple" else None
 
-    def describe(self, i: Instruction, scope: Scope) -> str:
-        """What made an array: its path in the state, what a scan stacks, or the operation behind
-        copies."""
+    def origin(self, i: Instruction, scope: Scope) -> str:
+        """Name of an array: a stack, the JAX operation or path in the train state, or that of the
+        largest operand where the instruction has none."""
         while True:
-            if stacked := self._stacked(i, scope):
-                return stacked
+            if stack := self._stack(i, scope):
+                return stack
             source = i.attribute(hlo.SOURCE)
             if source and not source.endswith("dynamic_update_slice"):
                 return readable(source, i.opcode)
             if i.opcode == "parameter":
                 return "the scan's carry" if i.shape.startswith("(") else i.name
-            inside = [scope[o] for o in i.operands if o in scope]
-            if not inside:
+            operands = [scope[name] for name in i.operands if name in scope]
+            if not operands:
                 return i.name
-            i = max(inside, key=lambda j: j.bytes)
+            i = max(operands, key=lambda operand: operand.bytes)
 
-    def _stacked(self, i: Instruction, scope: Scope) -> str | None:
-        """What an update in place writes into a stack, also where it happens inside a fusion."""
+    def _stack(self, i: Instruction, scope: Scope) -> str | None:
+        """Name of the stack that `i` updates by a slice, possibly inside a fusion; else None."""
         index = 0
-        while i.opcode in PASSED_ON or i.opcode.endswith("-done"):
+        while i.opcode in FORWARDING or i.opcode.endswith("-done"):
             index = int(i.attribute(r"index=(\d+)") or index)
             i = scope[i.operands[0]]
         if i.opcode == "while":
-            return self._carried(i, scope, index)
-        outer, operands = scope, i.operands
+            return self._carried_stack(i, scope, index)
+        caller, arguments = scope, i.operands
         if i.opcode.startswith("fusion"):
             scope = self.program.computations[i.callees[0][0]]
             i = hlo.root(scope)
@@ -130,33 +141,34 @@ class _Names:
         layers, update = i.arrays[0][1][0], scope[i.operands[1]]
         while update.opcode in ("bitcast", "reshape", "transpose", "convert"):
             update = scope[update.operands[0]]
-        if update.opcode == "parameter" and scope is not outer:
-            update, scope = outer[operands[int(update.operands[0])]], outer
-        return f"{self.describe(update, scope)}, {layers} times"
+        if update.opcode == "parameter" and scope is not caller:
+            update, scope = caller[arguments[int(update.operands[0])]], caller
+        return f"{self.origin(update, scope)}, {layers} times"
 
 
 def readable(op_name: str, opcode: str) -> str:
-    """An operation's path in the traced program without the wrapping of JAX's transformations; the
-    opcode where nothing is left of it."""
+    """An operation's path in the traced program, without the wrappers of JAX's transformations; the
+    opcode where the path has no other part."""
     first = op_name.split(":")[0]
     phase = "backward " if "transpose(" in first else "forward " if "jvp(" in first else ""
-    noise = re.compile(
+    wrapper = re.compile(
         r"jit(\(.*\))?|while|body|closed_call|eval_jaxpr|checkpoint|shard_map|.*\(.*\)|"
+        r"rematted_computation"
     )
-    parts = [part for part in first.split("/") if not noise.fullmatch(part)]
-    path = "/".join(part for part in parts if part != "rematted_computation")
+    path = "/".join(part for part in first.split("/") if not wrapper.fullmatch(part))
     return phase + (path or opcode.removesuffix("-start").removesuffix("-done"))
 
 
-def _element(i: Instruction, index: str) -> str:
-    """An element of an instruction's tuple, as text; empty where it is no tuple of arrays."""
-    arrays = re.findall(r"\w+\[[\d,]*\]", i.shape)
+def _array_shapes(i: Instruction) -> list[str]:
+    return re.findall(r"\w+\[[\d,]*\]", i.shape)
+
+
+def _element_shape(i: Instruction, index: str) -> str:
+    """Shape of an element of an instruction's tuple; empty where it is no flat tuple of arrays."""
     flat = i.shape.startswith("(") and not i.opcode.endswith("-start") and index.isdigit()
-    return arrays[int(index)] if flat else ""
+    return _array_shapes(i)[int(index)] if flat else ""
 
 
-def _part(i: Instruction, size: int) -> str:
-    """The array of a tuple that has this size, as text; empty when there is none."""
-    arrays = re.findall(r"\w+\[[\d,]*\]", i.shape)
-    sized = (a for a in arrays if Instruction("", a, "", (), "").bytes == size)
-    return next(sized, "")
+def _shape_of_size(i: Instruction, size: int) -> str:
+    """The first array shape of that many bytes; empty without one."""
+    return next((shape for shape in _array_shapes(i) if hlo.shape_bytes(shape) == size), "")

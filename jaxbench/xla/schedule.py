@@ -1,11 +1,10 @@
-"""When a compiled program runs what: a walk along XLA's schedule, under any account of how long
-things take.
+"""Simulation of a compiled program along XLA's schedule, under a cost model.
 
-Streams, as XLA:GPU has them. Kernels run one after another. A collective starts when the schedule
-says so, waits for those before it on the same links (NVLink, or the network between nodes), and
-runs beside the kernels until its `-done`; what is left of it there is *exposed*: the kernels wait.
-`Roofline` is the account of the bound: the model and its assumptions are explained in docs/plan.md.
-`forecast` has another.
+Streams as XLA:GPU has them: kernels run one after another. A collective starts where the schedule
+has its `-start`, waits for earlier collectives on the same links (NVLink, or the network between
+nodes), and overlaps with kernels until its `-done`. The time that kernels then wait for it is
+*exposed*. `Roofline` is the cost model of the bound, explained in docs/design/plan.md;
+`forecast.costs.Measured` is another.
 """
 
 from collections import Counter
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
+from jaxbench.errors import RunFailed
 from jaxbench.hardware import Gpu
 from jaxbench.xla import collectives, hlo
 from jaxbench.xla.collectives import Collective
@@ -22,21 +22,21 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
-"""Opcodes that launch no kernel of their own."""
+"""Opcodes that launch no kernel."""
 
 ALLOCATES = "AllocateBuffer"
-"""The custom call of memory to which nothing is written."""
+"""Target of the custom call that allocates an uninitialised buffer."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
 SCAN = "ssd.scan"
-"""In the source of every kernel of the Mamba-2 scan."""
+"""Named scope of every kernel of the Mamba-2 scan."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One run of a kernel: what it computes, also inside a fusion, the bytes that it reads and
-    writes, and the JAX operation that it stems from."""
+    """One run of a kernel: its work (fused work included), the bytes that it reads and writes, and
+    its JAX operation."""
 
     works: tuple[Work, ...]
     bytes: int
@@ -44,7 +44,7 @@ class Kernel:
 
     @property
     def part(self) -> str:
-        """What it counts as: `products`, `attention`, `scan` or `other kernels`."""
+        """Part of the step time: `products`, `attention`, `scan` or `other kernels`."""
         if SCAN in self.source:
             return "scan"
         kinds = {"product": "products", "attention": "attention"}
@@ -52,11 +52,11 @@ class Kernel:
 
 
 @runtime_checkable
-class Costs(Protocol):
-    """How long things take, in seconds.
+class CostModel(Protocol):
+    """Seconds of kernels and collectives.
 
-    A kernel's time may have several parts, by name. `slowdown` is by what a kernel's time is
-    multiplied while a collective runs beside it; `gpu` says which links a collective takes.
+    A kernel's time may have several parts, by name. `slowdown` is the factor on a kernel's time
+    while a collective overlaps it; `gpu` tells which links a collective takes.
     """
 
     @property
@@ -75,7 +75,7 @@ class Roofline:
     """Least times on a GPU and its links: every kernel at its peak or at the memory bandwidth,
     whichever is longer; no latency.
 
-    Parts are `compute`, products and attention, and `memory`, all other kernels.
+    Parts are `compute`, matrix products and attention, and `memory`, all other kernels.
     """
 
     gpu: Gpu
@@ -92,7 +92,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective with its time. `seconds` and `exposed_s` are per step; `covered` says whether a
+    """A collective with its time. `seconds` and `exposed_s` are per step; `covered` is true where a
     matrix product or attention is scheduled beside it."""
 
     collective: Collective
@@ -108,10 +108,11 @@ class Transfer:
 
 @dataclass
 class Schedule:
-    """Seconds of one step, kernel launches, and all collectives.
+    """Simulated times of a step, kernel launches, and all collectives.
 
-    `parts` are the seconds of kernels by what they are, `slowed_s` what collectives beside them
-    add to that, `exposed_s` waiting for collectives. Their sum is `step_s`.
+    `parts` are the seconds of kernels by part, without overlap; `slowed_s` is what overlapping
+    collectives add to them, `exposed_s` the wait for collectives. Their sum is `step_s`.
+    `computes` is true where a matrix product or attention runs.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
@@ -122,137 +123,108 @@ class Schedule:
     computes: bool = False
 
     @property
-    def worked_s(self) -> float:
-        """Seconds of kernels, each as if alone."""
+    def kernel_s(self) -> float:
+        """Seconds of kernels, without overlap."""
         return sum(self.parts.values())
 
     @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return self.worked_s + self.slowed_s + self.exposed_s
+        return self.kernel_s + self.slowed_s + self.exposed_s
 
     @property
     def uncovered_bytes(self) -> int:
         """Wire bytes of collectives with no matrix product or attention beside them."""
         return sum(t.collective.wire_bytes for t in self.transfers if not t.covered)
 
-    def add(self, part: "Schedule", times: int) -> None:
-        """Adds what a loop runs `times`."""
-        for name, seconds in part.parts.items():
+    def add(self, body: "Schedule", times: int) -> None:
+        """Adds a computation that runs `times`."""
+        for name, seconds in body.parts.items():
             self.parts[name] += seconds * times
-        self.slowed_s += part.slowed_s * times
-        self.exposed_s += part.exposed_s * times
-        self.kernels += part.kernels * times
-        self.transfers += [t.repeated(times) for t in part.transfers]
-
-
-@dataclass(frozen=True)
-class Event:
-    """An instruction as the walk sees it: whether it launches something, the kernel if that is no
-    collective, whose time is that of the links; the computations that it runs and how often, the
-    collective that it starts, and the start that it completes."""
-
-    name: str
-    launches: bool
-    kernel: Kernel | None
-    bodies: tuple[tuple[str, int], ...]
-    starts: Collective | None
-    completes: str | None
+        self.slowed_s += body.slowed_s * times
+        self.exposed_s += body.exposed_s * times
+        self.kernels += body.kernels * times
+        self.transfers += [t.repeated(times) for t in body.transfers]
 
 
 class Walk:
-    """A program as events in the order of its schedule, read once for any number of `Costs`."""
+    """A program along its schedule, under any number of cost models; its kernels are read once."""
 
     def __init__(self, program: Program):
         self.program = program
-        self.events = {name: _events(program, name) for name in _reached(program, program.entry)}
+        self._kernels: dict[tuple[str, str], Kernel | None] = {}
 
-    def under(self, costs: Costs) -> Schedule:
-        """The schedule of one step."""
-        return self._run(self.program.entry, costs)
+    def under(self, costs: CostModel) -> Schedule:
+        """The simulated schedule of one step."""
+        return self._simulate(self.program.entry, costs)
 
     def kernels(self, computation: str = "", runs: int = 1) -> Iterator[tuple[str, Kernel, int]]:
-        """Every kernel that is no collective, by name, with its runs per step."""
-        for event in self.events[computation or self.program.entry]:
-            for callee, times in event.bodies:
+        """Every kernel except collectives: name, kernel, runs per step."""
+        computation = computation or self.program.entry
+        for i in self.program.computations[computation].values():
+            for callee, times in _bodies(i):
                 yield from self.kernels(callee, runs * times)
-            if event.kernel is not None:
-                yield event.name, event.kernel, runs
+            if (kernel := self._kernel(computation, i)) is not None:
+                yield i.name, kernel, runs
 
-    def _run(self, name: str, costs: Costs) -> Schedule:
-        total, free = Schedule(), {True: 0.0, False: 0.0}
-        running: dict[str, tuple[Collective, float, float]] = {}
+    def _kernel(self, computation: str, i: Instruction) -> Kernel | None:
+        """The kernel that an instruction launches; None where it launches none or a collective."""
+        key = computation, i.name
+        if key not in self._kernels:
+            kernel, scope = None, self.program.computations[computation]
+            if _launches(i) and i.opcode.removesuffix("-start") not in collectives.KINDS:
+                works = tuple(_works(self.program, i, scope))
+                moved = traffic(self.program, i, scope)
+                kernel = Kernel(works, moved, i.attribute(SOURCE) or "")
+            self._kernels[key] = kernel
+        return self._kernels[key]
+
+    def _simulate(self, name: str, costs: CostModel) -> Schedule:
+        total, scope = Schedule(), self.program.computations[name]
+        completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
+        starts = {_start_name(i): collective for i, collective in completed if collective}
+        links_free_at = {True: 0.0, False: 0.0}  # by whether they cross domains
+        running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
-        for event in self.events[name]:
-            began, worked, computes = total.step_s, total.worked_s, False
-            total.kernels += event.launches
-            if event.kernel is not None:
-                total.parts.update(costs.kernel(event.kernel))
-                computes = bool(event.kernel.works)
-            for callee, times in event.bodies:
-                inner = self._run(callee, costs)
-                computes = computes or inner.computes
-                total.add(inner, times)
-            busy = max(free.values()) - began
-            total.slowed_s += _slowed(total.worked_s - worked, busy, costs.slowdown)
+        for i in scope.values():
+            start_s, kernel_s, computes = total.step_s, total.kernel_s, False
+            total.kernels += _launches(i)
+            if (kernel := self._kernel(name, i)) is not None:
+                total.parts.update(costs.kernel(kernel))
+                computes = bool(kernel.works)
+            for callee, times in _bodies(i):
+                body = self._simulate(callee, costs)
+                computes = computes or body.computes
+                total.add(body, times)
+            busy_s = max(links_free_at.values()) - start_s
+            total.slowed_s += _slowed(total.kernel_s - kernel_s, busy_s, costs.slowdown)
             if computes:
                 total.computes = True
                 uncovered.clear()
-            if event.starts is not None:
-                seconds = costs.collective(event.starts)
-                links = event.starts.crosses_domains(costs.gpu)
-                free[links] = max(total.step_s, free[links]) + seconds
-                running[event.name] = event.starts, seconds, free[links]
-                uncovered.add(event.name)
-            if event.completes in running:
-                done, seconds, end = running.pop(event.completes)
-                waited = max(0.0, end - total.step_s)
-                total.exposed_s += waited
-                covered = event.completes not in uncovered
-                total.transfers.append(Transfer(done, seconds, waited, covered))
+            if (collective := starts.get(i.name)) is not None:
+                seconds = costs.collective(collective)
+                links = collective.crosses_domains(costs.gpu)
+                links_free_at[links] = max(total.step_s, links_free_at[links]) + seconds
+                running[i.name] = collective, seconds, links_free_at[links]
+                uncovered.add(i.name)
+            if not i.opcode.endswith("-start") and (start := _start_name(i)) in running:
+                collective, seconds, end = running.pop(start)
+                exposed_s = max(0.0, end - total.step_s)
+                total.exposed_s += exposed_s
+                total.transfers.append(
+                    Transfer(collective, seconds, exposed_s, start not in uncovered)
+                )
         return total
 
 
-def _slowed(seconds: float, busy: float, slowdown: float) -> float:
-    """What a collective that runs for `busy` more seconds adds to kernels of so many."""
-    beside = min(max(busy, 0.0), seconds * slowdown)
-    return beside * (1 - 1 / slowdown)
-
-
-def _reached(program: Program, name: str) -> Iterator[str]:
-    yield name
-    for i in program.computations[name].values():
-        for callee, _ in _bodies(i):
-            yield from _reached(program, callee)
-
-
-def _events(program: Program, name: str) -> list[Event]:
-    scope = program.computations[name]
-    starts = {
-        _start_of(i): c
-        for i in scope.values()
-        if (c := collectives.completed(i, scope, 1)) is not None
-    }
-    return [
-        Event(
-            name=i.name,
-            launches=_launches(i),
-            kernel=_kernel(program, i, scope) if _launches(i) and not _is_collective(i) else None,
-            bodies=tuple(_bodies(i)),
-            starts=starts.get(i.name),
-            completes=None if i.opcode.endswith("-start") else _start_of(i),
-        )
-        for i in scope.values()
-    ]
-
-
-def _kernel(program: Program, i: Instruction, scope: Scope) -> Kernel:
-    works = tuple(_works(program, i, scope))
-    return Kernel(works, traffic(program, i, scope), i.attribute(SOURCE) or "")
+def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
+    """Seconds that collectives, running for another `busy_s`, add to kernels of `kernel_s`."""
+    overlap = min(max(busy_s, 0.0), kernel_s * slowdown)
+    return overlap * (1 - 1 / slowdown)
 
 
 def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
-    """What one kernel computes, also inside a fusion."""
+    """Work of one kernel, fused work included."""
     if work := program.work(i, scope):
         yield work
     for name, _ in i.callees:
@@ -262,17 +234,21 @@ def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
 
 
 def peak(gpu: Gpu, dtype: str) -> float:
-    """Tensor-core peak in TFLOP/s for an HLO dtype; fp32 runs as TF32, at half of bf16's."""
+    """Tensor-core peak in TFLOP/s for an HLO dtype; fp32 runs as TF32, at half of bf16's. Raises
+    RunFailed where the GPU has none that is known."""
     if dtype == "f32":
         return gpu.tflops["bf16"] / 2
-    return gpu.tflops["fp8" if dtype.startswith("f8") else "bf16"]
+    name = {"f8": "fp8", "f6": "fp6", "f4": "fp4"}.get(dtype[:2], "bf16")
+    if name not in gpu.tflops:
+        raise RunFailed(f"no bound of products in {dtype}: the {gpu.name}'s peak is not known")
+    return gpu.tflops[name]
 
 
 def traffic(program: Program, i: Instruction, scope: Scope) -> int:
-    """Bytes that a kernel reads and writes.
+    """Bytes that a kernel reads and writes: each operand and result once.
 
-    Each operand and result once. Of an operand that is only sliced, the slice; of an array that is
-    updated in place, the update. Of a kernel whose rule knows better, what that says.
+    Of an operand that is only sliced the slice counts, of an array that is updated in place the
+    update. `Work.bytes` takes precedence.
     """
     work = program.work(i, scope)
     if work is not None and work.bytes is not None:
@@ -324,10 +300,6 @@ def _launches(i: Instruction) -> bool:
     return not free and i.target != ALLOCATES
 
 
-def _is_collective(i: Instruction) -> bool:
-    return i.opcode.removesuffix("-start") in collectives.KINDS
-
-
-def _start_of(i: Instruction) -> str:
-    """Name of the instruction that begins what `i` completes."""
+def _start_name(i: Instruction) -> str:
+    """Name of the `-start` of a `-done`; of any other instruction its own."""
     return i.operands[0] if i.opcode.endswith("-done") else i.name

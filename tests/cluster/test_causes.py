@@ -38,6 +38,7 @@ def test_errors_of_ours_know_their_cause():
     assert cause_of(OSError(28, "No space left on device")) == "storage"
 
 
+@pytest.mark.slow
 def test_a_lost_peer_is_no_fault_of_the_numbers(tmp_path):
     """What Gloo raises in the process that is left, without a watchdog that would know better."""
     tiny = (*TINY, "--cpu-devices", 1, "--steps", 10**6, "--output", tmp_path)

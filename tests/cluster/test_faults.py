@@ -11,7 +11,12 @@ from commands import TINY, kill, read, start, wait_for_steps
 
 from jaxbench.errors import STATUS
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc"
+    ),
+]
 SOURCE = Path(__file__).parents[1] / "faults.c"
 
 

@@ -36,6 +36,7 @@ def whole(tmp_path_factory, cache):
     return read(folder)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_losses(whole, cache, tmp_path):
     process = start(*SAVING, *cache, "--output", tmp_path)
     wait_for_steps(process, tmp_path, 120)
@@ -87,6 +88,7 @@ def prepared(*arguments):
     return beginning.prepare(described, args)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
     whole, cache, tmp_path
 ):
@@ -120,6 +122,7 @@ def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
         assert step["loss"] == pytest.approx(expected["loss"], abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "time limit")]
 )
@@ -141,6 +144,7 @@ def test_a_signal_while_it_compiles_ends_it_at_once(number, reason, tmp_path):
     assert (record["status"], record["reason"], steps) == ("interrupted", reason, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
     timeout = 5
@@ -150,7 +154,7 @@ def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
     try:
         wait_for_steps(processes[0], tmp_path, 10)
         second = next(tmp_path.glob("heartbeats/*/1.json"))
-        while heartbeat.read_one(second)["completed"] is None:
+        while heartbeat.read(second)["completed"] is None:
             time.sleep(0.05)
         processes[1].send_signal(number)
         at = time.monotonic()
@@ -168,6 +172,7 @@ def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
     assert abs(int(found[2]) - last) < 2000  # a heartbeat ago
 
 
+@pytest.mark.slow
 @needs_small_disk
 def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
     """A file system of its own that holds one checkpoint, but not three."""
@@ -199,6 +204,7 @@ def test_a_record_that_is_cut_short_is_one_line(tmp_path):
         assert (tmp_path / "run.json").read_text() == text
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_the_others_to_begin_can_be_ended(tmp_path):
     """JAX's own answer to SIGTERM would be to note it, for a minute or until Slurm kills it."""
     stuck = (

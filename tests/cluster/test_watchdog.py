@@ -30,16 +30,14 @@ def test_a_heartbeat_that_cannot_be_read_is_skipped_and_counted(content, tmp_pat
         (tmp_path / "1.json").mkdir()
     else:
         (tmp_path / "1.json").write_text(content)
-    assert heartbeat.beside(tmp_path / "2.json") == []
-    reader = watchdog.Reader(tmp_path, processes=2, rounds=10)
-    reader.read()
-    assert [beat["rank"] for beat in reader.beats] == [0]
-    assert reader.blindness().startswith("cannot read 1 of 2 heartbeats: ")
+    assert heartbeat.read_neighbors(tmp_path / "2.json") == []
+    reader = watchdog.Reader(tmp_path, processes=2)
+    assert [beat["rank"] for beat in reader.read()] == [0]
+    assert reader.problem().startswith("cannot read 1 of 2 heartbeats: ")
     if content is not None:
         write(tmp_path, 1)
-        reader.read()
-        assert reader.blindness() == ""
-        assert len(reader.beats) == 2
+        assert len(reader.read()) == 2
+        assert reader.problem() == ""
 
 
 def test_a_rank_that_cannot_be_read_is_not_taken_for_silent():
@@ -54,6 +52,64 @@ def test_a_rank_that_cannot_be_read_is_not_taken_for_silent():
     assert watch.verdict([{**alive[0], "beats": 999}, beats[1]], now + 16).startswith(
         "no sign of life for 10 s from rank 1 on far"
     )
+
+
+def test_while_steps_complete_no_rank_is_dead():
+    """Steps are collective: a rank of which nothing is heard takes part, and cannot write. So too
+    while the others save, for longer than the watchdog's time."""
+    watch, mute = watchdog.Watch(processes=3, timeout=10, now=0), {**BEAT, "rank": 1}
+    for now in range(0, 200, 5):  # of the third there never was a heartbeat
+        steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
+        assert watch.verdict([steps, mute], now) is None
+    for now in range(200, 295, 5):
+        saves = {**steps, "beats": now, "phase": "saving"}
+        assert watch.verdict([saves, mute], now) is None
+    # It is heard again, and then silent while no step completes.
+    assert watch.verdict([{**saves, "beats": 295}, {**mute, "beats": 2}], 295) is None
+    assert watch.verdict([{**saves, "beats": 306}, {**mute, "beats": 2}], 306).startswith(
+        "no sign of life for 10 s from rank 1 on far"
+    )
+
+
+def test_a_hang_is_found_though_a_rank_cannot_write():
+    watch, mute = watchdog.Watch(processes=2, timeout=10, now=0), {**BEAT, "rank": 1}
+    for now in range(0, 50, 5):
+        steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
+        assert watch.verdict([steps, mute], now) is None
+    assert watch.verdict([{**steps, "beats": 50}, mute], 50) is None
+    assert watch.verdict([{**steps, "beats": 56}, mute], 56) == (
+        "no progress within the time limit of 10 s: rank 0 on far (training, last completed "
+        "step 45)"
+    )
+
+
+def test_a_frozen_rank_is_named_though_steps_are_noticed_after_its_last_heartbeat():
+    watch, frozen = watchdog.Watch(processes=2, timeout=5, now=0), {**BEAT, "rank": 1}
+    for now in range(8):
+        steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
+        assert watch.verdict([steps, {**frozen, "beats": min(now, 6)}], now) is None
+    for now in range(8, 13):
+        assert watch.verdict([{**steps, "beats": now}, {**frozen, "beats": 6}], now) is None
+    assert watch.verdict([{**steps, "beats": 13}, {**frozen, "beats": 6}], 13).startswith(
+        "no sign of life for 5 s from rank 1 on far"
+    )
+
+
+def test_a_heartbeat_that_cannot_be_replaced_says_so_once_and_goes_on(tmp_path, capsys):
+    """As without inodes, or in a folder that became read-only: its file can still be written."""
+    beat = heartbeat.Heartbeat(tmp_path / "1.json", interval=0.01)
+    (tmp_path / "1.tmp").mkdir()
+    beat.completed = 7
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        seen = heartbeat.read(tmp_path / "1.json")
+        if isinstance(seen, dict) and seen["completed"] == 7 and seen["beats"] > 4:
+            break
+    assert time.monotonic() < end
+    beat.end()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: the heartbeat of rank 1 cannot be written: ")
+    assert "Is a directory" in line
 
 
 def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
@@ -77,27 +133,25 @@ def test_a_failing_process_asks_for_those_of_its_host_alone(tmp_path, monkeypatc
         write(tmp_path, rank, host=here if 8 <= rank < 16 else "far", pid=os.getpid())
     write(tmp_path, 3, pid=gone)  # on another host nobody can tell
     write(tmp_path, 9, host=here, pid=gone, phase="ended")
-    asked, read_one = [], heartbeat.read_one
-    monkeypatch.setattr(heartbeat, "read_one", lambda path: asked.append(path) or read_one(path))
-    assert watchdog.lost(tmp_path / "10.json", within=0.5) is None
+    asked, read = [], heartbeat.read
+    monkeypatch.setattr(heartbeat, "read", lambda path: asked.append(path) or read(path))
+    assert watchdog.wait_for_lost_neighbor(tmp_path / "10.json", seconds=0.5) is None
     assert len(asked) == 7 + 2
     write(tmp_path, 14, host=here, pid=gone)
-    said = watchdog.lost(tmp_path / "10.json")
+    said = watchdog.wait_for_lost_neighbor(tmp_path / "10.json")
     assert said == f"lost rank 14 on {here} (training, last completed step 2)"
     assert len(asked) == 9 + 2 * 9
 
 
-def test_heartbeats_of_many_processes_are_read_in_turn(tmp_path):
-    """Of 2048 a tenth each second, and all in ten."""
-    for rank in range(2048):
-        write(tmp_path, rank)
-    reader = watchdog.Reader(tmp_path, 2048, rounds=10)
-    counts = []
-    for _ in range(10):
-        reader.read()
-        counts.append(len(reader.beats))
-    assert counts[0] in (204, 205)
-    assert counts[-1] == 2048
+def test_a_large_job_is_read_as_often_as_it_writes(tmp_path, monkeypatch):
+    """2048 files in 10 s, not in one."""
+    sleeps, arguments = [], [str(tmp_path), str(tmp_path), "2048", "300"]
+    monkeypatch.setattr(watchdog.sys, "argv", ["watchdog", *arguments])
+    monkeypatch.setattr(watchdog.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(watchdog.time, "sleep", sleeps.append)
+    write(tmp_path, 0, phase="ended")
+    assert watchdog.main() == 0
+    assert sleeps == [10.0]
 
 
 def test_the_watchdog_says_when_it_is_blind_and_lives_on(tmp_path):
@@ -137,6 +191,7 @@ def line_of(process):
     return process.stderr.readline()
 
 
+@pytest.mark.slow
 def test_what_stops_the_first_process_is_told_to_all(tmp_path):
     """In seconds, not after the five minutes for which they would wait."""
     (tmp_path / "file").touch()
@@ -156,6 +211,7 @@ def test_what_stops_the_first_process_is_told_to_all(tmp_path):
     assert "Not a directory" in errors[1]
 
 
+@pytest.mark.slow
 def test_what_one_process_alone_sees_ends_it(tmp_path):
     """As on a node without GPUs. To leave in order it would wait for the others, and they for it,
     until something aborts it, as if it had lost them."""

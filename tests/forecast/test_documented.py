@@ -1,6 +1,8 @@
-"""What README and docs/forecast.md claim of forecasts, in the table that `plan --all` made."""
+"""Claims of README and docs/forecast.md about forecasts, against the tables that `plan --all` and
+`benchmarks/forecast.py` wrote."""
 
 import csv
+import re
 import statistics
 
 from commands import ROOT
@@ -31,3 +33,28 @@ def test_llama_rows_are_within_15_percent():
 
 def test_the_median_is_within_10_percent():
     assert 0.9 <= statistics.median(ratios().values()) <= 1.1
+
+
+def test_readme_and_the_document_claim_what_all_published_figures_show():
+    """All of them, those that are far off too: none may be left out of the claim."""
+    text = (ROOT / "docs" / "forecast.md").read_text()
+    head, _, tables = text.partition("<!-- table -->")
+    figures = re.findall(
+        r"^\| \w+ \| \w+ \| \d+ \| [^|]+ \| (\d+) \| (\d+) \| [\d.]+ \|",
+        tables.partition("### Published since")[0],
+        re.MULTILINE,
+    )
+    with (ROOT / "configs" / "published.csv").open() as file:
+        assert len(figures) == sum(1 for _ in csv.DictReader(file)) == 100
+    ratios = [int(published) / int(forecast) for published, forecast in figures]
+    near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
+    median = statistics.median(ratios)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    claim = f"Of 100 published step times {near} are within 15 % of the forecast, median ratio"
+    assert f"{claim} {median:.2f}" in readme
+    summary = re.search(r"(\d+) are within 10 %, (\d+) within 15 %", tables)
+    head = " ".join(head.split())
+    assert int(summary[2]) == near
+    assert f"{near} are within 15 % of the forecast and {summary[1]} within 10 %" in head
+    assert f"the median of forecast over published is {median:.2f}" in head
+    assert f"extremes are {min(ratios):.2f} and {max(ratios):.2f}" in head

@@ -8,7 +8,7 @@ from compiled import needs_compiler
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import forecast
 from jaxbench.hardware import H100
-from jaxbench.planning import command
+from jaxbench.plan import command
 from jaxbench.xla import hlo
 from jaxbench.xla.schedule import Walk
 

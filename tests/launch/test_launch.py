@@ -180,7 +180,6 @@ def test_checkpoints(tmp_path):
             LLAMA | {"ENABLE_PROFILE": "true", "PROFILE_START_STEP": "30"},
             "profiles nothing",
         ),
-        (("--gpus", "512"), LLAMA | {"ENABLE_PROFILE": "1"}, "expected true or false"),
         (("--gpus", "512"), LLAMA | {"GPU_TYPE": "v100"}, "GPU_TYPE=v100: expected one of h100"),
         (("--gpus", "512"), LLAMA | {"WORKLOAD": "gpt"}, "/gpt_405b_bf16.yaml: No such file"),
         (("--gpus", "0", "--cpu"), LLAMA, "--gpus 0: expected a whole number above 0"),

@@ -10,7 +10,10 @@ from commands import read
 from test_slurm import LONG, ended, main_log, running, submit, wait
 
 REASON = slurm.missing() or network.missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
 WATCHDOG = 8
 
 

@@ -65,6 +65,7 @@ def two_ranks(tmp_path):
     kill([process for process, _ in started])
 
 
+@pytest.mark.slow
 def test_a_first_process_that_is_lost_while_all_compile_is_one_line(two_ranks, monkeypatch):
     (first, lost), (second, left) = two_ranks("--steps", "1000000")
     log = lost / "ranks" / "rank-0.log"

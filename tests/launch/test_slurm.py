@@ -14,7 +14,10 @@ import pytest
 import slurm
 from commands import ROOT, read
 
-pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
+]
 
 TINY = (
     "model.layers=1", "model.embed=64", "model.ffn=64", "model.vocabulary=128",
@@ -142,7 +145,9 @@ def test_a_saved_job_is_loaded_for_one_step_by_one_process_per_node(cluster, sta
 def test_a_job_that_is_requeued_and_loses_a_process_ends_with_the_same_losses(
     cluster, stage, one_process
 ):
-    number, folder = submit(cluster, stage, "--checkpoint-every", "10", MAX_STEPS=str(STEPS))
+    """The one restart that it may have is for the process: Slurm's own does not count."""
+    saving = ("--checkpoint-every", "10", "--restarts", "1")
+    number, folder = submit(cluster, stage, *saving, MAX_STEPS=str(STEPS))
     wait(cluster, number, lambda job: len(steps_of(folder)) > 15)
     cluster.run("scontrol", "requeue", number)
     wait(cluster, number, lambda job: job["Restarts"] == "1" and job["JobState"] == "RUNNING")

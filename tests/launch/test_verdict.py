@@ -41,10 +41,9 @@ def job(tmp_path, monkeypatch):
     return end
 
 
-def test_launchers_know_every_status():
-    assert {number: cause for number, (cause, _) in verdict.CAUSES.items()} == {
-        number: cause for cause, number in STATUS.items()
-    }
+def test_every_cause_of_a_failure_has_a_rule():
+    statuses = {rule[0] for rule in verdict.RULES}
+    assert set(STATUS.values()) <= statuses
 
 
 @pytest.mark.parametrize(
@@ -117,10 +116,36 @@ def test_why_slurm_starts_a_job_again(said, verdict_is, job, tmp_path, capsys):
     assert capsys.readouterr().out == f"interrupted: {verdict_is}\n"
 
 
-def test_a_killed_rank_is_lost(job):
-    code, record = job(128 + signal.SIGKILL)
-    assert (code, record["cause"]) == (verdict.REQUEUE, "lost")
-    assert record["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
+def test_only_restarts_of_our_own_count(tmp_path, monkeypatch, capsys):
+    """Three preemptions, and then as many lost ranks as `--restarts` allows, and one more; Slurm
+    counts all of them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("JAXBENCH_RESUME", "true")
+    monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
+    scontrol, codes = tmp_path / "scontrol", []
+    for start in range(7):
+        first = tmp_path / "ranks" / f"start-{start + 1}" / "first"
+        first.mkdir(parents=True)
+        (first / "rank").write_text("3 n1 137\n")
+        answer = f"JobState=COMPLETING Restarts={start + 1}" if start < 3 else "JobState=RUNNING"
+        scontrol.write_text(f"#!/bin/sh\necho JobId=7 {answer}\n")
+        scontrol.chmod(0o755)
+        codes.append(verdict.main(str(tmp_path), start, 1, 0))
+    assert codes == [0, 0, 0, *[verdict.REQUEUE] * 3, 0]
+    lost = "failed: lost rank 3 on n1 (killed by SIGKILL)"
+    assert capsys.readouterr().out.splitlines() == [
+        *["interrupted: requeued"] * 3, *[lost] * 3, f"{lost}; all restarts are used up"
+    ]  # fmt: skip
+
+
+def test_a_restart_that_cannot_be_counted_is_not_made(job, tmp_path, capsys):
+    (tmp_path / "ranks" / "start-1" / "requeued" / "x").mkdir(parents=True)
+    code, _ = job(128 + signal.SIGKILL)
+    assert code == 0
+    assert capsys.readouterr().out == (
+        "failed: lost rank 3 on n1 (killed by SIGKILL); it ends, since restarts cannot be counted: "
+        "Is a directory\n"
+    )
 
 
 GLOO = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  "

@@ -44,6 +44,6 @@ def test_batches_in_bf16_are_added_up_in_fp32():
     equation = "ERD,ERPF->EDPF"
     exact = jnp.einsum(equation, *(x.astype(jnp.float32) for x in (a, b)), precision="highest")
     with jax.set_mesh(mesh.make_mesh((1,) * len(AXES), jax.devices()[:1])):
-        found = jax.jit(partial(contract, equation))(a, b)
-    error = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
+        result = jax.jit(partial(contract, equation))(a, b)
+    error = jnp.linalg.norm(result - exact) / jnp.linalg.norm(exact)
     assert error < 2**-8  # that of the result alone; sums in bf16 have ten times as much

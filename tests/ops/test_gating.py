@@ -1,4 +1,4 @@
-"""Gated activations beside the plain formula in float64, and values given twice."""
+"""Gated activations beside the plain formula in float64, and duplicated producers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxbench.models.layers import GATES
+from jaxbench.ops.duplicated import Duplicated, opaque_copy
+from jaxbench.ops.duplicated import single as single_result
 from jaxbench.ops.gating import gated
-from jaxbench.ops.twice import Twice, apart, once
 
 
 @pytest.fixture
@@ -35,40 +36,40 @@ def test_value_and_gradients_are_those_of_the_formula(activation, weighted, floa
         return jax.tree.map(lambda a: a.astype(jnp.float32), x)
 
     def of(x, weights):
-        return gated(activation, Twice(x, x), weights)
+        return gated(activation, Duplicated(x, x), weights)
 
     hidden, pull = jax.vjp(
-        lambda x, w: gated(activation, x, w), *single((Twice(gate_up, gate_up), weights))
+        lambda x, w: gated(activation, x, w), *single((Duplicated(gate_up, gate_up), weights))
     )
-    d_twice, d_single_weights = pull(Twice(single(dy), jnp.zeros(dy.shape, jnp.float32)))
+    d_duplicated, d_single_weights = pull(Duplicated(single(dy), jnp.zeros(dy.shape, jnp.float32)))
     # Some roundings of fp32, of values below 10.
     close = {"atol": 20 * np.finfo(np.float32).eps * 10, "rtol": 0}
-    for value in (hidden.value, hidden.again):
+    for value in (hidden.value, hidden.for_amax):
         np.testing.assert_allclose(value, expected, **close)
-    for gradient in (d_twice.value, d_twice.again):
+    for gradient in (d_duplicated.value, d_duplicated.for_amax):
         np.testing.assert_allclose(gradient, d_gate_up, **close)
     if weighted:
         np.testing.assert_allclose(d_single_weights, d_weights, **close)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_apart_changes_no_bit(dtype):
+def test_an_opaque_copy_changes_no_bit(dtype):
     x = jax.random.normal(jax.random.key(0), (100,), dtype)
-    for way in range(1, 7):
-        assert (jax.jit(apart, static_argnums=1)(x, way) == x).all()
+    for index in range(1, 7):
+        assert (jax.jit(opaque_copy, static_argnums=1)(x, index) == x).all()
 
 
-def test_expressions_that_are_apart_are_not_made_one():
-    def both(x, way):
-        return jnp.exp(x) + jnp.exp(apart(x, way))
+def test_opaque_copies_are_not_merged():
+    def both(x, index):
+        return jnp.exp(x) + jnp.exp(opaque_copy(x, index))
 
     text = jax.jit(both, static_argnums=1).lower(jnp.ones(8), 1).compile().as_text()
     assert text.count(" exponential(") == 2
 
 
-def test_once_gives_its_gradient_twice():
-    x = Twice(jnp.ones(3), jnp.ones(3))
-    _, pull = jax.vjp(once, x)
+def test_a_single_result_gives_its_gradient_twice():
+    x = Duplicated(jnp.ones(3), jnp.ones(3))
+    _, pull = jax.vjp(single_result, x)
     (gradient,) = pull(jnp.arange(3.0))
-    assert (gradient.value == gradient.again).all()
+    assert (gradient.value == gradient.for_amax).all()
     assert gradient.value[2] == 2

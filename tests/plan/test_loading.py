@@ -16,8 +16,7 @@ SMALL = ("model.layers=2", "model.vocabulary=4096", "batch.global_batch=32")
 
 @needs_compiler
 def test_making_the_state_takes_no_more_than_the_state():
-    """So a row whose step fits can begin: the state is the step's arguments.
-    `benchmarks/initial_state.py` has rows at their own size."""
+    """So a row whose step fits can begin: the state is the step's arguments."""
     overrides = recipes.parse_overrides(list(SMALL))
     run = recipes.resolve(recipes.load("llama31_8b_bf16"), 16, overrides=overrides)
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape, compile_only_devices(H100, run.gpus))):

@@ -10,11 +10,10 @@ import pytest
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, text
+from jaxbench.plan import absent, command, processes, sweep, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
+from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
-from jaxbench.planning import command, processes, sweep
-from jaxbench.planning.processes import Target
 from jaxbench.recipe import published, recipes
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
@@ -120,14 +119,6 @@ def test_too_large_a_microbatch_does_not_fit(capsys):
     assert "it fits, " in err.splitlines()[-1]
 
 
-def test_what_keeps_everything_may_fit_without_gathered_weights():
-    run = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
-    listed = ("execution.remat=query,key,value,attention,residual,gate,up",)
-    assert command.remedies(run)[0] == listed
-    scanned = recipes.resolve(recipes.load("llama2_70b_bf16"), 64)
-    assert listed not in command.remedies(scanned)
-
-
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert command.main(ROW) == 2
@@ -144,12 +135,17 @@ def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, caps
             "--system nic=fast: expected nvlink=N, nic=N, node=N or domain=N",
         ),
         ([*ROW, "--system", "node=7"], "a domain of 8 GPUs is not one of nodes of 7"),
-        ([*ROW, "--system", "node=7", "--system", "domain=7"], "the nearest that do: 14 and 21"),
+        (
+            [*ROW, "--system", "node=7", "--system", "domain=7"],
+            "the nearest that do: 14 and 21",
+        ),
         ([*ROW, "--set", "model.head_dim=100"], "cuDNN attention takes multiples of 8 up to 256"),
         (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, capsys):
+def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
+    """Without the compiler for GPUs too."""
+    monkeypatch.setattr(absent, "installed", lambda module: False)
     assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -199,6 +195,7 @@ def test_difference_of_two_plans_from_files(planned, capsys):
     assert capsys.readouterr().out == "the plans are the same\n"
 
 
+@needs_compiler
 def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     """A finished row is read; a row whose process fails is listed, and the status says so."""
     asked = ((16, SMALL[1::2]), (8, []))

@@ -7,7 +7,6 @@ import pytest
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import H100, PLANNED
 from jaxbench.recipe import derive, flops, published, recipes
-from jaxbench.recipe.settings import CHOSEN
 
 RECIPES = {recipe.name: recipe for recipe in recipes.load_all()}
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 24, 96, 100, 3072)
@@ -110,9 +109,9 @@ def test_a_count_that_cannot_work_names_those_that_do(name, gpus, texts, message
 
 def test_the_gpus_of_a_job_may_lie_in_any_nodes():
     """12 in nodes of 4, which this job has whatever DGX nodes have."""
-    recipe = derive.extend(RECIPES["llama31_8b_bf16"], 12, H100, here=True)
+    recipe = derive.extend(RECIPES["llama31_8b_bf16"], 12, H100, whole_nodes=False)
     assert recipes.resolve(recipe, 12).mesh_text() == "data 3 x fsdp 4"
-    recipe = derive.extend(RECIPES["llama31_8b_bf16"], 12, None, here=True)
+    recipe = derive.extend(RECIPES["llama31_8b_bf16"], 12, None, whole_nodes=False)
     assert recipes.resolve(recipe, 12).label == "derived"
 
 
@@ -124,7 +123,3 @@ def test_a_recipe_of_one_gpu_alone():
     nothing = recipes.Recipe("mine", "llama31_8b", recipe.shared, {"smoke": {}})
     with pytest.raises(RecipeError, match="its rows are smoke"):
         derive.extend(nothing, 4, H100)
-
-
-def test_axes_are_those_of_the_mesh():
-    assert {*derive.OTHERS, "fsdp"} == set(CHOSEN)

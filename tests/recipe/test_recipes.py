@@ -9,6 +9,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.hardware import PLANNED
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 RECIPES = {recipe.name: recipe for recipe in recipes.load_all()}
@@ -18,7 +19,7 @@ EXAMPLE = RECIPES["llama2_70b_bf16"]
 def text(recipe) -> str:
     """Every row of a recipe, resolved: a line for each section."""
     lines = []
-    tables = [("", recipe.rows), *((f"{gpu} ", own) for gpu, own in recipe.own.items())]
+    tables = [("", recipe.rows), *((f"{gpu} ", own) for gpu, own in recipe.gpu_rows.items())]
     for gpu, row in ((gpu, row) for gpu, rows in tables for row in rows):
         run = recipes.resolve(recipe.on(PLANNED.get(gpu.strip())), row)
         sections = recipes.describe(run)
@@ -57,6 +58,7 @@ def test_every_published_row_has_a_recipe_row_with_its_work(name):
     assert {1, "smoke"} <= RECIPES[name].rows.keys()
     smoke = recipes.resolve(RECIPES[name], "smoke")
     assert smoke.label == "smoke"
+    assert (smoke.steps, recipes.resolve(RECIPES[name], 1).steps) == (SMOKE_STEPS, STEPS)
     assert published.lookup(smoke) is None
 
 
@@ -114,6 +116,9 @@ def test_an_override_of_the_work_is_not_the_published_work():
         assert published.differences(run, "NVIDIA H100 80GB HBM3")
     assert override("model.layers=4", row=64).label == "proxy"
     assert published.differences(override(row=64), "NVIDIA H100 80GB HBM3") == []
+    one = recipes.resolve(recipes.load("llama2_70b_bf16"), 1)
+    reasons = published.differences(one, "NVIDIA H100 80GB HBM3")
+    assert reasons == ["nothing is published for this work on 1 GPU"]
     assert "NVIDIA H200" in published.differences(override(row=64), "NVIDIA H200")[0]
 
 

@@ -12,24 +12,33 @@ from pathlib import Path
 import pytest
 from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
 
+from jaxbench.plan.absent import installed
 from jaxbench.report import command
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not installed("playwright"),
+        reason="needs Playwright: pip install -c constraints.txt -e '.[dev]'",
+    ),
+]
 SYSTEM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @pytest.fixture(scope="module")
 def browser():
     """Headless Chromium."""
+    from playwright import sync_api
+
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, SYSTEM)), None)
     with sync_api.sync_playwright() as playwright:
         path = found or playwright.chromium.executable_path
         if not Path(path).exists():
-            pytest.skip("no Chromium is installed")
+            pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
         try:  # as root, as CI may run, it has no sandbox
             browser = playwright.chromium.launch(executable_path=path, chromium_sandbox=False)
         except sync_api.Error as error:
-            pytest.skip(f"Chromium does not start: {error.message.splitlines()[0]}")
+            pytest.skip(f"needs a Chromium that starts: {error.message.splitlines()[0]}")
         yield browser
         browser.close()
 

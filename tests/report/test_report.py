@@ -14,11 +14,12 @@ import pytest
 from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
 
+from jaxbench import hardware
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import judge
 from jaxbench.report import command, logs
 from jaxbench.report.compare import compare
-from jaxbench.report.found import Steps
+from jaxbench.report.runs import Steps
 
 
 def reported(*arguments):
@@ -74,9 +75,9 @@ def test_maxtext_log_with_a_line_from_each_process(tmp_path):
     declared = "GSW: MODEL=llama2 MODEL_SIZE=70b DTYPE=bf16 JOB_NUM_NODES=8 GPUS_PER_NODE=8\n"
     log(tmp_path, declared + "".join(2 * maxtext(n) for n in range(50)), name)
     found = verdict_of(tmp_path)
-    assert found.found.source == "maxtext log"
-    assert (found.found.gpus, found.found.dtype) == (64, "bf16")
-    assert found.found.published["workload"] == "llama2"
+    assert found.run.source == "maxtext log"
+    assert (found.run.gpus, found.run.dtype) == (64, "bf16")
+    assert found.run.published["workload"] == "llama2"
     assert found.verdict.name in ("pass", "slow")
 
 
@@ -85,9 +86,9 @@ def test_progress_bar_written_in_one_line(tmp_path):
     declared = "GSW: MODEL=nemotron4 MODEL_SIZE=340b DTYPE=bf16\n"
     log(tmp_path, declared + "".join(2 * bar(n) for n in range(50)), name)
     found = verdict_of(tmp_path)
-    assert (found.found.source, found.mean_s) == ("nemo progress bar", pytest.approx(4.61))
+    assert (found.run.source, found.mean_s) == ("nemo progress bar", pytest.approx(4.61))
     assert found.verdict.name == "pass"
-    assert len(found.found.steps.seconds) == 50
+    assert len(found.run.steps.seconds) == 50
 
 
 BROKEN = {
@@ -232,6 +233,10 @@ def test_other_formats(record, tmp_path, capsys):
         (["{empty}/../y.csv"], "unknown work: llama9 70b bf16"),
         (["{log}", "--window", "late"], "--window late: expected published, newer, or first:last"),
         (["{log}", "--window", "9:3"], "--window 9:3: expected"),
+        (["--history", "{log}", "{log}"], "--history takes a threshold between 0 and 100"),
+        (["--history", "{log}", "--format", "csv"], "--history has no --format csv: table, json"),
+        (["--history", "{empty}"], "no run in "),
+        (["--compare", "{log}", "{log}", "--format", "html"], "--compare has no --format html"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
@@ -299,7 +304,7 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):
         pair = []
         for half in range(2):
             steps = Steps(dict(enumerate(noisy(4.7, 1000 + 2 * seed + half))))
-            pair.append(replace(like, found=replace(like.found, steps=steps)))
+            pair.append(replace(like, run=replace(like.run, steps=steps)))
         found = compare(pair[:1], pair[1:], 0.02)
         outside += not found.low <= 1 <= found.high
     assert 4 <= outside <= 20
@@ -328,7 +333,7 @@ def test_verdicts():
 
 
 @pytest.mark.parametrize(
-    ("again", "order", "whole"),
+    ("repeats", "order", "whole"),
     [
         ("never", (0, 1, 2), True), ("never", (0, 1, 1, 2), False), ("never", (0, 1, 2, 1), False),
         ("redrawn", (0, 1, 1, 2), True), ("redrawn", (0, 1, 0, 1, 2), False),
@@ -336,12 +341,12 @@ def test_verdicts():
         ("processes", (0, 1, 2, 1, 2), False), ("processes", (0, 1, 2, 0, 1, 2), False),
     ],
 )  # fmt: skip
-def test_when_an_iteration_may_come_again(again, order, whole):
-    steps = Steps(expected=3, again=again)
+def test_when_an_iteration_may_come_again(repeats, order, whole):
+    steps = Steps(expected=3, repeats=repeats)
     for place, n in enumerate(order):
         steps.add(n, 1.0 + place, 5.0)
     assert (steps.problems() == []) == whole
-    if whole and again == "redrawn":
+    if whole and repeats == "redrawn":
         assert steps.seconds[1] == 3.0
 
 
@@ -433,3 +438,14 @@ def test_the_nearest_name_says_what_a_log_is(tmp_path):
     path = tmp_path / "pretrain_llama3.1_405b_bf16_512" / f"log-{EXPERIMENT}.out"
     assert logs.named(path) == ("llama3.1", "405b", "fp8", 512)
     assert logs.named(tmp_path / "fp8" / "log-nemo_grok1_314b_64_1.out").dtype == "fp8"
+
+
+def test_runs_of_null_gpus_stand_beside_nothing(tmp_path, capsys):
+    """A record that says of its device that it computes nothing, and nothing else."""
+    path = write_record(tmp_path, "run", device="NVIDIA H100 80GB HBM3 (null)",
+                        not_comparable_because=[])  # fmt: skip
+    verdict = verdict_of(path).verdict
+    assert (verdict.name, verdict.reason, verdict.ratio) == ("not comparable", hardware.NULL, None)
+    for arguments in (["--history", path], ["--compare", path, path]):
+        assert command.main([*map(str, arguments)]) == 2
+        assert capsys.readouterr() == ("", f"error: {path}: {hardware.NULL}; leave it out\n")

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from cases import slow_except
 from jax.sharding import PartitionSpec
 from tiny import mesh_of, tiny_run, to_numpy
 
+from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.recipe import recipes
 from jaxbench.run import checkpoint
+from jaxbench.run.records import Recorder
 from jaxbench.train.loop import run_steps
 from jaxbench.train.step import abstract_state, make_program
 
@@ -35,9 +38,22 @@ FAMILIES = {
 }
 
 
-def saver(folder, run, **options):
-    options = {"start": 0, "every": None, "keep": 2, "say": lambda line: None} | options
-    return checkpoint.Checkpoints(folder, recipes.describe(run), **options)
+class Said(Recorder):
+    """A recorder without files that keeps what is said."""
+
+    def __init__(self, run):
+        super().__init__(None, run, {"recipe": recipes.describe(run)})
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def phase(self, name, detail):
+        pass
+
+
+def saver(folder, run, every):
+    return checkpoint.Checkpoints(folder, 0, every, 2, Said(run), Heartbeat())
 
 
 def restored(path, run, say=lambda line: None):
@@ -61,15 +77,15 @@ class Keep:
 
 def train_and_save(folder, run):
     """All steps, saved every three steps and at the end; the state after six."""
-    lines, kept = [], Keep(6)
+    kept = Keep(6)
     with mesh_of(run):
         program = make_program(run)
-        checkpoints = saver(folder, run, every=3, say=lines.append)
+        checkpoints = saver(folder, run, every=3)
         steps = list(run_steps(run, program, pauses=[kept, checkpoints]))
         checkpoints.wait()
     return SimpleNamespace(
         folder=folder, path=folder / "checkpoints" / "6", run=run, program=program, steps=steps,
-        arrays=kept.arrays, lines=lines, saved=checkpoints.saved,
+        arrays=kept.arrays, lines=checkpoints._recorder.lines, saved=checkpoints.saved,
     )  # fmt: skip
 
 
@@ -136,6 +152,7 @@ def test_the_history_of_delayed_scaling_is_part_of_the_state(whole):
     assert rest[0]["loss"] != whole.steps[6]["loss"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_continues_and_moves_to_no_pipeline(tmp_path):
     """The histories of its layers included, of which one is padding."""
     run = tiny_run(*PIPELINE, *FP8, devices=8, steps=8)
@@ -144,7 +161,7 @@ def test_a_pipeline_continues_and_moves_to_no_pipeline(tmp_path):
     assert_restored_exactly(whole, tiny_run(*FP8, devices=1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(["grok1_314b_bf16"], FAMILIES))
 def test_every_family_continues_and_moves_to_another_mesh(family, tmp_path):
     run = tiny_run(*FAMILIES[family], devices=8, steps=8, family=family)
     whole = train_and_save(tmp_path, run)
@@ -207,6 +224,17 @@ def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
     assert json.loads((path / "recipe" / "metadata").read_text())["model"]["layers"] == 3
 
 
+def test_a_renamed_checkpoint_is_refused(whole, tmp_path):
+    """Its steps would be counted from the folder, and its data and learning rate from the state."""
+    shutil.copytree(whole.path, tmp_path / "2")
+    run = tiny_run(*FP8)
+    with mesh_of(run), pytest.raises(RunFailed) as error:
+        restored(tmp_path / "2", run)
+    assert str(error.value) == (
+        f"{tmp_path / '2'} holds the state after 6 steps: its folder was renamed"
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
@@ -218,7 +246,51 @@ def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
 )
 def test_a_save_that_fails_for_want_of_a_peer_is_no_fault_of_the_disk(error, cause):
     """It waits for the step, of which another process may be lost; Orbax raises its own in turn."""
-    with pytest.raises(RunFailed) as raised, checkpoint._reported("it was not saved"):
+    with pytest.raises(RunFailed) as raised, checkpoint._one_line("it was not saved"):
         raise ValueError("Orbax's") from error
     assert raised.value.cause == cause
     assert str(raised.value) == f"it was not saved: {error}"
+
+
+@pytest.fixture
+def two_saves(tmp_path):
+    """A saver of which the saves after 3 and 6 steps are complete, and the state."""
+    state = {"x": jax.numpy.zeros(4)}
+    checkpoints = saver(tmp_path, tiny_run(), every=3)
+    for step in (3, 6):
+        checkpoints.act(step, state, ending=False)
+        checkpoints.wait()
+    return checkpoints, state
+
+
+GOOD = (
+    "the checkpoint of step 9 was not saved; the last good one is of step 6: [Errno 28] No space "
+    "left on device"
+)
+
+
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_save_that_cannot_begin_names_the_last_complete_one(two_saves, monkeypatch):
+    checkpoints, state = two_saves
+    monkeypatch.setattr(checkpoints._manager, "save", fail)
+    with pytest.raises(RunFailed) as error:
+        checkpoints.act(9, state, ending=False)
+    assert str(error.value) == GOOD
+
+
+def test_a_save_that_fails_while_it_is_written_names_the_last_complete_one(two_saves, monkeypatch):
+    checkpoints, state = two_saves
+    checkpoints.act(9, state, ending=False)
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+    with pytest.raises(RunFailed) as error:
+        checkpoints.wait()
+    assert str(error.value) == GOOD
+
+
+def test_a_folder_is_scanned_only_when_a_save_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "steps", lambda folder: pytest.fail("it was scanned"))
+    checkpoints = saver(tmp_path, tiny_run(), every=3)
+    checkpoints.act(3, {"x": jax.numpy.zeros(4)}, ending=True)

@@ -9,6 +9,7 @@ import sys
 from datetime import datetime
 
 import pytest
+from cases import slow_except
 from commands import ROOT, TINY, read, run, start, wait_for_steps
 
 from jaxbench.errors import STATUS
@@ -16,14 +17,15 @@ from jaxbench.recipe import recipes
 from jaxbench.run import command
 
 CONFIG = "configs/llama2_70b_bf16.yaml"
+STEPS = 6
 MESH = ("parallelism.pipeline=2", "parallelism.fsdp=2", "parallelism.tensor=2")
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """Twelve steps of the smoke row on one device."""
+    """Some steps of the smoke row on one device."""
     folder = tmp_path_factory.mktemp("smoke")
-    status, out, err = run("--config", CONFIG, "--steps", 12, "--output", folder, XLA_FLAGS="")
+    status, out, err = run("--config", CONFIG, "--steps", STEPS, "--output", folder, XLA_FLAGS="")
     assert status == 0, err
     assert err == ""
     return (*read(folder), out, folder)
@@ -35,7 +37,7 @@ def test_record_is_complete(smoke):
     assert record["reason"] is None
     assert record["label"] == "smoke"
     assert datetime.fromisoformat(record["started"]).tzinfo is not None
-    assert f"-m jaxbench.train --config {CONFIG} --steps 12" in record["command"]
+    assert f"-m jaxbench.train --config {CONFIG} --steps {STEPS}" in record["command"]
     assert record["comparable"] is False
     assert "smoke row on a CPU" in record["not_comparable_because"]
     assert record["recipe"]["batch"] == {
@@ -53,11 +55,11 @@ def test_record_is_complete(smoke):
     assert record["compile_s"] > 0
     assert record["published"] is None
     summary = record["summary"]
-    assert summary["window"] == [6, 11]
-    window = [s["step_time_s"] for s in steps[6:12]]
-    assert summary["step_time_s"]["mean"] == pytest.approx(sum(window) / 6)
+    assert summary["window"] == [3, 5]
+    window = [s["step_time_s"] for s in steps[3:6]]
+    assert summary["step_time_s"]["mean"] == pytest.approx(sum(window) / 3)
     assert {"std", "median", "p95", "last"} < summary["step_time_s"].keys()
-    assert summary["tokens_per_s"] == pytest.approx(2048 * 6 / sum(window))
+    assert summary["tokens_per_s"] == pytest.approx(2048 * 3 / sum(window))
     assert summary["tokens_per_s_per_gpu"] == summary["tokens_per_s"]
     assert set(summary["tflops_per_gpu"]) == {"causal", "full", "published"}
     assert summary["mfu"] == {"causal": None, "full": None, "published": None}
@@ -70,13 +72,13 @@ def test_loss_starts_near_the_entropy_of_the_vocabulary(smoke):
     assert abs(record["loss"]["first"] - math.log(2048)) < 0.1
     assert (record["loss"]["first"], record["loss"]["last"]) == (
         steps[0]["loss"],
-        steps[11]["loss"],
+        steps[5]["loss"],
     )
 
 
 def test_every_step_is_recorded_and_labelled(smoke):
     _, steps, out, folder = smoke
-    assert [s["step"] for s in steps] == list(range(12))
+    assert [s["step"] for s in steps] == list(range(STEPS))
     assert {s["label"] for s in steps} == {"smoke"}
     for step in steps:
         assert step["step_time_s"] > 0
@@ -84,19 +86,20 @@ def test_every_step_is_recorded_and_labelled(smoke):
         assert step["peak_memory_bytes"] >= step["memory_bytes"] > 0
     log = (folder / "log-llama2_70b_bf16_smoke.out").read_text()
     published = (
-        r"(?m)^(completed step: \d+, seconds: |Training epoch 0, iteration \d+/11 \| lr: ).*\n"
+        r"(?m)^(completed step: \d+, seconds: |Training epoch 0, iteration \d+/5 \| lr: ).*\n"
     )
-    assert len(re.findall(published, log)) == 2 * 12
+    assert len(re.findall(published, log)) == 2 * STEPS
     short = r"(?m)^step +\d+  \S+ s  loss \d\.\d{4}  \d+ tokens/s per device\n"
-    assert len(re.findall(short, out)) == 12
+    assert len(re.findall(short, out)) == STEPS
     # All else is in both: for people one line a step, for parsers the published two.
     assert re.sub(published, "", log) == re.sub(short, "", out)
     assert log.startswith("SMOKE RUN")
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
     settings = [part for text in MESH for part in ("--set", text)]
-    arguments = ("--config", CONFIG, "--steps", 12, "--output", tmp_path, "--cpu-devices", 8)
+    arguments = ("--config", CONFIG, "--steps", STEPS, "--output", tmp_path, "--cpu-devices", 8)
     status, _, err = run(*arguments, *settings, XLA_FLAGS="")
     assert status == 0, err
     record, steps = read(tmp_path)
@@ -184,7 +187,7 @@ def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
     assert "failed: llama31_8b_bf16" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_except([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_ends_the_run_with_a_complete_record(number, tmp_path):
     process = start(*TINY, "--steps", 10**6, "--output", tmp_path)
     wait_for_steps(process, tmp_path, 3)
@@ -235,7 +238,7 @@ def test_list_shows_every_row_and_published_step_time():
         assert re.search(rf"(?m)^nemotronh_56b_bf16 +{row} .* {said}$", out)
     assert re.search(r"llama31_405b_bf16 +256 full +126 .* 9\.484 s, 46\.7 % MFU, GB200", out)
     loaded = recipes.load_all()
-    rows = [table for recipe in loaded for table in (recipe.rows, *recipe.own.values())]
+    rows = [table for recipe in loaded for table in (recipe.rows, *recipe.gpu_rows.values())]
     assert len(loaded) == 14
     assert len(out.splitlines()) == 1 + sum(map(len, rows))
 

@@ -1,4 +1,4 @@
-"""docs/record.md names every field that a run writes, and no other."""
+"""docs/reference/record.md names every field that a run writes, and no other."""
 
 import re
 
@@ -38,7 +38,7 @@ def written(tmp_path_factory):
 
 
 def test_the_table_has_every_field_and_no_other(written):
-    lines = (ROOT / "docs" / "record.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "reference" / "record.md").read_text().splitlines()
     columns = [line.split("|")[1] for line in lines if line.startswith("| `")]
     documented = re.findall(r"`([^`]+)`", " ".join(columns))
     assert len(documented) == len(set(documented))

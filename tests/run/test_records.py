@@ -42,6 +42,7 @@ def record_of(run):
     return {
         "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
         "recipe": recipes.describe(run), "published": None,
+        "hardware": {"device": "x86_64", "null": False},
     }  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from jaxbench.run.arguments import parse_arguments
 def found(monkeypatch):
     def find(config, device, count, *options):
         kind = SimpleNamespace(platform="gpu", device_kind=device)
-        monkeypatch.setattr(command.jax, "devices", lambda: [kind])
-        monkeypatch.setattr(command.jax, "device_count", lambda: count)
+        monkeypatch.setattr(command.jax, "devices", lambda: [kind] * count)
         monkeypatch.setattr(command.job, "join", lambda: None)
         monkeypatch.setattr(command.devices, "select_platform", lambda count: None)
         args = parse_arguments(["--config", config, *options])

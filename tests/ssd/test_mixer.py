@@ -1,6 +1,7 @@
 """Every implementation of a mixer against the recurrence in float64, values and all gradients; the
 Pallas kernels in Pallas's interpreter."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -19,6 +20,27 @@ SEVERAL_CHUNKS = Case(2, 96, 2, ssd.Dims(4, 16, 32, eps=1e-5))
 ONE_CHUNK = Case(1, 32, 8, ssd.Dims(2, 16, 256, eps=1e-5))
 """With fewer features than state, and several programs for the columns of one state."""
 
+EPS32 = np.finfo(np.float32).eps
+
+
+@dataclass(frozen=True)
+class LongSteps(Case):
+    """Time steps of about 10: decays of e^-1600 within a chunk, whose ratios would be 0/0, beside
+    heads that forget next to nothing."""
+
+    def inputs(self):
+        projected, parameters, cotangent = super().inputs()
+        rates = np.resize([5.0, 1.0, 0.001], parameters.a_log.shape)
+        dt_bias = np.full_like(parameters.dt_bias, 10.0)
+        return projected, parameters._replace(dt_bias=dt_bias, a_log=np.log(rates)), cotangent
+
+
+CASES = {
+    "several": SEVERAL_CHUNKS,
+    "one": ONE_CHUNK,
+    "long steps": LongSteps(2, 96, 2, ssd.Dims(4, 16, 32, eps=1e-5)),
+}
+
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
@@ -26,30 +48,50 @@ def _short_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("case", [SEVERAL_CHUNKS, ONE_CHUNK], ids=["several", "one"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_in_float32(name, case):
     # Sums of 32 to 256 products under decays: some roundings each, next to none of them alike; of
     # terms of both signs in the gradients of time steps and decays.
-    found = errors(partial(MIXERS[name], case.dims, ()), case, jnp.float32)
-    assert max(found.values()) < 50 * np.finfo(np.float32).eps, found
+    distances = errors(partial(MIXERS[name], case.dims, ()), case, jnp.float32)
+    assert max(distances.values()) < 50 * EPS32, distances
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_in_bfloat16(name):
     # A rounding to bf16 is a relative error of 2^-9 / sqrt(3) = 0.0011; several go into each sum.
-    found = errors(partial(MIXERS[name], SEVERAL_CHUNKS.dims, ()), SEVERAL_CHUNKS, jnp.bfloat16)
-    assert max(found.values()) < 6 * 2**-9 / np.sqrt(3), found
+    distances = errors(partial(MIXERS[name], SEVERAL_CHUNKS.dims, ()), SEVERAL_CHUNKS, jnp.bfloat16)
+    assert max(distances.values()) < 6 * 2**-9 / np.sqrt(3), distances
 
 
-@pytest.mark.parametrize("name", MIXERS)
-def test_over_ranks_that_share_a_sequence(name):
-    """Three of them, one chunk each: states pass through the one in between."""
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunk"),
+    [
+        ("xla", 1, 4), ("xla", 1, 128), ("xla", 2, 16), ("xla", 3, 4), ("xla", 3, 32),
+        ("pallas", 3, 32),
+    ],
+)  # fmt: skip
+def test_over_ranks_that_share_a_sequence(name, ranks, chunk, monkeypatch):
+    """With one chunk or several on each rank; of three, states pass through the one in between."""
+    monkeypatch.setattr(xla, "SSD_CHUNK", chunk)
     whole, split = PartitionSpec(), PartitionSpec(None, "context")
     mix = jax.shard_map(
         partial(MIXERS[name], SEVERAL_CHUNKS.dims, ("context",)),
-        mesh=jax.make_mesh((3,), ("context",), (AxisType.Auto,), devices=jax.devices()[:3]),
+        mesh=jax.make_mesh((ranks,), ("context",), (AxisType.Auto,), devices=jax.devices()[:ranks]),
         in_specs=(split, whole), out_specs=split,
         check_vma=False,  # Pallas's interpreter slices blocks with indices that do not vary
     )  # fmt: skip
-    found = errors(mix, SEVERAL_CHUNKS, jnp.float32)
-    assert max(found.values()) < 50 * np.finfo(np.float32).eps, found
+    distances = errors(mix, SEVERAL_CHUNKS, jnp.float32)
+    assert max(distances.values()) < 50 * EPS32, distances
+
+
+def test_products_of_bf16_are_summed_in_fp32_and_differentiated_in_bf16():
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16) for _ in range(2))
+    out, vjp = jax.vjp(partial(xla.product, "XY,YZ->XZ"), a, b)
+    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(out, exact, atol=64 * EPS32 * np.abs(exact).max(), rtol=0)
+    assert out.dtype == jnp.float32
+    backward = jax.jit(vjp).lower(out).as_text().splitlines()
+    products = [line for line in backward if "dot_general" in line]
+    assert len(products) == 2
+    assert all("xf32" not in line for line in products)

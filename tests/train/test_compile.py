@@ -61,7 +61,9 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     assert received["collective-permute"] == 0
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 does not pipeline")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="needs jax 0.11, which pipelines: Python 3.12"
+)
 def test_collectives_are_hidden_behind_products(llama2, llama2_fp8):
     """All but the first and the last of the step: at most a peer's 4 GiB. At most half of its
     19520 launches, which the compiler of jax 0.11 gave."""
@@ -75,12 +77,12 @@ def test_collectives_are_hidden_behind_products(llama2, llama2_fp8):
 def test_slots_are_neither_zeroed_nor_copied(llama2_fp8):
     """Activations wait in 80 layers of 128 MiB each; what is written there is one layer's."""
     slots = {"copy", "broadcast", "AllocateBuffer"}
-    found = Counter(
+    opcodes = Counter(
         i.target or i.opcode
         for i, _, _ in llama2_fp8.program.walk()
         if i.shape.startswith("bf16[80,2,4096,") and (i.target or i.opcode) in slots
     )
-    assert set(found) == {"AllocateBuffer"}
+    assert set(opcodes) == {"AllocateBuffer"}
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +94,12 @@ def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
     """Forward and both gradients in 80 layers; the input of the MLP is computed again in all of
     them."""
     recomputed = {"0.mixer.qkv": 0, "0.mixer.out": 0, "1.mixer.gate_up": 80, "1.mixer.down": 0}
-    found = fp8.compiled_products(llama2_fp8.program)
-    assert found == {
-        (f"units.0.layers.{name}", True): 3 * 80 + again for name, again in recomputed.items()
+    products = fp8.compiled_products(llama2_fp8.program)
+    assert products == {
+        (f"stacks.0.layers.{name}", True): 3 * 80 + again for name, again in recomputed.items()
     }
     calls = llama2_fp8.program.custom_calls()
-    assert calls["__cublas$lt$matmul$f8"] == sum(found.values()) == 1040
+    assert calls["__cublas$lt$matmul$f8"] == sum(products.values()) == 1040
     # Only the head is left in bf16: logits in chunks, the gradients of the hidden state and of the
     # head in one product each.
     assert calls["__cublas$lt$matmul"] + calls["__cublas$gemm"] == 4 + 1 + 1
@@ -106,7 +108,7 @@ def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
 
 
 def test_fp8_takes_no_more_memory_than_bf16(llama2):
-    """Where both keep the same activations."""
+    """With the same activations saved."""
     remat = f"execution.remat={llama2.run.execution.remat}"
     assert Compiled("llama2_70b_fp8", 64, remat).peak_gib <= llama2.peak_gib
 
@@ -165,9 +167,9 @@ def test_layers_in_bf16_and_current_scaling():
         "execution.remat=none",
     )  # fmt: skip
     # Three layers, two microbatches, three products each; nothing is recomputed.
-    found = fp8.compiled_products(row.program)
-    assert set(found.values()) == {3 * 2 * 3}
-    assert all(in_fp8 for _, in_fp8 in found)
+    products = fp8.compiled_products(row.program)
+    assert set(products.values()) == {3 * 2 * 3}
+    assert all(in_fp8 for _, in_fp8 in products)
     with jax.set_mesh(row.mesh):
         check_program(row.compiled, row.run)
 
@@ -175,7 +177,7 @@ def test_layers_in_bf16_and_current_scaling():
 def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
     with (
         jax.set_mesh(llama2.mesh),
-        pytest.raises(RunFailed, match=r"product units.0.layers.0.mixer.out runs 0 times in FP8"),
+        pytest.raises(RunFailed, match=r"product stacks.0.layers.0.mixer.out runs 0 times in FP8"),
     ):
         check_program(llama2.compiled, llama2_fp8.run)
 
@@ -229,7 +231,7 @@ def test_grok1_on_512_gpus_fits_and_recomputes_little(grok1):
 
 
 def test_tokens_reach_their_experts_by_plain_all_to_alls(grok1):
-    """With ragged ones several collectives in flight were seen to break (docs/xla_flags.md)."""
+    """Ragged ones broke with several collectives in flight (docs/reference/xla_flags.md)."""
     assert {c.kind for c in grok1.collectives} >= {"all-to-all"}
     assert "ragged" not in grok1.compiled.as_text()
 
@@ -284,8 +286,10 @@ def test_nemotronh_multiplies_what_a_hand_count_says():
     chunks = length // chunk
     forward = length * (chunk * (state + features) + 2 * state * features)
     between = features * state * chunks * chunks
-    found = [work.flops * n for work, n, source in row.program.works() if schedule.SCAN in source]
-    assert sum(found) == runs * 2 * (forward + between)
+    executed = [
+        work.flops * n for work, n, source in row.program.works() if schedule.SCAN in source
+    ]
+    assert sum(executed) == runs * 2 * (forward + between)
     assert row.program.flops()["product", "f32"] == 0
 
 

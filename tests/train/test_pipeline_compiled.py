@@ -1,7 +1,7 @@
-"""A pipeline compiled for absent GPUs: what its program sends, holds and hides, by hand.
+"""A pipeline compiled for absent GPUs: its transfers, memory and overlap beside a hand count.
 
-By hand: Nemotron-4 at full width, 16 layers of it on 128 GPUs: 8 ranks with 2 chunks of one layer,
-fsdp 2, tensor 8.
+Counted for Nemotron-4 at full width, 16 layers of it on 128 GPUs: 8 ranks with 2 chunks of one
+layer, fsdp 2, tensor 8.
 """
 
 from collections import Counter
@@ -15,16 +15,16 @@ from jaxbench.hardware import H100
 from jaxbench.ops.attention import cudnn
 from jaxbench.plan.traffic import traffic
 from jaxbench.train.pipeline import held_gradients
+from jaxbench.train.pipeline_schedule import interleaved_1f1b
 from jaxbench.train.program import check_program
 from jaxbench.train.step import abstract_state
-from jaxbench.train.timetable import timetable
 from jaxbench.xla import collectives, schedule
 
 pytestmark = needs_compiler
 P, V, LAYERS, FSDP, TENSOR, LENGTH, EMBED = 8, 2, 16, 2, 8, 4096, 18432
 PERIOD = P * V
 ACTIVATION = LENGTH // TENSOR * EMBED * 2
-"""Bytes of what ranks hand on, in bf16: a tensor rank's tokens of one sequence."""
+"""Bytes of the hidden state that ranks send, in bf16: a tensor rank's tokens of one sequence."""
 
 
 def compiled(microbatches):
@@ -57,10 +57,10 @@ def received(program, kind, axes):
     return runs, total
 
 
-def test_every_tick_hands_on_one_activation_each_way(short, long):
+def test_every_step_of_the_schedule_sends_one_activation_each_way(short, long):
     for row, microbatches in ((short, 3 * P), (long, 6 * P)):
-        ticks = 2 * (V * microbatches + P - 1)
-        assert received(row, "collective-permute", {"pipeline"}) == (ticks, ticks * ACTIVATION)
+        steps = 2 * (V * microbatches + P - 1)
+        assert received(row, "collective-permute", {"pipeline"}) == (steps, steps * ACTIVATION)
 
 
 def test_weights_come_and_gradients_go_once_per_step(long):
@@ -69,14 +69,14 @@ def test_weights_come_and_gradients_go_once_per_step(long):
     cfg = long.run.model
     heads = cfg.heads + 2 * cfg.kv_heads + cfg.heads
     layer = 2 * cfg.embed * (heads * cfg.head_dim + 2 * cfg.ffn)
-    own = LAYERS // P * layer // TENSOR
+    local = LAYERS // P * layer // TENSOR
     # Of each group of microbatches, every rank takes its own from the last stage.
     groups = 6
     outputs = groups * P * ACTIVATION
     _, exchanged = received(long, "all-to-all", {"pipeline"})
-    assert exchanged == 2 * own // FSDP + outputs
-    assert received(long, "all-gather", {"fsdp"})[1] == own
-    assert received(long, "reduce-scatter", {"fsdp"})[1] == own // FSDP
+    assert exchanged == 2 * local // FSDP + outputs
+    assert received(long, "all-gather", {"fsdp"})[1] == local
+    assert received(long, "reduce-scatter", {"fsdp"})[1] == local // FSDP
     head = 2 * cfg.embed * cfg.vocabulary // TENSOR
     gathered = received(long, "all-gather", {"pipeline", "fsdp"})[1]
     # Beside the head the tokens of 16 ranks, which are looked up, and again when their gradients
@@ -93,37 +93,39 @@ def nemotron4():
 
 
 def test_nemotron4_fits_with_fused_attention_of_head_dim_192(nemotron4):
-    """In every tick one forward and one backward kernel, of an idle rank as well."""
+    """In every schedule step one forward and one backward kernel, of an idle rank as well."""
     calls, p = nemotron4.program.custom_calls(), nemotron4.run.parallelism
-    ticks = p.virtual_stages * nemotron4.run.accumulation + p.pipeline - 1
-    assert [calls[name] for name in cudnn.PRODUCTS] == [ticks, ticks] == [207, 207]
+    steps = p.virtual_stages * nemotron4.run.accumulation + p.pipeline - 1
+    assert [calls[name] for name in cudnn.PRODUCTS] == [steps, steps] == [207, 207]
     assert nemotron4.peak_gib <= H100.memory_limit / 2**30
     assert nemotron4.executed_ratio == pytest.approx(207 / 192, rel=5e-3)
     with jax.set_mesh(nemotron4.mesh):
         check_program(nemotron4.compiled, nemotron4.run)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 schedules otherwise")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="needs jax 0.11, which schedules otherwise: Python 3.12"
+)
 def test_the_steady_state_waits_for_no_collective(nemotron4):
     """Each direction's products hide what the other one sends."""
     transfers = schedule.Walk(nemotron4.program).under(schedule.Roofline(H100)).transfers
-    # Each of a loop's two bodies runs in half of its 96 ticks; before and after them are 111.
-    found = [t for t in transfers if t.collective.count == 48]
-    permutes = [t for t in found if t.collective.kind == "collective-permute"]
+    # Each of a loop's two bodies runs in half of its 96 steps; before and after them are 111.
+    steady = [t for t in transfers if t.collective.count == 48]
+    permutes = [t for t in steady if t.collective.kind == "collective-permute"]
     assert sum(t.collective.count for t in permutes) == 2 * 96
-    assert sum(t.exposed_s for t in found) == 0
+    assert sum(t.exposed_s for t in steady) == 0
 
 
 def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):
-    found = traffic(
+    transfers = traffic(
         nemotron4.run, H100, schedule.Walk(nemotron4.program).under(schedule.Roofline(H100))
     )
-    permutes = [t for t in found if t.kind == "collective-permute"]
+    permutes = [t for t in transfers if t.kind == "collective-permute"]
     assert [(t.axes, t.across_domains, t.count) for t in permutes] == [("pipeline", True, 2 * 207)]
 
 
 def test_slots_are_updated_in_place(long):
-    slots = timetable(P, V, 6 * P).slots
+    slots = interleaved_1f1b(P, V, 6 * P).slots
     copied = Counter(
         i.opcode
         for i, _, runs in long.program.walk()
@@ -134,7 +136,7 @@ def test_slots_are_updated_in_place(long):
 
 
 def test_memory_does_not_grow_with_the_microbatches(short, long):
-    """But for the timetable: a few numbers for each tick."""
+    """Except the tables of actions: a few numbers for each step."""
     sizes = [row.compiled.memory_analysis().peak_memory_in_bytes for row in (short, long)]
     assert abs(sizes[1] - sizes[0]) < 2**20
 
@@ -142,13 +144,13 @@ def test_memory_does_not_grow_with_the_microbatches(short, long):
 def test_gradients_are_held_for_whole_layers(short):
     cfg = short.run.model
     with jax.set_mesh(short.mesh):
-        held = held_gradients(abstract_state(short.run).model, short.run)
+        entries = held_gradients(abstract_state(short.run).model, short.run)
         ranks = jax.sharding.get_abstract_mesh().shape
     assert ranks[mesh.PIPELINE] == P
     layer = cfg.embed * ((2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim + 2 * cfg.ffn) // TENSOR
     vectors = (2 * LAYERS // P * 2 + 2) * cfg.embed
     head, table = cfg.embed * cfg.vocabulary // TENSOR, cfg.embed * cfg.vocabulary // 128
-    assert held == LAYERS // P * layer + vectors + head + table
+    assert entries == LAYERS // P * layer + vectors + head + table
 
 
 def test_farthest_pair_of_a_ring():

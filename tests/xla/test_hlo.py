@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib.xla_client import PrimitiveType
 
+from jaxbench.errors import RunFailed
 from jaxbench.ops import fp8
 from jaxbench.train.program import RULES
 from jaxbench.xla import collectives, hlo
@@ -144,8 +146,8 @@ body (p: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
   %b = bf16[8,2] get-tuple-element(%p), index=1
   %one = f32[1] constant({1})
   %w = f8e4m3fn[2,8] constant({...})
-  %te = (bf16[4,2], u8[32]) custom-call(%a, %one, %w, %one), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.units.0.qkv/x"}
-  %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/fp8.units.0.out/dot_general"}
+  %te = (bf16[4,2], u8[32]) custom-call(%a, %one, %w, %one), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.stacks.0.qkv/x"}
+  %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/fp8.stacks.0.out/dot_general"}
   ROOT %t = (f8e4m3fn[4,8], bf16[8,2]) tuple(%a, %b)
 }
 
@@ -155,7 +157,7 @@ ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
 }
 """  # noqa: E501
     program = hlo.Program.parse(text, RULES)
-    assert fp8.compiled_products(program) == {("units.0.qkv", True): 3, ("units.0.out", False): 3}
+    assert fp8.compiled_products(program) == {("stacks.0.qkv", True): 3, ("stacks.0.out", False): 3}
     # [4, 8] x [8, 2], three times.
     assert program.flops()["product", "f8e4m3fn"] == 3 * 2 * 4 * 8 * 2
 
@@ -206,5 +208,36 @@ def test_a_lost_trip_count_is_found_by_counting():
 
 def test_a_loop_that_cannot_be_counted_is_an_error():
     text = LOST_COUNT.replace("add(%q, %two)", "remainder(%q, %two)")
-    with pytest.raises(ValueError, match="cannot tell how often the loop loop runs"):
+    with pytest.raises(RunFailed, match="its loop loop has no trip count"):
         list(hlo.Program.parse(text).walk())
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f8e8m0fnu[7,5]{1,0}", 35),
+        ("f8e4m3b11fnuz[7,5]{1,0}", 35),
+        ("f4e2m1fn[7,5]{1,0:E(4)}", 18),
+        ("s2[7,5]{1,0:E(2)}", 9),
+        ("u1[9]{0}", 2),
+        ("pred[7,5]{1,0}", 35),
+        ("c128[7,5]{1,0}", 560),
+        ("token[]", 0),
+        ("(s4[3]{0:E(4)}, (u8[0]{0}, bf16[]))", 4),
+    ],
+)
+def test_bytes_of_a_shape(shape, size):
+    """As the compiler's own argument sizes for these dtypes, on a CPU and for an absent B200."""
+    instruction = hlo.Instruction("x", shape, "parameter", ("0",), "")
+    assert instruction.bytes == size
+
+
+def test_every_dtype_of_the_installed_compiler_has_a_size():
+    names = {name.lower().removesuffix("_type") for name in PrimitiveType.__members__}
+    assert names - {"primitive_type_invalid"} <= hlo.DTYPE_BITS.keys()
+
+
+def test_an_unknown_dtype_is_an_error():
+    instruction = hlo.Instruction("x", "(f32[2], f5e2m2[8,4]{1,0})", "parameter", ("0",), "")
+    with pytest.raises(RunFailed, match=r"unknown dtype f5e2m2 in f5e2m2\[8,4\]"):
+        print(instruction.bytes)

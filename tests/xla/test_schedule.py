@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from jaxbench.errors import RunFailed
 from jaxbench.hardware import H100
 from jaxbench.xla import hlo, schedule
 from jaxbench.xla.collectives import Collective
@@ -157,7 +158,7 @@ def test_a_product_inside_a_fusion_is_compute():
 def test_memory_that_nothing_is_written_to_costs_nothing():
     allocated = '  %e = f32[8,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
     found = schedule.Walk(program(GATHER + allocated + DONE)).under(SYSTEM)
-    assert found.worked_s == 0
+    assert found.kernel_s == 0
     assert found.kernels == schedule.Walk(program(GATHER + DONE)).under(SYSTEM).kernels
 
 
@@ -246,3 +247,11 @@ def test_the_slowest_of_the_groups_decides():
     found = Collective("all-gather", "c", 800, groups[0], 1, "", groups[1:])
     assert found.crosses_domains(GPU)
     assert found.seconds(GPU) == pytest.approx(600e-9 / 0.5)
+
+
+def test_a_dtype_has_its_own_peak_or_none():
+    with_fp4 = replace(GPU, tflops=GPU.tflops | {"fp4": 4000.0})
+    assert schedule.peak(with_fp4, "f4e2m1fn") == 4000
+    assert schedule.peak(GPU, "f8e4m3fn") == 1979
+    with pytest.raises(RunFailed, match="products in f4e2m1fn: the H100's peak is not known"):
+        schedule.peak(GPU, "f4e2m1fn")

@@ -1,7 +1,7 @@
 """Causal attention: one file for each kernel, and the registry that chooses among them.
 
 A new kernel is a file and an entry in `KERNELS` (and its name in `settings.Execution.attention`).
-From the entry remat policies, the check of compiled programs, and the plan learn of it.
+Remat policies, the check of compiled programs and the plan all read that entry.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ class Kernel:
     """One way to compute attention.
 
     `call` takes query, key, value (`B S N H`, one device's) and the soft cap. `platforms` are those
-    on which it runs (None: all), `capped` says whether it is for scores with a soft cap. `rules`
-    tell the work of its custom calls, all of which a compiled step has to hold; without any it
-    compiles to plain products. `refusal` says why it cannot compute a model at a sequence length.
-    `saved` is the primitive whose results a remat policy keeps as `attention`; without one, `call`
-    names them.
+    on which it runs (None: all); `capped` is true for a kernel of soft-capped scores. `rules` give
+    the work of its custom calls, and a compiled step must contain all of these calls; a kernel
+    without rules compiles to plain products. `refusal` returns why it cannot compute a model at a
+    sequence length, or None. `saved` is the primitive whose results a remat policy saves as
+    `attention`; if None, `call` names the results itself by `checkpoint_name`.
     """
 
     call: Callable[[jax.Array, jax.Array, jax.Array, float | None], jax.Array]

@@ -1,11 +1,6 @@
 """Attention by cuDNN's fused kernels, through JAX."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 import jax
-from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxbench.ops import latency
 from jaxbench.recipe.model import ModelConfig
@@ -13,10 +8,10 @@ from jaxbench.xla.hlo import Instruction, Scope, Work
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
-statistics: kept, the backward kernel needs no second forward pass."""
+statistics: saved, the backward kernel needs no second forward pass."""
 
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Of a head that the kernels take, on Hopper and later."""
+"""Supported head dims on Hopper and later: multiples of the second up to the first."""
 
 PRODUCTS = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 4}
 """Targets of the compiled calls, with the products of each: QK^T and PV forward, and two gradients
@@ -52,24 +47,3 @@ def work(i: Instruction, scope: Scope) -> Work:
     sizes = (batch, heads, length, head_dim)
     backward = i.target.endswith("Backward")
     return Work("attention", dtype, PRODUCTS[i.target] * per_product, sizes, backward)
-
-
-@contextmanager
-def of_target() -> Iterator[None]:
-    """While a program is traced: head dims are checked for the GPU of the current mesh.
-
-    JAX checks them (above 128 only from Hopper on) against the GPU of this machine, which a program
-    compiled for absent ones does not have. The check itself stays; only the answer to "which
-    compute capability?" comes from the mesh.
-    """
-    devices = jax.sharding.get_mesh().devices
-
-    def check(capability: str) -> bool:
-        found, wanted = (
-            tuple(map(int, text.split(".")))
-            for text in (devices.flat[0].compute_capability, capability)
-        )
-        return found >= wanted
-
-    with mock.patch.object(fused_attention_stablehlo, "check_compute_capability", check):
-        yield

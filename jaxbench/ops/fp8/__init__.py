@@ -1,5 +1,5 @@
-"""Matrix products in FP8: the format (`per_tensor`), the scales of a step (`scaling`), and one file
-for each implementation of the product.
+"""FP8 matrix products: the format (`per_tensor`), the scales of a step (`scaling`), and one file
+per implementation of the product.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
 `settings.Precision.implementation`). `ops.dot` multiplies in FP8 where a weight is an `Operand`.
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
+from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.fp8 import te, xla
 from jaxbench.ops.fp8.operand import Operand, Product, compiled_products
 from jaxbench.ops.fp8.scaling import (
@@ -27,28 +28,27 @@ from jaxbench.ops.fp8.scaling import (
     unobserved,
     update,
 )
-from jaxbench.ops.twice import Twice
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program, Rules
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Scaled", "attach", "choose", "compiled_products",
-    "dot", "init_histories", "observing", "product_name", "products", "refusals", "scale",
+    "dot", "init_histories", "observing", "product_name", "products", "scale",
     "unobserved", "update",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to multiply in FP8.
+    """An implementation of FP8 products.
 
-    `dot` multiplies values given twice (`twice.Twice`), or the first of each alone. `takes` says
-    which products it has; XLA multiplies the others. `refusal` says why it cannot do what a recipe
-    asks on a platform. `rules` tell the work of its custom calls, `problem` what of a compiled
-    program is not as the recipe says.
+    `dot` multiplies. `takes` is true for the products that it has; XLA multiplies the others.
+    `refusal` returns why it cannot do what a recipe requests on a platform, or None. `rules` give
+    the work of its custom calls; `problem` returns how a compiled program differs from the recipe,
+    or None.
     """
 
-    dot: Callable[[Product, Twice, Operand], Twice]
+    dot: Callable[[Product, Duplicated, Operand], Duplicated]
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     rules: Rules = field(default_factory=dict)
@@ -67,28 +67,24 @@ IMPLEMENTATIONS: dict[Name, Implementation] = {
     ),
     "xla": Implementation(dot=xla.dot),
 }
-"""By name; `auto` takes the first that can run."""
+
+AUTO: Name = "xla"
+"""The implementation of `auto`, whatever is installed, so that the program that was planned runs.
+Plans of Transformer Engine launch more kernels, and no GPU has measured it yet."""
 
 
 def choose(precision: Precision, platform: str) -> Name:
-    """The name of the implementation that multiplies in FP8. Raises RecipeError where the one that
-    is asked for cannot."""
-    asked = precision.implementation
+    """The name of the implementation that multiplies in FP8. Raises RecipeError where the requested
+    one cannot."""
+    name = AUTO if precision.implementation == "auto" else precision.implementation
     if precision.dtype != "fp8":
         return "xla"
-    if asked == "auto":
-        return next(n for n in IMPLEMENTATIONS if not refusals(precision, platform)[n])
-    if refused := refusals(precision, platform)[asked]:
-        raise RecipeError(f"precision.implementation = {asked}: {refused}; use auto or xla")
-    return asked
+    if reason := IMPLEMENTATIONS[name].refusal(precision, platform):
+        raise RecipeError(f"precision.implementation = {name}: {reason}; use auto or xla")
+    return name
 
 
-def refusals(precision: Precision, platform: str) -> dict[Name, str | None]:
-    """Why each implementation cannot do what a recipe asks; None where it can."""
-    return {name: each.refusal(precision, platform) for name, each in IMPLEMENTATIONS.items()}
-
-
-def dot(equation: str, x: Twice, w: Operand, spec: PartitionSpec) -> Twice:
+def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
     both of its gradients in FP8."""
     assert w.precision.implementation != "auto"

@@ -1,6 +1,6 @@
 """The FP8 format: one scale for a whole tensor (Micikevicius et al. 2022).
 
-Inputs and weights are e4m3, gradients of outputs e5m2. A tensor is held as `x / inverse scale`.
+Inputs and weights are e4m3, output gradients e5m2. A tensor is stored as `x / scale_inv`.
 """
 
 from typing import Any
@@ -16,12 +16,11 @@ TENSORS = (VALUES, VALUES, GRADIENTS)
 """Types of the three tensors of a product: input, weight, gradient of the output."""
 
 
-def inverse_scale(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
-    """What a tensor of largest magnitude `amax` is divided by: amax 2^margin / (largest value of
-    `dtype`); 1 for zeros.
+def scale_inv_of(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
+    """The inverse scale of a tensor: amax 2^margin / (largest value of `dtype`); 1 for zeros.
 
-    Rounded up to a bf16 value, so that the bf16 factor in `xla.multiply` is this very number. An
-    `amax` that is not finite is passed on, so that the loss is not finite either.
+    Rounded up to a bf16 value, since `xla.multiply` multiplies by it in bf16. An `amax` that is not
+    finite is passed on, so that the loss is not finite either.
     """
     smallest = jnp.finfo(jnp.float32).tiny
     exact = jnp.maximum(amax * (2.0**margin / LARGEST[dtype]), smallest)
@@ -30,19 +29,19 @@ def inverse_scale(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
     return jnp.where(amax == 0, 1.0, jnp.where(jnp.isfinite(amax), rounded, amax))
 
 
-def inverse_scales(amax: jax.Array, margin: int) -> jax.Array:
-    """`inverse_scale` of input, weight and gradient, the last dimension of `amax`."""
-    each = [inverse_scale(amax[..., i], dtype, margin) for i, dtype in enumerate(TENSORS)]
-    return jnp.stack(each, axis=-1)
+def scale_invs_of(amax: jax.Array, margin: int) -> jax.Array:
+    """`scale_inv_of` of input, weight and gradient, the last dimension of `amax`."""
+    values = [scale_inv_of(amax[..., i], dtype, margin) for i, dtype in enumerate(TENSORS)]
+    return jnp.stack(values, axis=-1)
 
 
-def quantize(x: jax.Array, inverse: jax.Array, dtype: Any) -> jax.Array:
-    """`x / inverse` rounded to FP8. What is out of range saturates at the largest value; NaN
+def quantize(x: jax.Array, scale_inv: jax.Array, dtype: Any) -> jax.Array:
+    """`x / scale_inv` rounded to FP8. Values out of range saturate at the largest one; NaN
     stays."""
     limit = LARGEST[dtype]
-    return jnp.clip(x.astype(jnp.float32) * (1 / inverse), -limit, limit).astype(dtype)
+    return jnp.clip(x.astype(jnp.float32) * (1 / scale_inv), -limit, limit).astype(dtype)
 
 
-def magnitude(x: jax.Array, axis: Any = None) -> jax.Array:
-    """The largest magnitude in `x`, fp32."""
+def amax_of(x: jax.Array, axis: Any = None) -> jax.Array:
+    """The largest absolute value of `x`, in fp32."""
     return jnp.max(jnp.abs(x), axis).astype(jnp.float32)

@@ -1,8 +1,7 @@
-"""FP8 around a training step: weights quantized once, products given their scales, and the history
-of delayed scaling.
+"""FP8 in a training step: weights quantized once per step, scales of products, amax histories.
 
-A model says which of its weights multiply in FP8 by marking them: `Weight(value, fp8=True)`. Of
-each stack of units (`models.decoder`) these are the *products*, in the order of the pytree.
+Weights marked `Weight(value, fp8=True)` multiply in FP8. Those of a stack of blocks
+(`models.decoder`) are its *products*, in the order of the pytree.
 """
 
 import math
@@ -18,43 +17,41 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.fp8.operand import Operand
-from jaxbench.ops.fp8.per_tensor import VALUES, inverse_scales, magnitude, quantize
+from jaxbench.ops.fp8.per_tensor import VALUES, amax_of, quantize, scale_invs_of
 from jaxbench.recipe.settings import Precision
 
 Histories = list[jax.Array]
-"""Delayed scaling: for each stack of units the largest magnitudes of past steps, `[repeats,
-products, 3, history]`, newest first; the three tensors are input, weight and gradient of the
-output."""
+"""Delayed scaling: for each stack of blocks the amax of past steps, `[blocks, products, 3,
+history]`, newest first; the three tensors are input, weight and output gradient."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What FP8 adds to a stack of units during a step. Each unit is given its slice.
+    """FP8 weights and scales of a stack of blocks during a step, sliced per block.
 
-    `stored` holds the weights as a pass gathers them, by the product's name; `inverse` the inverse
-    scales, `[repeats, products, 3]`; `observed` zeros, `[repeats, products, 2, devices]`, of which
-    each product is given its own (`Operand.observed`), None under current scaling. `stack` is the
-    number of the stack.
+    `stored` maps a product's name to the weights that are gathered; `scale_inv` `[blocks, products,
+    3]`; `observed` zeros `[blocks, products, 2, devices]` (`Operand.observed`), None under current
+    scaling. `stack` is the index of the stack.
     """
 
     stored: dict[str, jax.Array]
-    inverse: jax.Array
+    scale_inv: jax.Array
     observed: jax.Array | None
     stack: int = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})
 
 
-def products(unit: nnx.Module) -> dict[str, Any]:
-    """The weights of a unit, or of a stack of them, that multiply in FP8, or their shapes, by their
-    path."""
-    leaves = jax.tree_util.tree_leaves_with_path(unit, is_leaf=_is_variable)
+def products(block: nnx.Module) -> dict[str, Any]:
+    """The weights of a block, or of stacked blocks, that multiply in FP8, by path; or their
+    shapes."""
+    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=_is_variable)
     return {_name(path): w.get_value() for path, w in leaves if _is_marked(w)}
 
 
 def product_name(stack: int, name: str) -> str:
-    """A product's name in the whole model: `units.0.layers.0.mixer.qkv`."""
-    return f"units.{stack}.{name}"
+    """A product's name in the whole model: `stacks.0.layers.0.mixer.qkv`."""
+    return f"stacks.{stack}.{name}"
 
 
 def _is_variable(node: object) -> bool:
@@ -70,16 +67,16 @@ def _name(path: tuple) -> str:
 
 
 def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histories:
-    """Empty histories for every product of a model; none unless FP8 has delayed scaling."""
+    """Zero histories of every product; none unless FP8 has delayed scaling."""
     if precision.dtype != "fp8" or precision.scaling == "current":
         return []
-    found = [list(products(stack).values()) for stack in stacks]
-    return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in found]
+    weights = [list(products(stack).values()) for stack in stacks]
+    return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in weights]
 
 
 def scale(stacks: Sequence[nnx.Module], histories: Histories, precision: Precision) -> list[Scaled]:
-    """What stays the same over a step's microbatches, for each stack; nothing unless precision is
-    FP8. Weights are quantized here, or, gathered in bf16, by the product."""
+    """`Scaled` of every stack, the same for all microbatches of a step; empty unless precision is
+    FP8. Weights are quantized here, or by the product where they are gathered in bf16."""
     if precision.dtype != "fp8":
         return []
     scaled = []
@@ -87,50 +84,52 @@ def scale(stacks: Sequence[nnx.Module], histories: Histories, precision: Precisi
         weights = products(stack)
         if histories:
             amax = jnp.max(histories[number], axis=-1)
-        else:  # inputs and gradients are scaled where they arise
-            amax = jnp.zeros((*_magnitudes(stack).shape, 3)).at[..., 1].set(_magnitudes(stack))
-        inverse = inverse_scales(amax, precision.margin)
+        else:  # current scaling: inputs and gradients are scaled in the product
+            amax = jnp.zeros((*_weight_amax(stack).shape, 3)).at[..., 1].set(_weight_amax(stack))
+        scale_inv = scale_invs_of(amax, precision.margin)
         stored = {
-            name: _quantized(w, inverse[:, product, 1]) if precision.gather == "fp8" else w
+            name: _quantized(w, scale_inv[:, product, 1]) if precision.gather == "fp8" else w
             for product, (name, w) in enumerate(weights.items())
         }
         scaled.append(
-            Scaled(stored=stored, inverse=inverse, observed=None, stack=number, precision=precision)
+            Scaled(
+                stored=stored, scale_inv=scale_inv, observed=None, stack=number, precision=precision
+            )
         )
     return scaled
 
 
-def _quantized(w: jax.Array, inverse: jax.Array) -> jax.Array:
-    """The FP8 form of stacked weights at rest, each layer by its own scale."""
+def _quantized(w: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """The FP8 form of stacked weights at rest, with one scale per block."""
     in_layers = jax.vmap(partial(quantize, dtype=VALUES))
-    return mesh.accumulating(in_layers(mesh.unmarked(w), inverse))
+    return mesh.accumulating(in_layers(mesh.unmarked(w), scale_inv))
 
 
-def _magnitudes(stack: nnx.Module) -> jax.Array:
-    """The largest magnitude of each weight, `[repeats, products]`."""
-    each = [
-        magnitude(mesh.unmarked(w), axis=tuple(range(1, w.ndim))) for w in products(stack).values()
+def _weight_amax(stack: nnx.Module) -> jax.Array:
+    """Amax of every weight, `[blocks, products]`."""
+    amax = [
+        amax_of(mesh.unmarked(w), axis=tuple(range(1, w.ndim))) for w in products(stack).values()
     ]
-    return jnp.stack(each, axis=1)
+    return jnp.stack(amax, axis=1)
 
 
 def unobserved(histories: Histories) -> list[jax.Array]:
-    """Zeros for the magnitudes that a pass observes: `[repeats, products, 2, devices]`."""
+    """Zeros `[blocks, products, 2, devices]`, whose cotangents are the observed amax."""
     devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
     sharding = PartitionSpec(None, None, None, *mesh.per_device())
     return [jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in histories]
 
 
 def observing(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scaled]:
-    """The same with the arrays whose cotangents are the magnitudes that a pass observes."""
+    """`scaled` with the arrays of `unobserved`; unchanged under current scaling."""
     if not observed:
         return scaled
-    return [replace(s, observed=seen) for s, seen in zip(scaled, observed, strict=True)]
+    return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
 
 
-def attach(unit: nnx.Module, scaled: Scaled) -> nnx.Module:
-    """One unit with an `Operand` in the place of each weight that multiplies in FP8."""
-    order = list(products(unit))
+def attach(block: nnx.Module, scaled: Scaled) -> nnx.Module:
+    """One block with an `Operand` in the place of each weight that multiplies in FP8."""
+    order = list(products(block))
 
     def convert(path, variable):
         if not _is_marked(variable):
@@ -138,28 +137,27 @@ def attach(unit: nnx.Module, scaled: Scaled) -> nnx.Module:
         name = _name(path)
         product = order.index(name)
         return Operand(
-            kernel=variable.get_value(),
+            weight=variable.get_value(),
             stored=scaled.stored[name],
-            inverse=scaled.inverse[product],
+            scale_inv=scaled.scale_inv[product],
             observed=None if scaled.observed is None else scaled.observed[product],
             name=product_name(scaled.stack, name),
             precision=scaled.precision,
         )
 
-    return jax.tree_util.tree_map_with_path(convert, unit, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(convert, block, is_leaf=_is_variable)
 
 
 def update(
     histories: Histories, stacks: Sequence[nnx.Module], observed: list[jax.Array]
 ) -> Histories:
-    """The histories with this step's magnitudes: of inputs and gradients by maximum over devices,
-    and of weights."""
+    """The histories with this step's amax: observed ones by maximum over devices, and weights'."""
 
-    def push(history: jax.Array, stack: nnx.Module, seen: jax.Array) -> jax.Array:
-        x, dy = jnp.moveaxis(jnp.max(seen, axis=-1), -1, 0)
-        newest = jnp.stack([x, _magnitudes(stack), dy], axis=-1)
+    def push(history: jax.Array, stack: nnx.Module, amax: jax.Array) -> jax.Array:
+        x, dy = jnp.moveaxis(jnp.max(amax, axis=-1), -1, 0)
+        newest = jnp.stack([x, _weight_amax(stack), dy], axis=-1)
         return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)
 
     if not histories:
         return []
-    return [push(*each) for each in zip(histories, stacks, observed, strict=True)]
+    return [push(*args) for args in zip(histories, stacks, observed, strict=True)]

@@ -12,81 +12,80 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.contract import contract
+from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.fp8.operand import Operand, Product, gathered
-from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, inverse_scale, magnitude, quantize
+from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.ops.twice import Twice
 
 
-def dot(product: Product, x: Twice, w: Operand) -> Twice:
-    """Einsum of a bf16 activation with a weight at rest: this product and both of its gradients in
-    FP8.
+def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
+    """Einsum of a bf16 activation with a weight at rest; the product and both gradients are in FP8.
 
-    Current scaling takes the scale of each device's own part of input and gradient, delayed scaling
-    that of past steps on all devices.
+    Current scaling takes the scales of input and gradient from each device's local part, delayed
+    scaling from past steps on all devices.
     """
-    return _dot(product, x, w.kernel, w.observed, w.stored, w.inverse)
+    return _dot(product, x, w.weight, w.observed, w.stored, w.scale_inv)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, x, kernel, observed, stored, inverse):
-    return _forward(product, x, kernel, observed, stored, inverse)[0]
+def _dot(product, x, kernel, observed, stored, scale_inv):
+    return _forward(product, x, kernel, observed, stored, scale_inv)[0]
 
 
-def _forward(product, x, kernel, observed, stored, inverse):
+def _forward(product, x, kernel, observed, stored, scale_inv):
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
 
-    def local(x, stored, inverse):
+    def local(x, stored, scale_inv):
         with product.scope():
-            amax = magnitude(x.again)
-            inverse_x = inverse_scale(amax, VALUES, product.margin) if current else inverse[0]
-            quantized = quantize(x.value, inverse_x, VALUES)
-            weight = gathered(stored, dims, inverse[1])
-            y = multiply(product.equation, quantized, inverse_x, weight, inverse[1])
+            amax = amax_of(x.for_amax)
+            scale_inv_x = scale_inv_of(amax, VALUES, product.margin) if current else scale_inv[0]
+            quantized = quantize(x.value, scale_inv_x, VALUES)
+            weight = gathered(stored, dims, scale_inv[1])
+            y = multiply(product.equation, quantized, scale_inv_x, weight, scale_inv[1])
         return y, quantized, amax[None]
 
     specs = product.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
-    y, quantized, amax = run(x, stored, inverse)
-    return Twice(y, y), (quantized, save(amax, SMALL), stored, inverse, observed)
+    y, quantized, amax = run(x, stored, scale_inv)
+    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed)
 
 
 def _backward(product, residuals, dy):
-    quantized, amax, stored, inverse, observed = residuals
+    quantized, amax, stored, scale_inv, observed = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
-    x, w, y = product.letters
-    # Where the largest magnitude is taken later, the bf16 gradient is kept alive. Where activations
-    # cross ranks in a layer, what they wait for counts for more.
+    x, w, y = product.dims
+    # An amax taken later would keep the bf16 gradient alive. Where layers exchange activations
+    # between ranks, it costs more to delay the gradients that these exchanges wait for.
     together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
-    def local(dy, quantized, amax, stored, inverse):
+    def local(dy, quantized, amax, stored, scale_inv):
         with product.scope():
-            amax_dy = magnitude(dy.again)
-            inverse_x, inverse_w, inverse_dy = inverse
+            amax_dy = amax_of(dy.for_amax)
+            scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
             if current:
-                inverse_x = inverse_scale(amax[0], VALUES, product.margin)
-                inverse_dy = inverse_scale(amax_dy, GRADIENTS, product.margin)
-            gradient = quantize(dy.value, inverse_dy, GRADIENTS)
+                scale_inv_x = scale_inv_of(amax[0], VALUES, product.margin)
+                scale_inv_dy = scale_inv_of(amax_dy, GRADIENTS, product.margin)
+            gradient = quantize(dy.value, scale_inv_dy, GRADIENTS)
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
-            weight = gathered(stored, dims, inverse_w)
-            dx = multiply(f"{y},{w}->{x}", gradient, inverse_dy, weight, inverse_w)
-            dw = multiply(f"{x},{y}->{w}", quantized, inverse_x, gradient, inverse_dy)
+            weight = gathered(stored, dims, scale_inv_w)
+            dx = multiply(f"{y},{w}->{x}", gradient, scale_inv_dy, weight, scale_inv_w)
+            dw = multiply(f"{x},{y}->{w}", quantized, scale_inv_x, gradient, scale_inv_dy)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
-    dx, dw, seen = run(dy, quantized, amax, stored, inverse)
-    return Twice(dx, None), dw, None if current else seen, None, None
+    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv)
+    return Duplicated(dx, None), dw, None if current else amaxes, None, None
 
 
 _dot.defvjp(_forward, _backward)
 
 
-def multiply(equation: str, a: jax.Array, inverse_a, b: jax.Array, inverse_b) -> jax.Array:
+def multiply(equation: str, a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b) -> jax.Array:
     """Einsum of two FP8 tensors with their inverse scales, in bf16."""
-    return contract(equation, _dequantized(a, inverse_a), _dequantized(b, inverse_b))
+    return contract(equation, _dequantized(a, scale_inv_a), _dequantized(b, scale_inv_b))
 
 
-def _dequantized(x: jax.Array, inverse: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16) * inverse.astype(jnp.bfloat16)
+def _dequantized(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16) * scale_inv.astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
 """The mixer in Pallas kernels for NVIDIA GPUs from Hopper on: convolution, scan, gate and norm,
-each with a backward pass; XLA makes the time steps, which are small.
+each with a backward pass; XLA computes the time steps, which are small.
 
-Start with `mixer`; `call` says how kernels are called, `scan` and `gradients` are the scan's.
+Start with `mixer`; `call` calls kernels, `scan` and `gradients` are the two passes of the scan.
 """
 
 from functools import partial
@@ -26,8 +26,8 @@ RULES = {TARGET: work}
 TUNED = Tuning()
 
 LEAST, MOST = 16, 64 * 256
-"""Sides of a product in a Triton kernel; elements of a state that fit a program's registers, with
-what is around them its shared memory (213 of 227 KiB)."""
+"""Least dimension of a product in a Triton kernel; most elements of a state (head_dim x state) that
+fit a program's registers and, with its operands, shared memory (213 of 227 KiB)."""
 
 
 def refusal(mamba: Mamba, dtype: str, length: int) -> str | None:
@@ -52,59 +52,54 @@ def _power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
 def mixer(
     dims: Dims,
     context: Axes,
     projected: Float[Array, "B S G I"],
-    own: Parameters,
+    parameters: Parameters,
     tuning: Tuning = TUNED,
 ) -> Float[Array, "B S G F"]:
-    """`ssd.Implementation.mixer`. The backward pass is left with the inputs, and computes the rest
-    again; what the scan keeps for its gradients is written only then."""
-    return _recomputed(tuning, dims, context, projected, own)
+    """`ssd.Implementation.mixer`. The backward pass starts from the inputs and recomputes the rest;
+    only then does the scan write the states that its gradients need."""
+    return _mixer(dims, context, tuning, projected, parameters)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _recomputed(tuning, dims, context, projected, own):
-    return _mixer(tuning, dims, context, projected, own)
+def _forward(dims, context, projected, parameters, tuning):
+    return _mixer(dims, context, tuning, projected, parameters), (projected, parameters)
 
 
-def _forward(tuning, dims, context, projected, own):
-    return _mixer(tuning, dims, context, projected, own), (projected, own)
+def _backward(dims, context, tuning, inputs, cotangent):
+    return jax.vjp(partial(_mixer, dims, context, tuning), *inputs)[1](cotangent)
 
 
-def _backward(tuning, dims, context, inputs, cotangent):
-    _, vjp = jax.vjp(partial(_mixer, tuning, dims, context), *inputs)
-    return vjp(cotangent)
+mixer.defvjp(_forward, _backward)
 
 
-_recomputed.defvjp(_forward, _backward)
-
-
-def _mixer(tuning: Tuning, dims: Dims, context: Axes, projected, own: Parameters):
+def _mixer(dims: Dims, context: Axes, tuning: Tuning, projected, parameters: Parameters):
     if context:
         one = partial(xla.conv_silu, dims, context)
-        u = jax.vmap(one, in_axes=(2, 0), out_axes=2)(projected, own)
+        u = jax.vmap(one, in_axes=(2, 0), out_axes=2)(projected, parameters)
     else:
-        u = conv_silu(tuning, dims, projected, own.taps, own.bias)
+        u = conv_silu(tuning, dims, projected, parameters.taps, parameters.bias)
     with jax.named_scope("ssd.scan"):  # for profiles and plans
-        dt, a = _times(dims, projected, own)
+        dt, a = _times(dims, projected, parameters)
         state = _entering(dims, context, u, dt, a) if context else None
-        y = scan(tuning, dims, u, dt, a, own.d.reshape(-1), state)
-    return gate_norm(tuning, dims, y, projected, own.gain)
+        y = scan(tuning, dims, u, dt, a, parameters.d.reshape(-1), state)
+    return gate_norm(tuning, dims, y, projected, parameters.gain)
 
 
-def _times(dims: Dims, projected, own: Parameters):
+def _times(dims: Dims, projected, parameters: Parameters):
     """(dt `B A S`, a `A`), fp32."""
     raw = projected[..., -dims.heads :].astype(jnp.float32)
-    dt = jax.nn.softplus(raw + own.dt_bias)
+    dt = jax.nn.softplus(raw + parameters.dt_bias)
     dt = jnp.moveaxis(dt.reshape(*dt.shape[:2], -1), 1, 2)
-    return dt, -jnp.exp(own.a_log).reshape(-1)
+    return dt, -jnp.exp(parameters.a_log).reshape(-1)
 
 
 def _entering(dims: Dims, context: Axes, u, dt, a) -> Float[Array, "B A N P"]:
-    """The state that enters this shard of the sequence. What each shard leaves behind, if nothing
-    enters it, is one product over its tokens."""
+    """The state before the first token of this shard. The state at the end of a shard that starts
+    from zero is one product over its tokens."""
     batch, length, groups, _ = u.shape
     total = jnp.cumsum(dt * a[:, None], axis=-1)
     weight = dt * jnp.exp(total[..., -1:] - total)

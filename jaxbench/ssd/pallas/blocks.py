@@ -1,84 +1,46 @@
-"""What the programs of the scan's kernels see of their arrays, and what several of them compute."""
-
-from dataclasses import dataclass
+"""Blocks of the arrays that programs of the scan's kernels read and write, and shared parts of the
+kernels."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ssd.pallas.call import Given, Tuning
+from jaxbench.ssd.pallas.call import Inputs, Tuning
 from jaxbench.ssd.parts import Dims
 
 Columns = slice | pl.Slice
 
 
-@dataclass(frozen=True)
-class _OfGroup:
-    """Blocks of a program within one group."""
-
-    dims: Dims
-
-    @property
-    def group(self) -> pl.BlockSpec:
-        """All channels of the group: `B S G C`."""
-        return self._of_group(self.dims.channels)
-
-    @property
-    def features(self) -> pl.BlockSpec:
-        """All features of the group: `B S G F`."""
-        return self._of_group(self.dims.inner)
-
-    def _of_group(self, columns: int) -> pl.BlockSpec:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class OfHead(_OfGroup):
+class OfHead:
     """Blocks of a program for one head of one sequence, in a grid `(B, A)`."""
 
-    length: int
-    chunks: int
+    def __init__(self, dims: Dims, length: int, chunks: int):
+        self.dims, self.chunks = dims, chunks
+        heads, state = dims.heads, (dims.state, dims.head_dim)
 
-    def given(self, u: Array, dt: Array, a: Array, d: Array) -> dict[str, Given]:
-        """What both directions of the scan read."""
+        def of_group(columns: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, length, None, columns), lambda i, h: (i, 0, h // heads, 0))
+
+        # All channels and all features of the head's group: `B S G C`, `B S G F`.
+        self.group, self.features = of_group(dims.channels), of_group(dims.inner)
+        # A number for each token: `B A S`.
+        self.times = pl.BlockSpec((None, None, length), lambda i, h: (i, h, 0))
+        # A number for each head, and for each head of each sequence: `A`, `B A`.
+        self.scalar = pl.BlockSpec((1,), lambda i, h: (h,))
+        self.sum = pl.BlockSpec((None, 1), lambda i, h: (i, h))
+        # A state, and one for each chunk: `B A N P`, `B A K N P`.
+        self.state = pl.BlockSpec((None, None, *state), lambda i, h: (i, h, 0, 0))
+        self.states = pl.BlockSpec((None, None, chunks, *state), lambda i, h: (i, h, 0, 0, 0))
+
+    def inputs(self, u: Array, dt: Array, a: Array, d: Array) -> Inputs:
+        """The inputs of both passes of the scan."""
         return {
-            "u": Given(u, self.group),
-            "dt": Given(dt, self.times),
-            "a": Given(a, self.scalar),
-            "d": Given(d, self.scalar),
+            "u": (u, self.group),
+            "dt": (dt, self.times),
+            "a": (a, self.scalar),
+            "d": (d, self.scalar),
         }
-
-    def _of_group(self, columns: int) -> pl.BlockSpec:
-        heads = self.dims.heads
-        return pl.BlockSpec((None, self.length, None, columns), lambda i, h: (i, 0, h // heads, 0))
-
-    @property
-    def times(self) -> pl.BlockSpec:
-        """A number for each token: `B A S`."""
-        return pl.BlockSpec((None, None, self.length), lambda i, h: (i, h, 0))
-
-    @property
-    def scalar(self) -> pl.BlockSpec:
-        """A number: `A`."""
-        return pl.BlockSpec((1,), lambda i, h: (h,))
-
-    @property
-    def sum(self) -> pl.BlockSpec:
-        """A number for each sequence: `B A`."""
-        return pl.BlockSpec((None, 1), lambda i, h: (i, h))
-
-    @property
-    def state(self) -> pl.BlockSpec:
-        """A state: `B A N P`."""
-        sizes = self.dims.state, self.dims.head_dim
-        return pl.BlockSpec((None, None, *sizes), lambda i, h: (i, h, 0, 0))
-
-    @property
-    def states(self) -> pl.BlockSpec:
-        """A state for each chunk: `B A K N P`."""
-        sizes = self.chunks, self.dims.state, self.dims.head_dim
-        return pl.BlockSpec((None, None, *sizes), lambda i, h: (i, h, 0, 0, 0))
 
     def channels(self) -> tuple[Columns, Columns, Columns]:
         """The head's columns of x, b and c among its group's; in a program, outside of loops."""
@@ -87,49 +49,44 @@ class OfHead(_OfGroup):
         return pl.ds(first, self.dims.head_dim), pl.ds(inner, state), pl.ds(inner + state, state)
 
 
-@dataclass(frozen=True)
-class OfChunk(_OfGroup):
-    """Blocks of a program for some columns of the state in one chunk of one group, in a grid
-    `(K x parts, G, B)`."""
+class OfChunk:
+    """Blocks of a program for `columns` of the state in one chunk of one group, in a grid
+    `(K x parts, G, B)`: `parts` programs share a chunk."""
 
-    tuning: Tuning
+    def __init__(self, dims: Dims, tuning: Tuning):
+        self.dims, self.tuning = dims, tuning
+        self.columns = columns = min(tuning.columns, dims.state)
+        self.parts = parts = dims.state // columns
+        heads, chunk = dims.heads, tuning.chunk
 
-    @property
-    def columns(self) -> int:
-        """Those of a program."""
-        return min(self.tuning.columns, self.dims.state)
+        def of_group(columns: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, chunk, None, columns), lambda j, g, i: (i, j // parts, g, 0))
 
-    @property
-    def parts(self) -> int:
-        """Programs that share a chunk."""
-        return self.dims.state // self.columns
+        # All channels and all features of the group: `B S G C`, `B S G F`.
+        self.group, self.features = of_group(dims.channels), of_group(dims.inner)
+        # A number for each head of the group: `A`.
+        self.scalars = pl.BlockSpec((heads,), lambda j, g, i: (g,))
+        # A number for each token and head of the group, and such numbers from each part: `B A S`,
+        # `parts B A S`.
+        self.times = pl.BlockSpec((None, heads, chunk), lambda j, g, i: (i, g, j // parts))
+        self.times_of_part = pl.BlockSpec(
+            (None, None, heads, chunk), lambda j, g, i: (j % parts, i, g, j // parts)
+        )
+        # The columns of the chunk's states of all heads of the group: `B A K N P`.
+        self.states = pl.BlockSpec(
+            (None, heads, None, columns, dims.head_dim),
+            lambda j, g, i: (i, g, j // parts, j % parts, 0),
+        )
 
-    def _of_group(self, columns: int) -> pl.BlockSpec:
-        block = (None, self.tuning.chunk, None, columns)
-        return pl.BlockSpec(block, lambda j, g, i: (i, j // self.parts, g, 0))
-
-    @property
-    def times(self) -> pl.BlockSpec:
-        """A number for each token and head of the group: `B A S`."""
-        block = (None, self.dims.heads, self.tuning.chunk)
-        return pl.BlockSpec(block, lambda j, g, i: (i, g, j // self.parts))
-
-    @property
-    def scalars(self) -> pl.BlockSpec:
-        """A number for each head of the group: `A`."""
-        return pl.BlockSpec((self.dims.heads,), lambda j, g, i: (g,))
-
-    @property
-    def times_of_part(self) -> pl.BlockSpec:
-        """The same from each part: `parts B A S`."""
-        block = (None, None, self.dims.heads, self.tuning.chunk)
-        return pl.BlockSpec(block, lambda j, g, i: (j % self.parts, i, g, j // self.parts))
-
-    @property
-    def states(self) -> pl.BlockSpec:
-        """The chunk's states of the group's heads, some columns: `B A K N P`."""
-        block = (None, self.dims.heads, None, self.columns, self.dims.head_dim)
-        return pl.BlockSpec(block, lambda j, g, i: (i, g, j // self.parts, j % self.parts, 0))
+    def inputs(self, u: Array, dt: Array, a: Array, dy: Array, du: Array) -> Inputs:
+        """The inputs of both kernels for the gradients of b and c."""
+        return {
+            "u": (u, self.group),
+            "dt": (dt, self.times),
+            "a": (a, self.scalars),
+            "dy": (dy, self.features),
+            "du": (du, self.group),
+        }
 
     def maps(self) -> tuple[Columns, Columns]:
         """The program's columns of b and c among the channels."""

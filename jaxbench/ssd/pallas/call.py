@@ -1,8 +1,7 @@
-"""How these kernels are called: arrays by name, what they cost, and Pallas's differences between
-versions of JAX.
+"""Calls of kernels: arrays by name, their cost, and differences of Pallas between versions of JAX.
 
 The kernels are written for Pallas's Triton backend, which JAX announces to remove in favour of
-Mosaic GPU. What moves then: a kernel's loads and stores become copies to shared memory
+Mosaic GPU. A port changes this: a kernel's loads and stores become copies to shared memory
 (`plgpu.copy_gmem_to_smem`), its products `plgpu.wgmma` into accumulators, under
 `LoweringSemantics.Lane`, as `pl.kernel` with this grid; the mathematics, the order of kernels and
 all that is outside of them stay. A block there is copied as a whole, so what now writes some
@@ -28,10 +27,10 @@ from jaxtyping import Array
 from jaxbench.xla.hlo import Instruction, Scope, Work
 
 TARGET = "__gpu$xla.gpu.triton"
-"""Of the compiled calls."""
+"""Target of the compiled calls."""
 
 METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
-"""Where a compiled call keeps what it costs."""
+"""The cost of a kernel, as an attribute of its compiled call."""
 
 HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
@@ -46,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that decide how fast kernels are, and little else: not yet chosen by measurement
+    """Sizes that affect the speed of kernels, not yet chosen by measurement
     (`benchmarks/one_gpu/mixers.py` has others).
 
     The scan goes through a sequence in chunks of `chunk` tokens, its first pass in parts of chunks;
@@ -62,18 +61,14 @@ class Tuning:
     interpret: bool = False
 
 
-@dataclass(frozen=True)
-class Given:
-    """An array that a kernel reads, in blocks."""
-
-    array: Array
-    block: pl.BlockSpec
+Inputs = dict[str, tuple[Array, pl.BlockSpec]]
+"""Arrays that a kernel reads, by name, each with the block of a program."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """An array that a kernel writes, in blocks. `into` names the operand in whose memory it lies:
-    what no block writes stays."""
+class Output:
+    """An array that a kernel writes, and the block of a program. `into` names the input whose
+    memory it takes: elements that no block writes stay."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -85,69 +80,69 @@ def call(
     kernel: Callable[[Any], None],
     name: str,
     grid: tuple[int, ...],
-    given: Mapping[str, Given],
-    made: Mapping[str, Made],
+    inputs: Inputs,
+    outputs: Mapping[str, Output],
     launch: Launch,
     *,
     flops: int = 0,
     touched: Mapping[str, int] | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
-    """What a kernel makes, by name. It is called with its blocks as attributes of one object.
+    """The outputs of a kernel by name. The kernel gets all blocks as attributes of one object.
 
-    `flops` are those of its products, in all programs. Its bytes are those of each array once,
-    since caches keep what programs share, but of those of which it touches a part the bytes
-    `touched`. Both are left in the compiled call, for plans.
+    `flops` are those of the kernel's products over all programs. Memory traffic counts each array
+    once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
+    part. Both are stored in the compiled call, for plans.
     """
-    moved = {name: _bytes(g.array) for name, g in given.items()}
-    moved |= {name: _bytes(m) for name, m in made.items()}
-    moved |= {m.into: 0 for m in made.values() if m.into} | dict(touched or {})
+    arrays, in_specs = zip(*inputs.values(), strict=True)
+    names, like = [*inputs, *outputs], arrays[0]
+    moved = dict(zip(names, map(_bytes, [*arrays, *outputs.values()]), strict=True))
+    moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
     cost = {"name": name, "flops": str(flops), "moved": str(sum(moved.values()))}
-    names = [*given, *made]
-    places = {name: i for i, name in enumerate(given)}
 
     def body(*refs):
         kernel(SimpleNamespace(**dict(zip(names, refs, strict=True))))
 
-    like = next(iter(given.values())).array
     results = pl.pallas_call(
         body,
         grid=grid,
-        in_specs=[g.block for g in given.values()],
-        out_specs=[m.block for m in made.values()],
-        out_shape=[_shape(m, like) for m in made.values()],
-        input_output_aliases={places[m.into]: i for i, m in enumerate(made.values()) if m.into},
+        in_specs=in_specs,
+        out_specs=[o.block for o in outputs.values()],
+        out_shape=[_shape(o, like) for o in outputs.values()],
+        input_output_aliases={
+            names.index(o.into): i for i, o in enumerate(outputs.values()) if o.into
+        },
         compiler_params=triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         metadata=cost | {"dtype": HLO_DTYPES[like.dtype.name]},
         interpret=interpret,
         name=name,
-    )(*(g.array for g in given.values()))
-    return dict(zip(made, results, strict=True))
+    )(*arrays)
+    return dict(zip(outputs, results, strict=True))
 
 
-def _shape(made: Made, like: Array) -> jax.ShapeDtypeStruct:
-    """The type of a result, which varies over the same mesh axes as an operand."""
+def _shape(output: Output, like: Array) -> jax.ShapeDtypeStruct:
+    """The type of an output, which varies over the same mesh axes as an input."""
     kind = jax.typeof(like)
     varying = (
         {"vma": kind.vma} if hasattr(kind, "vma") else {"manual_axis_type": kind.manual_axis_type}
     )
-    return jax.ShapeDtypeStruct(made.shape, made.dtype, **varying)
+    return jax.ShapeDtypeStruct(output.shape, output.dtype, **varying)
 
 
-def _bytes(array: Array | Made) -> int:
+def _bytes(array: Array | Output) -> int:
     return jnp.dtype(array.dtype).itemsize * prod(array.shape)
 
 
 def work(i: Instruction, scope: Scope) -> Work:
-    """What a compiled call computes and moves."""
+    """The FLOPs and bytes of a compiled call."""
     cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
     return Work(cost["name"], cost["dtype"], int(cost["flops"]), bytes=int(cost["moved"]))
 
 
 @contextmanager
 def undeprecated() -> Iterator[None]:
-    """While a program is lowered: JAX's warning that Pallas's Triton backend is to be removed is
-    known (see above)."""
+    """Ignores JAX's warning that Pallas's Triton backend is to be removed (see above), while a
+    program is lowered."""
     with warnings.catch_warnings():
         message = "The Pallas Triton backend is deprecated"
         warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)

@@ -4,6 +4,7 @@ among the columns of the input projection. The backward pass convolves again.
 A program reads the tokens before its tile again: they are in a cache.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import gcd
 
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ssd.pallas.call import Given, Launch, Made, Tuning, call
+from jaxbench.ssd.pallas.call import Inputs, Launch, Output, Tuning, call
 from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32
 TOKENS, CHANNELS, TILES = 32, 128, 8
-"""Of a tile, and how many tiles after another a program of the backward pass takes."""
+"""Tokens and channels of a tile, and the tiles that a program of the backward pass goes through."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -32,77 +33,75 @@ def conv_silu(
     the sequence."""
     batch, length, groups, _ = projected.shape
     width = taps.shape[1]
-    tiles = _Tiles(dims, length)
-    shape = batch, length, groups, dims.channels
-    grid = length // TOKENS, groups * tiles.across, batch
+    blocks = _Blocks(dims, length, width, TOKENS)
     return call(
-        partial(_kernel, width=width), "conv_silu", grid,
-        {"x": Given(projected, tiles.columns), "taps": Given(taps, tiles.taps(width)),
-         "bias": Given(bias, tiles.bias)},
-        {"u": Made(shape, projected.dtype, tiles.rows(TOKENS))},
+        partial(_kernel, width=width), "conv_silu", blocks.grid(batch, groups),
+        blocks.inputs(projected, taps, bias),
+        {"u": Output((batch, length, groups, dims.channels), projected.dtype, blocks.tokens)},
         Launch(4), touched={"x": _bytes(projected, dims)}, interpret=tuning.interpret,
     )["u"]  # fmt: skip
 
 
-def _forward(tuning, dims, projected, taps, bias):
-    return conv_silu(tuning, dims, projected, taps, bias), (projected, taps, bias)
-
-
 def _backward(tuning, dims, inputs, du):
-    projected, taps, bias = inputs
+    projected, taps, _ = inputs
     batch, length, groups, _ = projected.shape
     width = taps.shape[1]
-    tiles = _Tiles(dims, length)
-    rows = TOKENS * gcd(TILES, length // TOKENS)
-    grid = length // rows, groups * tiles.across, batch
-    sums = batch, length // rows, groups
-    made = call(
-        partial(_back_kernel, width=width, length=length, tiles=rows // TOKENS),
-        "conv_silu_back", grid,
-        {"x": Given(projected, tiles.columns), "taps": Given(taps, tiles.taps(width)),
-         "bias": Given(bias, tiles.bias), "du": Given(du, tiles.whole)},
-        {"dx": Made(du.shape, du.dtype, tiles.rows(rows)),
-         "dbias": Made((*sums, dims.channels), F32, tiles.dbias),
-         "dtaps": Made((*sums, width, dims.channels), F32, tiles.dtaps(width))},
+    tokens = TOKENS * gcd(TILES, length // TOKENS)
+    blocks = _Blocks(dims, length, width, tokens)
+    sums = batch, length // tokens, groups
+    outputs = call(
+        partial(_back_kernel, width=width, length=length, tiles=tokens // TOKENS),
+        "conv_silu_back", blocks.grid(batch, groups),
+        {**blocks.inputs(*inputs), "du": (du, blocks.all_tokens)},
+        {"dx": Output(du.shape, du.dtype, blocks.tokens),
+         "dbias": Output((*sums, dims.channels), F32, blocks.dbias),
+         "dtaps": Output((*sums, width, dims.channels), F32, blocks.dtaps)},
         Launch(8), touched={"x": _bytes(projected, dims)}, interpret=tuning.interpret,
     )  # fmt: skip
-    beside = (dims.inner, dims.heads)
-    dprojected = jnp.pad(made["dx"], ((0, 0), (0, 0), (0, 0), beside))
-    return dprojected, *(jnp.sum(made[name], axis=(0, 1)) for name in ("dtaps", "dbias"))
+    dprojected = jnp.pad(outputs["dx"], ((0, 0), (0, 0), (0, 0), (dims.inner, dims.heads)))
+    return dprojected, *(jnp.sum(outputs[name], axis=(0, 1)) for name in ("dtaps", "dbias"))
 
 
-conv_silu.defvjp(_forward, _backward)
+conv_silu.defvjp(
+    lambda tuning, dims, *inputs: (conv_silu(tuning, dims, *inputs), inputs), _backward
+)
 
 
-class _Tiles:
-    """Blocks in a grid `(tiles of tokens, G x tiles of channels, B)`."""
+class _Blocks:
+    """Blocks of a program for some `tokens` and a tile of channels, in a grid `(blocks of tokens,
+    G x tiles of channels, B)`."""
 
-    def __init__(self, dims: Dims, length: int):
-        self.size = size = gcd(dims.inner, dims.state, CHANNELS)
-        self.length = length
+    def __init__(self, dims: Dims, length: int, width: int, tokens: int):
+        size = gcd(dims.inner, dims.state, CHANNELS)
         self.across = across = dims.channels // size
+        self.steps = length // tokens
         first = dims.inner // size
-        whole = (None, length, None, size)
-        self.columns = pl.BlockSpec(whole, lambda s, j, i: (i, 0, j // across, first + j % across))
-        self.whole = pl.BlockSpec(whole, lambda s, j, i: (i, 0, j // across, j % across))
-        self.bias = pl.BlockSpec((None, size), lambda s, j, i: (j // across, j % across))
 
-    def rows(self, count: int) -> pl.BlockSpec:
-        block = (None, count, None, self.size)
-        return pl.BlockSpec(block, lambda s, j, i: (i, s, j // self.across, j % self.across))
+        def block(*sizes: int | None, index: Callable) -> pl.BlockSpec:
+            return pl.BlockSpec(
+                (*sizes, size), lambda s, j, i: (*index(s, j // across, i), j % across)
+            )
 
-    def taps(self, width: int) -> pl.BlockSpec:
-        block = (None, width, self.size)
-        return pl.BlockSpec(block, lambda s, j, i: (j // self.across, 0, j % self.across))
+        self.columns = pl.BlockSpec(
+            (None, length, None, size), lambda s, j, i: (i, 0, j // across, first + j % across)
+        )
+        self.all_tokens = block(None, length, None, index=lambda s, g, i: (i, 0, g))
+        self.tokens = block(None, tokens, None, index=lambda s, g, i: (i, s, g))
+        self.taps = block(None, width, index=lambda s, g, i: (g, 0))
+        self.bias = block(None, index=lambda s, g, i: (g,))
+        self.dtaps = block(None, None, None, width, index=lambda s, g, i: (i, s, g, 0))
+        self.dbias = block(None, None, None, index=lambda s, g, i: (i, s, g))
 
-    @property
-    def dbias(self) -> pl.BlockSpec:
-        block = (None, None, None, self.size)
-        return pl.BlockSpec(block, lambda s, j, i: (i, s, j // self.across, j % self.across))
+    def grid(self, batch: int, groups: int) -> tuple[int, int, int]:
+        return self.steps, groups * self.across, batch
 
-    def dtaps(self, width: int) -> pl.BlockSpec:
-        block = (None, None, None, width, self.size)
-        return pl.BlockSpec(block, lambda s, j, i: (i, s, j // self.across, 0, j % self.across))
+    def inputs(self, projected: Array, taps: Array, bias: Array) -> Inputs:
+        """The inputs of both passes."""
+        return {
+            "x": (projected, self.columns),
+            "taps": (taps, self.taps),
+            "bias": (bias, self.bias),
+        }
 
 
 def _bytes(projected, dims: Dims) -> int:
@@ -110,7 +109,7 @@ def _bytes(projected, dims: Dims) -> int:
 
 
 def _at(x, rows):
-    """Those tokens; zeros before the sequence."""
+    """Tokens at positions `rows`, zeros before the sequence."""
     return jnp.where((rows >= 0)[:, None], x[jnp.maximum(rows, 0), :].astype(F32), 0.0)
 
 
@@ -132,7 +131,7 @@ def _back_kernel(r, *, width: int, length: int, tiles: int):
     taps = [r.taps[w][None, :] for w in range(width)]
 
     def slope(rows):
-        """The gradient of what SiLU is given; zeros after the sequence."""
+        """The gradient of the input of SiLU; zeros after the sequence."""
         convolved = _convolved(r, rows, width)
         s = jax.nn.sigmoid(convolved)
         du = r.du[jnp.minimum(rows, length - 1), :].astype(F32)
@@ -140,13 +139,13 @@ def _back_kernel(r, *, width: int, length: int, tiles: int):
 
     def step(i, sums):
         rows = (first + i) * TOKENS + jax.lax.broadcasted_iota(jnp.int32, (TOKENS,), 0)
-        own = slope(rows)
-        dx = own * taps[-1]
+        here = slope(rows)
+        dx = here * taps[-1]
         for later in range(1, width):
             dx += slope(rows + later) * taps[width - 1 - later]
         r.dx[pl.ds(i * TOKENS, TOKENS), :] = dx.astype(r.dx.dtype)
         before = (_at(r.x, rows - (width - 1) + w) for w in range(width))
-        new = [*(jnp.sum(own * x, axis=0) for x in before), jnp.sum(own, axis=0)]
+        new = [*(jnp.sum(here * x, axis=0) for x in before), jnp.sum(here, axis=0)]
         return tuple(total + part for total, part in zip(sums, new, strict=True))
 
     zero = jnp.zeros((r.bias.shape[0],), F32)

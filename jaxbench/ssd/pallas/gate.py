@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ssd.pallas.call import Given, Launch, Made, Tuning, call
+from jaxbench.ssd.pallas.call import Launch, Output, Tuning, call
 from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32
 TOKENS, TILES = 4, 16
-"""Of a tile, and how many tiles after another a program of the backward pass takes."""
+"""Tokens of a tile, and the tiles that a program of the backward pass goes through."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -30,14 +30,10 @@ def gate_norm(
     tile, vector = _blocks(TOKENS, dims.inner)
     return call(
         partial(_kernel, eps=dims.eps), "gate_norm", (length // TOKENS, groups, batch),
-        {"y": Given(y, tile), "z": Given(projected, tile), "gain": Given(gain, vector)},
-        {"out": Made(y.shape, y.dtype, tile)},
+        {"y": (y, tile), "z": (projected, tile), "gain": (gain, vector)},
+        {"out": Output(y.shape, y.dtype, tile)},
         Launch(8), touched={"z": y.nbytes}, interpret=tuning.interpret,
     )["out"]  # fmt: skip
-
-
-def _forward(tuning, dims, y, projected, gain):
-    return gate_norm(tuning, dims, y, projected, gain), (y, projected, gain)
 
 
 def _backward(tuning, dims, inputs, dout):
@@ -47,21 +43,23 @@ def _backward(tuning, dims, inputs, dout):
     steps = length // rows
     tile, vector = _blocks(rows, inner)
     sums = pl.BlockSpec((None, None, None, inner), lambda s, g, i: (i, s, g, 0))
-    made = call(
+    outputs = call(
         partial(_back_kernel, eps=dims.eps, tiles=rows // TOKENS), "gate_norm_back",
         (steps, groups, batch),
-        {"y": Given(y, tile), "z": Given(projected, tile), "gain": Given(gain, vector),
-         "dout": Given(dout, tile)},
-        {"dy": Made(y.shape, y.dtype, tile), "dz": Made(y.shape, y.dtype, tile),
-         "dgain": Made((batch, steps, groups, inner), F32, sums)},
+        {"y": (y, tile), "z": (projected, tile), "gain": (gain, vector),
+         "dout": (dout, tile)},
+        {"dy": Output(y.shape, y.dtype, tile), "dz": Output(y.shape, y.dtype, tile),
+         "dgain": Output((batch, steps, groups, inner), F32, sums)},
         Launch(8), touched={"z": y.nbytes}, interpret=tuning.interpret,
     )  # fmt: skip
     after = (0, dims.columns - inner)
-    dprojected = jnp.pad(made["dz"], ((0, 0), (0, 0), (0, 0), after))
-    return made["dy"], dprojected, jnp.sum(made["dgain"], axis=(0, 1))
+    dprojected = jnp.pad(outputs["dz"], ((0, 0), (0, 0), (0, 0), after))
+    return outputs["dy"], dprojected, jnp.sum(outputs["dgain"], axis=(0, 1))
 
 
-gate_norm.defvjp(_forward, _backward)
+gate_norm.defvjp(
+    lambda tuning, dims, *inputs: (gate_norm(tuning, dims, *inputs), inputs), _backward
+)
 
 
 def _blocks(rows: int, inner: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:

@@ -7,7 +7,7 @@ for the tokens of a chunk, with T the sum of dt a from its start on and s the st
 States are `N P` here. They are written only where a backward pass follows (`gradients`): before
 each chunk, in the dtype of x.
 
-u are the channels x, b and c of each group as the convolution leaves them; programs read theirs in
+u are the channels x, b and c of each group as the convolution writes them; programs read theirs in
 place. Letters are those of `jaxbench.ssd`, and A: all heads of a device, those of a group adjacent.
 """
 
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxbench.ssd.pallas import gradients
 from jaxbench.ssd.pallas.blocks import OfHead, decay, sums
-from jaxbench.ssd.pallas.call import Given, Made, Tuning, call, product
+from jaxbench.ssd.pallas.call import Output, Tuning, call, product
 from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32
@@ -42,8 +42,8 @@ def scan(
 
 
 def _forward(tuning, dims, u, dt, a, d, entering):
-    made = _run(tuning, dims, u, dt, a, d, entering, keep=True)
-    return made["y"], (u, dt, a, d, entering, made["before"])
+    outputs = _run(tuning, dims, u, dt, a, d, entering, keep=True)
+    return outputs["y"], (u, dt, a, d, entering, outputs["before"])
 
 
 scan.defvjp(_forward, gradients.backward)
@@ -53,18 +53,18 @@ def _run(tuning, dims, u, dt, a, d, entering, *, keep):
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
-    given = blocks.given(u, dt, a, d)
+    inputs = blocks.inputs(u, dt, a, d)
     if entering is not None:
-        given["entering"] = Given(entering, blocks.state)
-    made = {"y": Made((batch, length, groups, dims.inner), u.dtype, blocks.features)}
+        inputs["entering"] = entering, blocks.state
+    outputs = {"y": Output((batch, length, groups, dims.inner), u.dtype, blocks.features)}
     if keep:
         kept = (batch, heads, chunks, dims.state, dims.head_dim)
-        made["before"] = Made(kept, u.dtype, blocks.states)
+        outputs["before"] = Output(kept, u.dtype, blocks.states)
     n, p = dims.state, dims.head_dim
     return call(
-        partial(_kernel, blocks=blocks, tuning=tuning), "ssd_forward", (batch, heads), given, made,
-        tuning.forward, flops=2 * batch * heads * length * (tuning.part * (n + p) + 2 * n * p),
-        interpret=tuning.interpret,
+        partial(_kernel, blocks=blocks, tuning=tuning), "ssd_forward", (batch, heads),
+        inputs, outputs, tuning.forward, interpret=tuning.interpret,
+        flops=2 * batch * heads * length * (tuning.part * (n + p) + 2 * n * p),
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _kernel(r, *, blocks: OfHead, tuning: Tuning):
         return jax.lax.fori_loop(k * parts, (k + 1) * parts, through_part, state)
 
     def through_part(k, state):
-        """As a chunk of its own."""
+        """The step of a chunk, for a part of it."""
         rows = pl.ds(k * size, size)
         x, b, c = (r.u[rows, columns] for columns in (x_columns, b_columns, c_columns))
         dt = r.dt[rows]

@@ -1,0 +1,120 @@
+"""The activation stash: stacked arrays that hold residuals between forward and backward pass.
+
+A stash is a pytree of arrays with a leading slot dimension, or several. It is allocated once
+(`allocate`), written in the forward pass and read in the backward pass, by a loop over layers
+(`ops.blocks`) as by a pipeline schedule (`train.pipeline_rank`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxbench import mesh
+
+
+def read(tree: Any, *index: Any) -> Any:
+    """The entry at `index` of every leaf `[slots, ..]`, one index per leading dimension."""
+
+    def entry(a: jax.Array) -> jax.Array:
+        shape = a.shape[len(index) :]
+        start = (*index, *(0 for _ in shape))
+        sizes = (*(1 for _ in index), *shape)
+        return jax.lax.squeeze(jax.lax.dynamic_slice(a, start, sizes), range(len(index)))
+
+    return jax.tree.map(entry, tree)
+
+
+def write(tree: Any, values: Any, *index: Any) -> Any:
+    """The leaves `[slots, ..]` with the entry at `index` replaced by `values`; in place when
+    compiled."""
+
+    def replaced(a: jax.Array, value: Any) -> jax.Array:  # a residual may be a constant
+        start = (*index, *(0 for _ in value.shape))
+        value = jax.lax.expand_dims(jnp.asarray(value, a.dtype), range(len(index)))
+        return jax.lax.dynamic_update_slice(a, value, start)
+
+    return jax.tree.map(replaced, tree, values)
+
+
+def allocate(types: Any, *slots: int) -> Any:
+    """Uninitialised arrays `[*slots, ..]` for a tree of `jax.ShapeDtypeStruct`.
+
+    Each device allocates its own part, since XLA partitions no allocation. Zeros would be written,
+    and two of one shape are one constant, which XLA copies.
+    """
+
+    def allocated(like: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = *slots, *like.shape
+        if mesh.manual():
+            return jax.lax.empty(shape, like.dtype)
+        if like.sharding is None:  # the type of a constant
+            return jnp.zeros(shape, like.dtype)
+        spec = like.sharding.spec
+        spec = spec.update(partitions=(*(None for _ in slots), *spec.partitions))
+        local_shape = jax.sharding.NamedSharding(like.sharding.mesh, spec).shard_shape(shape)
+        local = partial(jax.lax.empty, local_shape, like.dtype)
+        return mesh.on_each_device(local, spec, check_vma=False)()
+
+    return jax.tree.map(allocated, types)
+
+
+def read_isolated(tree: Any, index: int) -> Any:
+    """`read` behind an optimization barrier.
+
+    XLA would otherwise apply an entry's consumers, a cast from FP8 among them, to the whole stack,
+    and would then recognise no FP8 product.
+    """
+    return jax.lax.optimization_barrier(read(tree, index))
+
+
+@jax.custom_vjp
+def unstack(tree: Any) -> list:
+    """All entries of leaves `[slots, ..]`, each by `read_isolated`.
+
+    Their gradients are stacked. JAX would add up one stack per entry, zeros but for that entry.
+    """
+    return [read_isolated(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
+
+
+def stack(entries: list) -> Any:
+    """The entries stacked on a new first dimension, each written into allocated memory.
+
+    A concatenation would sum a gradient that is still unreduced over its ranks.
+    """
+    stacked = allocate(jax.eval_shape(lambda entry: entry, entries[0]), len(entries))
+    for index, entry in enumerate(entries):
+        stacked = write(stacked, entry, index)
+    return stacked
+
+
+unstack.defvjp(lambda tree: (unstack(tree), None), lambda _, entries: (stack(entries),))
+
+
+def scan_allocated(
+    step: Callable[[jax.Array, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` without a gradient rule, whose stacked results start as allocated memory
+    instead of zeros.
+
+    `step(index, carry, x)` returns (carry, y); the result is (last carry, stacked ys).
+    """
+    count = len(jax.tree.leaves(xs)[0])
+
+    def body(state):
+        done, carry, ys = state
+        index = count - 1 - done if reverse else done
+        carry, y = step(index, carry, read(xs, index))
+        return done + 1, carry, write(ys, y, index)
+
+    first = jnp.int32(0)
+    _, types = jax.eval_shape(step, first, carry, jax.eval_shape(lambda xs: read(xs, 0), xs))
+    start = first, carry, allocate(types, count)
+    _, carry, ys = jax.lax.while_loop(lambda state: state[0] < count, body, start)
+    return carry, ys

@@ -1,0 +1,228 @@
+"""Candidates of a search: the row with another mesh, microbatch or remat policy, as far as
+`recipe.settings` allows it, with the memory that each is expected to take.
+
+The *layout* of a candidate is everything but its remat policy.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+
+from jaxbench.errors import RecipeError
+from jaxbench.recipe import flops
+from jaxbench.recipe.derive import STATE_BYTES
+from jaxbench.recipe.model import SSD_CHUNK, ModelConfig
+from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
+
+KEYS = (
+    *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),
+    "batch.microbatch",
+    "execution.remat",
+)
+"""Settings in which candidates differ, by their `--set` keys."""
+
+GROUPS = (("attention",), ("query", "key", "value"), ("residual",), ("dispatched",),
+          ("gate", "up"), ("mamba",))  # fmt: skip
+"""Activations that are saved together: saving a part of a group spares no product."""
+
+EIGHTHS = 8
+"""A group may be saved in any number of eighths of the layers."""
+
+BF16 = 2
+"""Bytes of a number."""
+
+WORKSPACE = 3
+"""Live copies of a layer's gathered weights and activations: its own, prefetched, gradients."""
+
+UNROLLED = 0.1
+"""Share of a step that is assumed to be saved at most by unrolled layers, which copy no stash and
+gather weights once."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Features per token, and FLOPs to recompute them, of an activation in all layers."""
+
+    features: float
+    flops: float
+
+
+@cache
+def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
+    """Activations of a model by name (`settings.SAVEABLE`), for sequences of `length` tokens."""
+    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    layers = {letter: cfg.layer_pattern.count(letter) for letter in "*-EM"}
+    result: dict[str, tuple[str, float, float]] = {
+        "query": ("*", queries, 2 * cfg.embed * queries),
+        "key": ("*", keys, 2 * cfg.embed * keys),
+        "value": ("*", keys, 2 * cfg.embed * keys),
+        "attention": ("*", queries, 4 * length * queries),
+        "residual": ("*", cfg.embed, 2 * queries * cfg.embed),
+    }
+    letter, copies = "-", 1.0
+    if layers["E"]:
+        letter, copies = "E", cfg.experts_per_token * (cfg.capacity_factor or 1.0)
+        result["dispatched"] = ("E", copies * cfg.embed, 0)
+    hidden = (letter, copies * cfg.ffn, 2 * copies * cfg.embed * cfg.ffn)
+    result |= {"up": hidden} if cfg.activation == "relu2" else {"gate": hidden, "up": hidden}
+    if (m := cfg.mamba) is not None:
+        scan = flops.scan_flops(m, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
+        result["mamba"] = ("M", m.groups * m.inner, scan)
+    return {
+        name: Activation(layers[letter] * features, layers[letter] * work)
+        for name, (letter, features, work) in result.items()
+    }
+
+
+parameters = cache(flops.parameters)
+
+
+def layout(run: Run) -> tuple[tuple[int, ...], int, int]:
+    """Mesh, virtual stages and microbatch."""
+    return run.mesh_shape, run.parallelism.virtual_stages, run.microbatch
+
+
+def settings(run: Run) -> dict[str, int | str]:
+    """The values of `KEYS`."""
+    values = {f"parallelism.{name}": value for name, value in vars(run.parallelism).items()}
+    values |= {"batch.microbatch": run.microbatch, "execution.remat": run.execution.remat}
+    return {key: values[key] for key in KEYS}
+
+
+def changes(run: Run, row: Run) -> list[str]:
+    """The `--set` entries that turn a row into a candidate. For another layout of a derived row
+    these are all `KEYS` and the global batch, because what is not set would be derived anew."""
+    before, after = settings(row), settings(run)
+    if layout(run) != layout(row) and row.label == "derived":
+        before, after["batch.global_batch"] = {}, run.batch.global_batch
+    return [f"{key}={value}" for key, value in after.items() if value != before.get(key)]
+
+
+def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
+    """Every layout that can run, with full remat; `fixed` keys keep the row's values."""
+    result, execution = [], replace(row.execution, remat="full")
+    for parallelism in _parallelisms(row):
+        batch_ranks = row.gpus // parallelism.ranks * parallelism.fsdp * parallelism.expert
+        for microbatch in _divisors(row.batch.global_batch // batch_ranks):
+            batch = replace(row.batch, microbatch=microbatch)
+            try:
+                run = replace(row, parallelism=parallelism, batch=batch, execution=execution)
+            except RecipeError:
+                continue
+            if all(settings(run)[key] == settings(row)[key] for key in fixed - {"execution.remat"}):
+                result.append(run)
+    return result
+
+
+def _parallelisms(row: Run) -> Iterator[Parallelism]:
+    """Every division of the GPUs among the axes. Virtual stages divide the layers of a pipeline
+    rank, so that they add no padding; the most, with the shortest bubble, come first."""
+    for sizes in product(_divisors(row.gpus), repeat=len(CHOSEN)):
+        if row.gpus % math.prod(sizes) == 0:
+            p = Parallelism(**dict(zip(CHOSEN, sizes, strict=True)))
+            layers = -(-row.model.layers // p.pipeline)
+            for virtual_stages in reversed(_divisors(layers)) if p.pipeline > 1 else (1,):
+                yield replace(p, virtual_stages=virtual_stages)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def distance(a: Run, b: Run) -> int:
+    """The number of settings in which two layouts differ: prime factors of the mesh on another
+    axis, microbatch, and virtual stages of equally long pipelines."""
+    sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
+    moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
+    p, q = a.parallelism, b.parallelism
+    stages = p.pipeline == q.pipeline and p.virtual_stages != q.virtual_stages
+    return moved + (a.microbatch != b.microbatch) + stages
+
+
+def _prime_factors(number: int) -> int:
+    """The number of prime factors, with multiplicity."""
+    for n in range(2, math.isqrt(number) + 1):
+        if number % n == 0:
+            return 1 + _prime_factors(number // n)
+    return int(number > 1)
+
+
+def with_policies(run: Run, fixed: str | None = None) -> list[Run]:
+    """The layout with each remat policy that it can run with, or with the `fixed` one."""
+    result = []
+    for remat in [fixed] if fixed else policies(run):
+        try:
+            result.append(replace(run, execution=replace(run.execution, remat=remat)))
+        except RecipeError:
+            continue
+    return result
+
+
+def policies(run: Run) -> Iterator[str]:
+    """Remat policies of a model: `full`, outside a pipeline `none`, attention with any set of the
+    other `GROUPS`, and these with one more group in some eighths of the layers."""
+    yield "full"
+    if run.parallelism.pipeline == 1:
+        yield "none"
+    names = activations(run.model, run.batch.sequence_length)
+    groups = [tuple(name for name in group if name in names) for group in GROUPS]
+    attention, *others = filter(None, groups)
+    counts = sorted({run.model.layers * n // EIGHTHS for n in range(1, EIGHTHS)} - {0})
+    for size in range(len(others) + 1):
+        for chosen in combinations(others, size):
+            saved = {name: name for group in (attention, *chosen) for name in group}
+            yield ",".join(saved[name] for name in names if name in saved)
+            for group, count in product((g for g in others if g not in chosen), counts):
+                some = saved | {name: f"{name}:{count}" for name in group}
+                yield ",".join(some[name] for name in names if name in some)
+
+
+def _saved(run: Run, name: str) -> float:
+    """Share of the layers that save an activation."""
+    saved = run.execution.saved(run.model.layers)
+    return 1.0 if saved is None else saved.get(name, 0) / run.model.layers
+
+
+def spared(run: Run) -> float:
+    """FLOPs that the remat policy does not repeat, as a share of the model's; `UNROLLED` more
+    where layers are unrolled."""
+    length = run.batch.sequence_length
+    every = activations(run.model, length)
+    kept = sum(_saved(run, name) * activation.flops for name, activation in every.items())
+    total = flops.model_flops(run.model, length)["total"]
+    return kept * length / total + UNROLLED * run.unrolled
+
+
+def least_state(run: Run) -> float:
+    """Lower bound of the bytes of train state and gradients on a device: weights are split over all
+    ranks at most, and clipping needs all gradients at once."""
+    per_parameter = STATE_BYTES - BF16 + run.gradient_bytes
+    return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
+
+
+def memory(run: Run) -> float:
+    """Approximate bytes of a device at its peak: state, gradients, weights in use, saved
+    activations, and the workspace of a layer."""
+    cfg, p, counts = run.model, run.parallelism, parameters(run.model)
+    every = activations(cfg, run.batch.sequence_length)
+    experts = counts.get("experts", 0)
+    rest = counts["total"] - counts["embedding"] - counts["norms"] - experts
+    weights = (rest + experts / p.expert) / p.tensor
+    tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
+    # The input of a layer is always saved.
+    saved = cfg.layers * cfg.embed + sum(_saved(run, n) * a.features for n, a in every.items())
+    workspace = tokens * sum(a.features for a in every.values())
+    held: float = 0
+    if p.pipeline > 1:
+        held = (BF16 + run.gradient_bytes) * weights / p.pipeline
+        # The activation stash of the pipeline schedule, as a share of all layers.
+        stash = min(p.pipeline * (p.virtual_stages + 2) - 2, p.virtual_stages * run.accumulation)
+        saved *= stash / (p.pipeline * p.virtual_stages)
+    else:
+        workspace += weights
+    if run.unrolled:  # gathered weights, and operands of products that have no name
+        held = BF16 * weights
+        saved += len(cfg.layer_pattern) * cfg.embed * p.tensor + every["up"].features
+    return least_state(run) + held + BF16 * (tokens * saved + WORKSPACE * workspace / cfg.layers)

@@ -1,0 +1,147 @@
+"""Plans made in subprocesses, a few at a time, and cached in `results/plan`.
+
+A compiler that fails, or that the system kills for want of memory, costs one plan. A plan is made
+again when its settings, flags, this package's source or the version of another one changed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
+
+from jaxbench.errors import RecipeError
+from jaxbench.hardware import Gpu
+from jaxbench.plan.absent import check_compiler, placed
+from jaxbench.plan.plan import Plan, read, system
+from jaxbench.recipe import recipes
+from jaxbench.recipe.settings import Run
+from jaxbench.versions import versions
+from jaxbench.xla import flags
+
+CACHE = Path("results", "plan")
+PROCESS_BYTES = 5 * 2**30
+"""Memory that one process may need: the compiler's for the largest rows, with room."""
+
+ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Failed)): .")
+"""Start of the line that gives the reason of a failed process."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to plan for, and the options that select it: `--gpu`, `--system`, `--kernels`."""
+
+    gpu: Gpu
+    name: str
+    system: tuple[str, ...] = ()
+    kernels: Path | None = None
+
+    def options(self) -> list[str]:
+        """The options of the command line."""
+        system = [part for text in self.system for part in ("--system", text)]
+        kernels = ["--kernels", str(self.kernels)] if self.kernels else []
+        return ["--gpu", self.name, *system, *kernels]
+
+
+def progress() -> Progress:
+    """A progress bar on stderr that counts plans."""
+    columns = Progress.get_default_columns()
+    return Progress(MofNCompleteColumn(), *columns, console=Console(stderr=True))
+
+
+def plan_all(
+    runs: list[Run], target: Target, config: str | None = None
+) -> tuple[list[Plan], dict[Run, str]]:
+    """The plans of runs in their order, and the reasons for those that failed, which are printed at
+    once. `config` is as in `plan_each`."""
+    check_compiler()
+    plans: dict[Run, Plan] = {}
+    failures: dict[Run, str] = {}
+    with progress() as bar:
+        task = bar.add_task("planning", total=len(runs))
+        for run, plan in plan_each(runs, target, config):
+            if isinstance(plan, str):
+                failures[run] = plan
+                text = f"{run.recipe}-{run.row}: not planned: {plan}"
+                bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            else:
+                plans[run] = plan
+            bar.update(task, advance=1, description=f"{run.recipe} {run.row}")
+    return [plans[run] for run in runs if run in plans], failures
+
+
+def plan_each(
+    runs: Iterable[Run], target: Target, config: str | None = None
+) -> Iterator[tuple[Run, Plan | str]]:
+    """The plan of each run, or the reason why it failed, as they finish. `config` is the recipe as
+    the user named it; None for recipes of the package."""
+    pool = ThreadPoolExecutor(workers())
+    try:
+        futures = {pool.submit(plan_run, run, target, config or run.recipe): run for run in runs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def workers() -> int:
+    """Processes at a time: one per core, fewer where free memory does not suffice."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(os.cpu_count() or 1, available // PROCESS_BYTES))
+
+
+def plan_run(run: Run, target: Target, config: str) -> Plan | str:
+    """The plan of a run, cached or from a subprocess; or the reason why it failed."""
+    path = folder(run, target)
+    if (plan := cached(path, run, target.gpu)) is not None:
+        return plan
+    command = [sys.executable, "-m", "jaxbench.plan", "--config", config, "--gpus", run.row]
+    command += [*target.options(), "--dump", str(path), "--json", "--no-remedy"]
+    command += [part for text in run.overrides for part in ("--set", text)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode in (0, 1) and (plan := cached(path, run, target.gpu)):
+        return plan
+    return _reason(process)
+
+
+def folder(run: Run, target: Target) -> Path:
+    """The cache folder of a run: named after its row, with a digest of the changes to it."""
+    kernels = [target.kernels.read_text()] if target.kernels else []
+    changes = [*run.overrides, *target.system, *kernels]
+    digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:12]
+    name = f"{run.recipe}-{run.row}-{target.name}"
+    return CACHE / (f"{name}-{digest}" if changes else name)
+
+
+def cached(path: Path, run: Run, gpu: Gpu) -> Plan | None:
+    """The plan in a cache folder; None where there is none, or what decides it has changed."""
+    try:
+        plan = read(path / "plan.json")
+    except RecipeError:
+        return None
+    expected = {
+        "settings": json.loads(json.dumps(recipes.describe(run))),
+        "flags": flags.options(run, "gpu"),
+        "system": system(placed(gpu, run.gpus)),
+        "versions": versions() | {"commit": plan.versions["commit"]},
+    }
+    same = all(getattr(plan, name) == value for name, value in expected.items())
+    return plan if same else None
+
+
+def _reason(process: subprocess.CompletedProcess[str]) -> str:
+    """The line of a failed process's stderr that gives the reason."""
+    code = process.returncode
+    if code < 0:
+        return f"ended by signal {-code}, as the system does for want of memory"
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR.match(line)]
+    return [f"exit status {code}", *lines[-1:], *errors[-1:]][-1].removeprefix("error: ")

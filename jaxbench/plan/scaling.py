@@ -1,0 +1,152 @@
+"""`python -m jaxbench.plan --scaling`: weak scaling of a recipe, from its smallest row to its
+largest.
+
+The efficiency of a row is its tokens per second and GPU over those of the smallest row. Rows that
+train another model than the largest row are left out.
+"""
+
+import json
+import sys
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxbench.errors import RecipeError
+from jaxbench.plan.plan import Plan, grows, parts
+from jaxbench.plan.processes import Target, plan_all
+from jaxbench.plan.text import console
+from jaxbench.recipe import recipes
+from jaxbench.recipe.recipes import Recipe
+from jaxbench.recipe.settings import Run
+
+MINIMUM_S = 5e-4
+"""A part that is shorter than this in every row is not shown: tables have three digits."""
+
+BAR = 60
+"""Characters of the longest bar."""
+
+FILLS = (("█", "green"), ("▓", "yellow"), ("▒", "magenta"), ("░", "blue"), ("#", "red"),
+         ("=", "cyan"), ("+", "bright_red"), (":", "bright_cyan"), (".", "white"))  # fmt: skip
+"""Character and colour of each part of a bar; the characters alone tell them apart."""
+
+
+def scaling(recipe: Recipe, config: str, changes: list[str], target: Target, as_json: bool) -> int:
+    """Plans the rows and prints their table; 1 when one of them fails or does not fit."""
+    runs, left_out = rows(recipe, changes)
+    plans, reasons = plan_all(runs, target, config)
+    failures = [f"{run.gpus} GPUs: not planned: {reason}" for run, reason in reasons.items()]
+    lines = [figures(plan, plans[0]) for plan in plans]
+    if as_json:
+        print(json.dumps({"rows": lines, "left_out": left_out, "failures": failures}, indent=2))
+    elif lines:
+        show(f"{recipe.name}, {target.gpu.device}", lines)
+    for text in left_out:
+        print(text, file=sys.stderr)
+    return int(bool(failures) or not all(line["fits"] for line in lines))
+
+
+def rows(recipe: Recipe, changes: list[str]) -> tuple[list[Run], list[str]]:
+    """The rows that train the model of the largest one, smallest first, with `--set` changes; and
+    a message for each other row. Raises RecipeError where a change cannot be made."""
+    overrides = recipes.parse_overrides(changes)
+    counts = sorted(row for row in recipe.rows if isinstance(row, int))
+    if not counts:
+        raise RecipeError(f"recipe {recipe.name} has no rows for GPUs")
+    runs = [recipes.resolve(recipe, row, overrides=overrides) for row in counts]
+    kept, left_out = [], []
+    for run in runs:
+        length = run.batch.sequence_length
+        if (run.model, length) == (runs[-1].model, runs[-1].batch.sequence_length):
+            kept.append(run)
+        else:
+            left_out.append(
+                f"{run.gpus} GPU{'s' if run.gpus > 1 else ''}: another model, {run.model.layers} "
+                f"layers on {length} tokens: not compared"
+            )
+    return kept, left_out
+
+
+def figures(plan: Plan, first: Plan) -> dict[str, Any]:
+    """The figures of a row beside the smallest one. `parts_s` are per step, `for_same_tokens_s` per
+    as many tokens as a GPU has in a step of the smallest row; `grows` is the part that is longer
+    there by most."""
+    rate, first_rate = _rate(plan), _rate(first)
+    same = first_rate * first.forecast_step_s / (rate * plan.forecast_step_s)
+    scaled = {name: same * seconds for name, seconds in parts(plan).items()}
+    name, growth = grows(scaled, parts(first))
+    published, before = plan.published, first.published
+    published_efficiency = None
+    if published and before and published["gpu_type"] == before["gpu_type"]:
+        published_efficiency = before["step_time_s"] / published["step_time_s"] / same
+    return {
+        "gpus": plan.gpus,
+        "mesh": plan.mesh,
+        "fits": plan.fits,
+        "step_s": plan.forecast_step_s,
+        "tokens_per_s_per_gpu": rate,
+        "efficiency": rate / first_rate,
+        "parts_s": parts(plan),
+        "for_same_tokens_s": scaled,
+        "grows": {name: growth} if growth >= MINIMUM_S else {},
+        "published_step_s": published["step_time_s"] if published else None,
+        "published_efficiency": published_efficiency,
+    }
+
+
+def _rate(plan: Plan) -> float:
+    return plan.rates["forecast"].tokens_per_s_per_gpu
+
+
+def show(title: str, lines: list[dict[str, Any]]) -> None:
+    """Prints the table and the bars."""
+    shown = [
+        name
+        for name in dict.fromkeys(name for line in lines for name in line["parts_s"])
+        if any(line["parts_s"].get(name, 0.0) >= MINIMUM_S for line in lines)
+    ]
+    headings = ("GPUs", "mesh", "fits", "step s", "tokens/s/GPU", "efficiency %", "published %")
+    grid = Table(title=title, box=None, title_justify="left")
+    for heading in (*headings, *shown, "grows"):
+        grid.add_column(heading, no_wrap=heading in ("mesh", "grows"))
+    for line in lines:
+        numbers = [f"{line['parts_s'].get(name, 0.0):.3f}" for name in shown]
+        grid.add_row(
+            str(line["gpus"]),
+            line["mesh"],
+            "yes" if line["fits"] else "NO",
+            f"{line['step_s']:.3f}",
+            f"{line['tokens_per_s_per_gpu']:.0f}",
+            _percent(line["efficiency"]),
+            _percent(line["published_efficiency"]),
+            *numbers,
+            ", ".join(f"{name} {growth:+.3f} s" for name, growth in line["grows"].items()),
+        )
+    output = console()
+    output.print(grid)
+    output.print("\nseconds for as many tokens per GPU as in the smallest row:")
+    for text in bars(lines, shown):
+        output.print(text, no_wrap=True)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def bars(lines: list[dict[str, Any]], shown: list[str]) -> list[Text]:
+    """A bar for each row, divided into its parts, and a legend."""
+    fills = {name: FILLS[i % len(FILLS)] for i, name in enumerate(shown)}
+    totals = [sum(line["for_same_tokens_s"].values()) for line in lines]
+    result = []
+    for line, total in zip(lines, totals, strict=True):
+        text, end, drawn = Text(f"{line['gpus']:6} "), 0.0, 0
+        for name, (character, colour) in fills.items():
+            end += line["for_same_tokens_s"].get(name, 0.0)
+            cells = round(BAR * end / max(totals)) - drawn
+            text.append(character * cells, colour)
+            drawn += cells
+        result.append(text.append(f" {total:.3f} s, {_percent(line['efficiency'])} %"))
+    legend = Text("       ")
+    for name, (character, colour) in fills.items():
+        legend.append(character, colour).append(f" {name}  ")
+    return [*result, legend]

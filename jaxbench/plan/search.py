@@ -1,0 +1,241 @@
+"""`python -m jaxbench.plan --search`: compiles other meshes, microbatches and remat policies of a
+row.
+
+A local search, which begins with the row and goes on with the neighbours of the best candidate so
+far: those that differ from it in a single setting. Each has the remat policy that fills the memory,
+by the peak of a compiled candidate and the activations that the two save. Step times are those of
+compiled plans alone.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+from textwrap import shorten
+from typing import Any
+
+from rich.table import Table
+
+from jaxbench.hardware import Gpu
+from jaxbench.plan import candidates
+from jaxbench.plan.absent import check_compiler
+from jaxbench.plan.candidates import layout, least_state, memory, spared
+from jaxbench.plan.plan import Plan, grows, parts
+from jaxbench.plan.processes import Target, plan_each, progress
+from jaxbench.plan.text import console, gib
+from jaxbench.recipe import recipes
+from jaxbench.recipe.recipes import Recipe
+from jaxbench.recipe.settings import Run
+
+LIMIT = 40
+"""Candidates that a search compiles by default."""
+
+BATCH = min(4, os.cpu_count() or 1)
+"""Candidates chosen at a time. Free memory decides only how many of them are compiled at a time, so
+that a repeated search chooses the same candidates."""
+
+WORTH = 0.99
+"""Share of the best step that another policy of a compiled layout may take at most."""
+
+CAUTION = 0.95
+"""Share of the memory limit that a new layout may be expected to take: its estimate is a few GiB
+off."""
+
+REASON_WIDTH = 70
+"""Characters of a reason in the table; `--json` has all of it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A tried candidate: seconds and peak bytes, infinite where there is no plan, since compiling
+    failed with the error."""
+
+    seconds: float = math.inf
+    peak: float = math.inf
+    fits: bool = False
+    plan: Plan | None = None
+    error: str = ""
+
+    @classmethod
+    def of(cls, plan: Plan | str) -> "Outcome":
+        """The outcome of a plan, or of the reason why there is none."""
+        if isinstance(plan, str):
+            return cls(error=plan)
+        return cls(plan.forecast_step_s, plan.bytes_per_device.peak, plan.fits, plan)
+
+
+class Search:
+    """The layouts of a row, the candidates that were tried, and which to try next."""
+
+    def __init__(self, row: Run, gpu: Gpu, fixed: frozenset[str] = frozenset()):
+        self.row = replace(row, batch=replace(row.batch, microbatch=row.microbatch))
+        self.limit = gpu.memory_limit
+        every = candidates.layouts(self.row, fixed)
+        self.layouts = [run for run in every if least_state(run) <= self.limit]
+        self.total, self.cannot_fit = len(every), len(every) - len(self.layouts)
+        self.tried: dict[Run, Outcome] = {}
+        remat = self.row.execution.remat if "execution.remat" in fixed else None
+        self._policies = cache(lambda run: candidates.with_policies(run, remat))
+
+    def batch(self, count: int) -> list[Run]:
+        """The next candidates, at most `count`, of different layouts; first the row alone."""
+        if not self.tried:
+            return [self.row]
+        batch: list[Run] = []
+        while len(batch) < count and (run := self._next(batch)):
+            batch.append(run)
+        return batch
+
+    def best(self) -> Run | None:
+        """The fastest candidate that fits, of equally fast ones that with the lowest peak."""
+        fitting = [(o.seconds, o.peak, run) for run, o in self.tried.items() if o.fits]
+        return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
+
+    def _next(self, batch: list[Run]) -> Run | None:
+        """The candidate to add to a batch, of another layout than all in it: the best layout with
+        another policy, then its neighbours; until a candidate fits any layout, those first that are
+        expected to fit with full remat. None where none is worth compiling."""
+        best = self.best()
+        centre = best or min(self.tried, key=lambda run: self.tried[run].peak)
+        taken = {layout(run) for run in batch}
+
+        def order(run: Run) -> tuple[bool, int]:
+            too_big = best is None and self._peak(run, [centre]) > CAUTION * self.limit
+            return too_big, candidates.distance(run, centre)
+
+        for run in sorted(self.layouts, key=order):
+            if best and candidates.distance(run, centre) > 1:
+                break
+            if layout(run) not in taken and (new := self._with_policy(run, centre)):
+                return new
+        return None
+
+    def _with_policy(self, run: Run, centre: Run) -> Run | None:
+        """A layout with the policy that repeats least in the memory there is; None where it was
+        tried, or cannot be faster than the best candidate."""
+        same = [other for other in self.tried if layout(other) == layout(run)]
+        compiled = [other for other in same if self.tried[other].peak < math.inf]
+        if same and not compiled:
+            return None
+        room = self.limit * (1 if compiled else CAUTION)
+        policies, best = self._policies(run), self.best()
+        fitting = [new for new in policies if self._peak(new, compiled or [centre]) <= room]
+        if not fitting and best is None:
+            fitting = sorted(policies, key=memory)[:1]
+        new = max(fitting, key=spared, default=None)
+        if new is None or new in self.tried:
+            return None
+        # What it repeats less than a compiled one of its layout shortens the step by so much.
+        expected = [self.tried[o].seconds * (1 + spared(o) - spared(new)) for o in compiled]
+        worth = not expected or best is None or min(expected) < self.tried[best].seconds * WORTH
+        return new if worth else None
+
+    def _peak(self, run: Run, compiled: list[Run]) -> float:
+        """The expected peak of a candidate: that of the compiled one that is most alike, and the
+        difference in `candidates.memory`."""
+        base = min(compiled, key=lambda other: abs(memory(other) - memory(run)))
+        peak = self.tried[base].peak
+        return memory(run) + (peak - memory(base) if peak < math.inf else 0)
+
+
+def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as_json: bool) -> int:
+    """Searches from a row and prints the candidates; 1 when none fits. What the user `--set` on the
+    row stays as it is."""
+    overrides = recipes.parse_overrides(list(row.overrides))
+    fixed = {f"{override.section}.{override.name}" for override in overrides}
+    check_compiler()
+    state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
+
+    with progress() as bar:
+        task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
+        while batch := state.batch(min(BATCH, limit - len(state.tried))):
+            fastest = state.best()
+            best_s = f"best {state.tried[fastest].seconds:.3f} s" if fastest else "none fits yet"
+            bar.update(task, description=f"{row.recipe} {row.row}, {best_s}")
+            runs = {_resolved(recipe, run, row): run for run in batch}
+            for run, plan in plan_each(runs, target, config):
+                bar.advance(task)
+                state.tried[runs[run]] = Outcome.of(plan)
+        bar.update(task, total=bar.tasks[task].completed)
+    lines = table(state.tried, state.row)
+    best = next((line for line in lines if line["fits"]), None)
+    counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
+    if as_json:
+        print(json.dumps({"best": best, "candidates": lines, **counts}, indent=2))
+        return int(best is None)
+    show(lines)
+    print(
+        f"\n{len(lines)} tried of {state.total} meshes and microbatches; of {state.cannot_fit} "
+        "the train state alone does not fit"
+    )
+    if best is None:
+        print("nothing fits: it needs more GPUs or fewer layers, or a higher --limit")
+        return 1
+    options = [option for text in (*row.overrides, *best["set"]) for option in ("--set", text)]
+    result = f"best: {best['step_s']:.3f} s" if best["set"] else "the row is the best of them"
+    print(f"{result}: --config {config} --gpus {row.row}", *target.options(), *options)
+    return 0
+
+
+def _resolved(recipe: Recipe, run: Run, row: Run) -> Run:
+    """A candidate as `--set` entries give it, those of the user first."""
+    overrides = recipes.parse_overrides([*row.overrides, *candidates.changes(run, row)])
+    return recipes.resolve(recipe, row.gpus, overrides=overrides)
+
+
+def table(tried: dict[Run, Outcome], row: Run) -> list[dict[str, Any]]:
+    """A line per candidate: those that fit by their time, the others by their memory, then those
+    that were not compiled."""
+    order = {run: (0, o.seconds) if o.fits else (1, o.peak) for run, o in tried.items()}
+    lines, row_s = [], tried[row].seconds
+    best = min((o for o in tried.values() if o.fits), key=lambda o: o.seconds, default=None)
+    for run in sorted(order, key=lambda run: order[run]):
+        outcome = tried[run]
+        line = {
+            "set": candidates.changes(run, row),
+            "mesh": run.mesh_text(),
+            "virtual_stages": run.parallelism.virtual_stages,
+            "microbatch": run.microbatch,
+            "remat": run.execution.remat,
+            "fits": outcome.fits,
+            "why": f"not compiled: {outcome.error}",
+        }
+        if outcome.plan:
+            line |= {
+                "why": why(outcome.plan, best.plan if best else None),
+                "step_s": outcome.seconds,
+                "of_row": outcome.seconds / row_s if row_s < math.inf else None,
+                "peak": outcome.peak,
+                "parts_s": parts(outcome.plan),
+            }
+        lines.append(line)
+    return lines
+
+
+def why(plan: Plan, best: Plan | None) -> str:
+    """The reason why a candidate is not the best; empty for the best."""
+    if not plan.fits:
+        size = plan.bytes_per_device
+        return f"does not fit: {gib(size.peak - size.limit)} over the limit"
+    if best is None or plan is best:
+        return ""
+    name, longer = grows(parts(plan), parts(best))
+    return f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; {name} {longer:+.3f} s"
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """Prints the table of candidates."""
+    grid = Table(box=None)
+    for heading in ("step s", "of row", "peak GiB", "mesh", "chunks", "microbatch", "remat", "why"):
+        grid.add_column(heading, no_wrap=heading != "remat")
+    for line in lines:
+        figures = ("", "", "")
+        if "step_s" in line:
+            ratio = f"{line['of_row']:.3f}" if line["of_row"] else ""
+            figures = (f"{line['step_s']:.3f}", ratio, f"{line['peak'] / 2**30:.1f}")
+        numbers = str(line["virtual_stages"]), str(line["microbatch"])
+        reason = "the row; " * (not line["set"]) + line["why"]
+        reason = shorten(reason.removesuffix("; "), REASON_WIDTH)
+        grid.add_row(*figures, line["mesh"], *numbers, line["remat"], reason)
+    console().print(grid)

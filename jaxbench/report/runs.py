@@ -1,0 +1,196 @@
+"""A run of any source: its workload, its steps, and its result over a window of iterations."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxbench.hardware import NULL, is_null
+from jaxbench.recipe.verdict import Verdict, judge
+from jaxbench.recipe.window import spread, too_short
+
+Window = tuple[int, int]
+
+LISTED = 5
+"""Missing iterations named in a reason; the rest are counted."""
+
+LARGEST = 1e18
+"""Largest plausible quantity in any unit used here."""
+
+Repeats = Literal["never", "redrawn", "processes"]
+
+
+@dataclass
+class Steps:
+    """Seconds of each iteration, and inconsistencies among them.
+
+    `expected` is the planned number of iterations, None where unknown. `repeats` says when an
+    iteration may be logged more than once: `redrawn` by a progress bar, whose last state counts, or
+    once by each of several `processes`, of which the first counts.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    expected: int | None = None
+    repeats: Repeats = "never"
+    invalid: str | None = None
+    repeated: int | None = None
+    last: int = -1
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, iteration: int, seconds: float, loss: float) -> None:
+        """Records one logged iteration."""
+        for name, value in (("step time", seconds), ("loss", loss)):
+            valid = math.isfinite(value) and (name == "loss" or value > 0)
+            if self.invalid is None and not valid:
+                self.invalid = f"the {name} is {value} at iteration {iteration}"
+        earliest = self.last + {"never": 1, "redrawn": 0, "processes": -1}[self.repeats]
+        if self.repeated is None and iteration < earliest:
+            self.repeated = iteration
+        self.last = max(self.last, iteration)
+        self.counts[iteration] += 1
+        if self.repeats == "redrawn" or iteration not in self.seconds:
+            self.seconds[iteration] = seconds
+
+    def problems(self) -> list[str]:
+        """Reasons why these are not all steps of exactly one run."""
+        if not self.seconds:
+            return ["no iteration is there"]
+        problems = []
+        repeated = self.repeated
+        uneven = self.repeats == "processes" and len(set(self.counts.values())) > 1
+        if repeated is None and uneven:
+            repeated = self.counts.most_common(1)[0][0]
+        if repeated is not None:
+            problems.append(f"iteration {repeated} comes again: two runs, or one that began again")
+        if self.expected is not None and self.last + 1 < self.expected:
+            problems.append(f"it ends after iteration {self.last} of {self.expected - 1}")
+        if missing := self.last + 1 - len(self.seconds):
+            absent = (n for n in count() if n not in self.seconds)
+            listed = ", ".join(map(str, islice(absent, min(missing, LISTED))))
+            rest = f" and {missing - LISTED} more" if missing > LISTED else ""
+            problems.append(f"missing iterations {listed}{rest}")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """Step time by a plan of the same program.
+
+    `kind` is `forecast`, or `bound` where the plan has no forecast. `parts` are seconds by name,
+    `peak_memory` is in bytes of one GPU.
+    """
+
+    path: Path
+    kind: str
+    step_s: float
+    parts: dict[str, float]
+    peak_memory: float | None
+
+
+def quantity(value: Any) -> float:
+    """A recorded time, rate or size as a float. Raises TypeError for anything implausible."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value < LARGEST):
+        raise TypeError(f"{str(value)[:20]} is no figure")
+    return float(value)
+
+
+@dataclass(kw_only=True)
+class RunData:
+    """Everything known about a run.
+
+    `source` is the kind of log or record, `model` family and size. `flops` are the model's per step
+    and GPU, by convention; `published` is the published row. Bytes are of one GPU. `dated` is
+    "record", or "file time" where `started` is only the file's. `record` holds run.json and
+    environment.json, or the fields that a log declares.
+    """
+
+    path: Path
+    source: str
+    recipe: str
+    gpus: int | None = None
+    dtype: str | None = None
+    label: str = ""
+    steps: Steps = field(default_factory=Steps)
+    model: str = ""
+    tokens: int | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    peak_tflops: float | None = None
+    published: dict[str, Any] | None = None
+    failed: str | None = None
+    unfinished: list[str] = field(default_factory=list)
+    not_comparable: list[str] = field(default_factory=list)
+    peak_memory: float | None = None
+    memory_limit: float | None = None
+    started: datetime | None = None
+    dated: str = "record"
+    plan: PlannedStep | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def null(self) -> bool:
+        """True for a run of null GPUs."""
+        hardware = self.record.get("hardware")
+        return isinstance(hardware, dict) and is_null(str(hardware.get("device")))
+
+    def times(self, window: Window) -> list[float]:
+        """Seconds of the iterations in a window, the last included."""
+        first, last = window
+        return [s for n, s in self.steps.seconds.items() if first <= n <= last]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A run's mean over a window, and its verdict. Seconds are None without such an iteration."""
+
+    run: RunData
+    window: Window
+    mean_s: float | None
+    std_s: float | None
+    verdict: Verdict
+
+    @property
+    def complete(self) -> bool:
+        """True where the step time counts."""
+        return self.verdict.name not in ("failed", "incomplete")
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """Training throughput."""
+        r = self.run
+        return r.tokens / self.mean_s / r.gpus if r.tokens and r.gpus and self.mean_s else None
+
+    def tflops_per_gpu(self, convention: str) -> float | None:
+        """Model TFLOP/s by a convention of `flops.CONVENTIONS`."""
+        count = self.run.flops.get(convention)
+        return count / self.mean_s / 1e12 if count and self.mean_s else None
+
+    def mfu(self, convention: str) -> float | None:
+        """Model FLOPs utilisation of the GPU's peak, or of the peak that the source states."""
+        rate, peak = self.tflops_per_gpu(convention), self.run.peak_tflops
+        return rate / peak if rate and peak else None
+
+
+def evaluate(run: RunData, window: Window) -> Result:
+    """Mean of a run over a window, and the verdict."""
+    first, last = window
+    times = run.times(window)
+    incomplete = [*run.unfinished, *run.steps.problems()]
+    if not incomplete and len(times) < last - first + 1:
+        incomplete = [f"iterations {first} to {last} are not all there"]
+    usable = [t for t in times if math.isfinite(t) and t > 0]
+    means: Mapping[str, float] = spread(usable) if usable else {}
+    verdict = judge(
+        means.get("mean"),
+        run.published["step_time_s"] if run.published else None,
+        failed=run.failed or run.steps.invalid,
+        incomplete=incomplete,
+        not_comparable=[NULL] if run.null else run.not_comparable or too_short(run.steps.last + 1),
+    )
+    return Result(
+        run=run, window=window, mean_s=means.get("mean"), std_s=means.get("std"), verdict=verdict
+    )

@@ -1,0 +1,100 @@
+"""Pipeline schedule: interleaved 1F1B (Narayanan et al. 2021) as tables of actions.
+
+P ranks, V virtual stages (model chunks) on each, M microbatches. Stage s = v P + r is virtual stage
+v of rank r. In a schedule step every rank has one forward action, a virtual stage for a microbatch,
+and one backward action. Microbatches pass all P V stages in groups of P; the loss is taken for a
+group at once. The first P V + P - 1 steps (warm-up) have forward actions only, the last as many
+(cool-down) backward actions only: a rank idles for (P - 1)/(M V) of its work in each direction.
+
+P = V = M = 2, one group. `m.v` is virtual stage v for microbatch m, `-` idle:
+
+    step             0    1    2    3    4    5    6    7    8    9
+    rank 0 forward  0.0  1.0  0.1  1.1   -
+    rank 1 forward   -   0.0  1.0  0.1  1.1
+    rank 0 backward                           -   0.1  1.1  0.0  1.0
+    rank 1 backward                          0.1  1.1  0.0  1.0   -
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Actions of every rank in one direction, arrays `[steps, ranks]`: the microbatch, the model
+    chunk (virtual stage of the rank), the stash slot of its residuals, and whether the rank is
+    busy. An idle rank computes on whatever its buffers hold, and its results are dropped."""
+
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    slot: np.ndarray
+    busy: np.ndarray
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Forward and backward actions of a training step. `slots` is the size of the activation
+    stash, independent of the number of microbatches. Warm-up and cool-down take `warmup` steps
+    each; every further group of microbatches takes `period` steps."""
+
+    forward: Actions
+    backward: Actions
+    slots: int
+    warmup: int
+    period: int
+
+
+def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
+    """The schedule of a number of microbatches that `ranks` divides."""
+    assert microbatches % ranks == 0
+    period = ranks * virtual_stages
+    warmup = period + ranks - 1
+    step = np.arange(warmup + virtual_stages * microbatches + ranks - 1)[:, None]
+    rank = np.arange(ranks)
+
+    def actions(turn: np.ndarray, order: np.ndarray) -> Actions:
+        """Actions in one direction: `turn` `[steps, ranks]` is the index of a rank's action, idle
+        if out of range; `order` has its virtual stages in the order in which they run."""
+        busy = (turn >= 0) & (turn < virtual_stages * microbatches)
+        group, position = np.divmod(np.where(busy, turn, 0), period)
+        microbatch = group * ranks + position % ranks
+        return Actions(microbatch, order[position // ranks], np.zeros_like(microbatch), busy)
+
+    order = np.arange(virtual_stages)
+    forward = actions(step - rank, order)
+    backward = actions(step - warmup - (ranks - 1 - rank), order[::-1])
+    slots = max(_allocate_slots(forward, backward, rank) for rank in range(ranks))
+    return Schedule(forward, backward, slots, warmup, period)
+
+
+def _allocate_slots(forward: Actions, backward: Actions, rank: int) -> int:
+    """Assigns stash slots to a rank's actions; returns how many it needs.
+
+    This is register allocation with a free list: the residuals of a forward action are live until
+    the backward action of the same microbatch and chunk, which frees their slot, and the
+    most recently freed slot is used first. An idle forward action writes a free slot without taking
+    it. An idle backward action reads slot 0 with the chunk that last wrote it: with the weights of
+    another one the residuals could give values that are not finite.
+    """
+    live: dict[tuple[int, int], int] = {}
+    chunk_of_slot_0 = 0
+    free: list[int] = []
+    count = 0
+    for step in range(len(forward.slot)):
+        at = step, rank
+        if backward.busy[at]:
+            slot = live.pop((backward.microbatch[at], backward.chunk[at]))
+            backward.slot[at] = slot
+            free.append(slot)
+        else:
+            backward.chunk[at] = chunk_of_slot_0
+        if not free:
+            free.append(count)
+            count += 1
+        forward.slot[at] = free[-1]
+        if free[-1] == 0:
+            chunk_of_slot_0 = int(forward.chunk[at])
+        if forward.busy[at]:
+            live[forward.microbatch[at], forward.chunk[at]] = free.pop()
+    return count

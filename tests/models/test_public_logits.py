@@ -1,0 +1,147 @@
+"""Logits of Hugging Face's models with random weights, which `fixtures/*_reference.py` make."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import mesh_of, tiny_run
+
+from jaxbench.models.decoder import Decoder, repeating_blocks
+from jaxbench.recipe.model import Mamba, ModelConfig, RopeScaling
+from jaxbench.recipe.settings import Execution, Precision
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def config(**changes):
+    return ModelConfig(
+        family="test", size="tiny", embed=32, ffn=48, heads=4, kv_heads=2, head_dim=16,
+        vocabulary=64, init_std=0.02, **changes,
+    )  # fmt: skip
+
+
+def transformer(model, get):
+    """(variable, array) pairs of Llama and Nemotron."""
+    cfg, (attention, mlp) = model.cfg, model.stacks[0].layers
+
+    def stack(name, convert=np.transpose):
+        return np.stack([convert(get(f"model.layers.{i}.{name}")) for i in range(cfg.layers)])
+
+    def split_heads(w):
+        return w.T.reshape(cfg.embed, cfg.kv_heads, -1, cfg.head_dim)
+
+    qkv = [stack(f"self_attn.{c}_proj.weight", split_heads) for c in "qkv"]
+    out = stack("self_attn.o_proj.weight", np.asarray)
+    yield model.embedding.table, get("model.embed_tokens.weight")
+    yield model.head, get("lm_head.weight").T
+    yield attention.mixer.qkv, np.concatenate(qkv, axis=3)
+    yield attention.mixer.out, out.reshape(*out.shape[:2], cfg.heads, cfg.head_dim)
+    up = stack("mlp.up_proj.weight")
+    if hasattr(mlp.mixer, "gate_up"):
+        yield mlp.mixer.gate_up, np.stack([stack("mlp.gate_proj.weight"), up], axis=2)
+    else:
+        yield mlp.mixer.up, up
+    yield mlp.mixer.down, stack("mlp.down_proj.weight", np.asarray)
+    for part in ("weight", "bias") if cfg.norm == "layer1p" else ("weight",):
+        name = {"weight": "gain", "bias": "bias"}[part]
+        yield getattr(attention.norm, name), stack(f"input_layernorm.{part}", np.asarray)
+        yield getattr(mlp.norm, name), stack(f"post_attention_layernorm.{part}", np.asarray)
+        yield getattr(model.norm, name), get(f"model.norm.{part}")
+
+
+def mamba_weights(get, m: Mamba):
+    """A mixer in this layout: columns z, x, b, c, dt, ordered by group."""
+    inner, state = m.inner * m.groups, m.state * m.groups
+
+    def by_group(w, *sizes):
+        parts = np.split(w, np.cumsum(sizes)[:-1], axis=0)
+        return np.concatenate([p.reshape(m.groups, -1, *w.shape[1:]) for p in parts], axis=1)
+
+    projection = by_group(get("in_proj.weight"), inner, inner, state, state, m.heads)
+    taps = by_group(get("conv1d.weight")[:, 0], inner, state, state)
+    return {
+        "in_proj": projection.transpose(2, 0, 1),
+        "out": get("out_proj.weight").reshape(-1, m.groups, m.inner),
+        "groups.taps": taps.transpose(0, 2, 1),
+        "groups.bias": by_group(get("conv1d.bias"), inner, state, state),
+        "groups.dt_bias": get("dt_bias").reshape(m.groups, -1),
+        "groups.a_log": get("A_log").reshape(m.groups, -1),
+        "groups.d": get("D").reshape(m.groups, -1),
+        "groups.gain": get("norm.weight").reshape(m.groups, -1),
+    }
+
+
+def hybrid(model, get):
+    """(variable, array) pairs of Nemotron-H."""
+    cfg, index = model.cfg, 0
+    yield model.embedding.table, get("model.embeddings.weight")
+    yield model.head, get("lm_head.weight").T
+    yield model.norm.gain, get("model.norm_f.weight")
+    for stack, (letters, times) in zip(model.stacks, repeating_blocks(cfg), strict=True):
+        for position, letter in enumerate(letters):
+            layer, repeats = stack.layers[position], []
+            for repeat in range(times):
+                number = index + repeat * len(letters) + position
+
+                def weight(name, number=number):
+                    return get(f"model.layers.{number}.mixer.{name}")
+
+                if letter == "M":
+                    weights = mamba_weights(weight, cfg.mamba)
+                elif letter == "*":
+                    parts = [weight(f"{c}_proj.weight").T.reshape(32, 2, -1, 16) for c in "qkv"]
+                    out = weight("o_proj.weight").reshape(32, 4, 16)
+                    weights = {"qkv": np.concatenate(parts, axis=2), "out": out}
+                else:
+                    weights = {
+                        "up": weight("up_proj.weight").T,
+                        "down": weight("down_proj.weight"),
+                    }
+                repeats.append(weights | {"norm": get(f"model.layers.{number}.norm.weight")})
+            for name in repeats[0]:
+                variable = layer.norm.gain if name == "norm" else layer.mixer
+                for attribute in name.split(".") if name != "norm" else ():
+                    variable = getattr(variable, attribute)
+                yield variable, np.stack([weights[name] for weights in repeats])
+        index += times * len(letters)
+
+
+ROPE = RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=32)
+NEMOTRON = {"activation": "relu2", "layers": 2, "rope_base": 10000.0, "rope_fraction": 0.5}
+HYBRID = {
+    "activation": "relu2", "layers": 12, "rope_base": None, "pattern": "M-M*-M-M*-M-",
+    "mamba": Mamba(heads=8, head_dim=8, state=16, groups=2),
+}  # fmt: skip
+CASES = {
+    "logits/plain": ("llama", "", transformer, config(layers=2, rope_base=10000.0)),
+    "logits/scaled": (
+        "llama", "", transformer, config(layers=2, rope_base=500000.0, rope_scaling=ROPE),
+    ),
+    "nemotron4/logits": (
+        "nemotron", "nemotron4/", transformer, config(**NEMOTRON, norm="layer1p"),
+    ),
+    "nemotronh/logits": ("nemotron", "nemotronh/", hybrid, config(**HYBRID)),
+}  # fmt: skip
+"""By array of logits: its file, the prefix of its weights there, how they are read, the model."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_a_public_implementation(name):
+    file, prefix, pairs, cfg = CASES[name]
+    arrays = np.load(FIXTURES / f"{file}_reference.npz")
+    with mesh_of(tiny_run()):
+        model = Decoder(cfg, key=jax.random.key(0))
+        loaded = 0
+        for variable, array in pairs(model, lambda name: arrays[prefix + name].astype(np.float32)):
+            assert variable.shape == array.shape
+            variable[...] = jnp.asarray(array)
+            loaded += array.size
+        assert loaded == sum(x.size for x in jax.tree.leaves(model))
+        hidden, *_ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), Precision())
+        hidden = model.norm(hidden)
+    logits = np.asarray(hidden) @ np.asarray(model.head[...])
+    # Two fp32 implementations that sum in different orders.
+    tolerance = 5e-6 * np.abs(arrays[name]).max()
+    np.testing.assert_allclose(logits, arrays[name], atol=tolerance, rtol=0)

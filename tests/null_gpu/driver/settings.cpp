@@ -1,0 +1,101 @@
+// Settings, models of GPUs, and counts of calls.
+#include "core.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <sstream>
+#include <vector>
+
+namespace null_gpu {
+
+// Memory, multiprocessors and caches as `nvidia-smi` and cudaGetDeviceProperties show them.
+static const Model MODELS[] = {
+    {"h100", "NVIDIA H100 80GB HBM3", 9, 132, 84942979072, 52428800, 18},
+    {"h200", "NVIDIA H200", 9, 132, 150754820096, 62914560, 18},
+    {"b200", "NVIDIA B200", 10, 148, 191507202048, 132644864, 18},
+    {"gb200", "NVIDIA GB200", 10, 152, 198521650176, 132644864, 18},
+};
+
+std::string text_setting(const char *name) {
+  const char *value = getenv(name);
+  return value ? value : "";
+}
+
+long setting(const char *name, long otherwise) {
+  std::string value = text_setting(name);
+  return value.empty() ? otherwise : atol(value.c_str());
+}
+
+bool still() {
+  static bool still = setting("NULL_GPU_STILL", 0);
+  return still;
+}
+
+int physical_devices() {
+  static int n = setting("NULL_GPU_DEVICES", 8);
+  return n;
+}
+
+// NULL_GPU_MODEL has one model, or one for each device in turn ("h100,h200").
+const Model &model_of(int physical) {
+  static auto *models = [] {
+    auto *models = new std::vector<const Model *>;
+    std::stringstream keys(text_setting("NULL_GPU_MODEL"));
+    for (std::string key; std::getline(keys, key, ',');)
+      for (const Model &model : MODELS)
+        if (key == model.key) models->push_back(&model);
+    if (models->empty()) models->push_back(&MODELS[0]);
+    return models;
+  }();
+  return *(*models)[physical % models->size()];
+}
+
+std::string name_of(int physical) {
+  std::string marker = text_setting("NULL_GPU_UNMARKED").empty() ? " (null)" : "";
+  return model_of(physical).name + marker;
+}
+
+size_t memory_of(int physical) {
+  static size_t megabytes = setting("NULL_GPU_MEMORY_MB", 0);
+  return megabytes ? megabytes << 20 : model_of(physical).memory;
+}
+
+void *opaque_handle() {
+  static std::atomic<uintptr_t> next{0x10000};
+  return reinterpret_cast<void *>(next += 64);
+}
+
+static std::mutex &counts_mutex() {
+  static auto *mutex = new std::mutex;
+  return *mutex;
+}
+
+static std::map<std::string, long> &counts() {
+  static auto *counts = new std::map<std::string, long>;
+  return *counts;
+}
+
+// NULL_GPU_COUNTS names a folder: <pid>.txt has a line "n name" for each name, once the process ends.
+static void write_counts() {
+  std::string path = text_setting("NULL_GPU_COUNTS") + "/" + std::to_string(getpid()) + ".txt";
+  FILE *file = fopen(path.c_str(), "w");
+  if (!file) return;
+  Lock lock(counts_mutex());
+  for (auto &[name, n] : counts()) fprintf(file, "%ld %s\n", n, name.c_str());
+  fclose(file);
+}
+
+void count(const std::string &name, long n) {
+  static bool on = !text_setting("NULL_GPU_COUNTS").empty() && !atexit(write_counts);
+  if (!on) return;
+  Lock lock(counts_mutex());
+  counts()[name] += n;
+}
+
+}  // namespace null_gpu
+
+extern "C" void null_gpu_stub(const char *name) { null_gpu::count(std::string("stub ") + name); }

@@ -1,0 +1,53 @@
+"""One check of `benchmarks/gpu.py` on a GPU, at sizes that compile in seconds.
+
+python tests/null_gpu/small_check.py --check NAME --output FOLDER --folder FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu
+from one_gpu import choices, context, mixers, operators, speed, survives, trains
+
+from jaxbench import calibrate, hardware
+from jaxbench.recipe import recipes
+from jaxbench.recipe.settings import Run
+
+FP8 = "llama31_8b_fp8"
+SHORTER = ("--set=model.layers=1", "--set=batch.global_batch=1")
+
+
+def smoke(recipe: str, name: int | str = 1, *changes: str) -> Run:
+    """The recipe's `smoke` row in place of any other."""
+    return context.row(recipe, recipes.SMOKE, *changes)
+
+
+def train(recipe: str, folder: Path, *options: str, **variables: str) -> context.Trained:
+    """The training command with the sizes of a shorter `smoke` row."""
+    sizes = context.tiny(context.Context("gpu", folder, hardware.H100), recipe)
+    return context.train(recipe, folder, *sizes, *SHORTER, *options, **variables)
+
+
+def shrink() -> None:
+    """Makes all checks small: few cases of each kind, tiny models."""
+    context.Context.recipes = [FP8]
+    choices.row = speed.row = smoke
+    operators.row = lambda recipe, name=1, *changes: smoke(recipe)
+    survives.tiny = lambda ctx, recipe: (*context.tiny(ctx, recipe), *SHORTER)
+    trains.train, trains.STEPS = train, 6
+    survives.LONG = 50
+    speed.SQUARE, speed.PROFILED = 1024, (FP8,)
+    speed.product_shapes = lambda ctx: {(64, 64, 128)}
+    operators.FAMILIES, operators.TOKENS = ("llama31_8b",), 64
+    operators.product_shapes = speed.product_shapes
+    mixers.CHANGES = {"parts of 32 tokens": mixers.CHANGES["parts of 32 tokens"]}
+    mixers.GROUPS = 1
+    choices.CHOICES = choices.CHOICES[:2]
+    calibrate.GPU_SAMPLE = calibrate.TINY_SAMPLE
+
+
+if __name__ == "__main__":
+    shrink()
+    sys.exit(gpu.main())

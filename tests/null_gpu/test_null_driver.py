@@ -1,0 +1,90 @@
+"""The null driver itself: devices, copies, and collectives whose data are real."""
+
+import json
+
+import null_gpus
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(null_gpus.missing() is not None, reason=str(null_gpus.missing())),
+]
+
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+if len(sys.argv) > 1:
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+n = jax.device_count()
+mesh = jax.make_mesh((n,), ("x",))
+jax.set_mesh(mesh)
+whole = np.arange(8.0 * n * n, dtype=np.float32)
+values = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P("x")), lambda i: whole[i])
+
+def collective(function, out_specs):
+    return jax.jit(jax.shard_map(function, in_specs=P("x"), out_specs=out_specs, check_vma=False))
+
+def local(array):
+    return [shard.data.tolist() for shard in array.addressable_shards]
+
+print(json.dumps({
+    "devices": [str(device.device_kind) for device in jax.devices()],
+    "copied": local(values),
+    "gathered": local(collective(lambda v: jax.lax.all_gather(v, "x", tiled=True), P())(values)),
+    "exchanged": local(collective(
+        lambda v: jax.lax.all_to_all(v, "x", 0, 0, tiled=True), P("x"))(values)),
+    "sent": local(collective(
+        lambda v: jax.lax.ppermute(v, "x", [(i, (i + 1) % n) for i in range(n)]), P("x"))(values)),
+    "scattered": local(collective(
+        lambda v: jax.lax.psum_scatter(v, "x", tiled=True), P("x"))(values)),
+    "sum": local(values + 1),
+}))
+"""
+
+
+def expected(n):
+    """What each of n devices holds after each operation, by name."""
+    width = 8 * n
+    parts = [[float(v) for v in range(width * d, width * (d + 1))] for d in range(n)]
+    pieces = [[part[8 * k : 8 * (k + 1)] for k in range(n)] for part in parts]
+    return {
+        "copied": parts,
+        "gathered": [[v for part in parts for v in part]] * n,
+        "exchanged": [[v for part in pieces for v in part[d]] for d in range(n)],
+        "sent": [parts[(d - 1) % n] for d in range(n)],
+        "scattered": [
+            [sum(vs) for vs in zip(*(p[d] for p in pieces), strict=True)] for d in range(n)
+        ],
+    }  # fmt: skip
+
+
+def result(command):
+    assert command.wait().status == 0, command.text
+    return json.loads(command.out)
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_collectives_of_one_process(gpus, tmp_path):
+    variables = null_gpus.environment(gpus, counts=tmp_path)
+    made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables))
+    assert made.pop("devices") == ["NVIDIA H100 80GB HBM3 (null)"] * gpus
+    assert made.pop("sum") != [[v + 1 for v in part] for part in made["copied"]]  # not computed
+    assert made == expected(gpus)
+    (counts,) = tmp_path.glob("*.txt")
+    assert f"{gpus} ncclAllGather\n" in counts.read_text()
+
+
+def test_collectives_of_two_processes(tmp_path):
+    made = [result(command) for command in null_gpus.start_two(
+        folder=tmp_path, program=("-c", PROGRAM), **null_gpus.environment(2)
+    )]  # fmt: skip
+    for name, values in expected(4).items():
+        assert made[0][name] + made[1][name] == values, name
+
+
+def test_visible_devices_are_counted(tmp_path):
+    variables = null_gpus.environment(8, model="h100,h200,b200") | {"CUDA_VISIBLE_DEVICES": "1,4,5"}
+    made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables))
+    names = [*["NVIDIA H200 (null)"] * 2, "NVIDIA B200 (null)"]
+    assert made["devices"] == names

@@ -1,0 +1,147 @@
+"""Faults of GPUs on purpose: what the command says of each, with which status and cause, how soon.
+
+`python -m pytest --all tests/null_gpu/test_null_faults.py -k table -s` prints the table.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+
+import null_gpus
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(null_gpus.missing() is not None, reason=str(null_gpus.missing())),
+]
+
+WATCHDOG_S = 30
+TOLERANCE_S = 20
+"""Seconds by which a busy machine may be late."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How a run ends: its exit status, cause and reason, and within how many seconds."""
+
+    status: int
+    cause: str
+    reason: str
+    seconds: float
+
+
+GPU = "jax.errors.JaxRuntimeError: INTERNAL: .*"
+HUNG = rf"no progress within the time limit of {WATCHDOG_S} s: rank 0 on \S+ \(training, last "
+FAULTS = {
+    "illegal_address": Expected(6, "gpu", GPU + "CUDA_ERROR_ILLEGAL_ADDRESS", 15),
+    "ecc": Expected(6, "gpu", GPU + "CUDA_ERROR_ECC_UNCORRECTABLE", 15),
+    "lost": Expected(6, "gpu", GPU + "CUDA_ERROR_UNKNOWN", 15),
+    "hang": Expected(-9, "hang", HUNG, WATCHDOG_S + 3),
+    "nccl_system": Expected(7, "network", GPU + "NCCL operation .*unhandled system error", 15),
+    "nccl_remote": Expected(7, "network", GPU + "NCCL operation .*remote process exited", 15),
+    "nccl_hang": Expected(-9, "hang", HUNG, WATCHDOG_S + 3),
+}
+"""What happens once training has begun. A killed process (-9) is the watchdog's work."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled once for all runs on the same devices."""
+    return ("--compilation-cache", tmp_path_factory.mktemp("cache"))
+
+
+def broken_run(folder, cache, fault, gpus=2, device=1):
+    """A run that saves, in which a GPU fails after ten steps; (it, seconds until its end)."""
+    mesh = (f"parallelism.fsdp={gpus}", f"batch.global_batch={gpus}")
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16", *mesh, gpus=gpus, steps=100_000), *cache,
+        "--checkpoint-every", 4, "--watchdog", WATCHDOG_S, folder=folder,
+        **null_gpus.environment(
+            gpus, fault=f"{fault}:device={device}", arm=folder / "arm", kernel_us=20
+        ),
+    )  # fmt: skip
+    command.wait_for_steps(10)
+    (folder / "arm").touch()
+    began = time.monotonic()
+    command.wait()
+    return command, time.monotonic() - began
+
+
+def check(command, seconds, expected):
+    """The end is as expected, told once in the record and last on the terminal, and what was saved
+    is complete."""
+    record = command.record
+    assert (command.status, record["status"], record["cause"]) == (
+        expected.status, "failed", expected.cause,
+    ), command.text  # fmt: skip
+    assert re.match(expected.reason, record["reason"]), record["reason"]
+    assert record["hardware"]["null"]
+    assert "Traceback" not in command.err
+    assert seconds < expected.seconds + TOLERANCE_S
+    saved = [entry["step"] for entry in record["checkpoints"]]
+    assert saved
+    assert all((command.folder / "checkpoints" / str(step)).is_dir() for step in saved[-1:])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_one_process_is_named(fault, cache, tmp_path):
+    command, seconds = broken_run(tmp_path, cache, fault)
+    check(command, seconds, FAULTS[fault])
+
+
+@pytest.mark.parametrize("fault", ["lost", "nccl_system"])
+def test_a_fault_of_one_of_eight_gpus_is_named(fault, tmp_path):
+    command, seconds = broken_run(tmp_path, (), fault, gpus=8, device=5)
+    check(command, seconds, FAULTS[fault])
+
+
+def test_a_gpu_that_others_use_has_no_memory_left(cache, tmp_path):
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16"), *cache, folder=tmp_path,
+        **null_gpus.environment(fault="memory:bytes=200000,device=1"),
+    ).wait()  # fmt: skip
+    assert (command.status, command.record["cause"]) == (4, "memory"), command.text
+
+
+def test_a_profile_that_the_driver_refuses_fails(cache, tmp_path):
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16", steps=12), *cache, "--profile", "jax",
+        "--profile-steps", "5-8", folder=tmp_path, **null_gpus.environment(fault="cupti"),
+    ).wait()  # fmt: skip
+    assert command.status == 1
+    assert "the profile has no event on a device" in command.record["reason"]
+
+
+def test_gpus_of_two_models_are_refused(tmp_path):
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16"), folder=tmp_path / "run",
+        **null_gpus.environment(model="h100,h200"),
+    ).wait()  # fmt: skip
+    assert command.status == 2
+    assert command.err == (
+        "error: the job's devices differ: 1 x NVIDIA H100 80GB HBM3 (null), "
+        "1 x NVIDIA H200 (null); choose nodes with the same GPUs\n"
+    )
+
+
+def test_a_resumed_run_that_lacks_a_gpu_says_so(cache, tmp_path):
+    arguments = null_gpus.tiny("llama31_8b_bf16", steps=20)
+    saving = (*arguments, *cache, "--checkpoint-every", 4, "--resume")
+    whole = null_gpus.start(*saving, folder=tmp_path, **null_gpus.environment()).wait()
+    assert whole.status == 0, whole.err
+    before = (tmp_path / "run.json").read_bytes()
+    less = null_gpus.start(*saving, folder=tmp_path, **null_gpus.environment(1)).wait()
+    assert less.status == 2
+    assert less.err == "error: --gpus 2 was asked for, but this job sees 1 GPU\n"
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_a_device_that_computes_nothing_is_no_result(cache, tmp_path):
+    """Were it not marked as null, as no real GPU is."""
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16"), *cache, folder=tmp_path,
+        **null_gpus.environment(unmarked=1),
+    ).wait()  # fmt: skip
+    assert command.status == 3
+    assert command.record["cause"] == "numbers"
+    assert "grad_norm is 0 at step 0: nothing was computed" in command.record["reason"]

@@ -1,0 +1,134 @@
+"""Every path through `train` on null GPUs: recipes, mesh axes, and what is done around training."""
+
+import json
+import signal
+
+import null_gpus
+import pytest
+import yaml
+from commands import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(null_gpus.missing() is not None, reason=str(null_gpus.missing())),
+]
+
+ROWS = {
+    "llama2_70b_bf16": {"pipeline": 2, "virtual_stages": 2, "fsdp": 2, "layers": 4},
+    "llama2_70b_fp8": {"fsdp": 2, "tensor": 2, "layers": 2},
+    "llama31_8b_bf16": {"fsdp": 2, "layers": 2, "remat": "none"},
+    "llama31_8b_fp8": {"fsdp": 2, "layers": 2, "microbatch": 2},
+    "llama31_70b_bf16": {"tensor": 2, "layers": 2, "remat": "full"},
+    "llama31_70b_fp8": {"context": 2, "layers": 2},
+    "llama31_405b_bf16": {"context": 2, "tensor": 2, "layers": 2},
+    "llama31_405b_fp8": {"fsdp": 2, "data": 2, "layers": 2},
+    "grok1_314b_bf16": {"expert": 2, "layers": 2},
+    "grok1_314b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
+    "nemotron4_340b_bf16": {"pipeline": 2, "tensor": 2, "layers": 2},
+    "nemotron4_340b_fp8": {"pipeline": 2, "layers": 2},
+    "nemotronh_56b_bf16": {"fsdp": 2},
+    "nemotronh_56b_fp8": {"tensor": 2},
+}
+"""Mesh and other settings of a row for GPUs whose sizes are the smoke row's."""
+
+AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled once for all runs of the same program."""
+    return ("--compilation-cache", tmp_path_factory.mktemp("cache"))
+
+
+def small_row(recipe, folder):
+    """(file of a recipe whose row for GPUs has the smoke row's sizes, number of GPUs)."""
+    contents = yaml.safe_load((ROOT / "configs" / f"{recipe}.yaml").read_text())
+    gpus = 1
+    for axis in AXES:
+        gpus *= ROWS[recipe].get(axis, 1)
+    row = contents["rows"]["smoke"] | ROWS[recipe]
+    path = folder / f"{recipe}.yaml"
+    path.write_text(yaml.safe_dump(contents | {"rows": {gpus: row}}))
+    return path, gpus
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_a_recipe_trains(recipe, tmp_path):
+    path, gpus = small_row(recipe, tmp_path)
+    command = null_gpus.start(
+        "--config", path, "--gpus", gpus, "--steps", 3, folder=tmp_path / "run",
+        **null_gpus.environment(gpus),
+    ).wait()  # fmt: skip
+    assert command.status == 0, command.text
+    record = command.record
+    assert (record["status"], len(command.steps)) == ("completed", 3)
+    assert record["hardware"]["devices"] == gpus
+    assert record["kernels"]["attention"] == "cudnn"
+    assert "null GPUs: nothing here is a measurement" in record["not_comparable_because"]
+    assert "null GPUs: nothing here is a measurement" in command.out
+
+
+def test_another_model_is_compiled_for(tmp_path):
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16", steps=2), folder=tmp_path,
+        **null_gpus.environment(model="gb200"),
+    ).wait()  # fmt: skip
+    assert command.status == 0, command.text
+    assert command.record["hardware"]["device"] == "NVIDIA GB200 (null)"
+
+
+OPTIONS = {
+    "profile": ("--profile", "jax", "--profile-steps", "5-8"),
+    "trace": ("--nccl-trace",),
+    "repeatable": ("--check-repeatable",),
+    "pgle": ("--pgle",),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_around_training(option, cache, tmp_path):
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16", steps=12), *cache, *OPTIONS[option],
+        folder=tmp_path, **null_gpus.environment(),
+    ).wait()  # fmt: skip
+    if option == "trace":  # the null library writes no trace, and that is said
+        assert command.status == 1
+        assert "NCCL" in command.record["reason"]
+        return
+    assert command.status == 0, command.text
+    if option == "pgle":
+        assert command.record["pgle"]["coverage"] == 1
+    if option == "repeatable":
+        assert command.record["repeatable"]["equal"]
+    if option == "profile":
+        assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_a_killed_run_resumes(cache, tmp_path):
+    saving = (*null_gpus.tiny("llama31_8b_bf16", steps=60), *cache, "--checkpoint-every", 10)
+    variables = null_gpus.environment(kernel_us=50)
+    command = null_gpus.start(*saving, "--resume", folder=tmp_path, **variables)
+    command.wait_for_steps(25)
+    command.process.send_signal(signal.SIGKILL)
+    assert command.wait().status == -signal.SIGKILL
+    command = null_gpus.start(*saving, "--resume", folder=tmp_path, **variables).wait()
+    assert command.status == 0, command.text
+    (resumed,) = command.record["resumed_at"]
+    assert resumed in (10, 20)
+    assert [step["step"] for step in command.steps] == list(range(60))
+
+
+def test_two_processes(tmp_path):
+    """Whose collectives move data between them: the checkpoint restored is the one saved."""
+    arguments = null_gpus.tiny("llama31_8b_bf16", "parallelism.fsdp=4", gpus=4, steps=6)
+    for part in (("--checkpoint",), ("--restore", tmp_path / "first")):
+        folder = tmp_path / ("first" if "--checkpoint" in part else "second")
+        steps = () if "--checkpoint" in part else ("--steps", 8)
+        commands = null_gpus.start_two(
+            *arguments, *steps, *part, folder=folder, **null_gpus.environment(2)
+        )
+        for command in commands:
+            assert command.wait().status == 0, command.text
+    record = json.loads((tmp_path / "second" / "run.json").read_text())
+    assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
+    assert record["restored"]["step"] == 6

@@ -1,0 +1,367 @@
+"""Searches and scaling: what may be chosen and in which order, without a compiler; then both
+commands on a recipe small enough to compile in seconds."""
+
+import contextlib
+import csv
+import io
+import json
+from dataclasses import replace
+from math import log2
+
+import pytest
+from compiled import needs_compiler
+
+from jaxbench.hardware import H100
+from jaxbench.plan import absent, candidates, command, processes, scaling, search
+from jaxbench.plan.candidates import least_state
+from jaxbench.plan.plan import parts, read
+from jaxbench.plan.search import Outcome, Search
+from jaxbench.recipe import flops, recipes
+
+RECIPE = """
+model: llama31_8b
+precision: {dtype: bf16}
+batch: {sequence_length: 2048}
+optimizer: {schedule: megatron, learning_rate: 3.0e-4, final_learning_rate: 3.0e-5, warmup: 2000,
+            eps: 1.0e-5, decay_vectors: false}
+execution: {remat: [attention]}
+rows:
+  8:  {layers: 2, fsdp: 8, microbatch: 1, global_batch: 16, model: {vocabulary: 4096}}
+  16: {layers: 2, fsdp: 8, microbatch: 1, global_batch: 32, model: {vocabulary: 4096}}
+  1:  {layers: 1, microbatch: 1, global_batch: 1}
+"""
+
+
+def row(name, gpus, *changes):
+    overrides = recipes.parse_overrides(list(changes))
+    return recipes.resolve(recipes.load(name), gpus, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [("llama2_70b_fp8", 64), ("llama31_405b_bf16", 32), ("grok1_314b_bf16", 64),
+     ("nemotron4_340b_fp8", 128), ("nemotronh_56b_bf16", 32), ("llama31_8b_bf16", 1)],
+)  # fmt: skip
+def test_the_row_is_among_what_may_be_chosen(name, gpus):
+    run = row(name, gpus)
+    found = candidates.layouts(run)
+    assert candidates.layout(run) in {candidates.layout(each) for each in found}
+    assert len({candidates.layout(each) for each in found}) == len(found)
+
+
+def test_a_candidate_is_its_row_with_set_entries():
+    run = row("grok1_314b_fp8", 32)
+    policies = list(candidates.policies(run))
+    for at, layout in enumerate(candidates.layouts(run)[::97]):
+        remat = policies[at % len(policies)]
+        for found in candidates.with_policies(layout, remat):
+            again = row("grok1_314b_fp8", 32, *candidates.changes(found, run))
+            assert again.mesh_shape == found.mesh_shape
+            assert candidates.settings(again) == candidates.settings(found)
+    assert candidates.changes(run, run) == []
+
+
+def test_what_the_user_sets_stays():
+    run = row("llama2_70b_fp8", 64, "parallelism.tensor=2", "parallelism.fsdp=32")
+    fixed = frozenset(["parallelism.tensor", "batch.microbatch"])
+    found = candidates.layouts(run, fixed)
+    assert {each.parallelism.tensor for each in found} == {2}
+    assert {each.microbatch for each in found} == {2}
+    assert len({each.parallelism.fsdp for each in found}) > 1
+    only = Search(run, H100, FEW | {"execution.remat"})
+    seen = simulate(only, 4)
+    assert {each.execution.remat for each in seen} == {run.execution.remat}
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ([], 0),
+        (["parallelism.fsdp=32"], 1),
+        (["parallelism.fsdp=16", "parallelism.tensor=2"], 2),
+        (["parallelism.fsdp=16"], 2),
+        (["batch.microbatch=1", "execution.remat=full"], 1),
+        (["parallelism.fsdp=32", "parallelism.pipeline=2", "parallelism.virtual_stages=4",
+          "execution.remat=full", "batch.microbatch=1"], 2),
+    ],
+)  # fmt: skip
+def test_the_distance_counts_what_differs(changes, count):
+    run = row("llama2_70b_fp8", 64)
+    other = row("llama2_70b_fp8", 64, *changes)
+    assert candidates.distance(run, other) == candidates.distance(other, run) == count
+
+
+def test_in_a_pipeline_no_policy_counts_layers_or_unrolls():
+    run = row("nemotron4_340b_fp8", 128, "execution.remat=full")
+    policies = [each.execution.remat for each in candidates.with_policies(run)]
+    assert len(policies) > 4
+    assert not any(":" in remat or remat == "none" for remat in policies)
+
+
+def test_recomputation_is_the_forward_pass_of_what_is_not_kept():
+    """By hand: with full remat all products of a layer but the MLP's last run a second time."""
+    kept = "execution.remat=query,key,value,attention,residual,gate,up"
+    run = row("llama31_8b_bf16", 8, kept)
+    work = flops.model_flops(run.model, run.batch.sequence_length)
+    again = (work["total"] - work["head"] - work["mlp"] / 3) / 3
+    assert candidates.spared(run) == pytest.approx(again / work["total"])
+    assert candidates.spared(row("llama31_8b_bf16", 8, "execution.remat=full")) == 0
+
+
+def test_memory_is_near_what_was_compiled():
+    """The peaks of docs/plan.csv, for transformers; a difference of two is nearer."""
+    with open("docs/plan.csv") as file:
+        rows = [line for line in csv.DictReader(file) if line["recipe"].startswith("llama")]
+    for line in rows:
+        if int(line["GPUs"]) > 1:
+            expected = candidates.memory(row(line["recipe"], int(line["GPUs"]))) / 2**30
+            assert expected == pytest.approx(float(line["peak GiB"]), rel=0.2), line
+
+
+def test_the_least_state_is_below_any_real_one():
+    """A device of the smallest mesh that holds Llama 2 70B in 71 GiB: 16 and not 8 GPUs."""
+    run = row("llama2_70b_fp8", 64)
+    sizes = {each.parallelism.ranks: least_state(each) for each in candidates.layouts(run)}
+    assert sizes[8] > H100.memory_limit > sizes[16]
+
+
+FEW = frozenset(["parallelism.pipeline", "parallelism.context"])
+"""Fewer candidates: every annotation is checked in tests, which makes them slow."""
+
+
+def seconds(run):
+    """A step time whose best layout has large products and no bubble."""
+    p = run.parallelism
+    bubble = (p.pipeline - 1) / (p.virtual_stages * run.accumulation)
+    split = log2(p.tensor * p.context * run.accumulation)
+    return (2 - candidates.spared(run)) * (1 + bubble) * (1 + 0.02 * split)
+
+
+def simulate(searching, limit, more=0, at_a_time=2):
+    """Runs a search whose plans take `seconds`, and `more` memory than expected; what it tried, in
+    order."""
+    while batch := searching.batch(min(at_a_time, limit - len(searching.tried))):
+        for run in batch:
+            peak = candidates.memory(run) + more
+            searching.tried[run] = Outcome(seconds(run), peak, peak <= searching.limit)
+    return list(searching.tried)
+
+
+def test_a_search_starts_at_the_row_and_goes_on_beside_it():
+    run = row("llama2_70b_fp8", 64)
+    searching = Search(run, H100, FEW)
+    seen = simulate(searching, 9, 2**31)
+    assert len(seen) == len(set(seen))
+    assert seen[0] == run
+    assert candidates.distance(run, seen[1]) <= 1
+    assert candidates.distance(run, seen[2]) <= 1
+    assert seconds(searching.best()) < seconds(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [("llama2_70b_fp8", 64), ("llama31_405b_bf16", 512), ("llama31_8b_bf16", 8),
+     ("nemotron4_340b_fp8", 128), ("nemotronh_56b_bf16", 32)],
+)  # fmt: skip
+def test_a_search_finds_at_least_what_the_recipe_has(name, gpus):
+    """From full remat and the smallest microbatches, in half of the default number of plans."""
+    wanted = row(name, gpus)
+    worse = row(name, gpus, "execution.remat=full", "batch.microbatch=1")
+    searching = Search(worse, H100)
+    simulate(searching, search.LIMIT // 2, at_a_time=4)
+    assert seconds(searching.best()) <= 1.01 * seconds(wanted)
+
+
+def test_a_search_finds_the_best_of_what_there_is():
+    """Nothing that fits is faster than what it found."""
+    run = row("llama31_8b_bf16", 8, "execution.remat=full", "parallelism.fsdp=4")
+    fixed = FEW | {"batch.microbatch"}
+    searching = Search(run, H100, fixed)
+    simulate(searching, 12)
+    everything = [
+        seconds(each)
+        for layout in candidates.layouts(run, fixed)
+        for each in candidates.with_policies(layout)
+        if candidates.memory(each) <= H100.memory_limit
+    ]
+    assert seconds(searching.best()) == pytest.approx(min(everything), rel=0.01)
+
+
+def test_a_search_gets_a_row_that_does_not_fit_to_fit():
+    run = row("llama2_70b_fp8", 64, "batch.microbatch=2")
+    large = replace(run, execution=replace(run.execution, remat="none"))
+    searching = Search(large, H100, FEW)
+    seen = simulate(searching, 5, 8 * 2**30)
+    assert candidates.memory(seen[0]) > H100.memory_limit
+    assert searching.best() is not None
+
+
+def test_what_keeps_everything_may_fit_without_gathered_weights():
+    run = row("llama31_8b_bf16", 8)
+    assert run.execution.remat == "none"
+    _, second = simulate(Search(run, H100), 2, 10 * 2**30)
+    assert second.mesh_shape == run.mesh_shape
+    assert second.execution.remat == "query,key,value,attention,residual,gate,up"
+
+
+def test_what_cannot_fit_is_not_compiled():
+    """By what the parameters alone take."""
+    run = row("llama2_70b_fp8", 64)
+    searching = Search(run, H100, FEW)
+    every = candidates.layouts(run, FEW)
+    assert searching.cannot_fit == sum(least_state(each) > H100.memory_limit for each in every)
+    assert searching.cannot_fit > 0
+    assert all(least_state(each) <= H100.memory_limit for each in simulate(searching, 4))
+
+
+def test_failed_candidates_are_passed_by():
+    run = row("llama31_8b_bf16", 8)
+    searching = Search(run, H100, FEW)
+    for _ in range(3):
+        batch = searching.batch(2)
+        assert not searching.tried.keys() & set(batch)
+        searching.tried |= dict.fromkeys(batch, Outcome())
+    assert len(searching.tried) == 5
+    assert searching.best() is None
+
+
+def test_scaling_compares_rows_of_one_model():
+    runs, left_out = scaling.rows(recipes.load("grok1_314b_fp8"), [])
+    assert [run.gpus for run in runs] == [512, 1024, 2048]
+    assert "8 GPUs: another model, 2 layers on 4096 tokens: not compared" in left_out
+    runs, left_out = scaling.rows(recipes.load("llama2_70b_fp8"), [])
+    assert [run.gpus for run in runs] == [64, 128, 256, 512, 1024, 2048]
+    assert left_out == ["1 GPU: another model, 4 layers on 4096 tokens: not compared"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--search", "--all"], "--all and --search: one of them at a time"),
+        (["--search"], "--config and --gpus are needed"),
+        (["--search", "--limit", "0"], "--limit = 0 must be above 0"),
+        (["--limit", "3"], "--limit is for --search"),
+        (["--scaling"], "--scaling needs --config"),
+        (["--scaling", "--config", "llama2_70b_fp8", "--gpus", "64"], "no --gpus"),
+        (["--search", "--dump", "x"], "--dump keeps a single plan"),
+        (["--search", "--config", "llama2_70b_fp8", "--gpus", "9"], "do not fill nodes of 8"),
+        (["--scaling", "--config", "llama2_70b_fp8", "--set", "parallelism.tensor=3"], "must div"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
+    """Without the compiler for GPUs too."""
+    monkeypatch.setattr(absent, "installed", lambda module: False)
+    assert command.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """(recipe file, what `--scaling --json` says of it, the same of `--search`): three compiled
+    programs of two layers. The plans are kept for the tests."""
+    folder = tmp_path_factory.mktemp("search")
+    path = folder / "small.yaml"
+    path.write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "CACHE", folder / "cache")
+        yield path, said("--config", path, "--scaling"), said(*arguments(path), "--limit", 2)
+
+
+def arguments(path):
+    return "--config", path, "--gpus", 8, "--search"
+
+
+def said(*options):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert command.main([*map(str, options), "--json"]) == 0
+    return json.loads(printed.getvalue())
+
+
+@needs_compiler
+def test_scaling_is_a_table(small):
+    found = small[1]
+    assert found["left_out"] == ["1 GPU: another model, 1 layers on 2048 tokens: not compared"]
+    assert not found["failures"]
+    first, second = found["rows"]
+    assert (first["gpus"], second["gpus"]) == (8, 16)
+    assert (first["efficiency"], first["grows"]) == (1.0, {})
+    rate = 2048 * 2 / first["step_s"]
+    assert first["tokens_per_s_per_gpu"] == pytest.approx(rate)
+    assert second["efficiency"] == pytest.approx(first["step_s"] / second["step_s"])
+    # The sum of gradients over two nodes, as long as it takes at 8 x 50 GB/s.
+    (name,) = second["grows"]
+    assert "data" in name
+    for line in found["rows"]:
+        assert sum(line["parts_s"].values()) == pytest.approx(line["step_s"])
+
+
+@needs_compiler
+def test_scaling_is_drawn(small, capsys):
+    assert command.main(["--config", str(small[0]), "--scaling"]) == 0
+    out, err = capsys.readouterr()
+    bars = [line for line in out.splitlines() if "█" in line and " s, " in line]
+    assert [bar.split()[0] for bar in bars] == ["8", "16"]
+    assert bars[0].endswith("100.0 %")
+    assert "another model" in err
+
+
+@needs_compiler
+def test_a_search_says_what_is_best_and_why(small):
+    found = small[2]
+    first, second = found["candidates"]
+    assert [] in (first["set"], second["set"])  # the row
+    assert found["best"] == first
+    assert first["why"] == ""
+    assert second["why"].startswith(f"{second['step_s'] - first['step_s']:+.3f} s; ")
+    assert found["state_does_not_fit"] == 0
+
+
+@needs_compiler
+def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
+    """Kept plans are read; a candidate whose process fails is listed with its line."""
+    monkeypatch.setattr(processes.sys, "executable", "false")
+    again = said(*arguments(small[0]), "--limit", 2)
+    assert again == small[2]
+    more = said(*arguments(small[0]), "--limit", 3)
+    assert more["candidates"][:2] == small[2]["candidates"]
+    assert more["candidates"][2]["why"] == "not compiled: exit status 1"
+    best = more["best"]["set"]
+    capsys.readouterr()
+    assert command.main([*map(str, arguments(small[0])), "--limit", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 tried of" in out
+    pasted = out.splitlines()[-1]
+    assert pasted.endswith(" ".join(f"--set {text}" for text in best)) or not best
+
+
+@needs_compiler
+def test_why_names_the_part_that_is_longer(small):
+    (path, *_) = processes.CACHE.glob("small-8-h100/plan.json")
+    plan = read(path)
+    assert sum(parts(plan).values()) == pytest.approx(plan.forecast_step_s)
+    work = replace(plan.flops, recompute_ratio=2 * plan.flops.recompute_ratio)
+    longer = plan.forecast.parts_s["products"]
+    more = replace(plan.forecast, parts_s=plan.forecast.parts_s | {"products": 2 * longer})
+    slow = replace(plan, flops=work, forecast=more, forecast_step_s=plan.forecast_step_s + longer)
+    assert search.why(slow, plan).endswith(f"; recompute {longer:+.3f} s")
+    size = replace(plan.bytes_per_device, peak=plan.bytes_per_device.limit + 3 * 2**30)
+    big = replace(plan, bytes_per_device=size, fits=False)
+    assert search.why(big, plan) == "does not fit: 3.0 GiB over the limit"
+    assert search.why(plan, plan) == ""
+
+
+def test_the_line_that_says_why_a_process_failed():
+    def reason(code, text):
+        return processes._reason(processes.subprocess.CompletedProcess([], code, "", text))
+
+    assert reason(2, "W1 noise\nerror: 9 GPUs do not fill nodes of 8\n") == (
+        "9 GPUs do not fill nodes of 8"
+    )
+    trace = (
+        "Traceback ..\n  File x\njax.errors.JaxRuntimeError: INTERNAL: no\n-----\nFor simplicity"
+    )
+    assert reason(1, trace) == "jax.errors.JaxRuntimeError: INTERNAL: no"
+    assert reason(3, "") == "exit status 3"
+    assert "signal 9" in reason(-9, "")

@@ -1,0 +1,81 @@
+"""Which runs are compared with a published measurement: the work and its numerics must be equal."""
+
+import pytest
+
+from jaxbench import hardware
+from jaxbench.recipe import published, recipes
+
+H100, GB200 = hardware.PLANNED["h100"], hardware.PLANNED["gb200"]
+
+
+def reasons(config, row, *texts, gpu=H100):
+    overrides = recipes.parse_overrides(list(texts))
+    run = recipes.resolve(recipes.load(config).on(gpu), row, overrides=overrides)
+    return published.differences(run, gpu.device)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("precision.first_bf16_layers=32", "is 32, the row has 0"),
+        ("precision.last_bf16_layers=1", "is 1, the row has 0"),
+        ("precision.accumulate=bf16", "is bf16, the row has fp32"),
+        ("precision.scaling=current", "is current, the row has delayed"),
+        ("precision.amax_history=1", "is 1, the row has 1024"),
+        ("precision.margin=1", "is 1, the row has 0"),
+        ("optimizer.learning_rate=0", "is 0.0, the row has 0.0003"),
+        ("optimizer.schedule=maxtext", "is maxtext, the row has megatron"),
+        ("optimizer.decay_vectors=true", "is True, the row has False"),
+        ("batch.global_batch=256", "is 256, the row has 128"),
+        ("batch.sequence_length=4096", "is 4096, the row has 8192"),
+        ("model.layers=4", "is 4, the row has 32"),
+        ("model.ffn=1024", "is 1024, the row has 14336"),
+        ("model.init_std=0.02", "is 0.02, the row has 0.01"),
+    ],
+)
+def test_a_change_of_the_work_or_its_numerics_is_named(setting, value):
+    assert reasons("llama31_8b_fp8", 8, setting) == [f"{setting.partition('=')[0]} {value}"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallelism.fsdp=4", "parallelism.tensor=2"),
+        ("parallelism.pipeline=2", "parallelism.fsdp=4", "batch.microbatch=2"),
+        ("execution.remat=full", "execution.attention=xla", "execution.ssd=xla"),
+        ("execution.xla_flags=published",),
+        ("precision.implementation=xla", "precision.gather=bf16"),
+        ("precision.scaling=delayed", "optimizer.learning_rate=3e-4"),
+    ],
+)
+def test_what_leaves_the_result_as_it_is_is_free(settings):
+    assert reasons("llama31_8b_fp8", 8, *settings) == []
+
+
+def test_every_change_is_named():
+    assert reasons("grok1_314b_bf16", 512, "model.routing=balanced", "optimizer.eps=1e-6") == [
+        "model.routing is balanced, the row has learned",
+        "optimizer.eps is 1e-06, the row has 1e-08",
+    ]
+
+
+def test_a_row_is_compared_with_its_own_settings():
+    """Grok-1 on 64 sums gradients in bf16; GB200 has rows of its own."""
+    assert reasons("grok1_314b_fp8", 64) == []
+    (reason,) = reasons("grok1_314b_fp8", 64, "precision.accumulate=fp32")
+    assert reason == "precision.accumulate is fp32, the row has bf16"
+    assert reasons("llama31_405b_bf16", 128, gpu=GB200) == []
+    (reason,) = reasons("llama31_405b_bf16", 128, "model.layers=62", gpu=GB200)
+    assert reason == "model.layers is 62, the row has 126"
+
+
+def test_a_recipe_file_of_a_user_is_compared_with_the_published_row(tmp_path):
+    path = tmp_path / "mine.yaml"
+    text = recipes.find("llama31_8b_fp8").read_text()
+    path.write_text(text.replace("{dtype: fp8}", "{dtype: fp8, scaling: current}"))
+    assert reasons(path, 8) == ["precision.scaling is current, the row has delayed"]
+
+
+def test_the_other_precision_is_compared_with_its_own_row():
+    assert reasons("llama31_8b_fp8", 8, "precision.dtype=bf16") == []
+    assert reasons("nemotronh_56b_bf16", 64) == ["nothing is published for this work on 64 GPUs"]

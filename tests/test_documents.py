@@ -1,0 +1,114 @@
+"""Documents name only what exists, and README stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+import jaxbench
+
+PACKAGE = Path(jaxbench.__file__).parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = [
+    path
+    for folder in ("jaxbench", "launch", "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".sh", ".sbatch") and path.name != Path(__file__).name
+]
+PATHS = (
+    r"[\w./-]+\.(?:py|md|sh|sbatch|csv|html|toml)"
+    r"|(?:jaxbench|launch|tests|benchmarks|docs|configs)/[\w./-]*"
+)
+"""Files and folders of the tree, as documents write them."""
+
+"""Files that documents name already."""
+
+
+def prose(path: Path) -> str:
+    """A document without its blocks of code, and without the generated table below its mark."""
+    text = path.read_text().partition("<!-- table -->")[0]
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document."""
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)}
+
+
+def exists(path: Path) -> bool:
+    """Whether a file or folder is in the tree, or will be."""
+    return path.exists()
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request):
+    """Each document in turn."""
+    return request.param
+
+
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        name, _, fragment = link.partition("#")
+        target = document.parent / name if name else document
+        assert re.match(r"https?:", link) or exists(target), link
+        assert not fragment or fragment in anchors(target), link
+
+
+def test_paths_exist(document):
+    for name in re.findall(rf"`({PATHS})`", prose(document)):
+        folders = (ROOT, PACKAGE, document.parent)  # prose leaves out `jaxbench/`
+        assert any(exists(folder / name) for folder in folders), name
+
+
+def test_names_in_modules_exist(document):
+    """As in `train.program.check_program`: what begins with a package or a module of jaxbench."""
+    if document.name == "record.md":
+        return  # its dotted names are fields
+    for name in re.findall(r"`([a-z]\w*(?:\.\w+)+)[`(]", prose(document)):
+        path, parts = PACKAGE, name.split(".")
+        while parts and not path.suffix:
+            inner = path / parts[0]
+            if not (inner.is_dir() or inner.with_suffix(".py").exists()):
+                break
+            path = inner if inner.is_dir() else inner.with_suffix(".py")
+            parts = parts[1:]
+        if parts and path != PACKAGE and parts[0] not in ("json", "jsonl", "py"):
+            text = (path if path.suffix else path / "__init__.py").read_text()
+            assert re.search(rf"\b{parts[0]}\b", text), name
+
+
+def test_the_log_has_the_headings_that_documents_cite():
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "LOG.md").read_text(), re.MULTILINE)
+    text = " ".join(" ".join(map(prose, DOCUMENTS)).split())
+    cited = {
+        heading
+        for citation in re.findall(
+            r"LOG(?:\.md)?(?:\]\([^)]*\))?[,:]? ((?:\*[^*]+\*(?:, )?)+)", text
+        )
+        for heading in re.findall(r"\*([^*]+)\*", citation)
+    }
+    assert len(cited) > 10
+    assert not {c for c in cited if not any(heading.startswith(c) for heading in headings)}
+
+
+def test_code_names_documents_that_exist():
+    for path in SOURCES:
+        for name in re.findall(r"\bdocs/[\w/]+\.\w+", path.read_text()):
+            assert exists(ROOT / name), f"{path}: {name}"
+
+
+def test_messages_name_sections_of_the_readme():
+    texts = [path.read_text() for path in SOURCES]
+    named = {name for text in texts for name in re.findall(r"\(README: (\w[\w ]*)\)", text)}
+    assert named
+    assert {anchor(name) for name in named} <= anchors(ROOT / "README.md")
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100

@@ -1,0 +1,69 @@
+"""What `jax_internals` assumes of JAX, on the version that is installed."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+
+import jaxbench
+from jaxbench import jax_internals
+from jaxbench.ops.attention import cudnn
+
+
+def test_no_other_module_uses_internals_of_jax():
+    package = Path(jaxbench.__file__).parent
+    for path in set(package.rglob("*.py")) - {Path(jax_internals.__file__)}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [n for n in names if n.startswith(("jax._src", "unittest"))], path
+
+
+def test_a_single_process_has_no_coordination_client():
+    assert jax_internals.coordination_client() is None
+
+
+@pytest.mark.parametrize("call", ["key_value_set", "blocking_key_value_get", "wait_at_barrier"])
+def test_the_client_has_the_calls_that_are_used(call):
+    from jax._src.lib import _jax
+
+    assert hasattr(_jax.DistributedRuntimeClient, call)
+
+
+def test_residuals_leave_out_arguments_and_restore_a_vjp():
+    def function(x, w):
+        return jnp.sin(x @ w)
+
+    x, w = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(3, 4)
+    y, vjp = jax.vjp(function, x, w)
+    saved = jax_internals.residuals(vjp)
+    assert [r.shape for r in saved] == [y.shape]  # the cosine; neither x nor w
+    like = jax.eval_shape(lambda x, w: jax.vjp(function, x, w)[1], x, w)
+    restored = jax_internals.restore_vjp(like, saved, [x, w])
+    for gradient, exact in zip(restored(y), vjp(y), strict=True):
+        np.testing.assert_array_equal(gradient, exact)
+
+
+def test_jax_asks_for_the_compute_capability_by_the_name_that_is_replaced():
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    assert list(inspect.signature(attention.check_compute_capability).parameters) == ["capability"]
+    assert "check_compute_capability(" in inspect.getsource(attention)
+    primitives = [p.name for p in vars(attention).values() if isinstance(p, Primitive)]
+    assert cudnn.FORWARD in primitives
+
+
+def test_a_replaced_function_comes_back():
+    empty = jnp.empty
+    with jax_internals.empty_arrays_from(jnp.ones(2)):
+        assert jnp.empty((0, 3), jnp.int8).shape == (0, 3)
+        assert jnp.empty(2).shape == (2,)
+    assert jnp.empty is empty
+    with pytest.raises(TypeError), jax_internals.empty_arrays_from(jnp.ones(2)):
+        jnp.empty("two")
+    assert jnp.empty is empty

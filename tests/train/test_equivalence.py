@@ -1,0 +1,94 @@
+"""Every mesh, remat policy and chunk size against one device with the recipe's own: neither loss
+nor gradients change."""
+
+from functools import cache
+
+import pytest
+from cases import slow_except
+from experts import ORIGINAL
+from steps import MESHES, assert_same, loss_and_gradients
+from tiny import tiny_run
+
+from jaxbench.ssd import xla
+
+MODELS = {
+    "llama": ("llama31_8b_bf16",),
+    "nemotron4": ("nemotron4_340b_bf16",),
+    "nemotronh": ("nemotronh_56b_bf16",),
+    # Drops included: which tokens are dropped depends on groups of tokens, never on the mesh.
+    "grok1": ("grok1_314b_bf16",),
+    "grok1, dropless": ("grok1_314b_bf16", "model.capacity_factor=null"),
+    # Tied: gradients of the table come from both of its uses.
+    "grok1, released": ("grok1_314b_bf16", *ORIGINAL),
+}
+"""Recipes with overrides of the model."""
+
+EXPERT = {
+    "expert 8": ("parallelism.expert=8",),
+    "fsdp 2 x expert 2 x tensor 2": (
+        "parallelism.fsdp=2", "parallelism.expert=2", "parallelism.tensor=2",
+    ),
+    "expert 2 x context 2 x tensor 2": (
+        "parallelism.expert=2", "parallelism.context=2", "parallelism.tensor=2",
+    ),
+    "data 2 x fsdp 2 x expert 2": ("parallelism.fsdp=2", "parallelism.expert=2"),
+}  # fmt: skip
+REMAT = ("none", "full", "query,key:1,value,attention:2,gate,up:2")
+DENSE, MIXED = "data 2 x fsdp 2 x tensor 2", "fsdp 2 x context 2 x tensor 2"
+EXPERTS, CONTEXT = "fsdp 2 x expert 2 x tensor 2", "expert 2 x context 2 x tensor 2"
+
+CASES = [
+    *(("llama", mesh, None) for mesh in MESHES),
+    *(("llama", None, remat) for remat in REMAT),
+    *(("llama", mesh, "none") for mesh in (DENSE, MIXED)),
+    *(
+        (model, mesh, None)
+        for model in ("nemotron4", "nemotronh")
+        for mesh in ("fsdp 8", "tensor 4 x data 2", "context 4 x data 2", MIXED)
+    ),
+    *((model, None, remat) for model in ("nemotron4", "nemotronh") for remat in ("none", "full")),
+    *((model, mesh, None) for model in ("grok1", "grok1, dropless") for mesh in EXPERT),
+    *(("grok1, released", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
+]
+"""(model, mesh or None for one device, remat or None for the recipe's)."""
+
+QUICK = [
+    ("llama", DENSE, None), ("llama", MIXED, None), ("llama", None, REMAT[2]),
+    ("llama", MIXED, "none"), ("nemotron4", MIXED, None), ("nemotronh", MIXED, None),
+    ("grok1", CONTEXT, None), ("grok1, released", EXPERTS, "none"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    monkeypatch.setattr(xla, "SSD_CHUNK", 4)
+
+
+@cache
+def one_device(model):
+    """Loss and gradients of the tiny recipe on one device, in several chunks."""
+    family, *overrides = MODELS[model]
+    return loss_and_gradients(tiny_run(*overrides, family=family))
+
+
+@pytest.mark.parametrize(
+    "case", slow_except(QUICK, CASES), ids=lambda case: ", ".join(map(str, case))
+)
+def test_neither_loss_nor_gradients_change(case):
+    model, mesh, remat = case
+    family, *overrides = MODELS[model]
+    overrides += (MESHES | EXPERT)[mesh] if mesh else ()
+    overrides += [f"execution.remat={remat}"] if remat else ()
+    run = tiny_run(*overrides, family=family, devices=8 if mesh else 1)
+    assert run.unrolled == (remat == "none")
+    # Gradients are sums over 256 tokens and some layers, in another order on each mesh; those of
+    # decay rates are sums of terms of both signs.
+    roundings = 300 if model == "nemotronh" else 200 if mesh else 50
+    assert_same(loss_and_gradients(run), one_device(model), roundings)
+
+
+def test_one_chunk_or_many_give_the_same_gradients(monkeypatch):
+    expected = one_device("nemotronh")
+    monkeypatch.setattr(xla, "SSD_CHUNK", 128)
+    run = tiny_run(family="nemotronh_56b_bf16")
+    assert_same(loss_and_gradients(run), expected, roundings=300)
