@@ -161,9 +161,11 @@ class Recorder:
         return summary.summary(self.run, self.steps, peak_tflops(device, self.run.precision.dtype))
 
     def finish(self, status: str, reason: str | None, cause: str | None = None) -> None:
-        """Completes run.json and prints the result. Raises RunFailed, after printing, if run.json
-        cannot be written."""
+        """Completes run.json and prints the result; without a folder prints the reason of a
+        failure. Raises RunFailed, after printing, if run.json cannot be written."""
         if self.folder is None:
+            if cause:
+                print(f"error: {reason}", file=sys.stderr)
             return
         if self._bar is not None:
             self._bar.stop()

@@ -110,8 +110,6 @@ def benchmark(run: Run, session: Session) -> int:
         with watched(session.folder, session.options.watchdog) as beat:
             signals = Signals(partial(interrupted, recorder, beat))
             status, reason, cause = Attempt(run, session, recorder, signals, beat).outcome()
-        if cause and not first:
-            print(f"error: {reason}", file=sys.stderr)  # rank 0 prints its result
         recorder.finish(status, reason, cause)
         signals.close()
     except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # outside of training
@@ -172,14 +170,18 @@ class Attempt:
             return "completed", None, None
         except KeyboardInterrupt:
             return "interrupted", "SIGINT", None
-        except RunFailed as error:
-            lost = self._lost_neighbor() if error.cause == "network" else None
-            reason, cause = str(error), error.cause
         except Exception as error:
-            lost = self._lost_neighbor()
-            reason, cause = one_line(error), cause_of(error)
-            if cause == "failed":  # of the others the library's message says all
-                traceback.print_exc()
+            return self._failure(error)
+
+    def _failure(self, error: Exception) -> tuple[str, str, str]:
+        """Status, reason and cause of an error; prints its traceback if the cause is unknown. Of
+        the others the library's message says all."""
+        reason, cause, own = one_line(error), cause_of(error), isinstance(error, RunFailed)
+        if own:
+            reason = str(error)
+        elif cause == "failed":
+            traceback.print_exception(error)
+        lost = None if own and cause != "network" else self._lost_neighbor()
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
 
     def _lost_neighbor(self) -> str | None:
@@ -220,8 +222,8 @@ class Attempt:
 
     def _failed_launch(self, error: Exception) -> None:
         """Ends the process for the error of a step that the main thread cannot hear of."""
-        cause = cause_of(error)
-        end(self.recorder, self.beat, STATUS[cause], "failed", one_line(error), cause)
+        status, reason, cause = self._failure(error)
+        end(self.recorder, self.beat, STATUS[cause], status, reason, cause)
 
     def _enter(self, phase: str, detail: str) -> None:
         """Begins a phase, in the heartbeat and in the log."""

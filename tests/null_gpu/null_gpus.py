@@ -58,8 +58,10 @@ class Command:
         """Waits for its end and keeps what it printed."""
         try:
             self.out, self.err = self.process.communicate(timeout=seconds)
-        finally:
+        except subprocess.TimeoutExpired:
             self.process.kill()
+            self.out, self.err = self.process.communicate()
+            raise AssertionError(f"still running after {seconds} s: {self.text}") from None
         self.seconds = time.monotonic() - self.began
         return self
 

@@ -29,7 +29,7 @@ def local(array):
     return [shard.data.tolist() for shard in array.addressable_shards]
 
 print(json.dumps({
-    "devices": [str(device.device_kind) for device in jax.devices()],
+    "devices": [device.device_kind for device in jax.devices()],
     "copied": local(values),
     "gathered": local(collective(lambda v: jax.lax.all_gather(v, "x", tiled=True), P())(values)),
     "exchanged": local(collective(
@@ -60,14 +60,14 @@ def expected(n):
 
 
 def result(command):
-    assert command.wait().status == 0, command.text
+    assert command.status == 0, command.text
     return json.loads(command.out)
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_collectives_of_one_process(gpus, tmp_path):
     variables = null_gpus.environment(gpus, counts=tmp_path)
-    made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables))
+    made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables).wait())
     assert made.pop("devices") == ["NVIDIA H100 80GB HBM3 (null)"] * gpus
     assert made.pop("sum") != [[v + 1 for v in part] for part in made["copied"]]  # not computed
     assert made == expected(gpus)
@@ -76,15 +76,16 @@ def test_collectives_of_one_process(gpus, tmp_path):
 
 
 def test_collectives_of_two_processes(tmp_path):
-    made = [result(command) for command in null_gpus.start_two(
+    commands = null_gpus.start_two(
         folder=tmp_path, program=("-c", PROGRAM), **null_gpus.environment(2)
-    )]  # fmt: skip
+    )
+    made = [result(command) for command in [command.wait() for command in commands]]
     for name, values in expected(4).items():
         assert made[0][name] + made[1][name] == values, name
 
 
 def test_visible_devices_are_counted(tmp_path):
     variables = null_gpus.environment(8, model="h100,h200,b200") | {"CUDA_VISIBLE_DEVICES": "1,4,5"}
-    made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables))
-    names = [*["NVIDIA H200 (null)"] * 2, "NVIDIA B200 (null)"]
-    assert made["devices"] == names
+    program = "import jax, json; print(json.dumps([d.device_kind for d in jax.devices()]))"
+    names = result(null_gpus.start(folder=tmp_path, program=("-c", program), **variables).wait())
+    assert names == [*["NVIDIA H200 (null)"] * 2, "NVIDIA B200 (null)"]

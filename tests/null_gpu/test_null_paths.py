@@ -47,6 +47,7 @@ def small_row(recipe, folder):
     for axis in AXES:
         gpus *= ROWS[recipe].get(axis, 1)
     row = contents["rows"]["smoke"] | ROWS[recipe]
+    row.pop("data", None)  # the GPUs that the other axes leave
     path = folder / f"{recipe}.yaml"
     path.write_text(yaml.safe_dump(contents | {"rows": {gpus: row}}))
     return path, gpus
@@ -99,7 +100,7 @@ def test_options_around_training(option, cache, tmp_path):
     if option == "pgle":
         assert command.record["pgle"]["coverage"] == 1
     if option == "repeatable":
-        assert command.record["repeatable"]["equal"]
+        assert command.record["repeatable"] == {"steps": 4, "arrays": 30}
     if option == "profile":
         assert list(tmp_path.rglob("*.xplane.pb"))
 
