@@ -35,6 +35,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -157,10 +158,10 @@ def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kills a check and all its processes."""
-    if process.poll() is None:
+    """Kills what is left of a check and its processes."""
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def finish(args: argparse.Namespace, name: str, process: subprocess.Popen, left: float) -> None:
@@ -170,20 +171,22 @@ def finish(args: argparse.Namespace, name: str, process: subprocess.Popen, left:
     began = time.monotonic()
     show = partial(print, flush=True)
     shown = len(results(args.output))
-    while process.poll() is None and time.monotonic() - began < min(limit, left):
-        time.sleep(0.2)
-        new = results(args.output)[shown:]
-        for finding in new:
-            show(f"  {finding['verdict']:8} {finding['what']}: {finding['figure']}")
-        shown += len(new)
-    if process.poll() is None:
-        late = Finding(name, WRONG, f"it took more than its {limit:.0f} s")
-        ended = Finding(name, NOT_RUN, f"stopped: the budget is spent, see --only {name}")
-        write(args.output, name, late if limit < left else ended)
-    elif process.returncode:
-        reason = f"its process ended with status {process.returncode}; see log.txt"
-        write(args.output, name, Finding(name, WRONG, reason))
-    stop(process)
+    try:
+        while process.poll() is None and time.monotonic() - began < min(limit, left):
+            time.sleep(0.2)
+            new = results(args.output)[shown:]
+            for finding in new:
+                show(f"  {finding['verdict']:8} {finding['what']}: {finding['figure']}")
+            shown += len(new)
+        if process.poll() is None:
+            late = Finding(name, WRONG, f"it took more than its {limit:.0f} s")
+            ended = Finding(name, NOT_RUN, f"stopped: the budget is spent, see --only {name}")
+            write(args.output, name, late if limit < left else ended)
+        elif process.returncode:
+            reason = f"its process ended with status {process.returncode}; see log.txt"
+            write(args.output, name, Finding(name, WRONG, reason))
+    finally:
+        stop(process)
     show(f"{name}: {time.monotonic() - began:.0f} s")
 
 
@@ -201,15 +204,17 @@ def run_checks(args: argparse.Namespace, folder: Path) -> None:
     if PLANS in names and mode(args) == "gpu":
         names.remove(PLANS)
         plans = start(args, PLANS, folder)
-    for name in names:
-        left = ends - time.monotonic()
-        if left < 10:
-            write(args.output, name, Finding(name, NOT_RUN, f"no budget left: --only {name}"))
-            continue
-        print(name, flush=True)
-        finish(args, name, start(args, name, folder), left)
-    if plans is not None:
-        stop(plans)
+    try:
+        for name in names:
+            left = ends - time.monotonic()
+            if left < 10:
+                write(args.output, name, Finding(name, NOT_RUN, f"no budget left: --only {name}"))
+                continue
+            print(name, flush=True)
+            finish(args, name, start(args, name, folder), left)
+    finally:
+        if plans is not None:
+            stop(plans)
 
 
 def in_mode(args: argparse.Namespace, name: str) -> bool:

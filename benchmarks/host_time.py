@@ -1,4 +1,4 @@
-"""Measures what the host takes to enqueue a step, on null GPUs, and holds plans to what ran.
+"""Measures what the host takes to enqueue a step, on null GPUs, and compares plans with what ran.
 
     python benchmarks/host_time.py [--steps 40] ['llama31_8b_bf16:8 model.layers=2' ..]
 

@@ -137,7 +137,9 @@ class Loser:
         """(kind, rank, last phase) of a loss in a start of a job; None if it ended by itself."""
 
         def wait(reached: Callable[[], bool]) -> None:
-            self.wait(lambda: reached() or self.verdict(log, start) is not None)
+            self.wait(
+                lambda: reached() or self.verdict(log, start) is not None or self.ended(number)
+            )
 
         kind = self.kind(saves)
         wait(lambda: self.log_of(log, start) != "" and len(processes(number)) == 4)
@@ -145,7 +147,7 @@ class Loser:
             time.sleep(self.draw.uniform(0, 8))
         else:
             wait(lambda: self.trains(log, start))
-            last = self.draw.randrange(len(self.losses(log)), STEPS)
+            last = self.draw.randrange(min(len(self.losses(log)), STEPS - 1), STEPS)
             wait(lambda: len(self.losses(log)) > min(last, STEPS - 5))
             time.sleep(self.draw.uniform(0, 0.2))
         rank, pids = self.draw.randrange(4), processes(number)

@@ -1,9 +1,9 @@
 """Measures this machine's kernels for forecasts: `python -m jaxbench.calibrate --output mine.csv`.
 
-What is measured, and how the file is written, is what `forecast.tables` reads: products in bf16 and
-FP8, attention forward and backward, copies, and on several GPUs collectives inside the node. Then
-`python -m jaxbench.plan .. --kernels mine.csv` forecasts any row with it: one GPU tells about a
-cluster, but for the network between nodes, which is the package's.
+The file has the format of `forecast.tables`: products in bf16 and FP8, attention forward and
+backward, copies, and on several GPUs collectives inside the node. With it
+`python -m jaxbench.plan .. --kernels mine.csv` forecasts any row; rates of the network between
+nodes are the package's.
 """
 
 import argparse
@@ -32,19 +32,20 @@ from jaxbench.versions import versions
 from jaxbench.xla import flags
 
 REPEATS = 10
-"""Runs of a kernel in one program, so that what it takes to start one does not count."""
+"""Runs of a kernel in one program, to amortize the program's launch."""
 
 LEAST = 0.1
-"""Microseconds that a kernel takes, at least: what is left of one that is nearly nothing."""
+"""Smallest time written, in microseconds."""
 
 SECONDS = 0.05
-"""For which a program is run again, at least, once it is warm."""
+"""Least duration of the repeated runs of a warm program."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is measured. Products have all combinations of rows and sizes; attention has as many
-    tokens at every length; copies and collectives move bytes, those of the whole buffer."""
+    """Sizes that are measured. Products have all combinations of rows and sizes; attention has
+    `tokens` tokens at every length; `copied` and `sent` are bytes, of a collective its whole
+    buffer."""
 
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -82,7 +83,7 @@ LARGEST = 2**31
 @dataclass(frozen=True)
 class Probe:
     """A kernel to be measured: its line in the table, its function, and the shapes and dtypes of
-    its arguments. `beside` is the function of what runs with it and must be taken off."""
+    its arguments. The time of `beside` is subtracted; None: that of an empty loop."""
 
     kind: str
     name: str
@@ -143,8 +144,7 @@ def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
     split, whole = PartitionSpec("gpus"), PartitionSpec()
     n = len(gpus)
     kinds: dict[str, tuple[Callable[..., jax.Array], PartitionSpec, PartitionSpec, int]] = {
-        # Of each: its function, how its operand and its result lie, and how many times the buffer
-        # all devices' operands are.
+        # Function, specs of operand and result, and size of the global operand in buffers.
         "all-gather": (partial(jax.lax.all_gather, tiled=True), split, whole, 1),
         "all-reduce": (jax.lax.psum, split, whole, n),
         "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), split, split, n),
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     parser.add_argument(
-        "--rehearse", action="store_true", help="tiny, on this CPU: a file that no plan takes"
+        "--rehearse", action="store_true", help="test run on this CPU; plan refuses the file"
     )
     args = parser.parse_args(argv)
     try:

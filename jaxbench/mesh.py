@@ -36,8 +36,7 @@ PIPELINE = "pipeline"
 `fsdp`, and outside of the layers its ranks embed, and take the loss of, different microbatches."""
 
 SEQUENCES = (*BATCH, PIPELINE)
-"""Axes whose ranks hold different sequences where they are embedded, and where the loss is taken.
-"""
+"""Axes whose ranks hold different sequences in the embedding and in the loss."""
 
 REPLICAS = ("data",)
 """Axes whose ranks hold copies of all weights."""
@@ -188,7 +187,7 @@ def scatter_seq(y: jax.Array) -> jax.Array:
 
 
 def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
-    """The sum of `"batch shard_seq .."` over the dimensions `axis`, with the whole sequence."""
+    """The sum of `"batch shard_seq .."` over the dimensions `axis`, over the whole sequence."""
     total = jax.numpy.sum(x, axis)
     return jax.lax.psum(total, along) if (along := _hidden_seq()) else total
 
@@ -266,7 +265,8 @@ def own_copy(vector: jax.Array) -> jax.Array:
 
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
-    """An `accumulating` array of another table, resharded as a weight of dimensions `dims`."""
+    """An `accumulating` array with another table's sharding, resharded as a weight of dimensions
+    `dims`."""
     return jax.sharding.reshard(
         w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced))
     )

@@ -1,4 +1,4 @@
-"""Long matrices, of which a few cases run without `--all`."""
+"""Parameter matrices, of which a few cases run without `--all`."""
 
 import pytest
 

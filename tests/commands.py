@@ -27,7 +27,7 @@ def start(*arguments, module="jaxbench.train", **environment):
     return subprocess.Popen(
         [sys.executable, "-W", "error", *(("-m", module) if module else ()), *map(str, arguments)],
         cwd=ROOT,
-        env=clean | {"XLA_FLAGS": quick.FLAGS} | environment,
+        env=clean | {"XLA_FLAGS": quick.FLAGS} | quick.cache() | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -40,7 +40,7 @@ class Compiled:
 
     def __init__(self, name: str, gpus: int, *overrides: str):
         recipe = recipes.load(name)
-        # `auto` would follow what is installed.
+        # Not `auto`: another default must not change these tests.
         parsed = recipes.parse_overrides(["precision.implementation=xla", *overrides])
         self.run = recipes.resolve(recipe, gpus, overrides=parsed)
         devices = compile_only_devices(H100, self.run.gpus)

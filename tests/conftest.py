@@ -5,6 +5,8 @@
 """
 
 import os
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -44,6 +46,17 @@ def pytest_xdist_auto_num_workers(config):
     return (os.cpu_count() or 1) + config.getoption("--all")
 
 
+def pytest_configure(config):
+    """Makes the cache of programs, for all workers."""
+    if not hasattr(config, "workerinput"):
+        os.environ[quick.FOLDER] = tempfile.mkdtemp(prefix="jaxbench-tests-")
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[quick.FOLDER])
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run the slow tests too, as CI does")
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
@@ -52,7 +65,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def transformer_engine_on_a_cpu(monkeypatch):
-    """Its own fallback in plain JAX."""
+    """Makes Transformer Engine use its fallback in plain JAX."""
     from jaxbench.plan import driver
 
     driver.load_stub(9)
@@ -60,8 +73,8 @@ def transformer_engine_on_a_cpu(monkeypatch):
 
 
 SHARING = (
-    "test_slurm.py", "test_compile.py", "test_plan.py", "test_search.py", "test_survive.py",
-    "test_equivalence.py", "test_cli.py", "test_checkpoint.py",
+    "test_slurm.py", "test_null_slurm.py", "test_compile.py", "test_plan.py", "test_search.py",
+    "test_survive.py", "test_equivalence.py", "test_cli.py", "test_checkpoint.py",
 )  # fmt: skip
 """Files whose tests share what takes long to make, the longest first."""
 

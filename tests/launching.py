@@ -1,4 +1,4 @@
-"""launch/ as its tests call it: its modules, jobs in a line, and a Slurm that takes every job."""
+"""Helpers for tests of launch/: its modules, jobs from options, and fake Slurm commands."""
 
 import sys
 from pathlib import Path

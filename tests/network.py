@@ -38,6 +38,14 @@ class Hosts:
         }
 
     def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         _ip("netns", "add", self._space)
         _ip("-n", self._space, "link", "set", "lo", "up")
         for link, addresses in self._addresses.items():
@@ -49,12 +57,12 @@ class Hosts:
         data = zip(self._addresses["data"], self.names, strict=True)
         names = "".join(f"{address} {name}\n" for address, name in data)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        return self
 
     def __exit__(self, *_):
-        _ip("link", "delete", self._ends("control")[0])
-        _ip("link", "delete", self._ends("data")[0])
-        _ip("netns", "delete", self._space)
+        # Unchecked: `_start` may have failed before it had made all of them.
+        for link in self._addresses:
+            subprocess.run(["ip", "link", "delete", self._ends(link)[0]], check=False)
+        subprocess.run(["ip", "netns", "delete", self._space], check=False)
 
     @property
     def _spaces(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -68,17 +76,17 @@ class Hosts:
         return self._addresses["control"][self.names.index(name)]
 
     def on(self, name: str) -> list[str]:
-        """What goes before a command that runs on a host, in the place of this shell's child."""
+        """Prefix of a command that runs on a host; it executes the command in its place."""
         own = ["nsenter", f"--net=/run/netns/{self._space}"] if name == self.names[1] else []
         script = f'mount --bind "{self.folder}/hosts" /etc/hosts; hostname {name}; exec "$@"'
         return [*own, "unshare", "--mount", "--uts", "sh", "-ec", script, "sh"]
 
     def cut(self, link: str) -> None:
-        """Nothing that is sent arrives any more, and nobody is told."""
+        """Drops all packets of a link silently."""
         _ip("-n", self._space, "link", "set", self._ends(link)[1], "down")
 
     def mend(self, link: str) -> None:
-        """It is as before."""
+        """Restores a link."""
         _ip("-n", self._space, "link", "set", self._ends(link)[1], "up")
 
     def reset(self, link: str) -> None:

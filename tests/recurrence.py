@@ -90,8 +90,8 @@ def expected(case: Case, dtype) -> list[np.ndarray]:
 
 
 def errors(mix, case: Case, dtype) -> dict[str, float]:
-    """Errors of a mixer by `RESULTS`: the distance from the recurrence's over the length of these,
-    in the Euclidean norm, for inputs rounded to `dtype`."""
+    """Relative errors of a mixer to the recurrence by `RESULTS`, in the Euclidean norm, for inputs
+    rounded to `dtype`."""
     projected, parameters, cotangent = case.inputs()
     parameters = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), parameters)
     projected, cotangent = (jnp.asarray(x, dtype) for x in (projected, cotangent))

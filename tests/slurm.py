@@ -1,6 +1,7 @@
 """A real Slurm controller with virtual nodes on this host, for tests."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import quick
 from network import Hosts
 
 HOSTS = Path("/etc/hosts")
@@ -37,13 +39,25 @@ class Cluster:
 
     def __init__(self, folder: Path, hosts: Hosts | None = None):
         self.folder, self.hosts = folder, hosts
-        self.environment = os.environ | {
-            "SLURM_CONF": str(folder / "slurm.conf"),
-            "PATH": f"{os.environ['PATH']}:/usr/sbin",
-        }
+        self.environment = (
+            os.environ
+            | quick.cache()
+            | {
+                "SLURM_CONF": str(folder / "slurm.conf"),
+                "PATH": f"{os.environ['PATH']}:/usr/sbin",
+            }
+        )
         self._daemons: list[subprocess.Popen] = []
 
     def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
         for name in ("state", "spool-n0", "spool-n1"):
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)
@@ -95,7 +109,6 @@ PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
             on = self.hosts.on(node) if self.hosts else ()
             self._daemon(*on, "slurmd", "-D", "-N", node)
         self._wait(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", 60)
-        return self
 
     def __exit__(self, *_):
         try:
@@ -107,8 +120,7 @@ PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
             for process in self._daemons:
                 process.wait(timeout=30)
                 process.stderr.close()
-            lines = HOSTS.read_text().splitlines(keepends=True)
-            HOSTS.write_text("".join(line for line in lines if self._mark not in line))
+            self._hosts()
 
     def _start_munge(self) -> None:
         folder = self.folder / "munge"
@@ -126,9 +138,13 @@ PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
         return f"# {self.folder}\n"
 
     def _hosts(self, *names: str) -> None:
-        """The name of the first node is the address of JAX's coordinator."""
-        with HOSTS.open("a") as hosts:
-            hosts.writelines(f"127.0.0.1 {name} {self._mark}" for name in names)
+        """Replaces this cluster's lines of /etc/hosts: JAX's coordinator has its node's name."""
+        with HOSTS.open("r+") as hosts:
+            fcntl.flock(hosts, fcntl.LOCK_EX)
+            lines = [line for line in hosts if self._mark not in line]
+            hosts.seek(0)
+            hosts.writelines([*lines, *(f"127.0.0.1 {name} {self._mark}" for name in names)])
+            hosts.truncate()
 
     def _daemon(self, *command: str) -> None:
         self._daemons.append(subprocess.Popen(

@@ -75,7 +75,7 @@ def steps_of(run, count):
 
 def projection(actual, expected):
     """The component of all gradients along the expected ones, over the latter's length: 1 for equal
-    ones, and for those with noise that has no direction."""
+    ones, and for those with noise orthogonal to them."""
     products, squares = (
         sum(np.vdot(gradients[name], g) for name, g in expected.items())
         for gradients in (actual, expected)

@@ -22,8 +22,6 @@ PATHS = (
 )
 """Files and folders of the tree, as documents write them."""
 
-"""Files that documents name already."""
-
 
 def prose(path: Path) -> str:
     """A document without its blocks of code, and without the generated table below its mark."""

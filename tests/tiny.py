@@ -25,7 +25,8 @@ FAMILIES = {
         "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
     ),
 }  # fmt: skip
-"""Recipes whose smoke row is shrunk, and how. The hybrid's units are scanned twice each."""
+"""Recipes whose smoke row is shrunk, and how. The hybrid's pattern is two blocks,
+each repeated twice."""
 
 
 def tiny_run(*overrides: str, devices: int = 1, steps: int = 50, family: str = "llama31_8b_bf16"):

@@ -97,7 +97,8 @@ def step_time(run: Run) -> float:
 
 @cache
 def program(run: Run) -> Any:
-    """The compiled program of a run, unchecked: with Triton products it does not name FP8."""
+    """The compiled program of a run, without `check_program`, which does not recognise FP8 in
+    Triton products."""
     return compile_program(run)[0]
 
 

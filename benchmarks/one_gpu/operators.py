@@ -108,8 +108,8 @@ def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array
     precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
     histories = [jnp.full((1, 1, 3, 4), 6.0)]
     stack = OneProduct(w[None])
-    (observing,) = fp8.observing(
-        fp8.scale([stack], histories, precision), fp8.unobserved(histories)
+    (observing,) = fp8.with_observed(
+        fp8.scale([stack], histories, precision), fp8.zero_observed(histories)
     )
     block = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
     return dense.dot("BSD,DF->BSF", x, block.w, dims)
@@ -205,7 +205,7 @@ def mixed(mix: Callable, ctx: Context, projected: jax.Array, *parameters: jax.Ar
     return mesh.on_each_device(local, PartitionSpec())(projected, ssd.Parameters(*parameters))
 
 
-def ends(ctx: Context) -> Iterator[Case]:
+def embedding_and_loss(ctx: Context) -> Iterator[Case]:
     """Embedding and loss of Llama 3.1 8B."""
     model = row("llama31_8b_bf16").model
     tokens, vocabulary = (64, 2048) if ctx.rehearsal else (TOKENS, model.vocabulary)
@@ -253,7 +253,7 @@ def experts(ctx: Context) -> Iterator[Case]:
 
 def cases(ctx: Context) -> Iterator[Case]:
     """All cases, least known kernels first."""
-    for group in (attentions, products, mixers, experts, ends):
+    for group in (attentions, products, mixers, experts, embedding_and_loss):
         yield from group(ctx)
 
 

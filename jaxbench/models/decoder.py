@@ -263,8 +263,8 @@ class Segment:
 def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
     """All layers as segments, in order.
 
-    Settings count published layers. A block of several layers saves an activation if all of its
-    layers do, and stays in bf16 if any of them does.
+    Settings count layers as published: one of a transformer is attention and MLP. A block of
+    several layers saves an activation if all of its layers do, and stays in bf16 if any does.
     """
     result, first = [], 0
     counts = execution.saved(cfg.layers)

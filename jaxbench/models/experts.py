@@ -15,8 +15,8 @@ from jaxbench.recipe.model import ModelConfig
 
 
 class Experts(nnx.Module):
-    """sum_e gate_e(x) down_e(act(gate_up_e x) * up_e x) over the experts that the router chooses
-    (Shazeer et al. 2017), without biases.
+    """sum_e g_e(x) down_e(act(gate_e x) * up_e x) with the router's gates g, over the experts that
+    it chooses (Shazeer et al. 2017), without biases.
 
     Tokens are routed from their sequence shard, each on one device, so that no work is repeated
     over tensor ranks. A permuted token is multiplied by its gate before the last product: the

@@ -1,7 +1,7 @@
 """Parts of all mixers: weights, norms, embedding, rotary positions, and the forward context.
 
-Dimension letters as in `ops`; s is the sequence shard of a tensor rank, which is a type outside of
-`shard_map` and a shape inside (`mesh`). Weights have `embed` as their first dimension and are
+Dimension letters as in `ops`; s is `shard_seq` (`mesh`): the global length S outside of
+`shard_map`, a device's part of it inside. Weights have `embed` as their first dimension and are
 sharded over it at rest.
 """
 

@@ -26,8 +26,8 @@ class Copy(IntEnum):
 
 
 def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = None) -> Array:
-    """act(gate) * up, times one weight per token where given; computed in fp32, in the dtype of
-    `gate`."""
+    """act(gate) * up, times one weight per token where given; computed in fp32, returned in the
+    dtype of `gate`."""
     f32 = jnp.float32
     hidden = activation(gate.astype(f32)) * up.astype(f32)
     if weights is not None:

@@ -1,4 +1,4 @@
-"""Latencies of custom calls for XLA's scheduler, which takes them for free."""
+"""Latencies of custom calls for XLA's scheduler, which assumes that they take no time."""
 
 from contextlib import AbstractContextManager
 

@@ -20,17 +20,17 @@ def tokens_before(x: Float[Array, "B S C"], count: int, context: Axes) -> Float[
 def entering(
     log: Float[Array, "B H"], left: Float[Array, "B H P N"], context: Axes
 ) -> Float[Array, "B H P N"]:
-    """The state before the first token of this shard. `left` is the state at the end of each shard
-    when it starts from zero, `log` the logarithm of the shard's total decay."""
+    """The state before the first token of this shard. `left` is the shard's end state from a zero
+    start, `log` the logarithm of its total decay."""
     shards = (jax.lax.all_gather(z, context, axis=1) for z in (log, left))
     rank = jax.lax.axis_index(context)
-    return jax.lax.dynamic_index_in_dim(pass_on(*shards), rank, axis=1, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(scan_states(*shards), rank, axis=1, keepdims=False)
 
 
-def pass_on(
+def scan_states(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> Float[Array, "B K H P N"]:
-    """The states before each of K consecutive parts of a sequence, zero before the first; `log` and
+    """The state before each of K consecutive parts of a sequence, zero before the first; `log` and
     `left` of each part as in `entering`.
 
     One product with the decays between parts instead of K dependent steps, whose launches would

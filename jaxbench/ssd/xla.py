@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxbench.recipe.model import SSD_CHUNK
-from jaxbench.ssd.context import end_state, entering, pass_on, segment_decay, tokens_before
+from jaxbench.ssd.context import end_state, entering, scan_states, segment_decay, tokens_before
 from jaxbench.ssd.parts import Axes, Dims, Parameters
 
 
@@ -109,7 +109,7 @@ def states_before(
     First those of a shard that starts from zero, then the state before the shard, decayed to each
     of its chunks.
     """
-    states = pass_on(log, left)
+    states = scan_states(log, left)
     if not context:
         return states
     since_start = jnp.cumsum(log, axis=1) - log

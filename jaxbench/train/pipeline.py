@@ -39,8 +39,8 @@ def accumulate(
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
     with the types of one forward and backward pass without a pipeline.
 
-    `weights` are `mesh.accumulating`, `scaled` is `fp8.observing`; `tokens` and `targets` are
-    `"microbatch batch seq"`. Gradients are summed in `sum_dtype`.
+    `weights` come from `mesh.accumulating`, `scaled` from `fp8.with_observed`; `tokens` and
+    `targets` are `"microbatch batch seq"`. Gradients are summed in `sum_dtype`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
     ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
@@ -89,7 +89,7 @@ class _Pipeline:
         amax, routing figures)."""
         (segment,) = segments(self.run.model, self.run.execution, self.run.precision)
         blocks, structure = jax.tree.flatten(weights.stacks[0])
-        local_blocks = map(self.stages.bring, blocks, self.block_dims)
+        local_blocks = map(self.stages.gather_layers, blocks, self.block_dims)
         rank = Rank(
             run=self.run,
             stages=self.stages,
@@ -105,27 +105,27 @@ class _Pipeline:
         )
         carry = rank.run_schedule()
         d_blocks = [
-            self.stages.send_back(grad, dims, w.shape)
+            self.stages.scatter_gradients(grad, dims, w.shape)
             for grad, dims, w in zip(
                 jax.tree.leaves(carry.d_blocks), self.block_dims, blocks, strict=True
             )
         ]
-        d_norm, d_head = carry.d_ends
+        d_norm, d_head = carry.d_norm_head
         d_head = mesh.scatter(d_head, self.head_dims)
         d_parts = jax.tree.unflatten(structure, d_blocks), carry.d_embedding, d_norm, d_head
         observed = [
-            self.stages.send_back(carry.observed, [], s.observed.shape)
+            self.stages.scatter_gradients(carry.observed, [], s.observed.shape)
             for s in scaled
             if s.observed is not None
         ]
         return carry.loss, d_parts, observed, self._routing(carry)
 
     def _bring_scaled(self, scaled: fp8.Scaled, dims: dict[str, mesh.Gathered]) -> fp8.Scaled:
-        bring, observed = self.stages.bring, scaled.observed
+        gather, observed = self.stages.gather_layers, scaled.observed
         return replace(
             scaled,
-            stored={name: bring(w, dims[name]) for name, w in scaled.stored.items()},
-            scale_inv=bring(scaled.scale_inv, [], padding=1),  # 0 / 0 would be NaN
+            stored={name: gather(w, dims[name]) for name, w in scaled.stored.items()},
+            scale_inv=gather(scaled.scale_inv, [], padding=1),  # 0 / 0 would be NaN
             observed=None if observed is None else bring(observed, []),
         )
 
@@ -137,7 +137,7 @@ class _Pipeline:
 
         def at_rest(figure: jax.Array) -> jax.Array:
             shape = layers, *figure.shape[3:]
-            send = partial(self.stages.send_back, dims=[], shape=shape)
+            send = partial(self.stages.scatter_gradients, dims=[], shape=shape)
             return jax.lax.psum(jax.vmap(send)(figure[:-1]), axes)
 
         return jax.tree.map(at_rest, carry.routing)

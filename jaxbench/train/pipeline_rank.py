@@ -57,7 +57,7 @@ class Carry:
     loss: jax.Array
     d_embedding: Any
     d_blocks: Any
-    d_ends: Any
+    d_norm_head: Any
     observed: Any
     routing: Any
 
@@ -87,10 +87,10 @@ class Rank:
     def run_schedule(self) -> Carry:
         """Runs all actions of a training step: warm-up, steady state, cool-down.
 
-        Ranks enter a group of microbatches one schedule step after another. So the inputs of group
-        g are first needed in steady iteration g - 1, and the last input gradients of group g return
-        in steady iteration g + 2. With 2 ranks, 2 virtual stages and 3 groups (`E` embed, `L`
-        loss, `B` backward of the embedding, each of one group):
+        Each rank starts a group of microbatches one schedule step after the rank before it. So the
+        inputs of group g are first needed in steady iteration g - 1, and its last input gradients
+        return in steady iteration g + 2. With 2 ranks, 2 virtual stages and 3 groups (`E` embed,
+        `L` loss, `B` backward of the embedding, each of one group):
 
             E0 E1 | warm-up | L0 E2 steady 1 B-1 | L1 E3 steady 2 B0 | L2 | cool-down | B1 B2
 
@@ -149,7 +149,7 @@ class Rank:
             loss=jnp.zeros(()),
             d_embedding=zeros(self.model.embedding, dtype=self.sum_dtype),
             d_blocks=zeros(self.blocks, dtype=self.sum_dtype),
-            d_ends=zeros((self.model.norm, self.head), dtype=self.sum_dtype),
+            d_norm_head=zeros((self.model.norm, self.head), dtype=self.sum_dtype),
             observed=None if self.scaled is None else zeros(self.scaled.observed),
             routing=zeros(figures, groups * ranks + 1, self.stages.chunks),
         )
@@ -193,11 +193,11 @@ class Rank:
         output = jax.lax.all_to_all(carry.outputs[:ranks], mesh.PIPELINE, 0, 0)[-1]
         loss_of = partial(head_loss, self.run.model, targets=read(self.targets, group))
         loss, pull = jax.vjp(loss_of, self.model.norm, self.head, output)
-        *d_ends, dx = pull(jnp.full_like(loss, 1 / groups))
+        *d_norm_head, dx = pull(jnp.full_like(loss, 1 / groups))
         return replace(
             carry,
             loss=carry.loss + loss / groups,
-            d_ends=_add(carry.d_ends, tuple(d_ends)),
+            d_norm_head=_add(carry.d_norm_head, tuple(d_norm_head)),
             d_outputs=jax.lax.all_gather(dx, mesh.PIPELINE),
         )
 

@@ -42,7 +42,7 @@ class Stages:
         """Layers of zero weights that fill the last chunks."""
         return self.ranks * self.chunks * self.size - self.layers
 
-    def bring(self, w: jax.Array, dims: mesh.Gathered, padding: float = 0) -> jax.Array:
+    def gather_layers(self, w: jax.Array, dims: mesh.Gathered, padding: float = 0) -> jax.Array:
         """This rank's layers `[chunks, size, ..]` of a weight at rest `[layers, ..]`, gathered over
         `dims`; padding layers have the value `padding`."""
         w = jnp.pad(w, [(0, self.padding), *((0, 0) for _ in w.shape[1:])], constant_values=padding)
@@ -56,9 +56,11 @@ class Stages:
         rest = axes[:-1]
         return jax.lax.all_gather(w, rest, axis=dim + 1, tiled=True) if rest else w
 
-    def send_back(self, grad: jax.Array, dims: mesh.Gathered, shape: tuple[int, ...]) -> jax.Array:
-        """The transpose of `bring`: gradients of this rank's layers as those of the weight at rest,
-        whose local shape is `shape`, summed over the ranks that gathered it."""
+    def scatter_gradients(
+        self, grad: jax.Array, dims: mesh.Gathered, shape: tuple[int, ...]
+    ) -> jax.Array:
+        """The transpose of `gather_layers`: gradients of this rank's layers as those of the weight
+        at rest, whose local shape is `shape`, summed over the ranks that gathered it."""
         weight = jax.ShapeDtypeStruct(shape, grad.dtype)
-        (at_rest,) = jax.linear_transpose(partial(self.bring, dims=dims), weight)(grad)
+        (at_rest,) = jax.linear_transpose(partial(self.gather_layers, dims=dims), weight)(grad)
         return at_rest

@@ -85,7 +85,7 @@ def gradients(
     scaled = fp8.scale(weights.stacks, state.fp8, precision)
 
     def share_of_loss(weights, observed, stashes, *batch):
-        observing = fp8.observing(scaled, observed)
+        observing = fp8.with_observed(scaled, observed)
         loss, (figures, stashes) = weights.loss(
             *batch, run.execution, precision, observing, stashes
         )
@@ -95,7 +95,7 @@ def gradients(
     def one_microbatch(batch, stashes=()):
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             share_of_loss, argnums=(0, 1), has_aux=True
-        )(weights, fp8.unobserved(state.fp8), stashes, *batch)
+        )(weights, fp8.zero_observed(state.fp8), stashes, *batch)
         return ((loss, figures), grads), observed, stashes
 
     def accumulate(carry, batch):
@@ -106,7 +106,7 @@ def gradients(
 
     dtype = DTYPES[precision.accumulate]
     if run.parallelism.pipeline > 1:
-        observing = fp8.observing(scaled, fp8.unobserved(state.fp8))
+        observing = fp8.with_observed(scaled, fp8.zero_observed(state.fp8))
         total, observed = pipeline.accumulate(weights, observing, tokens, targets, run, dtype)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch((tokens[0], targets[0]))
@@ -116,7 +116,7 @@ def gradients(
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
             jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
         )
-        start = zeros, fp8.unobserved(state.fp8), allocate(stashes)
+        start = zeros, fp8.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, (tokens, targets))
     values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import null_libraries
+import quick
 from commands import ROOT, read
 
 TINY = (
@@ -99,7 +100,8 @@ def start(
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     command = program or ("-m", "jaxbench.train", "--output", str(folder))
     process = subprocess.Popen(
-        [sys.executable, *command, *map(str, arguments)], cwd=ROOT, env=inherited | variables,
+        [sys.executable, *command, *map(str, arguments)], cwd=ROOT,
+        env=inherited | quick.cache() | variables,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     return Command(process, folder)
@@ -111,7 +113,11 @@ def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> l
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    job = {
+        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
+        # If one process found the program and the other did not, it would autotune alone.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }  # fmt: skip
     return [
         start(*arguments, *((address, rank) if program else ()), program=program, **options,
               **({} if program else job | {"JAX_PROCESS_ID": str(rank)}))
@@ -119,7 +125,8 @@ def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> l
     ]  # fmt: skip
 
 
-def tiny(recipe: str, *overrides: str, gpus: int = 2, steps: int = 4) -> tuple[object, ...]:
-    """Arguments of `train` for a recipe of Llama at tiny sizes."""
+def tiny(recipe: str, *overrides: str, gpus: int = 2, steps: int = 12) -> tuple[object, ...]:
+    """Arguments of `train` for a recipe of Llama at tiny sizes. The number of steps is part of the
+    program, so runs of the same one are compiled once."""
     pairs = [word for text in (*TINY, *overrides) for word in ("--set", text)]
     return ("--config", recipe, "--gpus", gpus, "--steps", steps, *pairs)

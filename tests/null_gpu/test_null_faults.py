@@ -1,7 +1,4 @@
-"""Faults of GPUs on purpose: what the command says of each, with which status and cause, how soon.
-
-`python -m pytest --all tests/null_gpu/test_null_faults.py -k table -s` prints the table.
-"""
+"""Faults of GPUs on purpose: how the command reports each, its status and cause, and how soon."""
 
 import re
 import time
@@ -44,17 +41,11 @@ FAULTS = {
 """What happens once training has begun. A killed process (-9) is the watchdog's work."""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Compiled once for all runs on the same devices."""
-    return ("--compilation-cache", tmp_path_factory.mktemp("cache"))
-
-
-def broken_run(folder, cache, fault, gpus=2, device=1):
+def broken_run(folder, fault, gpus=2, device=1):
     """A run that saves, in which a GPU fails after ten steps; (it, seconds until its end)."""
     mesh = (f"parallelism.fsdp={gpus}", f"batch.global_batch={gpus}")
     command = null_gpus.start(
-        *null_gpus.tiny("llama31_8b_bf16", *mesh, gpus=gpus, steps=100_000), *cache,
+        *null_gpus.tiny("llama31_8b_bf16", *mesh, gpus=gpus, steps=100_000),
         "--checkpoint-every", 4, "--watchdog", WATCHDOG_S, folder=folder,
         **null_gpus.environment(
             gpus, fault=f"{fault}:device={device}", arm=folder / "arm", kernel_us=20
@@ -84,29 +75,29 @@ def check(command, seconds, expected):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_one_process_is_named(fault, cache, tmp_path):
-    command, seconds = broken_run(tmp_path, cache, fault)
+def test_a_fault_in_one_process_is_named(fault, tmp_path):
+    command, seconds = broken_run(tmp_path, fault)
     check(command, seconds, FAULTS[fault])
 
 
 @pytest.mark.parametrize("fault", ["lost", "nccl_system"])
 def test_a_fault_of_one_of_eight_gpus_is_named(fault, tmp_path):
-    command, seconds = broken_run(tmp_path, (), fault, gpus=8, device=5)
+    command, seconds = broken_run(tmp_path, fault, gpus=8, device=5)
     check(command, seconds, FAULTS[fault])
 
 
-def test_a_gpu_that_others_use_has_no_memory_left(cache, tmp_path):
+def test_a_gpu_that_others_use_has_no_memory_left(tmp_path):
     command = null_gpus.start(
-        *null_gpus.tiny("llama31_8b_bf16"), *cache, folder=tmp_path,
+        *null_gpus.tiny("llama31_8b_bf16"), folder=tmp_path,
         **null_gpus.environment(fault="memory:bytes=200000,device=1"),
     ).wait()  # fmt: skip
     assert (command.status, command.record["cause"]) == (4, "memory"), command.text
 
 
-def test_a_profile_that_the_driver_refuses_fails(cache, tmp_path):
+def test_a_profile_that_the_driver_refuses_fails(tmp_path):
     command = null_gpus.start(
-        *null_gpus.tiny("llama31_8b_bf16", steps=12), *cache, "--profile", "jax",
-        "--profile-steps", "5-8", folder=tmp_path, **null_gpus.environment(fault="cupti"),
+        *null_gpus.tiny("llama31_8b_bf16"), "--profile", "jax", "--profile-steps", "5-8",
+        folder=tmp_path, **null_gpus.environment(fault="cupti"),
     ).wait()  # fmt: skip
     assert command.status == 1
     assert "the profile has no event on a device" in command.record["reason"]
@@ -124,9 +115,8 @@ def test_gpus_of_two_models_are_refused(tmp_path):
     )
 
 
-def test_a_resumed_run_that_lacks_a_gpu_says_so(cache, tmp_path):
-    arguments = null_gpus.tiny("llama31_8b_bf16", steps=20)
-    saving = (*arguments, *cache, "--checkpoint-every", 4, "--resume")
+def test_a_resumed_run_that_lacks_a_gpu_says_so(tmp_path):
+    saving = (*null_gpus.tiny("llama31_8b_bf16"), "--checkpoint-every", 4, "--resume")
     whole = null_gpus.start(*saving, folder=tmp_path, **null_gpus.environment()).wait()
     assert whole.status == 0, whole.err
     before = (tmp_path / "run.json").read_bytes()
@@ -136,10 +126,10 @@ def test_a_resumed_run_that_lacks_a_gpu_says_so(cache, tmp_path):
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-def test_a_device_that_computes_nothing_is_no_result(cache, tmp_path):
+def test_a_device_that_computes_nothing_is_no_result(tmp_path):
     """Were it not marked as null, as no real GPU is."""
     command = null_gpus.start(
-        *null_gpus.tiny("llama31_8b_bf16"), *cache, folder=tmp_path,
+        *null_gpus.tiny("llama31_8b_bf16"), folder=tmp_path,
         **null_gpus.environment(unmarked=1),
     ).wait()  # fmt: skip
     assert command.status == 3

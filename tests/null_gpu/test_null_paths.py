@@ -34,12 +34,6 @@ ROWS = {
 AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Compiled once for all runs of the same program."""
-    return ("--compilation-cache", tmp_path_factory.mktemp("cache"))
-
-
 def small_row(recipe, folder):
     """(file of a recipe whose row for GPUs has the smoke row's sizes, number of GPUs)."""
     contents = yaml.safe_load((ROOT / "configs" / f"{recipe}.yaml").read_text())
@@ -87,10 +81,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_around_training(option, cache, tmp_path):
+def test_options_around_training(option, tmp_path):
     command = null_gpus.start(
-        *null_gpus.tiny("llama31_8b_bf16", steps=12), *cache, *OPTIONS[option],
-        folder=tmp_path, **null_gpus.environment(),
+        *null_gpus.tiny("llama31_8b_bf16"), *OPTIONS[option], folder=tmp_path,
+        **null_gpus.environment(),
     ).wait()  # fmt: skip
     if option == "trace":  # the null library writes no trace, and that is said
         assert command.status == 1
@@ -105,7 +99,8 @@ def test_options_around_training(option, cache, tmp_path):
         assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_a_killed_run_resumes(cache, tmp_path):
+def test_a_killed_run_resumes(tmp_path):
+    cache = ("--compilation-cache", tmp_path / "cache")
     saving = (*null_gpus.tiny("llama31_8b_bf16", steps=60), *cache, "--checkpoint-every", 10)
     variables = null_gpus.environment(kernel_us=50)
     command = null_gpus.start(*saving, "--resume", folder=tmp_path, **variables)

@@ -95,13 +95,13 @@ def fp8_product(kind, mesh_name, precision, arrays):
         scaled = fp8.scale([stack], histories, precision)
 
         def product(x, stack, observed):
-            (observing,) = fp8.observing(scaled, observed)
+            (observing,) = fp8.with_observed(scaled, observed)
             unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
             if kind == "in":
                 return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
             return mesh.scatter_seq(dense.dot(equation, x, unit.qkv, y_dims))
 
-        y, vjp = jax.vjp(product, x, stack, fp8.unobserved(histories))
+        y, vjp = jax.vjp(product, x, stack, fp8.zero_observed(histories))
         dx, d_stack, observed = vjp(dy)
         dw = mesh.sum_replicas(d_stack.qkv[...], kernel[None])[0]
         return y, dx, dw, fp8.update(histories, [stack], observed)

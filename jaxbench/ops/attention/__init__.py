@@ -21,12 +21,12 @@ from jaxbench.xla.hlo import Rules
 class Kernel:
     """One way to compute attention.
 
-    `call` takes query, key, value (`B S N H`, one device's) and the soft cap. `platforms` are those
-    on which it runs (None: all); `capped` is true for a kernel of soft-capped scores. `rules` give
-    the work of its custom calls, and a compiled step must contain all of these calls; a kernel
-    without rules compiles to plain products. `refusal` returns why it cannot compute a model at a
-    sequence length, or None. `saved` is the primitive whose results a remat policy saves as
-    `attention`; if None, `call` names the results itself by `checkpoint_name`.
+    `call` takes one device's query (`B S N H`), key and value (`B S K H`), and the soft cap.
+    `platforms` are those on which it runs (None: all); `capped` is true for a kernel of soft-capped
+    scores. `rules` give the work of its custom calls, and a compiled step must contain all of these
+    calls; a kernel without rules compiles to plain products. `refusal` returns why it cannot
+    compute a model at a sequence length, or None. `saved` is the primitive whose results a remat
+    policy saves as `attention`; if None, `call` names the results itself by `checkpoint_name`.
     """
 
     call: Callable[[jax.Array, jax.Array, jax.Array, float | None], jax.Array]

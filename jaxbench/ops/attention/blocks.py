@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 BLOCK = 512
-"""Positions of a block: products of an efficient size, 96 MiB of fp32 scores for 96 heads."""
+"""Positions of a block: products of an efficient size, 48 MiB of fp32 scores for a sequence with
+Grok-1's 48 heads."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

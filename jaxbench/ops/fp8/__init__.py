@@ -21,20 +21,20 @@ from jaxbench.ops.fp8.scaling import (
     Scaled,
     attach,
     init_histories,
-    observing,
     product_name,
     products,
     scale,
-    unobserved,
     update,
+    with_observed,
+    zero_observed,
 )
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program, Rules
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Scaled", "attach", "choose", "compiled_products",
-    "dot", "init_histories", "observing", "product_name", "products", "scale",
-    "unobserved", "update",
+    "dot", "init_histories", "product_name", "products", "scale", "update", "with_observed",
+    "zero_observed",
 ]  # fmt: skip
 
 

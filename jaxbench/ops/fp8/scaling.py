@@ -113,15 +113,15 @@ def _weight_amax(stack: nnx.Module) -> jax.Array:
     return jnp.stack(amax, axis=1)
 
 
-def unobserved(histories: Histories) -> list[jax.Array]:
+def zero_observed(histories: Histories) -> list[jax.Array]:
     """Zeros `[blocks, products, 2, devices]`, whose cotangents are the observed amax."""
     devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
     sharding = PartitionSpec(None, None, None, *mesh.per_device())
     return [jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in histories]
 
 
-def observing(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scaled]:
-    """`scaled` with the arrays of `unobserved`; unchanged under current scaling."""
+def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scaled]:
+    """`scaled` with the arrays of `zero_observed`; unchanged under current scaling."""
     if not observed:
         return scaled
     return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]

@@ -23,7 +23,7 @@ __all__ = ["RULES", "Tuning", "mixer", "refusal", "undeprecated"]
 
 RULES = {TARGET: work}
 
-TUNED = Tuning()
+DEFAULT = Tuning()
 
 LEAST, MOST = 16, 64 * 256
 """Least dimension of a product in a Triton kernel; most elements of a state (head_dim x state) that
@@ -36,15 +36,15 @@ def refusal(mamba: Mamba, dtype: str, length: int) -> str | None:
     for name in ("head_dim", "state"):
         size = getattr(mamba, name)
         if size < LEAST or not _power_of_two(size):
-            return f"model.mamba.{name} = {size}: a power of two from {LEAST} on"
+            return f"model.mamba.{name} = {size}, not a power of two of at least {LEAST}"
     if not _power_of_two(mamba.inner):
-        return f"model.mamba: {mamba.inner} features of a group, no power of two"
+        return f"model.mamba: {mamba.inner} features per group, not a power of two"
     if (elements := mamba.head_dim * mamba.state) > MOST:
         return f"model.mamba: head_dim x state = {elements}, more than {MOST}"
     if dtype == "fp32":
         return "precision.dtype = fp32, which takes twice a program's shared memory"
-    if length % (chunk := TUNED.chunk):
-        return f"{length} tokens of a sequence on a rank, no multiple of {chunk}"
+    if length % (chunk := DEFAULT.chunk):
+        return f"{length} tokens per sequence and rank, not a multiple of {chunk}"
     return None
 
 
@@ -58,7 +58,7 @@ def mixer(
     context: Axes,
     projected: Float[Array, "B S G I"],
     parameters: Parameters,
-    tuning: Tuning = TUNED,
+    tuning: Tuning = DEFAULT,
 ) -> Float[Array, "B S G F"]:
     """`ssd.Implementation.mixer`. The backward pass starts from the inputs and recomputes the rest;
     only then does the scan write the states that its gradients need."""

@@ -88,14 +88,14 @@ class OfChunk:
             "du": (du, self.group),
         }
 
-    def maps(self) -> tuple[Columns, Columns]:
+    def bc_columns(self) -> tuple[Columns, Columns]:
         """The program's columns of b and c among the channels."""
         first = self.dims.inner + jax.lax.rem(pl.program_id(0), self.parts) * self.columns
         return pl.ds(first, self.columns), pl.ds(first + self.dims.state, self.columns)
 
 
 def sums(log: Float[Array, "Q"]) -> tuple[Float[Array, "Q"], Float[Array, ""]]:
-    """(T, the last T)."""
+    """(T, the cumulative sum of `log` over a chunk; its last element)."""
     return jax.lax.cumsum(log), jnp.sum(log)
 
 

@@ -4,9 +4,8 @@ The kernels are written for Pallas's Triton backend, which JAX announces to remo
 Mosaic GPU. A port changes this: a kernel's loads and stores become copies to shared memory
 (`plgpu.copy_gmem_to_smem`), its products `plgpu.wgmma` into accumulators, under
 `LoweringSemantics.Lane`, as `pl.kernel` with this grid; the mathematics, the order of kernels and
-all that is outside of them stay. A block there is copied as a whole, so what now writes some
-columns of a block needs a block of those columns; sums of dt a come from XLA, if `lax.cumsum` has
-no form there.
+all that is outside of them stay. Blocks are copied whole there: an output that fills some columns
+needs a block of those columns. XLA sums dt a if `lax.cumsum` cannot be lowered.
 """
 
 import json
@@ -37,7 +36,7 @@ HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 @dataclass(frozen=True)
 class Launch:
-    """Warps of a program, and stages of its loops' loads."""
+    """num_warps and num_stages of a Triton kernel."""
 
     warps: int
     stages: int = 1
@@ -48,8 +47,8 @@ class Tuning:
     """Sizes that affect the speed of kernels, not yet chosen by measurement
     (`benchmarks/one_gpu/mixers.py` has others).
 
-    The scan goes through a sequence in chunks of `chunk` tokens, its first pass in parts of chunks;
-    states are kept once per chunk. Gradients of b and c are made for `columns` of them at a time.
+    The scan goes through a sequence in chunks of `chunk` tokens, its forward pass in parts of
+    `part`; states are kept once per chunk. Gradients of b and c are made for `columns` at a time.
     """
 
     chunk: int = 128
@@ -57,7 +56,7 @@ class Tuning:
     columns: int = 128
     forward: Launch = Launch(8)
     reverse: Launch = Launch(8)
-    maps: Launch = Launch(8)
+    bc: Launch = Launch(8)
     interpret: bool = False
 
 

@@ -25,7 +25,7 @@ the sum of dt_s e_s.
 
 `_reverse` goes through the chunks from the last to the first, one program per head and sequence,
 with ds in registers, and writes all but db, dc and the first term of dT. The heads of a group share
-b and c: `_to_map` has one program per chunk, group and block of state columns, which
+b and c: `_gradient_of_bc` has one program per chunk, group and block of state columns, which
 loops over heads, so that no partial sums go through memory.
 """
 
@@ -48,10 +48,10 @@ def backward(tuning: Tuning, dims: Dims, residuals, dy):
     u, dt, a, d, entering, before = residuals
     gradients = _reverse(tuning, dims, u, dt, a, d, entering, before, dy)
     blocks = OfChunk(dims, tuning)
-    maps = blocks, u, dt, a, dy
+    shared = blocks, u, dt, a, dy
     started = Output((blocks.parts, *dt.shape), F32, blocks.times_of_part)
-    to_c = _to_map("c", _to_c_kernel, *maps, gradients["du"], before, started=started)
-    to_b = _to_map("b", _to_b_kernel, *maps, to_c["gradient"], gradients["after"])
+    to_c = _gradient_of_bc("c", _to_c_kernel, *shared, gradients["du"], before, started=started)
+    to_b = _gradient_of_bc("b", _to_b_kernel, *shared, to_c["gradient"], gradients["after"])
     dtotal = gradients["dtotal"] + jnp.sum(to_c["started"], axis=0)
     chunks = dtotal.reshape(*dtotal.shape[:2], -1, tuning.chunk)
     dlog = jax.lax.cumsum(chunks, axis=3, reverse=True).reshape(dt.shape)
@@ -124,20 +124,20 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
         r.dentering[...] = ds
 
 
-def _to_map(map_name, kernel, blocks: OfChunk, u, dt, a, dy, du, states, **outputs: Output):
-    """`gradient`, which is du with the gradient of b or c, and other `outputs` of the kernel: for c
-    `started`, the first term of dT by block of state columns. `states` are the states before the
-    chunks, or the gradients of those after."""
+def _gradient_of_bc(name, kernel, blocks: OfChunk, u, dt, a, dy, du, states, **outputs: Output):
+    """`gradient`, which is du with the columns of b or c filled in, and other `outputs` of the
+    kernel: for c `started`, the first term of dT by block of state columns. `states` are those
+    before the chunks, or the gradients of those after."""
     batch, length, groups, _ = u.shape
     dims, size = blocks.dims, blocks.tuning.chunk
     # Every program recomputes the scores.
     of_heads = dims.heads * dims.head_dim * (size * blocks.parts + dims.state)
     return call(
-        partial(kernel, blocks=blocks), f"ssd_to_{map_name}",
+        partial(kernel, blocks=blocks), f"ssd_to_{name}",
         (length // size * blocks.parts, groups, batch),
         blocks.inputs(u, dt, a, dy, du) | {"states": (states, blocks.states)},
         {"gradient": Output(du.shape, du.dtype, blocks.group, into="du"), **outputs},
-        blocks.tuning.maps, flops=2 * batch * length * groups * (of_heads + size * dims.state),
+        blocks.tuning.bc, flops=2 * batch * length * groups * (of_heads + size * dims.state),
         touched={"gradient": u.nbytes // dims.channels * dims.state},
         interpret=blocks.tuning.interpret,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def _to_map(map_name, kernel, blocks: OfChunk, u, dt, a, dy, du, states, **outpu
 
 def _to_c_kernel(r, *, blocks: OfChunk):
     dims, dtype, size = blocks.dims, r.u.dtype, blocks.tuning.chunk
-    b_columns, c_columns = blocks.maps()
+    b_columns, c_columns = blocks.bc_columns()
     c = r.u[:, c_columns].astype(F32)
 
     def step(h, carry):
@@ -167,7 +167,7 @@ def _to_c_kernel(r, *, blocks: OfChunk):
 
 def _to_b_kernel(r, *, blocks: OfChunk):
     dims, dtype, size = blocks.dims, r.u.dtype, blocks.tuning.chunk
-    b_columns, c_columns = blocks.maps()
+    b_columns, c_columns = blocks.bc_columns()
 
     def step(h, carry):
         dscores, db = carry

@@ -1,5 +1,5 @@
-// libcupti: who listens hears of every launch, and gets a record of a kernel of 10 us for it. Types as in CUPTI's
-// documentation of the callback and activity interfaces, in the fields that are used.
+// libcupti: calls subscribers on every launch and records a kernel of 10 us for it. Types as in CUPTI's documentation of
+// the callback and activity interfaces, in the fields that are used.
 #include "core.h"
 
 #include <time.h>

@@ -26,8 +26,11 @@ static const std::vector<int> &visible() {
     auto *visible = new std::vector<int>;
     const char *value = getenv("CUDA_VISIBLE_DEVICES");
     std::stringstream ordinals(value ? value : "");
-    for (std::string n; std::getline(ordinals, n, ',') && atoi(n.c_str()) < physical_devices();)
-      visible->push_back(atoi(n.c_str()));
+    for (std::string text; std::getline(ordinals, text, ',');) {
+      int n = atoi(text.c_str());
+      if (n < 0 || n >= physical_devices()) break;
+      visible->push_back(n);
+    }
     for (int n = 0; !value && n < physical_devices(); n++) visible->push_back(n);
     return visible;
   }();
@@ -103,7 +106,7 @@ static int attribute(CUdevice_attribute name, int device) {
   }
 }
 
-// The device files that JAX and this project look for are there while null GPUs are: Python asks by stat64.
+// The device files that JAX and this project look for appear to exist: stat64, by which Python asks, is intercepted.
 static const char *existing(const char *path) {
   return device_count() && !strncmp(path, "/dev/nvidia", 11) ? "/dev/null" : path;
 }
@@ -229,7 +232,7 @@ CUresult cuGetProcAddress(const char *name, void **function, int, cuuint64_t,
   return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-// Private tables are not imitated: who asks, NVIDIA's own runtime, hears that there are none.
+// Private tables, which NVIDIA's own runtime asks for, are not imitated.
 CUresult cuGetExportTable(const void **table, const CUuuid *) {
   COUNT;
   *table = nullptr;

@@ -1,6 +1,6 @@
 // Faults on purpose: NULL_GPU_FAULT=kind[:key=value[,key=value..]], where GPUs fail.
 //
-//   illegal_address  the kernel `at` reads where it must not: the context's error, for good
+//   illegal_address  illegal memory access in kernel `at`: an error that stays with the context
 //   ecc              an uncorrectable memory error in kernel `at`
 //   lost             the GPU falls off the bus (XID 79) at kernel `at`
 //   hang             kernel `at` never ends
@@ -51,7 +51,12 @@ static const FaultSettings *configured() {
     std::stringstream pairs(kind.size() < text.size() ? text.substr(kind.size() + 1) : "");
     for (std::string pair; std::getline(pairs, pair, ',');) {
       size_t equals = pair.find('=');
-      keys[pair.substr(0, equals)] = atol(pair.c_str() + equals + 1);
+      std::string key = pair.substr(0, equals);
+      if (equals == std::string::npos || (!keys.count(key) && key != "rank")) {
+        fprintf(stderr, "null GPU: NULL_GPU_FAULT has no key %s\n", key.c_str());
+        exit(2);
+      }
+      keys[key] = atol(pair.c_str() + equals + 1);
     }
     if (keys.count("rank") && keys["rank"] != setting("SLURM_PROCID", 0)) return nullptr;
     return new FaultSettings{KINDS.at(kind), static_cast<int>(keys["device"]), keys["at"], keys["factor"],

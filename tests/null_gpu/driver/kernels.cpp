@@ -106,8 +106,10 @@ CUresult cuModuleGetGlobal(CUdeviceptr *p, size_t *bytes, CUmodule handle, const
   if (found == module->contents.end()) return CUDA_ERROR_NOT_FOUND;
   const std::string &contents = found->second;
   void *&place = module->placed[name];
-  if (!place && !(place = allocate(contents.size(), module->device))) return CUDA_ERROR_OUT_OF_MEMORY;
-  memcpy(place, contents.data(), contents.size());
+  if (!place) {
+    if (!(place = allocate(contents.size(), module->device))) return CUDA_ERROR_OUT_OF_MEMORY;
+    memcpy(place, contents.data(), contents.size());
+  }
   if (p) *p = reinterpret_cast<CUdeviceptr>(place);
   if (bytes) *bytes = contents.size();
   return CUDA_SUCCESS;

@@ -33,9 +33,10 @@ static size_t context_bytes(int device) { return std::min<size_t>(600 << 20, tot
 static bool take(size_t bytes, int device) {
   const FaultSettings *less = fault(Fault::MEMORY, device);
   size_t limit = less ? less->bytes : total(device) - context_bytes(device);
-  if (used[device] + bytes > limit) return false;
-  used[device] += bytes;
-  return true;
+  size_t before = used[device].fetch_add(bytes);
+  if (before + bytes <= limit) return true;
+  used[device] -= bytes;
+  return false;
 }
 
 static uintptr_t reserve(size_t bytes, int protection) {
@@ -138,7 +139,7 @@ void zero(CUdeviceptr p, size_t bytes) {
   memset(at(last), 0, p + bytes - last);
 }
 
-// Memory is filled with zeros whatever the pattern: no kernel writes over what autotuning leaves behind.
+// Memory is filled with zeros whatever the pattern: no kernel would overwrite the values that autotuning fills in.
 static CUresult fill(CUdeviceptr p, size_t bytes, CUstream stream) {
   return enqueue(stream, [=] { zero(p, bytes); });
 }

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -125,7 +126,7 @@ const char *ncclGetErrorString(int error) {
 }
 
 int ncclGetUniqueId(UniqueId *id) {
-  static long made = 0;
+  static std::atomic<long> made{0};
   memset(id, 0, sizeof *id);
   snprintf(id->text, sizeof id->text, "%d_%ld_%ld", getpid(), static_cast<long>(time(nullptr)), ++made);
   return 0;
@@ -143,7 +144,7 @@ int ncclCommInitRankScalable(void **handle, int size, int rank, int, UniqueId *i
   return initialize(handle, ids[0].text, size, rank);
 }
 
-// A rank learns who else has its color once all have come.
+// Ranks exchange colors and keys between two barriers.
 int ncclCommSplit(void *handle, int color, int key, void **made, void *) {
   Communicator *c = communicator(handle);
   barrier(c->clique);

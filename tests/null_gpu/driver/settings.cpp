@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -45,9 +46,14 @@ const Model &model_of(int physical) {
   static auto *models = [] {
     auto *models = new std::vector<const Model *>;
     std::stringstream keys(text_setting("NULL_GPU_MODEL"));
-    for (std::string key; std::getline(keys, key, ',');)
-      for (const Model &model : MODELS)
-        if (key == model.key) models->push_back(&model);
+    for (std::string key; std::getline(keys, key, ',');) {
+      auto known = std::find_if(std::begin(MODELS), std::end(MODELS), [&](auto &model) { return key == model.key; });
+      if (known == std::end(MODELS)) {
+        fprintf(stderr, "null GPU: NULL_GPU_MODEL has no model %s\n", key.c_str());
+        exit(2);
+      }
+      models->push_back(known);
+    }
     if (models->empty()) models->push_back(&MODELS[0]);
     return models;
   }();
