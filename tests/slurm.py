@@ -68,6 +68,7 @@ class Cluster:
         host, ports = os.uname().nodename, free_ports(3)
         # JAX derives its coordinator's port from the job's number: one that no other cluster uses.
         # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
+        # A signal whose message timed out is sent again a minute later, perhaps to the next start.
         (self.folder / "slurm.conf").write_text(f"""
 ClusterName=test
 SlurmctldHost={host}({addresses[0]})
@@ -95,6 +96,7 @@ ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=20
 SlurmdTimeout={30 if self.hosts else 300}
+MessageTimeout={10 if self.hosts else 60}
 MinJobAge=3600
 JobRequeue=1
 NodeName=n0 NodeHostname={host} NodeAddr={addresses[0]} Port={ports[1]} CPUs=2 RealMemory=1000

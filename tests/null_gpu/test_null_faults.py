@@ -27,7 +27,7 @@ class Expected:
     seconds: float
 
 
-GPU = "jax.errors.JaxRuntimeError: INTERNAL: .*"
+GPU = r"(jax.errors.JaxRuntimeError|the checkpoint of step \d+ was not saved; .*): INTERNAL: .*"
 HUNG = rf"no progress within the time limit of {WATCHDOG_S} s: rank 0 on \S+ \(training, last "
 FAULTS = {
     "illegal_address": Expected(6, "gpu", GPU + "CUDA_ERROR_ILLEGAL_ADDRESS", 15),

@@ -26,8 +26,8 @@ ROWS = {
     "grok1_314b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
     "nemotron4_340b_bf16": {"pipeline": 2, "tensor": 2, "layers": 2},
     "nemotron4_340b_fp8": {"pipeline": 2, "layers": 2},
-    "nemotronh_56b_bf16": {"fsdp": 2},
-    "nemotronh_56b_fp8": {"tensor": 2},
+    "nemotronh_56b_bf16": {"fsdp": 2, "layers": 4},
+    "nemotronh_56b_fp8": {"tensor": 2, "layers": 4},
 }
 """Mesh and other settings of a row for GPUs whose sizes are the smoke row's."""
 
