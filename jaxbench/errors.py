@@ -10,8 +10,8 @@ STATUS = {
     "network": 7,
     "lost": 8,
 }
-"""Causes of a failure, and the exit status by which launchers tell them apart: a loss, gradient or
-rate that no training gives, a device without room, files that cannot be written or read, a GPU that
+"""Causes of a failure, and the exit status by which launchers tell them apart: an implausible loss,
+gradient or rate, a device without room, files that cannot be written or read, a GPU that
 fails, another process or the way to it that is gone, a process of this host that is gone. `failed`
 is all else that restarting would not mend. `launch/verdict.py` imports this with Pythons from 3.7
 on."""

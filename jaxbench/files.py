@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also when the disk is full."""
+"""Atomic file writes, also when the disk is full."""
 
 import contextlib
 import json

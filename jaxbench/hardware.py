@@ -79,7 +79,7 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """What XLA compiles for."""
+        """`TARGET` filled in for this GPU."""
         assert self.chip is not None
         bandwidth = round(self.bandwidth * 1e9)
         return TARGET.format(
@@ -92,7 +92,7 @@ class Gpu:
 
         A job that needs several domains takes the same number of nodes in each, as Slurm's
         --segment gives them out, and as few domains as that allows: 512 GPUs are 8 x 64 of the 72
-        of NVL72. More than twice as many as would hold them are a count to change.
+        of NVL72. Twice as many as would hold them, or more, are refused.
         """
         if count < self.node:
             return 1, 1, count

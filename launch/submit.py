@@ -27,7 +27,7 @@ import jaxbench  # noqa: E402
 from jaxbench.errors import RecipeError  # noqa: E402
 from jaxbench.hardware import Gpu  # noqa: E402
 from jaxbench.recipe import derive, published, recipes  # noqa: E402
-from jaxbench.recipe.settings import STEPS, Run  # noqa: E402
+from jaxbench.recipe.settings import Run  # noqa: E402
 from jaxbench.run import arguments  # noqa: E402
 
 
@@ -75,7 +75,7 @@ class Job:
             return []
         row = f"{self.run.recipe} on {self.run.gpus} {self.gpu.name}s"
         settings = " with these settings" if self.run.overrides else ""
-        return [f"nothing is published for {row}{settings}: the result stands beside no figure"]
+        return [f"nothing is published for {row}{settings}: the result is not comparable"]
 
 
 def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[int, int, int]:
@@ -136,7 +136,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     overrides, row = recipes.parse_overrides(options["set"]), recipes.SMOKE if args.cpu else gpus
     run = recipes.resolve(
         derive.extend(recipe, row, gpu, overrides, whole_nodes=False), row, devices=gpus,
-        steps=options.get("steps", STEPS), overrides=overrides, seed=options["seed"],
+        steps=options.get("steps"), overrides=overrides, seed=options["seed"],
     )  # fmt: skip
     version = jaxbench.__version__ + ("-nccl-trace" if "nccl_trace" in options else "")
     results = stage / "results" / version / run.precision.dtype / run.model.size / str(gpus)

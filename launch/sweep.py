@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("list", type=Path)
     parser.add_argument("--show", action="store_true", help="submit nothing")
-    parser.add_argument("--report", action="store_true", help="and report, make the page")
+    parser.add_argument("--report", action="store_true", help="compare with published figures")
     try:
         args = parser.parse_args(arguments[:at])
         folders = sweep(args.list, args.show, arguments[at + 1 :])

@@ -72,18 +72,18 @@ class Watch:
         if silent:
             return f"no sign of life for {self.timeout:g} s from {_describe(silent)}"
         steady = all(b["phase"] == "training" and b["completed"] is not None for b in judged)
-        if judged and now - self._progress_at > self.timeout * (1 if steady else SLOW):
+        limit = self.timeout * (1 if steady else SLOW)
+        if judged and now - self._progress_at > limit:
             last = min(map(_steps, judged))
             behind = [beat for beat in judged if _steps(beat) == last]
             waiting = len(judged) - len(behind)
-            return (
-                f"no progress within the time limit of {self.timeout:g} s: {_describe(behind)}"
-                + (f"; {waiting} more wait" if waiting else "")
+            return f"no progress within the time limit of {limit:g} s: {_describe(behind)}" + (
+                f"; {waiting} more wait" if waiting else ""
             )
         missing = set(range(self.processes)) - {beat["rank"] for beat in beats} - {*unreadable}
         # Once a step is completed, a rank without a file cannot write.
         if missing and self._completed < 0 and idle_s > self.timeout * SLOW:
-            return f"never heard of rank {', '.join(map(str, sorted(missing)[:8]))}"
+            return f"no heartbeat from rank {', '.join(map(str, sorted(missing)[:8]))}"
         return None
 
 

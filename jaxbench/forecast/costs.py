@@ -25,8 +25,8 @@ over NVLink, and of each step between domains. These are the constants by which 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What no table of single kernels has: by what a kernel is slower beside a collective, and
-    whether rings between domains are as fast as in a tuned network."""
+    """Effects outside tables of single kernels: the slowdown beside a collective, and whether rings
+    between domains are as fast as in a tuned network."""
 
     slowdown: float
     tuned: bool = True
@@ -66,14 +66,14 @@ class Measured:
         return {kernel.part: max(computing, start + moving)}
 
     def work(self, work: Work) -> float:
-        """Seconds of a product or of attention; of other work, of which there is no table, those
-        at the peak of its dtype."""
+        """Seconds of a product or of attention; of other work, which has no table, those of its
+        FLOPs at the dtype's peak."""
         if work.kind == "product":
             return self._product(work)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
     def dtype(self, work: Work) -> str:
-        """The table of a product: fp32 products take twice the time of bf16's."""
+        """Table dtype of a product: fp32 products take twice the time of bf16's."""
         return "fp8" if work.dtype.startswith("f8") else "bf16"
 
     def covers(self, work: Work) -> bool:

@@ -10,8 +10,8 @@ from jaxbench.forecast.tables import Sizes
 
 
 def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at x on a line through sorted points (x, value). Below the first its line goes on,
-    above the last the value grows as x does."""
+    """The value at x on a line through sorted points (x, value); extrapolated linearly below the
+    first, in proportion to x above the last."""
     xs = [point for point, _ in points]
     if len(points) == 1 or x >= xs[-1]:
         last, value = points[-1]

@@ -52,7 +52,7 @@ class Tables:
 
 @cache
 def load(gpu: str, file: Path | None = None) -> Tables:
-    """The tables of a GPU in the package; what `file` holds comes before them.
+    """The tables of a GPU in the package; those in `file` take precedence.
 
     Raises RecipeError for a GPU without tables, and for a file that is none or is of another GPU.
     """

@@ -31,7 +31,7 @@ EIGHTHS = 8
 """A group may be saved in any number of eighths of the layers."""
 
 BF16 = 2
-"""Bytes of a number."""
+"""Bytes of a bf16 number."""
 
 WORKSPACE = 3
 """Live copies of a layer's gathered weights and activations: its own, prefetched, gradients."""

@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print(
-            "interrupted; the plans that were made are kept (--all, --scaling and --search go on)",
+            "interrupted; finished plans are kept: the same --all, --scaling or --search resumes",
             file=sys.stderr,
         )
         return 130

@@ -1,7 +1,7 @@
 """Plans made in subprocesses, a few at a time, and cached in `results/plan`.
 
-A compiler that fails, or that the system kills for want of memory, costs one plan. A plan is made
-again when its settings, flags, this package's source or the version of another one changed.
+A compiler that fails or runs out of memory costs one plan. A plan is made again when its settings,
+flags, this package's source or a dependency's version changed.
 """
 
 import hashlib
@@ -93,8 +93,9 @@ def plan_each(
 
 
 def workers() -> int:
-    """Processes at a time: one per core, fewer where free memory does not suffice."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Processes at a time: one per core, fewer where the available memory does not suffice."""
+    found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    available = 1024 * int(found[1]) if found else 0
     return max(1, min(os.cpu_count() or 1, available // PROCESS_BYTES))
 
 
@@ -141,7 +142,7 @@ def _reason(process: subprocess.CompletedProcess[str]) -> str:
     """The line of a failed process's stderr that gives the reason."""
     code = process.returncode
     if code < 0:
-        return f"ended by signal {-code}, as the system does for want of memory"
+        return f"killed by signal {-code}, perhaps out of memory"
     lines = [line for line in process.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.match(line)]
     return [f"exit status {code}", *lines[-1:], *errors[-1:]][-1].removeprefix("error: ")

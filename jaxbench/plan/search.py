@@ -2,9 +2,8 @@
 row.
 
 A local search, which begins with the row and goes on with the neighbours of the best candidate so
-far: those that differ from it in a single setting. Each has the remat policy that fills the memory,
-by the peak of a compiled candidate and the activations that the two save. Step times are those of
-compiled plans alone.
+far (`candidates.distance` 1). Each has the remat policy that recomputes least in the memory limit,
+estimated from the peak of a compiled candidate. Step times are those of compiled plans alone.
 """
 
 import json
@@ -36,7 +35,7 @@ BATCH = min(4, os.cpu_count() or 1)
 that a repeated search chooses the same candidates."""
 
 WORTH = 0.99
-"""Share of the best step that another policy of a compiled layout may take at most."""
+"""Another remat policy is compiled if expected below this share of the best step."""
 
 CAUTION = 0.95
 """Share of the memory limit that a new layout may be expected to take: its estimate is a few GiB

@@ -131,9 +131,10 @@ def _forecast(plan: Plan) -> list[str]:
 def _published(plan: Plan) -> list[str]:
     if (row := plan.published) is None:
         return []
+    mfu = f"; MFU {row['mfu_pct']} % as its source prints it" if row["mfu_pct"] else ""
     return [
         f"published   {row['step_time_s']} s on {row['gpu_type'].upper()}, "
-        f"{_rates(plan, 'published')}; MFU {row['mfu_pct'] or 'no'} % as its source prints it",
+        f"{_rates(plan, 'published')}{mfu}",
         *(f"  {code:10} {ERRATA[code]}" for code in row["errata"]),
     ]
 

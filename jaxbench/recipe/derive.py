@@ -19,16 +19,16 @@ from jaxbench.recipe.recipes import SMOKE, Override, Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 
 LARGEST = 2**20
-"""Of the counts that a row is derived for."""
+"""Largest count that a row is derived for."""
 
 SEARCHED = 256
-"""Counts on either side of one that cannot work that are tried."""
+"""Counts tried below and above one that cannot work."""
 
 STATE_BYTES = 14
-"""Of a parameter, at least: itself and two moments in fp32, its gradient in bf16."""
+"""Least bytes per parameter: itself and two moments in fp32, its gradient in bf16."""
 
 OTHERS = tuple(axis for axis in CHOSEN if axis != "fsdp")
-"""The axes that a row sizes, but for the one that takes what the count needs."""
+"""The axes that a row sizes, without fsdp, which takes what the count needs."""
 
 
 def extend(

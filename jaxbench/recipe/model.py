@@ -20,10 +20,7 @@ MAX_LAYERS, MAX_PATTERN = 10_000, 1_000
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's scaling of rotary frequencies; the formula is in `models.layers.rotary_tables`.
-
-    Each setting is named as in the published configurations.
-    """
+    """Llama 3.1's scaling of rotary frequencies; `models.layers.rotary_tables` has the formula."""
 
     factor: float
     """by which long wavelengths grow"""

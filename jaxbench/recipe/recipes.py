@@ -48,7 +48,7 @@ ROW_KEYS = {
 SMOKE = "smoke"
 
 LARGEST = 2**31 - 1
-"""Of any whole number: what arrays are indexed with."""
+"""Largest integer setting: array indices are int32."""
 
 
 @dataclass(frozen=True)

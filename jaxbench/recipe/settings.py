@@ -75,8 +75,8 @@ class Precision:
     """of matmuls; with `fp8` head, embedding, norms, router, attention scores and the Mamba-2 scan
     stay in bf16"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """of the sum of several microbatches' gradients, which also crosses replicas in it (those of a
-    single microbatch cross in bf16, the embedding's in fp32)"""
+    """in which gradients are summed over microbatches and reduced over replicas (a single
+    microbatch's are reduced in bf16, the embedding's in fp32)"""
     scaling: Literal["delayed", "current"] = "delayed"
     """scale of a tensor: from the amax of the last `amax_history` steps, as published, or from the
     tensor itself"""
@@ -124,7 +124,7 @@ class Optimizer:
     published benchmark. `train.optimizer` has the formulas of the schedules."""
 
     schedule: Literal["maxtext", "megatron"]
-    """linear warm-up and cosine decay, by the formula of this program"""
+    """linear warm-up and cosine decay, by MaxText's or Megatron's formula"""
     learning_rate: float
     """peak learning rate"""
     final_learning_rate: float
@@ -162,8 +162,8 @@ class Execution:
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """attention implementation; `auto` is cuDNN on GPUs"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
-    """Mamba-2 between its projections (docs/design/scan.md); `auto` is XLA's until a GPU has
-    measured both"""
+    """Mamba-2 between its projections (docs/design/scan.md); `auto` is `xla`: neither was timed on
+    a GPU"""
     xla_flags: str = "tuned"
     """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
     changes: `tuned,xla_gpu_some_flag=false`"""

@@ -1,5 +1,4 @@
-"""What becomes of a result: the published programme calls a run good at 95 % of the published
-throughput."""
+"""The verdict on a result: the published scripts accept 95 % of the published throughput."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ class Verdict:
 
     @property
     def bad(self) -> bool:
-        """Whether a gate stops at it."""
+        """Whether `report` exits with status 1."""
         return self.name in ("slow", "failed", "incomplete")
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
 """The command line of `python -m jaxbench.report`: runs beside what is published for them, and an
-exit status for a gate."""
+exit status for CI."""
 
 import argparse
 import re
@@ -75,7 +75,7 @@ def find(path: Path) -> Iterator[RunData]:
         yield from published_runs(path)
     elif path.is_file():
         if (run := _log(path)) is None:
-            raise RecipeError(f"{path}: neither a log of a published script nor one of its name")
+            raise RecipeError(f"{path}: no published script's log, by name or content")
         yield run
     elif path.is_dir():
         yield from _below(path, set())

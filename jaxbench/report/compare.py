@@ -52,8 +52,8 @@ class Comparison:
         percent, low, high = (100 * (value - 1) for value in (self.ratio, self.low, self.high))
         single = [side for side, count in zip("AB", self.runs, strict=True) if count == 1]
         lines = [
-            f"{self.verdict}: the step time of B is {percent:+.2f} % that of A (95 % between "
-            f"{low:+.2f} and {high:+.2f} %, threshold {100 * self.threshold:g} %)",
+            f"{self.verdict}: the step time of B differs from A's by {percent:+.2f} % "
+            f"(95 % between {low:+.2f} and {high:+.2f} %, threshold {100 * self.threshold:g} %)",
             f"runs: {self.runs[0]} of A, {self.runs[1]} of B",
             *(f"only one run of {side}: what differs from job to job is not in the interval"
               for side in single),

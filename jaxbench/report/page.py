@@ -125,7 +125,7 @@ def headline(runs: Sequence[PageRun]) -> str:
     if runs and all(run.line["label"] == "published" for run in runs):
         return "The published figures. Nothing on this page was measured here."
     if not compared:
-        return "No run here may stand beside a published figure."
+        return "No run here is comparable with a published figure."
     good = sum(run.line["verdict"] == "pass" for run in compared)
     return (
         f"{good} of {len(compared)} comparable runs reach {100 * PASS:.0f} % of the published "

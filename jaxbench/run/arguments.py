@@ -32,7 +32,7 @@ def make_parser() -> Parser:
         help="change a setting of the row: parallelism.fsdp=4")
     add("--steps", type=int,
         help=f"optimizer steps (default {STEPS}, as published, and {SMOKE_STEPS} of the smoke row; "
-        "with --restore one more than it has)")
+        "with --restore one more than it had)")
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add("--output", type=Path,
         help="new folder for the records (default results/<recipe>/<row>/<time>)")

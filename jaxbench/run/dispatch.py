@@ -1,4 +1,4 @@
-"""Errors of a step that the main thread cannot hear of."""
+"""Reports errors of a step while the main thread is blocked."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Figures that no training gives: of a device that computes nothing, or something else."""
+"""Checks for implausible figures: of a device that computes nothing, or something else."""
 
 import math
 from typing import Any

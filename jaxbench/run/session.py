@@ -28,7 +28,7 @@ from jaxbench.hardware import NULL, identify
 from jaxbench.jax_internals import coordination_client
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.window import spread
+from jaxbench.recipe.window import spread, too_short
 from jaxbench.run import plausible, profiling, repeatable
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
@@ -73,6 +73,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         reasons.append("it was traced (NCCL)")
     if resumed:
         reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
+    reasons = reasons or too_short(run.steps)
     row = published.lookup(run, identify(devices["device"]))
     return {
         "schema": SCHEMA,
@@ -216,12 +217,12 @@ class Attempt:
         return plausible.rate_problem(self.recorder.summary())
 
     def _refuse(self, problem: str | None) -> None:
-        """Raises RunFailed for figures that no training gives, except of a null GPU."""
+        """Raises RunFailed for implausible figures, except of a null GPU."""
         if problem and not self.recorder.record["hardware"]["null"]:
             raise RunFailed(problem, "numbers")
 
     def _failed_launch(self, error: Exception) -> None:
-        """Ends the process for the error of a step that the main thread cannot hear of."""
+        """Ends the process for the error of a step that the blocked main thread misses."""
         status, reason, cause = self._failure(error)
         end(self.recorder, self.beat, STATUS[cause], status, reason, cause)
 

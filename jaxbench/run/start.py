@@ -18,7 +18,7 @@ from jaxbench.run.session import Session
 def prepare(run: Run, args: argparse.Namespace) -> tuple[Run, Session | None]:
     """The run with its number of steps, and its session; None if the run is completed already.
 
-    Rank 0 decides for all: the others may see another moment of a shared file system.
+    Rank 0 decides for all: the others may see a stale shared file system.
     """
     plan = job.broadcast("start", lambda: _plan(run, args))
     if plan is None:

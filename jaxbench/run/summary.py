@@ -7,22 +7,24 @@ from jaxbench.recipe import flops
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import spread, too_short, window
+from jaxbench.recipe.window import spread, window
 
 
 def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
     """The record's `summary` and `loss`, from the recorded steps and the peak in TFLOP/s; empty for
-    a single step, whose time has the start in it."""
+    a single step, whose time has the start in it, and before any step of the window."""
     if len(steps) < 2:
         return {}
-    first, last = window(len(steps))
-    times = [step["step_time_s"] for step in steps]
-    step_time_s = spread(times[first : last + 1])
+    first, last = window(steps[-1]["step"] + 1)
+    counted = [step for step in steps if first <= step["step"] <= last]
+    if not counted:
+        return {}
+    step_time_s = spread([step["step_time_s"] for step in counted])
     losses = [step["loss"] for step in steps]
     return {
         "summary": {
-            "window": [first, last],
-            "step_time_s": {**step_time_s, "last": times[-1]},
+            "window": [counted[0]["step"], counted[-1]["step"]],
+            "step_time_s": {**step_time_s, "last": steps[-1]["step_time_s"]},
             **throughput(run, step_time_s["mean"], peak),
             "peak_memory_bytes": max(step["peak_memory_bytes"] for step in steps),
         },
@@ -44,7 +46,7 @@ def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
         published.get("step_time_s"),
         failed=None if record["status"] == "completed" else record["reason"] or record["status"],
         incomplete=[] if complete else [f"{len(steps)} of {count} steps are recorded"],
-        not_comparable=record["not_comparable_because"] or too_short(count),
+        not_comparable=record["not_comparable_because"],
     )
 
 

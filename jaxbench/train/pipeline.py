@@ -126,7 +126,7 @@ class _Pipeline:
             scaled,
             stored={name: gather(w, dims[name]) for name, w in scaled.stored.items()},
             scale_inv=gather(scaled.scale_inv, [], padding=1),  # 0 / 0 would be NaN
-            observed=None if observed is None else bring(observed, []),
+            observed=None if observed is None else gather(observed, []),
         )
 
     def _routing(self, carry: Carry) -> Any:

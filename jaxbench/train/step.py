@@ -85,9 +85,8 @@ def gradients(
     scaled = fp8.scale(weights.stacks, state.fp8, precision)
 
     def share_of_loss(weights, observed, stashes, *batch):
-        observing = fp8.with_observed(scaled, observed)
         loss, (figures, stashes) = weights.loss(
-            *batch, run.execution, precision, observing, stashes
+            *batch, run.execution, precision, fp8.with_observed(scaled, observed), stashes
         )
         share = partial(jax.tree.map, lambda value: value / run.accumulation)
         return share(loss), (share(figures), stashes)
@@ -106,8 +105,8 @@ def gradients(
 
     dtype = DTYPES[precision.accumulate]
     if run.parallelism.pipeline > 1:
-        observing = fp8.with_observed(scaled, fp8.zero_observed(state.fp8))
-        total, observed = pipeline.accumulate(weights, observing, tokens, targets, run, dtype)
+        scaled = fp8.with_observed(scaled, fp8.zero_observed(state.fp8))
+        total, observed = pipeline.accumulate(weights, scaled, tokens, targets, run, dtype)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch((tokens[0], targets[0]))
     else:

@@ -47,8 +47,8 @@ PIPELINED: Options = {
 """Part of `tuned` for transformers from jax 0.11 on, the first to pipeline only the collectives
 that are marked (by `mesh`).
 
-Gathers of the next layer's weights and scatters of the last layer's gradients overlap the matrix
-products of this layer. Two iterations per loop body avoid copies of the carried weights.
+Gathers of the next layer's weights and scatters of the previous layer's gradients overlap the
+matrix products of this layer. Two iterations per loop body avoid copies of the carried weights.
 """
 
 UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}

@@ -83,6 +83,14 @@ def test_a_hang_is_found_though_a_rank_cannot_write():
     )
 
 
+def test_before_training_the_time_is_longer_and_told():
+    watch = watchdog.Watch(processes=1, timeout=10, now=0)
+    for now in range(watchdog.SLOW * 10 + 1):
+        assert watch.verdict([{**BEAT, "beats": now, "phase": "compiling"}], now) is None
+    said = watch.verdict([{**BEAT, "beats": 101, "phase": "compiling"}], 101)
+    assert said.startswith("no progress within the time limit of 100 s: rank 0 on far (compiling")
+
+
 def test_a_frozen_rank_is_named_though_steps_are_noticed_after_its_last_heartbeat():
     watch, frozen = watchdog.Watch(processes=2, timeout=5, now=0), {**BEAT, "rank": 1}
     for now in range(8):

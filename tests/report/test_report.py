@@ -286,7 +286,7 @@ def test_a_comparison_decides_what_the_spread_allows(repeats, capsys):
     for verdict, b in cases.items():
         assert command.main(["--compare", a, b]) == (verdict == "slower"), verdict
         out, err = capsys.readouterr()
-        assert out.startswith(f"{verdict}: the step time of B is ")
+        assert out.startswith(f"{verdict}: the step time of B differs from A's by ")
         assert err == ""
         differs = "  flags.compiler_options.xla_some: None -> True" in out
         assert differs == (verdict == "slower")

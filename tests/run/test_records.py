@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.window import spread
 from jaxbench.recipe.window import window as published_window
-from jaxbench.run import command, records, summary
+from jaxbench.run import command, records, session, summary
+from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
 
 RUN = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
@@ -93,6 +95,26 @@ def test_published_parser_reads_a_log():
 )
 def test_window(steps, window):
     assert published_window(steps) == window
+
+
+def test_the_window_of_a_restored_run_has_the_numbers_of_its_steps():
+    steps = [{**STEP, "step": n, "step_time_s": float(n)} for n in range(20, 24)]
+    made = summary.summary(RUN, steps, None)["summary"]
+    assert made["window"] == [20, 23]
+    assert (made["step_time_s"]["mean"], made["step_time_s"]["last"]) == (21.5, 23.0)
+    later = [{**STEP, "step": n, "step_time_s": float(n)} for n in range(45, 50)]
+    assert summary.summary(RUN, later, None) == {}  # behind the published window
+
+
+@pytest.mark.parametrize(("steps", "reasons"), [(50, 0), (20, 1)])
+def test_a_run_that_is_too_short_is_not_comparable(steps, reasons, tmp_path, monkeypatch):
+    devices = {"device": "NVIDIA H100 80GB HBM3", "platform": "gpu", "null": False}
+    monkeypatch.setattr(session, "hardware", lambda: devices)
+    options = parse_arguments(["--config", "llama31_8b_bf16"])
+    begun = session.Session(folder=tmp_path, restore=None, options=options)
+    record = session.new_record(replace(RUN, steps=steps), begun)
+    assert record["comparable"] == (not reasons)
+    assert len(record["not_comparable_because"]) == reasons
 
 
 def test_spread():
