@@ -1,5 +1,6 @@
 """`python -m jaxbench list | train | plan | calibrate | report`: the commands, by name."""
 
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
@@ -41,27 +42,13 @@ def list_recipes() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Dispatches to a command; returns its exit status."""
+    """Runs a command, which exits by itself; the exit status of `list` and of a wrong use."""
     match argv:
         case ["list"]:
             return list_recipes()
-        case ["train", *rest]:
-            from jaxbench.run import command as train
-
-            return train.main(rest)
-        case ["plan", *rest]:
-            from jaxbench.plan import command as plan
-
-            return plan.main(rest)
-        case ["calibrate", *rest]:
-            from jaxbench import calibrate
-
-            return calibrate.main(rest)
-        case ["report", *rest]:
-            from jaxbench.report import command as report
-
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            return report.main(rest)
+        case ["train" | "plan" | "calibrate" | "report" as command, *rest]:
+            sys.argv[1:] = rest
+            runpy.run_module(f"jaxbench.{command}", run_name="__main__")
     print(USAGE, file=sys.stderr)
     return 2
 
