@@ -1,4 +1,4 @@
-"""The cost model of measured kernels and links (`xla.schedule.CostModel`)."""
+"""The cost model of measured kernels and links; that of the bound is `xla.schedule.Roofline`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import PLANNED, Gpu
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
-from jaxbench.xla.schedule import Kernel, peak
+from jaxbench.xla.schedule import Kernel, Roofline, peak
 
 TILE = (128, 128, 64)
 """Of a product on Hopper's tensor cores, in elements along m, n and k: sizes are padded to it."""
@@ -42,12 +42,12 @@ other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On an H100
 1980 to 1575 MHz (deepseek-ai/DeepGEMM issue 120)."""
 
 
-class Measured:
+class Measured(Roofline):
     """Times by tables, on a GPU whose links may be others than those that were measured."""
 
     def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions):
-        self.gpu, self.tables, self.conditions = gpu, tables, conditions
-        self.slowdown = conditions.slowdown
+        super().__init__(gpu, conditions.slowdown)
+        self.tables, self.conditions = tables, conditions
         self._product = cache(self._product_s)
 
     @cached_property

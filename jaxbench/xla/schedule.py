@@ -4,13 +4,12 @@ Streams as XLA:GPU has them: kernels run one after another. A collective starts 
 has its `-start`, waits for earlier collectives on the same links (NVLink, or the network between
 nodes), and overlaps with kernels until its `-done`. The time that kernels then wait for it is
 *exposed*. `Roofline` is the cost model of the bound, explained in docs/design/plan.md;
-`forecast.costs.Measured` is another.
+`forecast.costs.Measured` extends it.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import Gpu
@@ -51,42 +50,24 @@ class Kernel:
         return kinds.get(self.works[0].kind, "other kernels") if self.works else "other kernels"
 
 
-@runtime_checkable
-class CostModel(Protocol):
-    """Seconds of kernels and collectives.
-
-    A kernel's time may have several parts, by name. `slowdown` is the factor on a kernel's time
-    while a collective overlaps it; `gpu` tells which links a collective takes.
-    """
-
-    @property
-    def gpu(self) -> Gpu: ...
-
-    @property
-    def slowdown(self) -> float: ...
-
-    def kernel(self, kernel: Kernel) -> Mapping[str, float]: ...
-
-    def collective(self, collective: Collective) -> float: ...
-
-
-@dataclass(frozen=True)
+@dataclass
 class Roofline:
     """Least times on a GPU and its links: every kernel at its peak or at the memory bandwidth,
-    whichever is longer; no latency.
-
-    Parts are `compute`, matrix products and attention, and `memory`, all other kernels.
+    whichever is longer; no latency. `slowdown` is the factor on a kernel's time while a collective
+    overlaps it.
     """
 
     gpu: Gpu
     slowdown: float = 1.0
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
+        """Seconds of a kernel by part: `compute`, matrix products and attention, or `memory`."""
         memory = kernel.bytes / (self.gpu.bandwidth * 1e9)
         compute = sum(w.flops / (peak(self.gpu, w.dtype) * 1e12) for w in kernel.works)
         return {"compute": max(compute, memory)} if compute else {"memory": memory}
 
     def collective(self, collective: Collective) -> float:
+        """Seconds of one run, alone."""
         return collective.seconds(self.gpu)
 
 
@@ -154,7 +135,7 @@ class Walk:
         self.program = program
         self._kernels: dict[tuple[str, str], Kernel | None] = {}
 
-    def under(self, costs: CostModel) -> Schedule:
+    def under(self, costs: Roofline) -> Schedule:
         """The simulated schedule of one step."""
         return self._simulate(self.program.entry, costs)
 
@@ -179,7 +160,7 @@ class Walk:
             self._kernels[key] = kernel
         return self._kernels[key]
 
-    def _simulate(self, name: str, costs: CostModel) -> Schedule:
+    def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}

@@ -216,7 +216,7 @@ def test_a_collective_slows_what_runs_beside_it():
     """At a slowdown of 2 the product is half done when the gather ends, and goes on at full
     speed; of a product that ends before the gather, all is slow."""
 
-    @dataclass(frozen=True)
+    @dataclass
     class Slow(schedule.Roofline):
         slowdown: float = 2.0
 
