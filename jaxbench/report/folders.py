@@ -2,10 +2,8 @@
 
 import json
 from datetime import UTC, datetime
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxbench import hardware
 from jaxbench.recipe.published import titled
@@ -19,8 +17,6 @@ MALFORMED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
 """Exceptions that reading a malformed record can raise."""
-
-T = TypeVar("T")
 
 
 def is_run(folder: Path) -> bool:
@@ -47,14 +43,6 @@ def read(folder: Path) -> RunData:
     return run
 
 
-def _field(record: dict[str, Any], path: str, kind: type[T]) -> T:
-    """A value by its keys, `recipe.steps`. Raises LookupError or TypeError."""
-    value = reduce(getitem, path.split("."), record)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{path} is {value!r}")
-    return value
-
-
 def _positive(value: Any) -> float:
     if not quantity(value):
         raise TypeError(f"{value} is no figure")
@@ -62,14 +50,12 @@ def _positive(value: Any) -> float:
 
 
 def _run(folder: Path, record: dict[str, Any]) -> RunData:
-    recipe, status = _field(record, "recipe", dict), _field(record, "status", str)
-    batch = _field(record, "recipe.batch", dict)
-    dtype = _field(record, "recipe.precision.dtype", str)
+    recipe, status, device = record["recipe"], record["status"], record["hardware"]["device"]
+    batch, dtype = recipe["batch"], str(recipe["precision"]["dtype"])
     published = record["published"]
     if published is not None:
         published["step_time_s"] = _positive(published["step_time_s"])
         published["errata"] = [str(code) for code in published.get("errata") or []]
-    device = _field(record, "hardware.device", str)
     gpu = hardware.identify(device)
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
     if dated := "started" in record:
@@ -82,8 +68,8 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         recipe=f"{recipe['recipe']}:{recipe['row']}",
         gpus=int(_positive(recipe["gpus"])),
         dtype=dtype,
-        label=_field(record, "label", str),
-        steps=Steps(expected=_field(record, "recipe.steps", int)),
+        label=str(record["label"]),
+        steps=Steps(expected=int(recipe["steps"])),
         model=titled(f"{recipe['model']['family']} {recipe['model']['size']}", gpu),
         tokens=int(_positive(batch["global_batch"]) * _positive(batch["sequence_length"])),
         flops=_flops(record.get("summary")),
@@ -91,7 +77,7 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         published=published,
         failed=None if status in ("completed", "running") else str(record["reason"] or status),
         unfinished=["it still runs, or was killed"] if status == "running" else [],
-        not_comparable=[str(reason) for reason in _field(record, "not_comparable_because", list)],
+        not_comparable=[str(reason) for reason in record["not_comparable_because"]],
         memory_limit=quantity(limit) or None,
         started=started,
         dated="record" if dated else "file time",
