@@ -150,14 +150,9 @@ def difference(a: Plan, b: Plan) -> str:
     """A table of the values that differ, with the ratio of numbers."""
     left, right = _values(a), _values(b)
     lines = [
-        (
-            name,
-            _text(left.get(name)),
-            _text(right.get(name)),
-            _ratio(left.get(name), right.get(name)),
-        )
+        (name, _text(x), _text(y), _ratio(x, y))
         for name in left | right
-        if left.get(name) != right.get(name)
+        if (x := left.get(name)) != (y := right.get(name))
     ]
     if not lines:
         return "the plans are the same"
