@@ -23,7 +23,6 @@ from jaxbench.plan.traffic import Traffic, axes_of, traffic
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
-from jaxbench.train.pipeline import held_gradients
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
 from jaxbench.train.program import RULES, check_program, compile_program
 from jaxbench.train.stages import Stages
@@ -60,11 +59,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes on one device of the train state and of the accumulated gradients."""
+    """Bytes on one device of the train state and of the accumulated gradients; None for gradients
+    in a pipeline, whose ranks gather those of their layers."""
 
     parameters: int
     optimizer: int
-    gradients: int
+    gradients: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +259,11 @@ def state_bytes(run: Run) -> StateBytes:
             total += (width or x.dtype.itemsize) * math.prod(shape)
         return total
 
-    gradients = local(state.model, run.gradient_bytes)
-    if run.parallelism.pipeline > 1:
-        gradients = run.gradient_bytes * held_gradients(state.model, run)
+    pipelined = run.parallelism.pipeline > 1
     return StateBytes(
-        parameters=local(state.model), optimizer=local(state.optimizer), gradients=gradients
+        parameters=local(state.model),
+        optimizer=local(state.optimizer),
+        gradients=None if pipelined else local(state.model, run.gradient_bytes),
     )
 
 

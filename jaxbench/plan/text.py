@@ -39,6 +39,7 @@ def report(plan: Plan) -> str:
     """The whole plan as text."""
     size, state, work = plan.bytes_per_device, plan.state_bytes, plan.flops
     parts = plan.bound_parts_s
+    held = "" if state.gradients is None else f", of which gradients {gib(state.gradients)}"
     return "\n".join(
         [
             f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
@@ -48,7 +49,7 @@ def report(plan: Plan) -> str:
             f"memory      {'fits' if plan.fits else 'DOES NOT FIT'}: peak {gib(size.peak)} of "
             f"{gib(size.limit)} per device, headroom {gib(size.limit - size.peak)}",
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
-            f"  temporaries {gib(size.temporaries)}, of which gradients {gib(state.gradients)}",
+            f"  temporaries {gib(size.temporaries)}{held}",
             "  largest at the peak:",
             *_buffers(plan, "    "),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "

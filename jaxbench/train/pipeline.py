@@ -6,7 +6,6 @@ over `fsdp`. Inside one `shard_map` over all axes each rank gathers its layers (
 schedule (`pipeline_rank`), and scatters its gradients.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,30 +140,6 @@ class _Pipeline:
             return jax.lax.psum(jax.vmap(send)(figure[:-1]), axes)
 
         return jax.tree.map(at_rest, carry.routing)
-
-
-def held_gradients(model: Decoder, run: Run) -> int:
-    """Entries of the gradients that a device accumulates during a step: of its whole layers with
-    the padding, of the whole head, and of its part of the embedding table."""
-    stages, sizes = Stages.of(run), jax.sharding.get_abstract_mesh().shape
-
-    def at_rest(tree: Any) -> list[int]:
-        return [math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(tree)]
-
-    def whole(tree: Any) -> int:
-        gathered = [
-            math.prod(sizes[axis] for _, axes in _gathered_dims(w) for axis in axes)
-            for w in jax.tree.leaves(tree)
-        ]
-        return sum(size * ranks for size, ranks in zip(at_rest(tree), gathered, strict=True))
-
-    local_layers = stages.chunks * stages.size / run.model.layers
-    head = jax.eval_shape(Decoder.head_weight, model)
-    return (
-        round(whole(model.stacks) * local_layers)
-        + whole((model.norm, head))
-        + sum(at_rest(model.embedding))
-    )
 
 
 def _gathered_dims(w: Any) -> mesh.Gathered:

@@ -10,14 +10,11 @@ import jax
 import pytest
 from compiled import Compiled, needs_compiler
 
-from jaxbench import mesh
 from jaxbench.hardware import H100
 from jaxbench.ops.attention import cudnn
 from jaxbench.plan.traffic import traffic
-from jaxbench.train.pipeline import held_gradients
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
 from jaxbench.train.program import check_program
-from jaxbench.train.step import abstract_state
 from jaxbench.xla import collectives, schedule
 
 pytestmark = needs_compiler
@@ -139,18 +136,6 @@ def test_memory_does_not_grow_with_the_microbatches(short, long):
     """Except the tables of actions: a few numbers for each step."""
     sizes = [row.compiled.memory_analysis().peak_memory_in_bytes for row in (short, long)]
     assert abs(sizes[1] - sizes[0]) < 2**20
-
-
-def test_gradients_are_held_for_whole_layers(short):
-    cfg = short.run.model
-    with jax.set_mesh(short.mesh):
-        entries = held_gradients(abstract_state(short.run).model, short.run)
-        ranks = jax.sharding.get_abstract_mesh().shape
-    assert ranks[mesh.PIPELINE] == P
-    layer = cfg.embed * ((2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim + 2 * cfg.ffn) // TENSOR
-    vectors = (2 * LAYERS // P * 2 + 2) * cfg.embed
-    head, table = cfg.embed * cfg.vocabulary // TENSOR, cfg.embed * cfg.vocabulary // 128
-    assert entries == LAYERS // P * layer + vectors + head + table
 
 
 def test_farthest_pair_of_a_ring():
