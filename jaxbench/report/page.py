@@ -69,7 +69,6 @@ def page(results: Sequence[Result], convention: str) -> str:
         windows=sorted({run.line["window"] for run in runs}),
         errata={code: text for code, text in ERRATA.items() if code in errata},
         scaling=[*sections.scaling(runs)],
-        mfu=sections.mfu(runs, convention),
         traces=[*filter(None, map(sections.trace, runs))],
         waits=[(run, waits) for run in runs if (waits := sections.ranks(run))],
         memory=[run for run in runs if run.result.run.peak_memory],

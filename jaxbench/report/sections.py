@@ -1,7 +1,6 @@
 """Data of the page's sections: charts and table lines for its templates."""
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,27 +127,6 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
     table = [(g, [(means[name].get(g), efficiency[name].get(g)) for name in means]) for g in gpus]
     return {"chart": chart, "names": [NAMES[name] for name in means], "rows": table,
             "span": (first, last)}  # fmt: skip
-
-
-def mfu(runs: Sequence[PageRun], convention: str) -> dict[str, Any]:
-    """MFU of each model, dtype and number of GPUs, repeats averaged, beside the published one."""
-    groups = defaultdict(list)
-    for run in runs:
-        r, label = run.result.run, run.line["label"]
-        if (run.measured or label == "published") and run.line["mfu_pct"]:
-            tag = label if label in ("proxy", "published") else ""
-            tag = tag or ("" if run.comparable else "not comparable")
-            groups[f"{r.model or run.name} {r.dtype}", r.gpus or 0, tag].append(run)
-    lines: list[dict[str, Any]] = []
-    for (name, gpus, tag), group in sorted(groups.items()):
-        mean = statistics.fmean(run.line["mfu_pct"] for run in group)
-        ratios = [run.line["mfu_pct"] / x for run in group if (x := run.result.verdict.ratio)]
-        ours, other = (None, mean) if tag == "published" else (mean, None)
-        lines.append({"name": name, "gpus": gpus or None, "tag": tag, "count": len(group),
-                      "ours": ours, "published": statistics.fmean(ratios) if ratios else other,
-                      })  # fmt: skip
-    largest = max((line[name] or 0 for line in lines for name in ("ours", "published")), default=0)
-    return {"rows": lines, "full": 10 * (largest // 10 + 1), "convention": convention}
 
 
 def outlier_limit(times: Sequence[float]) -> float:

@@ -98,7 +98,7 @@ def test_a_page_says_what_the_table_says(runs):
     assert {d["report"]["verdict"] for d in downloads(parsed)} == {
         "pass", "slow", "failed", "incomplete", "not comparable",
     }  # fmt: skip
-    for section in ("scaling", "mfu", "traces", "ranks", "memory", "details"):
+    for section in ("scaling", "traces", "ranks", "memory", "details"):
         assert parsed.all("section", id=section)
     assert not parsed.all("section", id="time")  # no plan
 
@@ -208,7 +208,6 @@ def test_a_smoke_run_cannot_be_taken_for_a_result(tmp_path):
     assert "Smoke runs only. Nothing on this page is a benchmark result." in text
     pictures = [a for a in parsed.all("svg") if a.get("role") == "img"]
     assert len(parsed.all("text", **{"class": "watermark"})) == len(pictures) == 4
-    assert not parsed.all("section", id="mfu")
     assert not parsed.all("section", id="scaling")
     for row in re.findall(r"<tr role=\"row\"><td.*?</tr>", text, re.DOTALL):
         assert "no benchmark result" in row
