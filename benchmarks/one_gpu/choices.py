@@ -69,7 +69,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     """Times each choice between two measurements of the unchanged row."""
     for choice in CHOICES:
         what = f"{choice.recipe}: {choice.change}"
-        implementation = fp8.IMPLEMENTATIONS[choice.implementation or "xla"]
+        implementation = fp8.IMPLEMENTATIONS[choice.implementation]
         if reason := implementation.refusal(Precision(dtype="fp8"), "gpu"):
             yield Finding(what, NOT_RUN, reason)
             continue

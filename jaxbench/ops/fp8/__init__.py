@@ -2,7 +2,7 @@
 per implementation of the product.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
-`settings.Precision.implementation`). `ops.dot` multiplies in FP8 where a weight is an `Operand`.
+`settings.Precision.implementation`). `dense.dot` multiplies in FP8 where a weight is an `Operand`.
 """
 
 from collections.abc import Callable
