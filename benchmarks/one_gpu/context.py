@@ -144,5 +144,5 @@ def small_share(lanes: int) -> dict[str, str]:
 
 
 def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Largest difference of two loss curves, relative to the second."""
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+    """Largest difference of two loss curves, relative to the second where that is not zero."""
+    return max(abs(x - y) / (abs(y) or 1.0) for x, y in zip(a, b, strict=True))

@@ -5,6 +5,7 @@ python tests/null_gpu/small_check.py --check NAME --output FOLDER --folder FOLDE
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -37,6 +38,7 @@ def shrink() -> None:
     operators.row = lambda recipe, name=1, *changes: smoke(recipe)
     survives.tiny = lambda ctx, recipe: (*context.tiny(ctx, recipe), *SHORTER)
     trains.train, trains.STEPS = train, 6
+    trains.recipes = SimpleNamespace(load_all=lambda: [recipes.load("llama31_8b_bf16")])
     survives.LONG = 50
     speed.SQUARE, speed.PROFILED = 1024, (FP8,)
     speed.product_shapes = lambda ctx: {(64, 64, 128)}

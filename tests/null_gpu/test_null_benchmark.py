@@ -79,6 +79,25 @@ def test_tiny_rows_train_beside_the_cpu(tmp_path):
     assert finding["data"]["kernels"] == {"attention": "cudnn", "products": "fp8 by xla"}
 
 
+@pytest.mark.parametrize("check", ["real", "others"])
+def test_rows_complete(check, tmp_path):
+    (finding,) = findings_of(check, tmp_path).values()
+    assert finding["verdict"] == "ok", finding
+
+
+def test_choices_are_timed(tmp_path):
+    without, timed = findings_of("choices", tmp_path).values()
+    assert without["verdict"] == "not run"
+    assert "Transformer Engine" in without["figure"]
+    assert timed["verdict"] == "measured", timed
+
+
+def test_a_run_survives(tmp_path):
+    findings = findings_of("survives", tmp_path)
+    assert {finding["verdict"] for finding in findings.values()} == {"ok"}, findings
+    assert len(findings) == 5
+
+
 def test_a_gpu_that_computes_nothing_is_not_calibrated(tmp_path):
     program = ("-m", "jaxbench.calibrate", "--output", str(tmp_path / "table.csv"))
     environment = null_gpus.environment(1)
