@@ -57,7 +57,8 @@ def test_no_rate_is_above_the_peak():
     peak = hardware.H100.tflops["bf16"]
 
     def refused(seconds, peak):
-        steps = [{"step_time_s": seconds, "loss": 1.0, "peak_memory_bytes": 1}] * 50
+        measured = {"step_time_s": seconds, "loss": 1.0, "peak_memory_bytes": 1}
+        steps = [{"step": step} | measured for step in range(50)]
         return plausible.rate_problem(summary(eight, steps, peak))
 
     assert refused(10.0, peak) is None
