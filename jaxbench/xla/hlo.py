@@ -27,9 +27,10 @@ TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
 """Patterns of attributes: the target of a custom call, and the JAX operation of an instruction."""
 
 TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
+COUNTED = r'"counted_trips":\{"n":"(\d+)"'
 INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
-"""Patterns of a loop's attributes: its trip count, and the tuple index of its induction
-variable."""
+"""Patterns of a loop's attributes: the trip count that the compiler knows, the one that is found
+here where it does not, and the tuple index of its induction variable."""
 
 SCALARS: dict[str, Callable[..., int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
@@ -80,17 +81,22 @@ class Instruction:
 
     @property
     def callees(self) -> list[tuple[str, int]]:
-        """Computations that are called, with their number of runs."""
-        names = [name for role in ("calls", "body", "condition") if (name := self.callee(role))]
+        """Computations that are called, with their number of runs. The condition of a loop whose
+        trip count the compiler knows does not run: XLA counts the iterations on the host
+        (`WhileThunk::ExecuteOnStream`)."""
+        names = [name for role in ("calls", "body") if (name := self.callee(role))]
         if branches := self.attribute(r"branch_computations=\{([^}]*)\}"):
             names += re.findall(r"%?([\w.\-]+)", branches)
-        return [(name, self.trips) for name in names]
+        found = [(name, self.trips) for name in names]
+        if (condition := self.callee("condition")) and not self.attribute(TRIP_COUNT):
+            found.append((condition, self.trips + 1))
+        return found
 
     @property
     def trips(self) -> int:
         """Trip count of a loop; 1 for any other instruction. Raises RunFailed where a loop has
         none that can be evaluated."""
-        known = self.attribute(TRIP_COUNT)
+        known = self.attribute(TRIP_COUNT) or self.attribute(COUNTED)
         if self.opcode == "while" and known is None:
             raise RunFailed(
                 f"FLOPs and bound of the compiled program cannot be counted: its loop {self.name} "
@@ -187,7 +193,7 @@ class Program:
                 trips += 1
         except (KeyError, IndexError):
             return loop
-        return replace(loop, attributes=f'{loop.attributes} "known_trip_count":{{"n":"{trips}"}}')
+        return replace(loop, attributes=f'{loop.attributes} "counted_trips":{{"n":"{trips}"}}')
 
     def _evaluate(self, name: str, scope: Scope, values: dict[str, int]) -> int:
         """The integer that an instruction computes, with known values of others by name. Raises

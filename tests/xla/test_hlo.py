@@ -206,6 +206,16 @@ def test_a_lost_trip_count_is_found_by_counting():
     assert program.computations["main"]["loop"].trips == 8
 
 
+def test_a_condition_runs_where_the_compiler_has_no_trip_count():
+    """There once more than the body; a loop of known length is counted on the host."""
+    runs = {i.name: runs for i, _, runs in hlo.Program.parse(LOST_COUNT).walk()}
+    assert (runs["added"], runs["fused"]) == (8, 9)
+    known = LOST_COUNT.replace('"known_induction', '"known_trip_count":{"n":"8"},"known_induction')
+    runs = {i.name: runs for i, _, runs in hlo.Program.parse(known).walk()}
+    assert runs["added"] == 8
+    assert "fused" not in runs
+
+
 def test_a_loop_that_cannot_be_counted_is_an_error():
     text = LOST_COUNT.replace("add(%q, %two)", "remainder(%q, %two)")
     with pytest.raises(RunFailed, match="its loop loop has no trip count"):
