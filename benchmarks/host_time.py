@@ -146,12 +146,10 @@ def plan_lines(case: Case) -> list[str]:
     """The lines of a case in the second table."""
     parts = [case.per_device(what) for what in ("kernels", "copies", "fills")]
     launched = f"{sum(parts):g} ({' + '.join(f'{n:g}' for n in parts)})"
-    size = case.plan.bytes_per_device
-    allocated = size.arguments + size.temporaries
+    peak = case.plan.bytes_per_device.peak
     rows = [
         ("launches", case.plan.launches, launched, sum(parts) - case.plan.launches),
-        ("peak bytes", size.peak, case.peak, case.peak - size.peak),
-        ("arguments and temporaries", allocated, case.peak, case.peak - allocated),
+        ("peak bytes", peak, case.peak, case.peak - peak),
     ]
     bytes_of = asked(case.plan)
     for name in sorted({*bytes_of, *NCCL.values()}):

@@ -38,7 +38,12 @@ SHOWN_KERNELS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device as compiled, and the limit of a program."""
+    """Bytes on one device as compiled, and the limit of a program.
+
+    `peak` is what the runtime holds during a step: arguments, outputs that take no argument's
+    memory, and all temporaries at once. XLA's own peak is of live buffers, without the holes
+    between them (docs/design/plan.md).
+    """
 
     arguments: int
     temporaries: int
@@ -49,10 +54,12 @@ class Memory:
     def of(cls, compiled: jax.stages.Compiled, gpu: Gpu) -> "Memory":
         """The memory of a program that is compiled for a GPU."""
         stats: Any = compiled.memory_analysis()
+        arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+        outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
         return cls(
-            arguments=stats.argument_size_in_bytes,
-            temporaries=stats.temp_size_in_bytes,
-            peak=stats.peak_memory_in_bytes,
+            arguments=arguments,
+            temporaries=temporaries,
+            peak=arguments + outputs + temporaries,
             limit=gpu.memory_limit,
         )
 
@@ -192,7 +199,13 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     gpu = placed(gpu, run.gpus)
     absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(gpu, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
-        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
+        options = {
+            "xla_dump_to": tmp,
+            "xla_dump_hlo_as_text": True,
+            # Without a GPU its products would have workspaces of 4 MiB; where they are autotuned,
+            # as in `train`, and where autotuning is off, they have the 32 MiB of a Hopper.
+            "xla_gpu_autotune_level": 0,
+        }
         compiled, lower_s, compile_s = compile_program(run, options)
         check_program(compiled, run)
         live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()

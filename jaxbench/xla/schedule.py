@@ -7,6 +7,7 @@ nodes), and overlaps with kernels until its `-done`. The time that kernels then 
 `forecast.costs.Measured` extends it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -226,7 +227,8 @@ def peak(gpu: Gpu, dtype: str) -> float:
 
 
 def traffic(program: Program, i: Instruction, scope: Scope) -> int:
-    """Bytes that a kernel reads and writes: each operand and result once.
+    """Bytes that a kernel reads and writes: each operand and result once, without workspaces of
+    products.
 
     Of an operand that is only sliced the slice counts, of an array that is updated in place the
     update. `Work.bytes` takes precedence.
@@ -269,6 +271,8 @@ def _written(root: Instruction, body: Scope) -> int:
         return _written(body[root.operands[0]], body)
     if root.opcode == "dynamic-update-slice":
         return body[root.operands[1]].bytes
+    if root.target in hlo.GEMM_CALLS and root.shape.startswith("("):
+        return root.bytes - math.prod(root.arrays[-1][1])  # without its workspace, in bytes
     return root.bytes
 
 

@@ -38,7 +38,8 @@ def test_a_plan_says_what_was_asked(planned):
     size, state = found["bytes_per_device"], found["state_bytes"]
     assert state["optimizer"] == 2 * state["parameters"] + 4 + 4
     assert size["arguments"] == state["parameters"] + state["optimizer"] + 4
-    assert size["peak"] <= size["arguments"] + size["temporaries"] + 2**20
+    figures = size["peak"] - size["arguments"] - size["temporaries"]
+    assert 0 <= figures < 2**10  # the step's, which take no argument's memory
     # A product and its two gradients: qkv, out, gate_up and down per layer and pass, the head once
     # per chunk of tokens forward and for d hidden, once for its own gradient.
     assert found["kernels"]["attention"] == 2 * 2 * 2

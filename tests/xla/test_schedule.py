@@ -73,6 +73,16 @@ def test_kernels_one_by_one_are_what_the_walk_sums_up():
     assert seconds[2] == pytest.approx(summed.parts["memory"])
 
 
+def test_a_workspace_is_no_traffic():
+    body = """\
+  ROOT %gemm = (bf16[8,8]{1,0}, s8[33554432]{0}) custom-call(%x, %x), \
+custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+"""
+    ((_, kernel, _),) = schedule.Walk(program(body)).kernels()
+    assert kernel.bytes == 2 * 128
+
+
 def test_nothing_between_start_and_done_exposes_it():
     found = schedule.Walk(program(GATHER + DONE + DOT)).under(SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
