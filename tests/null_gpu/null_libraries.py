@@ -1,7 +1,8 @@
-"""The null libraries, built with g++ from `driver/` for the installed CUDA plugin of JAX.
+"""The null libraries, built with g++ from `driver/` for the installed CUDA plugin of JAX, and for
+Transformer Engine where it is installed.
 
-Functions that the plugin may call and that no source defines are stubs that return 0, and are
-counted as `stub <name>`.
+Functions that these may call and that no source defines are stubs that return 0, and are counted as
+`stub <name>`.
 """
 
 import fcntl
@@ -16,6 +17,10 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "driver"
 SITE = Path(sysconfig.get_paths()["purelib"])
 PLUGIN = SITE / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+ENGINE = sorted((SITE / "transformer_engine" / "wheel_lib").glob("*.so"))
+"""Libraries of Transformer Engine, which loads cuRAND too."""
+if ENGINE:
+    ENGINE.append(SITE / "nvidia" / "cu13" / "lib" / "libcurand.so.10")
 DRIVER = "libcuda.so.1"
 
 LIBRARIES = {
@@ -52,8 +57,9 @@ def libraries() -> list[Path]:
     what the compiler said."""
     sources = sorted(SOURCES.iterdir())
     contents = [path.read_bytes() for path in (*sources, Path(__file__))]
-    state = PLUGIN.stat()
-    key = hashlib.sha256(b"".join(contents) + f"{PLUGIN} {state.st_size} {state.st_mtime}".encode())
+    states = [(path, path.stat()) for path in (PLUGIN, *ENGINE)]
+    built_for = " ".join(f"{path} {state.st_size} {state.st_mtime}" for path, state in states)
+    key = hashlib.sha256(b"".join(contents) + built_for.encode())
     folder = Path(tempfile.gettempdir()) / f"null-gpu-{key.hexdigest()[:16]}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -72,7 +78,8 @@ def build(folder: Path) -> None:
         for _ in pool.map(lambda stem: compile_source(folder, stem), stems):
             pass
     objects = {stem: folder / f"{stem}.o" for stem in stems}
-    missing = called.result() - functions(*objects.values())
+    used = set(re.findall(r" U (\w+)", run("nm", "-D", "-u", *ENGINE))) if ENGINE else set()
+    missing = (called.result() | used) - functions(*objects.values())
     for soname, (sources, pattern) in LIBRARIES.items():
         stubs = folder / f"{soname}.c"
         stubs.write_text(

@@ -7,6 +7,14 @@
 
 using namespace null_gpu;
 
+static const char *KERNEL = "kernel of the runtime";
+static thread_local CUstream configured = nullptr;  // between <<<..>>> and the launch
+
+static int launch_kernel(CUstream stream) {
+  count("launches of the runtime");
+  return launch(KERNEL, stream);
+}
+
 extern "C" {
 
 int cudaRuntimeGetVersion(int *version) { return cuDriverGetVersion(version); }
@@ -121,7 +129,7 @@ int cudaGraphInstantiate(CUgraphExec *executable, CUgraph graph, unsigned long l
 }
 
 int cudaGetFuncBySymbol(CUfunction *function, const void *) {
-  *function = function_named("kernel of the runtime");
+  *function = function_named(KERNEL);
   return cudaSuccess;
 }
 
@@ -142,4 +150,24 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
 }
 
 void **__cudaRegisterFatBinary(void *) { return static_cast<void **>(opaque_handle()); }
+
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, CUstream stream) { return configured = stream, 0; }
+
+int __cudaPopCallConfiguration(dim3 *, dim3 *, size_t *, CUstream *stream) {
+  *stream = configured;
+  return cudaSuccess;
+}
+
+int __cudaGetKernel(CUfunction *kernel, const void *) {
+  *kernel = nullptr;
+  return cudaSuccess;
+}
+
+int __cudaLaunchKernel(CUfunction, dim3, dim3, void **, size_t, CUstream stream) { return launch_kernel(stream); }
+
+int cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, CUstream stream) { return launch_kernel(stream); }
+
+int cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *, void **) {
+  return launch_kernel(config->stream);
+}
 }
