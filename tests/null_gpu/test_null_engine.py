@@ -13,8 +13,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_transformer_engine_trains(scaling, tmp_path):
-    """Its kernels are launched, and it calls no function that is a stub but cuRAND's and those that
-    register kernels."""
+    """Its kernels are launched, and of the functions of cuBLAS and of the runtime only those that
+    register kernels are stubs."""
     (counts := tmp_path / "counts").mkdir()
     settings = ("precision.implementation=te", f"precision.scaling={scaling}")
     command = null_gpus.start(
