@@ -38,12 +38,8 @@ SHOWN_KERNELS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device as compiled, and the limit of a program.
-
-    `peak` is what the runtime holds during a step: arguments, outputs that take no argument's
-    memory, and all temporaries at once. XLA's own peak is of live buffers, without the holes
-    between them (docs/design/plan.md).
-    """
+    """Bytes on one device as compiled, and the limit of a program. `peak` is what the runtime holds
+    during a step, with the holes between temporaries."""
 
     arguments: int
     temporaries: int
@@ -199,13 +195,8 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     gpu = placed(gpu, run.gpus)
     absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(gpu, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
-        options = {
-            "xla_dump_to": tmp,
-            "xla_dump_hlo_as_text": True,
-            # Without a GPU its products would have workspaces of 4 MiB; where they are autotuned,
-            # as in `train`, and where autotuning is off, they have the 32 MiB of a Hopper.
-            "xla_gpu_autotune_level": 0,
-        }
+        # Products get the workspaces of autotuned ones; by default, without a GPU, 4 MiB.
+        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
         compiled, lower_s, compile_s = compile_program(run, options)
         check_program(compiled, run)
         live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
