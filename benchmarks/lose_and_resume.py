@@ -34,7 +34,7 @@ import slurm
 
 ROOT = Path(__file__).parents[1]
 TINY = (
-    "model.layers=1", "model.embed=64", "model.ffn=64", "model.vocabulary=128",
+    "model.layers=1", "model.embed=64", "model.mlp.ffn=64", "model.vocabulary=128",
     "batch.sequence_length=32", "parallelism.fsdp=4",
 )  # fmt: skip
 STEPS, EVERY, LOSSES, RESTARTS, WATCHDOG = 120, 10, 3, 6, 10

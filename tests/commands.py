@@ -14,7 +14,7 @@ import quick
 ROOT = Path(__file__).parents[1]
 TINY = (
     "--config", "configs/llama31_8b_bf16.yaml", "--set", "model.layers=1", "--set",
-    "model.embed=64", "--set", "model.ffn=64", "--set", "model.vocabulary=128", "--set",
+    "model.embed=64", "--set", "model.mlp.ffn=64", "--set", "model.vocabulary=128", "--set",
     "batch.sequence_length=32", "--cpu-devices", "2", "--set", "parallelism.fsdp=2",
 )  # fmt: skip
 """A run on two devices that starts in seconds."""

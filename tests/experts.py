@@ -8,8 +8,9 @@ from tiny import tiny_run
 tiny_grok = partial(tiny_run, family="grok1_314b_bf16")
 ORIGINAL = (
     "model.post_norm=true", "model.tied=true", "model.embedding_scale=8.0",
-    "model.logit_scale=0.5773502691896257", "model.softcap=30.0", "model.router=softmax_topk",
-    "model.balance_loss=0", "model.capacity_factor=null", "model.rope_base=10000",
+    "model.logit_scale=0.5773502691896257", "model.attention.softcap=30.0",
+    "model.attention.rope.base=10000", "model.experts.router=softmax_topk",
+    "model.experts.balance_loss=0", "model.experts.capacity_factor=null",
 )  # fmt: skip
 """Overrides that make the recipe Grok-1 as it was released."""
 
@@ -26,11 +27,11 @@ def gelu_tanh(x):
 def reference(x, router, gate_up, down, cfg):
     """(output, balance losses, loads, dropped) token by token, in float64."""
     out, dropped = np.zeros_like(x), np.zeros(len(x))
-    losses, loads = np.zeros(len(x)), np.zeros((len(x), cfg.experts))
+    losses, loads = np.zeros(len(x)), np.zeros((len(x), cfg.count))
     for b, sequence in enumerate(x):
         logits = sequence @ router
         probabilities = softmax(logits)
-        best = np.argsort(-logits, axis=-1, kind="stable")[:, : cfg.experts_per_token]
+        best = np.argsort(-logits, axis=-1, kind="stable")[:, : cfg.top_k]
         gates = np.zeros_like(logits)
         for t, chosen in enumerate(best):
             if cfg.router == "topk_softmax":
@@ -39,12 +40,12 @@ def reference(x, router, gate_up, down, cfg):
                 gates[t, chosen] = probabilities[t, chosen]
             loads[b, chosen] += 1
         share = loads[b] / loads[b].sum()
-        losses[b] = cfg.experts * np.sum(share * probabilities.mean(0))
+        losses[b] = cfg.count * np.sum(share * probabilities.mean(0))
         if cfg.capacity_factor is not None:
-            slots = int(np.ceil(cfg.experts_per_token * cfg.capacity_tokens / cfg.experts
+            slots = int(np.ceil(cfg.top_k * cfg.capacity_tokens / cfg.count
                                 * cfg.capacity_factor))  # fmt: skip
             for start in range(0, len(sequence), cfg.capacity_tokens):
-                for e in range(cfg.experts):
+                for e in range(cfg.count):
                     group = range(start, start + cfg.capacity_tokens)
                     ranked = sorted((t for t in group if e in best[t]), key=lambda t: -gates[t, e])
                     gates[ranked[slots:], e] = 0

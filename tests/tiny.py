@@ -9,19 +9,22 @@ from jaxbench import mesh
 from jaxbench.recipe import recipes
 
 DIMS = (
-    "model.embed=64", "model.ffn=96", "model.heads=8", "model.kv_heads=4",
-    "model.head_dim=8", "model.vocabulary=64", "model.init_std=0.2", "batch.sequence_length=32",
+    "model.embed=64", "model.attention={heads: 8, kv_heads: 4, head_dim: 8}",
+    "model.vocabulary=64", "model.init_std=0.2", "batch.sequence_length=32",
     "batch.global_batch=8", "precision.dtype=fp32",
 )  # fmt: skip
 FAMILIES = {
-    "llama31_8b_bf16": ("model.layers=3", "execution.remat=query,attention,residual:1"),
+    "llama31_8b_bf16": (
+        "model.layers=3", "model.mlp.ffn=96", "execution.remat=query,attention,residual:1",
+    ),
     "grok1_314b_bf16": (
-        "model.layers=2", "model.ffn=48", "model.capacity_tokens=8",
+        "model.layers=2", "model.experts.ffn=48", "model.experts.capacity_tokens=8",
         "execution.remat=attention,residual:1",
     ),
-    "nemotron4_340b_bf16": ("model.layers=3", "execution.remat=attention,up:2"),
+    "nemotron4_340b_bf16": ("model.layers=3", "model.mlp.ffn=96", "execution.remat=attention,up:2"),
     "nemotronh_56b_bf16": (
-        "model.layers=10", "model.pattern=M*-M*-M-M-", "execution.remat=residual,up:6,mamba:8",
+        "model.layers=10", "model.mlp.ffn=96", "model.pattern=M*-M*-M-M-",
+        "execution.remat=residual,up:6,mamba:8",
         "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
     ),
 }  # fmt: skip

@@ -82,11 +82,11 @@ def attentions(ctx: Context) -> Iterator[Case]:
     for family in FAMILIES:
         run = row(f"{family}_bf16")
         model, length = run.model, 256 if ctx.rehearsal else run.batch.sequence_length
-        heads, dim = model.heads // model.kv_heads, model.head_dim
+        heads, dim = model.attention.heads // model.attention.kv_heads, model.attention.head_dim
 
         def on(platform, run=run, model=model, length=length):
             kernel = attention.choose(run.execution, model, length, platform)
-            return partial(attention.attend, kernel=kernel, cap=model.softcap)
+            return partial(attention.attend, kernel=kernel, cap=model.attention.softcap)
 
         arrays = [random(1, length, n, dim, seed=i) for i, n in enumerate((heads, 1, 1))]
         name = f"attention of {family}, {length} x {heads} x {dim}"
@@ -134,10 +134,11 @@ def product_shapes(ctx: Context) -> set[tuple[int, int, int]]:
     for family in ("llama31_8b",) if ctx.rehearsal else ("llama31_8b", "nemotron4_340b"):
         run = row(f"{family}_fp8", recipes.SMOKE if ctx.rehearsal else 1)
         m, tokens = run.model, run.microbatch * run.batch.sequence_length
+        a = m.attention
         shapes |= {
-            (tokens, m.embed, (m.heads + 2 * m.kv_heads) * m.head_dim),
-            (tokens, m.embed, (2 if "llama" in family else 1) * m.ffn),
-            (tokens, m.ffn, m.embed),
+            (tokens, m.embed, (a.heads + 2 * a.kv_heads) * a.head_dim),
+            (tokens, m.embed, (m.mlp.matrices - 1) * m.mlp.ffn),
+            (tokens, m.mlp.ffn, m.embed),
         }
     return shapes
 
@@ -229,18 +230,18 @@ def embedding_and_loss(ctx: Context) -> Iterator[Case]:
 def experts(ctx: Context) -> Iterator[Case]:
     """Routing and experts of Grok-1 at a smaller width, for the CPU's sake."""
     wide = [
-        "model.embed=6144", "model.ffn=2048", f"model.capacity_tokens={TOKENS}",
+        "model.embed=6144", "model.experts.ffn=2048", f"model.experts.capacity_tokens={TOKENS}",
         f"batch.sequence_length={TOKENS}",
     ]  # fmt: skip
     run = row("grok1_314b_bf16", recipes.SMOKE, *([] if ctx.rehearsal else wide))
     model, tokens = run.model, run.batch.sequence_length
 
     def mixture(x, router, gate_up, down):
-        layer = Experts(model, key=jax.random.key(0))
+        layer = Experts(model, model.experts, key=jax.random.key(0))
         layer.router, layer.gate_up, layer.down = nnx.Param(router), Weight(gate_up), Weight(down)
         return compute_weights(layer, x.dtype)(x, ForwardContext(rotary=None, kernel="xla"))[0]
 
-    count, embed, ffn = model.experts, model.embed, model.ffn
+    count, embed, ffn = model.experts.count, model.embed, model.experts.ffn
     arrays = (
         random(1, tokens, embed),
         random(embed, count, seed=1, scale=embed**-0.5),

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxbench import mesh
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import ExpertsConfig
 
 BLOCK_SLOTS = 512
 """Slots of a block in dropless mode: enough for an efficient product, few to pad."""
@@ -54,7 +54,7 @@ class Routes(NamedTuple):
 
 
 def choose(
-    logits: Float[Array, "B S E"], cfg: ModelConfig
+    logits: Float[Array, "B S E"], cfg: ExpertsConfig
 ) -> tuple[Float[Array, "B S k"], Int[Array, "B S k"]]:
     """(gates, experts) of each token's assignments; the gates are fp32 and carry the gradient.
 
@@ -62,7 +62,7 @@ def choose(
     softmax over all, not normalised again (Grok-1). Of equal logits the first expert wins. Balanced
     routing assigns experts in turn.
     """
-    k = cfg.experts_per_token
+    k = cfg.top_k
     if cfg.routing == "balanced":
         shape = (*logits.shape[:2], k)
         tokens = PartitionSpec(*mesh.partition(logits))
@@ -70,11 +70,11 @@ def choose(
             jax.lax.broadcasted_iota(jnp.int32, shape, dim, out_sharding=tokens) for dim in (1, 2)
         )
         token += mesh.first_of_seq(shape[1])
-        experts = (token * k + index) % cfg.experts
+        experts = (token * k + index) % cfg.count
     else:
         experts = jax.lax.top_k(jax.lax.stop_gradient(logits), k)[1]
     values = jax.nn.softmax(logits) if cfg.router == "softmax_topk" else logits
-    chosen = experts[..., None] == jnp.arange(cfg.experts)
+    chosen = experts[..., None] == jnp.arange(cfg.count)
     gates = jnp.sum(jnp.where(chosen, values[..., None, :], 0.0), axis=-1)
     return (gates if cfg.router == "softmax_topk" else jax.nn.softmax(gates)), experts
 
@@ -100,7 +100,7 @@ def dispatch(
     x: Float[Array, "B S D"],
     gates: Float[Array, "B S k"],
     experts: Int[Array, "B S k"],
-    cfg: ModelConfig,
+    cfg: ExpertsConfig,
 ) -> tuple[Array, Array, Routes]:
     """(permuted tokens, gate of each, routes).
 
@@ -109,19 +109,19 @@ def dispatch(
     blocks of one expert each: no exchange of a fixed size could hold the tokens of an expert, whose
     number is known only at run time, so the weights are gathered instead (`grouped_matmul.mlp`).
     """
-    dropless = cfg.expert_capacity is None
+    dropless = cfg.capacity is None
     axes = mesh.used(*mesh.EXPERTS)
 
     def local(x, gates, experts):
         routes = (dropless_routes if dropless else capacity_routes)(gates, experts, cfg)
         routes = jax.tree.map(partial(save, name=SMALL), routes)
-        k = cfg.experts_per_token
+        k = cfg.top_k
         slot, assignment = routes.slot, routes.assignment
         permuted = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, k), assignment)
         weights = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)[:, 0]
         if not dropless:
             permuted, weights = (
-                y.reshape(cfg.experts, -1, *y.shape[1:]) for y in (permuted, weights)
+                y.reshape(cfg.count, -1, *y.shape[1:]) for y in (permuted, weights)
             )
             if axes:
                 permuted, weights = (
@@ -185,16 +185,16 @@ unpermute.defvjp(
 
 
 def capacity_routes(
-    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ModelConfig
+    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> Routes:
     """A device's routes with a capacity: of every group of `capacity_tokens` tokens, each expert
     takes those with the largest gates (Megatron's policy `probs`); of equal gates the first.
 
     Slots are ordered by expert, group of tokens, and gate.
     """
-    k, capacity = cfg.experts_per_token, cfg.expert_capacity
+    k, capacity = cfg.top_k, cfg.capacity
     assert capacity is not None
-    chosen = experts.reshape(-1, cfg.capacity_tokens, k, 1) == jnp.arange(cfg.experts)
+    chosen = experts.reshape(-1, cfg.capacity_tokens, k, 1) == jnp.arange(cfg.count)
     gate = gates.reshape(-1, cfg.capacity_tokens, k, 1)
     score = jnp.max(jnp.where(chosen, gate, -1.0), axis=2).swapaxes(1, 2)
     groups = score.shape[0]
@@ -208,7 +208,7 @@ def capacity_routes(
     slot = jnp.where(rank < capacity, slot, NONE)
 
     order = order[..., :capacity]
-    which = jnp.argmax(chosen, axis=2)[group[..., None], order, jnp.arange(cfg.experts)[:, None]]
+    which = jnp.argmax(chosen, axis=2)[group[..., None], order, jnp.arange(cfg.count)[:, None]]
     assignment = (group[..., None] * cfg.capacity_tokens + order) * k + which
     filled = jnp.take_along_axis(score, order, axis=-1) >= 0
     assignment = jnp.where(filled, assignment, NONE)
@@ -216,7 +216,7 @@ def capacity_routes(
 
 
 def dropless_routes(
-    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ModelConfig
+    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> Routes:
     """A device's routes without a capacity: every assignment has a slot, sorted by expert.
 
@@ -224,17 +224,17 @@ def dropless_routes(
     number is static, the most that any routing needs: C + E (block - 1) at most.
     """
     count, block = experts.size, block_slots(experts.size, cfg)
-    blocks = (count + cfg.experts * (block - 1)) // block
+    blocks = (count + cfg.count * (block - 1)) // block
     expert = experts.reshape(-1)
     order = jnp.argsort(expert)
-    load = jnp.sum(expert[:, None] == jnp.arange(cfg.experts), axis=0, dtype=jnp.int32)
+    load = jnp.sum(expert[:, None] == jnp.arange(cfg.count), axis=0, dtype=jnp.int32)
     end = jnp.cumsum(-(-load // block) * block)
     # Padding slots before each expert: its first slot minus its first position in sorted order.
     padding = (end - -(-load // block) * block) - (jnp.cumsum(load) - load)
 
     slot = jnp.argsort(order) + padding[expert]
     starts = jnp.arange(blocks) * block
-    expert_of_block = jnp.minimum(jnp.sum(starts[:, None] >= end, axis=1), cfg.experts - 1)
+    expert_of_block = jnp.minimum(jnp.sum(starts[:, None] >= end, axis=1), cfg.count - 1)
     expert_of_slot = jnp.repeat(expert_of_block, block)
     position = jnp.arange(blocks * block) - padding[expert_of_slot]  # in the sorted order
     filled = position < jnp.cumsum(load)[expert_of_slot]
@@ -242,10 +242,10 @@ def dropless_routes(
     return Routes(slot.reshape(experts.shape), assignment, expert_of_block)
 
 
-def block_slots(assignments: int, cfg: ModelConfig) -> int:
+def block_slots(assignments: int, cfg: ExpertsConfig) -> int:
     """Slots of a block in dropless mode: `BLOCK_SLOTS`, or an expert's fair share of few
     assignments."""
-    return min(BLOCK_SLOTS, -(-assignments // cfg.experts))
+    return min(BLOCK_SLOTS, -(-assignments // cfg.count))
 
 
 Figures = dict[str, Array]

@@ -8,7 +8,7 @@ from jaxbench import mesh
 from jaxbench.models.layers import ForwardContext, Hidden, LayerOutput, Weight, normal, rotate
 from jaxbench.ops import attention, dense
 from jaxbench.ops.remat import save
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import AttentionConfig, ModelConfig
 
 
 class Attention(nnx.Module):
@@ -18,18 +18,19 @@ class Attention(nnx.Module):
     its value. So a tensor rank holds whole groups.
     """
 
-    def __init__(self, cfg: ModelConfig, *, key):
+    def __init__(self, cfg: ModelConfig, mixer: AttentionConfig, *, key):
         k_query, k_kv, k_out = jax.random.split(key, 3)
         dims = "embed kv_heads group head_dim"
-        queries = (cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim)
-        keys_values = (cfg.embed, cfg.kv_heads, 2, cfg.head_dim)
+        kv_heads, head_dim = mixer.kv_heads, mixer.head_dim
+        queries = (cfg.embed, kv_heads, mixer.heads // kv_heads, head_dim)
+        keys_values = (cfg.embed, kv_heads, 2, head_dim)
         # MaxText folds 1/sqrt(head dim) into the initial query projection, on top of the scale of
         # the scores.
-        query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=cfg.head_dim**-0.5)
+        query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
-        self.softcap = cfg.softcap
+        self.softcap = mixer.softcap
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), fp8=True)
-        shape, fan_in = (cfg.embed, cfg.heads, cfg.head_dim), cfg.heads * cfg.head_dim
+        shape, fan_in = (cfg.embed, mixer.heads, head_dim), mixer.heads * head_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, fp8=True)
 

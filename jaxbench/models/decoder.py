@@ -32,16 +32,23 @@ from jaxbench.models.mlp import make_mlp
 from jaxbench.ops import attention, fp8, remat
 from jaxbench.ops.blocks import Stash, apply_blocks
 from jaxbench.ops.loss import cross_entropy
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import (
+    AttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    Mixer,
+    MlpConfig,
+    ModelConfig,
+)
 from jaxbench.recipe.settings import Execution, Precision
 
-MIXERS: dict[str, Callable[..., nnx.Module]] = {
-    "*": Attention,
-    "-": make_mlp,
-    "E": Experts,
-    "M": Mamba2,
+MIXERS: dict[type, Callable[..., nnx.Module]] = {
+    AttentionConfig: Attention,
+    MlpConfig: make_mlp,
+    ExpertsConfig: Experts,
+    MambaConfig: Mamba2,
 }
-"""Mixers by their letter in a layer pattern. A mixer maps `"batch shard_seq embed"` and a
+"""Mixers by the class that describes them. A mixer maps `"batch shard_seq embed"` and a
 `ForwardContext` to an array of the same shape and its `RoutingFigures`."""
 
 
@@ -49,9 +56,9 @@ class Layer(nnx.Module):
     """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and sum work on 1/tensor of the
     sequence."""
 
-    def __init__(self, cfg: ModelConfig, kind: str, *, key):
+    def __init__(self, cfg: ModelConfig, mixer: Mixer, *, key):
         self.norm = NORMS[cfg.norm](cfg)
-        self.mixer = MIXERS[kind](cfg, key=key)
+        self.mixer = MIXERS[type(mixer)](cfg, mixer, key=key)
         self.post_norm = NORMS[cfg.norm](cfg) if cfg.post_norm else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
@@ -67,7 +74,7 @@ class Block(nnx.Module):
     def __init__(self, cfg: ModelConfig, pattern: str, *, key):
         keys = jax.random.split(key, len(pattern))
         self.layers = nnx.List(
-            [Layer(cfg, kind, key=k) for kind, k in zip(pattern, keys, strict=True)]
+            [Layer(cfg, cfg.mixer(letter), key=k) for letter, k in zip(pattern, keys, strict=True)]
         )
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
@@ -173,7 +180,7 @@ def forward_context(
     """The context of a forward pass over sequences of a length, on the current mesh."""
     platform, shard = mesh.platform(), length // mesh.ranks("seq")
     return ForwardContext(
-        rotary=rotary_tables(cfg, length),
+        rotary=rotary_tables(cfg.attention, length) if cfg.attention else None,
         kernel=attention.choose(execution, cfg, length, platform),
         ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
     )
@@ -223,25 +230,26 @@ def stacked(cfg: ModelConfig, pattern: str, keys) -> Block:
 
 
 def repeating_blocks(cfg: ModelConfig) -> list[tuple[str, int]]:
-    """Blocks as (layer pattern, number of repeats): the pattern of a transformer, or a hybrid's
-    pattern as `cut`."""
-    return cut(cfg.layer_pattern) if "M" in cfg.pattern else [(cfg.pattern, cfg.layers)]
+    """Blocks as (layer pattern, number of repeats)."""
+    return cut(cfg.layer_patterns)
 
 
 @cache
-def cut(pattern: str) -> list[tuple[str, int]]:
-    """A layer pattern as repeating blocks.
+def cut(layers: tuple[str, ...]) -> list[tuple[str, int]]:
+    """The patterns of layers as repeating blocks.
 
     Of all ways, one with the fewest layers in its blocks, since each is compiled once, and then
     with the fewest blocks: `M-M-M-M*-M-` ten times and `M-` four times for the 118 layers of
     Nemotron-H 56B.
     """
-    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(pattern): (0, [])}
-    for start in reversed(range(len(pattern))):
+    kinds = {layer: chr(index) for index, layer in enumerate(dict.fromkeys(layers))}
+    text = "".join(kinds[layer] for layer in layers)  # whose parts compare fast
+    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(text): (0, [])}
+    for start in reversed(range(len(text))):
         cuts = []
-        for length in range(1, len(pattern) - start + 1):
-            block, stop = pattern[start : start + length], start
-            while pattern.startswith(block, stop):
+        for length in range(1, len(text) - start + 1):
+            block, stop = "".join(layers[start : start + length]), start
+            while text.startswith(text[start : start + length], stop):
                 stop += length
                 compiled, rest = best[stop]
                 cuts.append((compiled + length, [(block, (stop - start) // length), *rest]))
@@ -269,7 +277,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     result, first = [], 0
     counts = execution.saved(cfg.layers)
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
-        size = len(pattern) * cfg.layers // len(cfg.layer_pattern)
+        size = len(pattern) * cfg.layers // len(cfg.mixers)
 
         def repeats(layers: int, first=first, times=times, size=size) -> int:
             return min(max((layers - first) // size, 0), times)

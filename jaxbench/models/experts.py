@@ -11,7 +11,7 @@ from jaxbench.models.layers import GATES, ForwardContext, Hidden, LayerOutput, W
 from jaxbench.ops import dense, gating
 from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 
 class Experts(nnx.Module):
@@ -23,19 +23,19 @@ class Experts(nnx.Module):
     gate's gradient then needs no output of an expert, which would have to be recomputed.
     """
 
-    def __init__(self, cfg: ModelConfig, *, key):
+    def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
         k_router, k_gate_up, k_down = jax.random.split(key, 3)
-        self.cfg = cfg
-        shape, experts = (cfg.embed, cfg.experts), (cfg.experts, cfg.embed)
+        self.cfg = mixer
+        shape, experts = (cfg.embed, mixer.count), (mixer.count, cfg.embed)
         # Replicated, in fp32: a gather of so small a matrix would cost its latency.
         self.router = nnx.Param(
             normal(k_router, cfg, "router_embed router", shape, fan_in=cfg.embed)
         )
-        dims, inner = "experts expert_embed part expert_ffn", (*experts, 2, cfg.ffn)
+        dims, inner = "experts expert_embed part expert_ffn", (*experts, 2, mixer.ffn)
         gate_up = normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True)
         self.gate_up = Weight(gate_up, fp8=True)
-        dims, outer = "experts expert_embed expert_ffn", (*experts, cfg.ffn)
-        down = normal(k_down, cfg, dims, outer, fan_in=cfg.ffn, truncated=True, residual=True)
+        dims, outer = "experts expert_embed expert_ffn", (*experts, mixer.ffn)
+        down = normal(k_down, cfg, dims, outer, fan_in=mixer.ffn, truncated=True, residual=True)
         self.down = Weight(down, fp8=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:

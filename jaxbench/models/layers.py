@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxbench import mesh
 from jaxbench.ops import dense, embedding
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import AttentionConfig, ModelConfig
 
 NORM_EPS = 1e-5
 TRUNCATED_STD = 0.87962566103423978
@@ -28,7 +28,7 @@ GATES: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-"""Activations of gated feed-forward layers, by `ModelConfig.activation`."""
+"""Activations of gated feed-forward layers, by their names in recipes."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
@@ -72,7 +72,7 @@ def normal(
     """
     draw = jax.random.normal
     if cfg.init_std is not None:
-        std = cfg.init_std / math.sqrt(len(cfg.layer_pattern)) if residual else cfg.init_std
+        std = cfg.init_std / math.sqrt(len(cfg.mixers)) if residual else cfg.init_std
     elif truncated:
         std = scale / math.sqrt(fan_in) / TRUNCATED_STD
         draw = partial(jax.random.truncated_normal, lower=-2.0, upper=2.0)
@@ -131,19 +131,19 @@ class Embedding(nnx.Module):
         return embedding.look_up(self.table[...], tokens, dtype)
 
 
-def rotary_tables(cfg: ModelConfig, length: int) -> Rotary | None:
+def rotary_tables(cfg: AttentionConfig, length: int) -> Rotary | None:
     """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, fp32; h
-    is half of the rotated features of a head. None for a model without position embedding.
+    is half of the rotated features of a head. None for attention without position embedding.
 
-    With `rope_scaling`, Llama 3.1's frequencies: a wavelength above original_context/low is
+    With `Rope.scaling`, Llama 3.1's frequencies: a wavelength above original_context/low is
     stretched by `factor`, one below original_context/high is kept, and between them the frequency
     is interpolated.
     """
-    if cfg.rope_base is None:
+    if (rope := cfg.rope) is None:
         return None
-    half = round(cfg.head_dim * cfg.rope_fraction) // 2
-    frequency = cfg.rope_base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if (scaling := cfg.rope_scaling) is not None:
+    half = round(cfg.head_dim * rope.fraction) // 2
+    frequency = rope.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if (scaling := rope.scaling) is not None:
         turns = scaling.original_context * frequency / (2 * math.pi)
         kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
         frequency *= kept + (1 - kept) / scaling.factor

@@ -18,7 +18,7 @@ from jaxbench.models.layers import (
 )
 from jaxbench.ops import dense
 from jaxbench.ops.remat import save
-from jaxbench.recipe.model import Mamba, ModelConfig
+from jaxbench.recipe.model import MambaConfig, ModelConfig
 
 TAPS = 4
 """Width of the causal convolution."""
@@ -32,7 +32,7 @@ class GroupParameters(nnx.Module):
     """Parameters of groups besides the projections: convolution, per-head scalars and norm gain,
     each `[groups, ..]` in fp32."""
 
-    def __init__(self, mamba: Mamba, *, key):
+    def __init__(self, mamba: MambaConfig, *, key):
         k_taps, k_bias, k_dt, k_a = jax.random.split(key, 4)
         groups, heads = mamba.groups, mamba.heads // mamba.groups
         channels = mamba.inner + 2 * mamba.state
@@ -67,9 +67,7 @@ class Mamba2(nnx.Module):
     `ssd.IMPLEMENTATIONS`, and saves only the output of the input projection for the backward pass.
     """
 
-    def __init__(self, cfg: ModelConfig, *, key):
-        assert cfg.mamba is not None
-        mamba = cfg.mamba
+    def __init__(self, cfg: ModelConfig, mamba: MambaConfig, *, key):
         heads = mamba.heads // mamba.groups
         self.dims = ssd.Dims(heads, mamba.head_dim, mamba.state, NORM_EPS)
         k_in, k_groups, k_out = jax.random.split(key, 3)

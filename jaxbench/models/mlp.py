@@ -9,7 +9,7 @@ from jaxbench.models.layers import GATES, ForwardContext, Hidden, LayerOutput, W
 from jaxbench.ops import dense, gating
 from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import save
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import MlpConfig, ModelConfig
 
 
 class GatedMlp(nnx.Module):
@@ -18,14 +18,14 @@ class GatedMlp(nnx.Module):
     The two input projections are one product.
     """
 
-    def __init__(self, cfg: ModelConfig, *, key):
+    def __init__(self, cfg: ModelConfig, mixer: MlpConfig, *, key):
         k_gate_up, k_down = jax.random.split(key)
-        self.activation = GATES[cfg.activation]
-        dims, inner = "embed part ffn", (cfg.embed, 2, cfg.ffn)
+        self.activation = GATES[mixer.activation]
+        dims, inner = "embed part ffn", (cfg.embed, 2, mixer.ffn)
         gate_up = normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True)
         self.gate_up = Weight(gate_up, fp8=True)
-        dims, outer = "embed ffn", (cfg.embed, cfg.ffn)
-        down = normal(k_down, cfg, dims, outer, fan_in=cfg.ffn, truncated=True, residual=True)
+        dims, outer = "embed ffn", (cfg.embed, mixer.ffn)
+        down = normal(k_down, cfg, dims, outer, fan_in=mixer.ffn, truncated=True, residual=True)
         self.down = Weight(down, fp8=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
@@ -40,11 +40,11 @@ class GatedMlp(nnx.Module):
 class SquaredReluMlp(nnx.Module):
     """Feed-forward layer down(relu(up x)^2), without gate and biases (So et al. 2021)."""
 
-    def __init__(self, cfg: ModelConfig, *, key):
+    def __init__(self, cfg: ModelConfig, mixer: MlpConfig, *, key):
         k_up, k_down = jax.random.split(key)
-        dims, shape = "embed ffn", (cfg.embed, cfg.ffn)
+        dims, shape = "embed ffn", (cfg.embed, mixer.ffn)
         self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed), fp8=True)
-        down = normal(k_down, cfg, dims, shape, fan_in=cfg.ffn, residual=True)
+        down = normal(k_down, cfg, dims, shape, fan_in=mixer.ffn, residual=True)
         self.down = Weight(down, fp8=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
@@ -54,6 +54,6 @@ class SquaredReluMlp(nnx.Module):
         return mesh.scatter_seq(y), ()
 
 
-def make_mlp(cfg: ModelConfig, *, key) -> nnx.Module:
-    """The feed-forward layer with the model's activation."""
-    return (GatedMlp if cfg.activation in GATES else SquaredReluMlp)(cfg, key=key)
+def make_mlp(cfg: ModelConfig, mixer: MlpConfig, *, key) -> nnx.Module:
+    """The feed-forward layer with the mixer's activation."""
+    return (GatedMlp if mixer.activation in GATES else SquaredReluMlp)(cfg, mixer, key=key)

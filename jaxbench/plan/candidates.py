@@ -13,8 +13,14 @@ from itertools import combinations, product
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops
 from jaxbench.recipe.derive import STATE_BYTES
-from jaxbench.recipe.model import SSD_CHUNK, ModelConfig
-from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
+from jaxbench.recipe.model import (
+    SSD_CHUNK,
+    AttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    ModelConfig,
+)
+from jaxbench.recipe.settings import CHOSEN, SAVEABLE, Parallelism, Run
 
 KEYS = (
     *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),
@@ -52,28 +58,31 @@ class Activation:
 @cache
 def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
     """Activations of a model by name (`settings.SAVEABLE`), for sequences of `length` tokens."""
-    queries, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    layers = {letter: cfg.layer_pattern.count(letter) for letter in "*-EM"}
-    result: dict[str, tuple[str, float, float]] = {
-        "query": ("*", queries, 2 * cfg.embed * queries),
-        "key": ("*", keys, 2 * cfg.embed * keys),
-        "value": ("*", keys, 2 * cfg.embed * keys),
-        "attention": ("*", queries, 4 * length * queries),
-        "residual": ("*", cfg.embed, 2 * queries * cfg.embed),
-    }
-    letter, copies = "-", 1.0
-    if layers["E"]:
-        letter, copies = "E", cfg.experts_per_token * (cfg.capacity_factor or 1.0)
-        result["dispatched"] = ("E", copies * cfg.embed, 0)
-    hidden = (letter, copies * cfg.ffn, 2 * copies * cfg.embed * cfg.ffn)
-    result |= {"up": hidden} if cfg.activation == "relu2" else {"gate": hidden, "up": hidden}
-    if (m := cfg.mamba) is not None:
-        scan = flops.scan_flops(m, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
-        result["mamba"] = ("M", m.groups * m.inner, scan)
-    return {
-        name: Activation(layers[letter] * features, layers[letter] * work)
-        for name, (letter, features, work) in result.items()
-    }
+    result: dict[str, Activation] = {}
+
+    def add(name: str, features: float, work: float) -> None:
+        before = result.get(name, Activation(0, 0))
+        result[name] = Activation(before.features + features, before.flops + work)
+
+    for mixer in cfg.mixers:
+        if isinstance(mixer, AttentionConfig):
+            queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+            add("query", queries, 2 * cfg.embed * queries)
+            add("key", keys, 2 * cfg.embed * keys)
+            add("value", keys, 2 * cfg.embed * keys)
+            add("attention", queries, 4 * length * queries)
+            add("residual", cfg.embed, 2 * queries * cfg.embed)
+        elif isinstance(mixer, MambaConfig):
+            scan = flops.scan_flops(mixer, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
+            add("mamba", mixer.groups * mixer.inner, scan)
+        else:
+            copies = 1.0
+            if isinstance(mixer, ExpertsConfig):
+                copies = mixer.top_k * (mixer.capacity_factor or 1.0)
+                add("dispatched", copies * cfg.embed, 0)
+            for name in ("gate", "up")[3 - mixer.matrices :]:
+                add(name, copies * mixer.ffn, 2 * copies * cfg.embed * mixer.ffn)
+    return {name: result[name] for name in SAVEABLE if name in result}
 
 
 parameters = cache(flops.parameters)
@@ -224,5 +233,5 @@ def memory(run: Run) -> float:
         workspace += weights
     if run.unrolled:  # gathered weights, and operands of products that have no name
         held = BF16 * weights
-        saved += len(cfg.layer_pattern) * cfg.embed * p.tensor + every["up"].features
+        saved += len(cfg.mixers) * cfg.embed * p.tensor + every.get("up", Activation(0, 0)).features
     return least_state(run) + held + BF16 * (tokens * saved + WORKSPACE * workspace / cfg.layers)

@@ -6,7 +6,13 @@ additions are not counted, the embedding lookup is free (Kaplan et al. 2020; Nar
 without their recomputation).
 """
 
-from jaxbench.recipe.model import Mamba, ModelConfig
+from jaxbench.recipe.model import (
+    AttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    MlpConfig,
+    ModelConfig,
+)
 
 CONVENTIONS = ("causal", "full", "published")
 """`causal` counts half of the S x S attention scores, `full` all of them, `published` follows the
@@ -21,41 +27,36 @@ NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
 def parameters(cfg: ModelConfig) -> dict[str, int]:
     """Parameter count by component; `total` is their sum."""
-    per_letter = {
-        "*": ("attention", _attention_weights(cfg)),
-        "-": ("mlp", _mlp_weights(cfg)),
-        "E": ("experts", cfg.experts * _mlp_weights(cfg)),
-    }
-    if cfg.mamba is not None:
-        per_letter["M"] = ("mamba", _mamba_projections(cfg, cfg.mamba) + _mamba_rest(cfg.mamba))
-    letters, norm = cfg.layer_pattern, cfg.embed * NORM_VECTORS[cfg.norm]
-    norms_per_layer = 2 if cfg.post_norm else 1
+    embed, experts, mamba = cfg.embed, cfg.each(ExpertsConfig), cfg.each(MambaConfig)
+    norms_per_mixer = 2 if cfg.post_norm else 1
     counts = {
-        "embedding": cfg.vocabulary * cfg.embed,
-        **{name: letters.count(letter) * size for letter, (name, size) in per_letter.items()},
-        "router": letters.count("E") * cfg.embed * cfg.experts,
-        "norms": (norms_per_layer * len(letters) + 1) * norm,
-        "head": 0 if cfg.tied else cfg.vocabulary * cfg.embed,
+        "embedding": cfg.vocabulary * embed,
+        "attention": sum(_attention_weights(embed, mixer) for mixer in cfg.each(AttentionConfig)),
+        "mlp": sum(_mlp_weights(embed, mixer) for mixer in cfg.each(MlpConfig)),
+        "experts": sum(mixer.count * _mlp_weights(embed, mixer) for mixer in experts),
+        "mamba": sum(_mamba_projections(embed, mixer) + _mamba_rest(mixer) for mixer in mamba),
+        "router": sum(embed * mixer.count for mixer in experts),
+        "norms": (norms_per_mixer * len(cfg.mixers) + 1) * embed * NORM_VECTORS[cfg.norm],
+        "head": 0 if cfg.tied else cfg.vocabulary * embed,
     }
     return {**counts, "total": sum(counts.values())}
 
 
-def _attention_weights(cfg: ModelConfig) -> int:
-    return 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
+def _attention_weights(embed: int, mixer: AttentionConfig) -> int:
+    return 2 * embed * (mixer.heads + mixer.kv_heads) * mixer.head_dim
 
 
-def _mlp_weights(cfg: ModelConfig) -> int:
-    matrices = 2 if cfg.activation == "relu2" else 3
-    return matrices * cfg.embed * cfg.ffn
+def _mlp_weights(embed: int, mixer: MlpConfig | ExpertsConfig) -> int:
+    return mixer.matrices * embed * mixer.ffn
 
 
-def _mamba_projections(cfg: ModelConfig, m: Mamba) -> int:
+def _mamba_projections(embed: int, m: MambaConfig) -> int:
     """In: gate, scan input, two state maps, time steps. Out: the gated result."""
     inner, maps = m.groups * m.inner, m.groups * m.state
-    return cfg.embed * (2 * inner + 2 * maps + m.heads) + inner * cfg.embed
+    return embed * (2 * inner + 2 * maps + m.heads) + inner * embed
 
 
-def _mamba_rest(m: Mamba) -> int:
+def _mamba_rest(m: MambaConfig) -> int:
     """Four taps and a bias for each convolved channel; decay, skip and time-step bias for each
     head; the norm's gain."""
     inner, maps = m.groups * m.inner, m.groups * m.state
@@ -71,25 +72,26 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     conventions take as square; its convolution and the decay of states between chunks are not
     counted.
     """
-    letters = cfg.layer_pattern
-    scores = letters.count("*") * 12 * length * length * cfg.heads * cfg.head_dim
+    embed, per_weight = cfg.embed, 6 * length
+    attention, mlps = cfg.each(AttentionConfig), cfg.each(MlpConfig)
+    scores = sum(2 * per_weight * length * a.heads * a.head_dim for a in attention)
     flops = {
-        "attention projections": letters.count("*") * 6 * length * _attention_weights(cfg),
+        "attention projections": sum(per_weight * _attention_weights(embed, a) for a in attention),
         "attention scores": scores // 2 if convention == "causal" else scores,
-        "mlp": letters.count("-") * 6 * length * _mlp_weights(cfg),
-        "head": 6 * length * cfg.embed * cfg.vocabulary,
+        "mlp": sum(per_weight * _mlp_weights(embed, mixer) for mixer in mlps),
+        "head": per_weight * embed * cfg.vocabulary,
     }
-    if layers := letters.count("E"):
-        flops["experts"] = layers * 6 * length * cfg.experts_per_token * _mlp_weights(cfg)
-        flops["router"] = layers * 6 * length * cfg.embed * cfg.experts
-    if (m := cfg.mamba) is not None:
-        layers = letters.count("M")
-        flops["mamba projections"] = layers * 6 * length * _mamba_projections(cfg, m)
-        flops["mamba scan"] = layers * scan_flops(m, length, min(COUNTED_CHUNK, length))
+    if experts := cfg.each(ExpertsConfig):
+        flops["experts"] = sum(per_weight * e.top_k * _mlp_weights(embed, e) for e in experts)
+        flops["router"] = sum(per_weight * embed * e.count for e in experts)
+    if mamba := cfg.each(MambaConfig):
+        chunk = min(COUNTED_CHUNK, length)
+        flops["mamba projections"] = sum(per_weight * _mamba_projections(embed, m) for m in mamba)
+        flops["mamba scan"] = sum(scan_flops(m, length, chunk) for m in mamba)
     return {**flops, "total": sum(flops.values())}
 
 
-def scan_flops(m: Mamba, length: int, chunk: int) -> int:
+def scan_flops(m: MambaConfig, length: int, chunk: int) -> int:
     """Training FLOPs of one Mamba-2 scan over a sequence. Forward, per token and group: b and c
     of a chunk multiplied, 2 Q N; that times x, 2 Q inner; states of chunks and back, 4 N inner."""
     per_group = 2 * chunk * (m.state + m.inner) + 4 * m.state * m.inner

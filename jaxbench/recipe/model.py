@@ -1,8 +1,13 @@
-"""The architecture of a model: everything in which the families differ."""
+"""The architecture of a model: everything in which the families differ.
+
+A *layer* is what the publication counts as one. It holds one mixer (hybrids) or two (transformers:
+attention, then a feed-forward mixer), each described by a dataclass with its dimensions.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from itertools import cycle, islice
+from typing import Literal, TypeVar
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 
@@ -14,8 +19,8 @@ MAX_SOFTCAP = 60
 """exp(60) and exp(-60), times any number of keys, are normal fp32 numbers, as the blockwise softmax
 needs (`ops.attention.blocks`)."""
 
-MAX_LAYERS, MAX_PATTERN = 10_000, 1_000
-"""Limits far above any model's, which bound the search for repeating groups of layers."""
+MAX_LAYERS = 1_000
+"""Far above any model's; it bounds the search for repeating groups of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +37,126 @@ class RopeScaling:
     """sequence length before the extension, in tokens"""
 
     def __post_init__(self) -> None:
-        positive("model.rope_scaling.", self, "factor", "low", "high", "original_context")
+        positive("model.attention.rope.scaling.", self, "factor", "low", "high", "original_context")
         require(
             self.low < self.high,
-            f"model.rope_scaling.low = {self.low} must be below high = {self.high}",
+            f"model.attention.rope.scaling.low = {self.low} must be below high = {self.high}",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba:
+class Rope:
+    """Rotary position embedding (Su et al. 2021)."""
+
+    base: float
+    """base of the frequencies"""
+    fraction: float = 1.0
+    """share of the head's features that is rotated"""
+    scaling: RopeScaling | None = None
+    """Llama 3.1's scaling of the frequencies"""
+
+    def __post_init__(self) -> None:
+        positive("model.attention.rope.", self, "base")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Causal grouped-query attention."""
+
+    heads: int
+    """attention heads"""
+    kv_heads: int
+    """key and value heads"""
+    head_dim: int
+    """features of a head"""
+    rope: Rope | None = None
+    """rotary position embedding; `null` for no position embedding"""
+    softcap: float | None = None
+    """c bounds scores z to c tanh(z / c)"""
+
+    def __post_init__(self) -> None:
+        positive("model.attention.", self, "heads", "kv_heads", "head_dim")
+        divides("model.attention.kv_heads", self.kv_heads, "model.attention.heads", self.heads)
+        divides("2", 2, "model.attention.head_dim", self.head_dim)
+        require(
+            self.rope is None or 2 <= self.head_dim * self.rope.fraction <= self.head_dim,
+            f"model.attention.rope = {self.rope}: fraction must be at most 1 and leave a pair of "
+            f"the {self.head_dim} features of a head",
+        )
+        require(
+            self.softcap is None or 0 < self.softcap <= MAX_SOFTCAP,
+            f"model.attention.softcap = {self.softcap} must be above 0 and at most {MAX_SOFTCAP}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """A feed-forward mixer."""
+
+    ffn: int
+    """width inside"""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """gated except for `relu2`, the squared ReLU"""
+
+    def __post_init__(self) -> None:
+        positive("model.mlp.", self, "ffn")
+
+    @property
+    def matrices(self) -> int:
+        """Weight matrices, of `embed x ffn` each."""
+        return 2 if self.activation == "relu2" else 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: feed-forward mixers of which each token uses a few."""
+
+    count: int
+    """experts of a layer"""
+    top_k: int
+    """experts that a token is sent to"""
+    ffn: int
+    """width inside an expert"""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """of an expert, gated"""
+    router: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
+    """softmax over the chosen logits, or the largest of the softmax over all"""
+    balance_loss: float = 0.0
+    """coefficient of the load-balance loss"""
+    capacity_factor: float | None = None
+    """capacity of an expert over its fair share of every `capacity_tokens` tokens; beyond it those
+    with the smallest gates are dropped. `null` drops none"""
+    capacity_tokens: int = 1024
+    """consecutive tokens of a sequence among which an expert's capacity is counted"""
+    routing: Literal["learned", "balanced"] = "learned"
+    """`balanced` assigns experts in turn, which leaves the router's choice out of a benchmark"""
+
+    def __post_init__(self) -> None:
+        prefix = "model.experts."
+        positive(prefix, self, "count", "top_k", "ffn", "capacity_factor", "capacity_tokens")
+        not_negative(prefix, self, "balance_loss")
+        require(
+            self.top_k <= self.count,
+            f"model.experts.top_k = {self.top_k} must be at most model.experts.count = "
+            f"{self.count}",
+        )
+
+    @property
+    def matrices(self) -> int:
+        """Weight matrices of an expert, of `embed x ffn` each."""
+        return 3
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that one expert takes of every `capacity_tokens`; None when nothing is dropped."""
+        if self.capacity_factor is None:
+            return None
+        share = self.top_k * self.capacity_tokens / self.count
+        return min(math.ceil(share * self.capacity_factor), self.capacity_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
     """Dimensions of a Mamba-2 mixer."""
 
     heads: int
@@ -62,6 +178,13 @@ class Mamba:
         divides("model.mamba.groups", self.groups, "model.mamba.heads", self.heads)
 
 
+Mixer = AttentionConfig | MlpConfig | ExpertsConfig | MambaConfig
+Kind = TypeVar("Kind", AttentionConfig, MlpConfig, ExpertsConfig, MambaConfig)
+
+LETTERS = {"*": "attention", "-": "mlp", "E": "experts", "M": "mamba"}
+"""The field of `ModelConfig` that describes a mixer, by its letter in a pattern (Megatron's)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture. A field exists only because two published models differ in it."""
@@ -71,119 +194,79 @@ class ModelConfig:
     size: str
     """model size, as in configs/published.csv"""
     layers: int
-    """published layers; in a hybrid each character of `pattern` is one"""
+    """layers, counted as published: attention and a feed-forward mixer in a transformer, one mixer
+    in a hybrid"""
     embed: int
     """width of the residual stream"""
-    ffn: int
-    """width inside an MLP or an expert"""
-    heads: int
-    """attention heads"""
-    kv_heads: int
-    """key and value heads (grouped-query attention)"""
-    head_dim: int
-    """features of an attention head"""
     vocabulary: int
     """tokens of the vocabulary"""
-    rope_base: float | None
-    """base of the rotary position embedding; `null` for none"""
-    rope_scaling: RopeScaling | None = None
-    """Llama 3.1's scaling of rotary frequencies"""
-    rope_fraction: float = 1.0
-    """share of the head's features that is rotated"""
+    pattern: str = "*-"
+    """mixers of the layers, repeated as often as `layers` asks for: `*` attention, `-` MLP, `E`
+    mixture of experts, `M` Mamba-2. Two letters are a layer; in a hybrid (with `M`) one is"""
+    attention: AttentionConfig | None = None
+    """dimensions of attention"""
+    mlp: MlpConfig | None = None
+    """dimensions of MLPs"""
+    experts: ExpertsConfig | None = None
+    """dimensions and routing of experts"""
+    mamba: MambaConfig | None = None
+    """dimensions of Mamba-2 mixers"""
     norm: Literal["rms", "layer1p"] = "rms"
     """RMSNorm, or LayerNorm with a gain of 1 + weight"""
-    mamba: Mamba | None = None
-    """dimensions of Mamba-2 layers"""
-    init_std: float | None = None
-    """standard deviation of Megatron's initialisation; `null` for MaxText's fan-in scaling"""
-    pattern: str = "*-"
-    """kinds of the residual layers: `*` attention, `-` MLP, `E` mixture of experts, `M` Mamba-2; of
-    one layer of a transformer, of the whole stack of a hybrid (with `M`)"""
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    """of the MLP, gated except for `relu2`, the squared ReLU"""
     post_norm: bool = False
     """a second norm, after each mixer"""
+    init_std: float | None = None
+    """standard deviation of Megatron's initialisation; `null` for MaxText's fan-in scaling"""
     tied: bool = False
     """the embedding table is the output head too"""
     embedding_scale: float = 1.0
     """factor of the embeddings"""
     logit_scale: float = 1.0
     """factor of the logits"""
-    softcap: float | None = None
-    """c bounds attention scores z to c tanh(z / c)"""
-    experts: int = 0
-    """experts of a layer"""
-    experts_per_token: int = 0
-    """experts that a token is sent to"""
-    router: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
-    """softmax over the chosen logits, or the largest of the softmax over all"""
-    balance_loss: float = 0.0
-    """coefficient of the load-balance loss"""
-    capacity_factor: float | None = None
-    """capacity of an expert over its fair share of every `capacity_tokens` tokens; beyond it those
-    with the smallest gates are dropped. `null` drops none"""
-    capacity_tokens: int = 1024
-    """consecutive tokens of a sequence among which an expert's capacity is counted"""
-    routing: Literal["learned", "balanced"] = "learned"
-    """`balanced` assigns experts in turn, which leaves the router's choice out of a benchmark"""
 
     @property
-    def layer_pattern(self) -> str:
-        """The kinds of all residual layers: the pattern once per layer, of a hybrid its first
-        `layers` characters."""
-        return self.pattern[: self.layers] if "M" in self.pattern else self.pattern * self.layers
+    def layer_patterns(self) -> tuple[str, ...]:
+        """The letters of each layer."""
+        size = 1 if "M" in self.pattern else 2
+        layers = [self.pattern[i : i + size] for i in range(0, len(self.pattern), size)]
+        return tuple(islice(cycle(layers), self.layers))
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The description of every mixer, in order."""
+        return tuple(self.mixer(letter) for letter in "".join(self.layer_patterns))
+
+    def mixer(self, letter: str) -> Mixer:
+        """The description of the mixers that a letter stands for."""
+        return getattr(self, LETTERS[letter])
+
+    def each(self, kind: type[Kind]) -> list[Kind]:
+        """The descriptions of all mixers of a kind, in order."""
+        return [mixer for mixer in self.mixers if isinstance(mixer, kind)]
+
+    @property
+    def balance_loss(self) -> float:
+        """Coefficient of the load-balance loss; 0 without experts."""
+        return self.experts.balance_loss if self.experts else 0.0
 
     def __post_init__(self) -> None:
         positive(
-            "model.", self, "layers", "embed", "ffn", "heads", "kv_heads", "head_dim", "vocabulary",
-            "rope_base", "init_std", "embedding_scale", "logit_scale",
+            "model.", self, "layers", "embed", "vocabulary", "init_std", "embedding_scale",
+            "logit_scale",
         )  # fmt: skip
-        divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
-        divides("2", 2, "model.head_dim", self.head_dim)
-        require(
-            2 <= self.head_dim * self.rope_fraction <= self.head_dim,
-            f"model.rope_fraction = {self.rope_fraction} must be at most 1 and leave a pair of "
-            f"the {self.head_dim} features of a head",
-        )
-        require(
-            self.softcap is None or 0 < self.softcap <= MAX_SOFTCAP,
-            f"model.softcap = {self.softcap} must be above 0 and at most {MAX_SOFTCAP}",
-        )
-        self._check_pattern()
-        if "E" in self.pattern:
-            self._check_experts()
-
-    def _check_pattern(self) -> None:
-        unknown = "".join(sorted(set(self.pattern) - set("*-EM")))[:1]
-        require(not unknown, f"model.pattern: {unknown!r} is none of the letters * - E M")
-        size = len(self.pattern)
-        require(0 < size <= MAX_PATTERN, f"model.pattern: expected 1 to {MAX_PATTERN} letters")
-        require(
-            "M" not in self.pattern or (self.mamba is not None and self.layers <= size),
-            f"model.pattern with M needs model.mamba, and spells at least model.layers = "
-            f"{self.layers} letters; it has {size}",
-        )
         require(
             self.layers <= MAX_LAYERS, f"model.layers = {self.layers} must be at most {MAX_LAYERS}"
         )
-
-    def _check_experts(self) -> None:
-        positive("model.", self, "experts", "experts_per_token", "capacity_tokens")
-        positive("model.", self, "capacity_factor")
-        not_negative("model.", self, "balance_loss")
+        unknown = "".join(sorted(set(self.pattern) - set(LETTERS)))[:1]
+        require(not unknown, f"model.pattern: {unknown!r} is none of the letters * - E M")
+        size = len(self.pattern)
         require(
-            self.experts_per_token <= self.experts,
-            f"model.experts_per_token = {self.experts_per_token} must be at most "
-            f"model.experts = {self.experts}",
+            0 < size <= MAX_LAYERS and (size % 2 == 0 or "M" in self.pattern),
+            f"model.pattern: expected 1 to {MAX_LAYERS} letters, without M two for each layer; "
+            f"it has {size}",
         )
-        require(
-            self.activation != "relu2", "model.activation = relu2 has no gate, which experts need"
-        )
-
-    @property
-    def expert_capacity(self) -> int | None:
-        """Tokens that one expert takes of every `capacity_tokens`; None when nothing is dropped."""
-        if self.capacity_factor is None:
-            return None
-        share = self.experts_per_token * self.capacity_tokens / self.experts
-        return min(math.ceil(share * self.capacity_factor), self.capacity_tokens)
+        for letter in set(self.pattern):
+            require(
+                getattr(self, LETTERS[letter]) is not None,
+                f"model.pattern with {letter} needs model.{LETTERS[letter]}",
+            )

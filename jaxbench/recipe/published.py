@@ -7,7 +7,8 @@ printed figure is kept, and the code says how to reproduce it (`tests/recipe/tes
 """
 
 import csv
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import AttentionConfig, MambaConfig, ModelConfig
 from jaxbench.recipe.settings import Run
 
 ERRATA = {
@@ -166,9 +167,9 @@ def differences(run: Run, device: str) -> list[str]:
     name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
     expected = _work(recipes.resolve(recipes.load(name).on(row.gpu), row.gpus))
     reasons = [
-        f"{setting} is {value}, the row has {expected[setting]}"
+        f"{setting} is {value}, the row has {expected.get(setting)}"
         for setting, value in _work(run).items()
-        if value != expected[setting]
+        if value != expected.get(setting)
     ]
     if gpu is not row.gpu:
         reasons.append(f"the hardware is {device}, the published one is {row.gpu.name}")
@@ -185,9 +186,15 @@ def _work(run: Run) -> dict[str, Any]:
     return {
         setting: value
         for section in ("model", "precision", "batch", "optimizer")
-        for name, value in vars(getattr(run, section)).items()
-        if (setting := f"{section}.{name}") not in FREE
+        for setting, value in _flat(getattr(run, section), section)
+        if setting not in FREE
     }
+
+
+def _flat(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(settings).items():
+        setting = f"{prefix}.{name}"
+        yield from _flat(value, setting) if is_dataclass(value) else [(setting, value)]
 
 
 def source_flops(cfg: ModelConfig, length: int) -> float:
@@ -209,9 +216,9 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
         causal = flops.model_flops(cfg, length, "causal")
         return causal["total"] - causal["router"]
     if cfg.family == "nemotron4":
-        overcounted = 2 * cfg.embed * (cfg.heads - cfg.kv_heads) * cfg.head_dim
-        return full["total"] + 6 * length * cfg.layers * overcounted
-    if cfg.mamba is not None:
-        scans = cfg.layer_pattern.count("M") * flops.scan_flops(cfg.mamba, length, 256)
+        wider = sum((a.heads - a.kv_heads) * a.head_dim for a in cfg.each(AttentionConfig))
+        return full["total"] + 6 * length * 2 * cfg.embed * wider
+    if mamba := cfg.each(MambaConfig):
+        scans = sum(flops.scan_flops(m, length, 256) for m in mamba)
         return full["total"] - full["mamba scan"] + scans
     return full["total"]

@@ -6,11 +6,7 @@ the H100; another GPU may have a table too, under its name, whose rows take the 
 those of the same count (`Recipe.on`). Everything is checked here, before any slow work.
 """
 
-import difflib
-import math
-import types
-import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,10 @@ import yaml
 
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
+from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
+from jaxbench.recipe.checks import require
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import LETTERS, ModelConfig
 from jaxbench.recipe.settings import (
     SMOKE_STEPS,
     STEPS,
@@ -46,9 +44,6 @@ ROW_KEYS = {
     "remat": ("execution", "remat"),
 }
 SMOKE = "smoke"
-
-LARGEST = 2**31 - 1
-"""Largest integer setting: array indices are int32."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Override:
-    """One `--set` entry: its text, and what it sets."""
+    """One `--set` entry: its text, and what it sets; a mapping sets settings of a setting."""
 
     text: str
     section: str
@@ -113,17 +108,17 @@ def load(config: str | Path) -> Recipe:
         raise RecipeError(f"{path}: expected a mapping with model, rows and sections")
     sections = [s for s in SECTIONS if s != "model"]
     for key in content:
-        _known(key, ["model", "rows", *hardware.PLANNED, *sections], f"{path}")
+        known(key, ["model", "rows", *hardware.PLANNED, *sections], f"{path}")
     model = content.get("model")
     if not isinstance(model, str) or model not in MODELS:
-        raise RecipeError(f"{path}: model is {_shown(model)}; expected one of {', '.join(MODELS)}")
+        raise RecipeError(f"{path}: model is {shown(model)}; expected one of {', '.join(MODELS)}")
     rows = _rows(content.get("rows"), f"{path}: rows")
     gpu_rows = {
         gpu: _rows(content[gpu], f"{path}: {gpu}") for gpu in hardware.PLANNED if gpu in content
     }
     shared = {section: content.get(section) or {} for section in sections}
     for section, values in shared.items():
-        _mapping(values, f"{path}: {section}")
+        mapping(values, f"{path}: {section}")
     return Recipe(path.stem, model, shared, rows, gpu_rows)
 
 
@@ -135,7 +130,7 @@ def _rows(rows: Any, where: str) -> dict[int | str, dict]:
         count = type(name) is int and 0 < name <= LARGEST
         if not (name == SMOKE or count) or not isinstance(row, dict):
             raise RecipeError(
-                f"{where}: row {_shown(name)} must be a GPU count or 'smoke' and hold a mapping"
+                f"{where}: row {shown(name)} must be a GPU count or 'smoke' and hold a mapping"
             )
     return rows
 
@@ -186,18 +181,20 @@ def resolve(
     values = {name: dict(section) for name, section in {"model": {}, **recipe.shared}.items()}
     where = f"recipe {recipe.name}, row {row}"
     for key, value in recipe.rows[row].items():
-        _known(key, [*ROW_KEYS, *SECTIONS], where)
+        known(key, [*ROW_KEYS, *SECTIONS], where)
         if key in ROW_KEYS:
             section, name = ROW_KEYS[key]
             values[section][name] = value
         else:
-            values[key].update(_mapping(value, f"{where}: {key}"))
+            values[key] = merged(values[key], mapping(value, f"{where}: {key}"))
     for override in overrides:
-        values[override.section][override.name] = override.value
+        change = {override.name: override.value}
+        values[override.section] = merged(values[override.section], change)
     published = MODELS[recipe.model]
-    values["model"] = asdict(published) | values["model"]
+    values["model"] = merged(asdict(published), values["model"])
+    _check_used(values["model"]["pattern"], overrides)
     built: dict[str, Any] = {
-        name: _build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
+        name: build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
     }
     label: Any = "full" if built["model"] == published else "proxy"
     if row == SMOKE or row in recipe.derived:
@@ -214,6 +211,18 @@ def resolve(
     )
 
 
+def _check_used(pattern: Any, overrides: tuple[Override, ...]) -> None:
+    """Requires that overrides of mixers are of those in the layer pattern."""
+    letters = {name: letter for letter, name in LETTERS.items()}
+    for override in overrides:
+        if override.section == "model" and override.name in letters:
+            require(
+                letters[override.name] in str(pattern),
+                f"--set {shown(override.text)}: no layer has this mixer; model.pattern = "
+                f"{shown(pattern)}",
+            )
+
+
 def describe(run: Run) -> dict[str, Any]:
     """The run as plain values, with what follows from it, for records and golden files."""
     values = asdict(run)
@@ -224,87 +233,19 @@ def describe(run: Run) -> dict[str, Any]:
 
 def parse_overrides(texts: list[str]) -> tuple[Override, ...]:
     """`section.key=value` entries of the command line. Raises RecipeError for an unknown key."""
-    keys = [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in fields(cls)]
+    keys = [key for section, cls in SECTIONS.items() for key in setting_names(cls, f"{section}.")]
     overrides = []
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise RecipeError(f"--set {_shown(text)}: expected key=value: parallelism.fsdp=4")
-        _known(key, keys, "--set")
-        section, name = key.split(".")
+            raise RecipeError(f"--set {shown(text)}: expected key=value: parallelism.fsdp=4")
+        known(key, keys, "--set")
+        section, name, *inner = key.split(".")
         try:
-            overrides.append(Override(text, section, name, _parse(value)))
+            parsed = _parse(value)
         except ValueError as error:
-            raise RecipeError(f"--set {key}: cannot read the value {_shown(value)}") from error
+            raise RecipeError(f"--set {key}: cannot read the value {shown(value)}") from error
+        for part in reversed(inner):
+            parsed = {part: parsed}
+        overrides.append(Override(text, section, name, parsed))
     return tuple(overrides)
-
-
-def _known(key: Any, allowed: list[str], where: str) -> None:
-    if key not in allowed:
-        close = difflib.get_close_matches(_shown(key), allowed, n=1, cutoff=0.0)
-        raise RecipeError(f"{where}: unknown key {_shown(key)}; did you mean {close[0]!r}?")
-
-
-def _mapping(value: Any, where: str) -> dict:
-    if not isinstance(value, dict):
-        raise RecipeError(f"{where} must be a mapping, not {_shown(value)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """A user's value in a message: short, on one line."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not spell numbers of thousands of digits
-        return f"a very large {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _build(cls: type, values: dict, where: str) -> Any:
-    """The dataclass from plain values; checks names and types."""
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        _known(key, list(hints), where)
-    missing = [
-        f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory
-    ]
-    if missing:
-        raise RecipeError(f"{where}: missing {', '.join(missing)}")
-    return cls(
-        **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
-    )
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the annotated type, or RecipeError."""
-    options = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return None if value is None else _convert(value, options[0], where)
-    if typing.get_origin(hint) is typing.Literal:
-        if value in options:
-            return value
-        raise RecipeError(f"{where} = {_shown(value)}: expected one of {', '.join(options)}")
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _build(hint, _mapping(value, where), where)
-    if hint is str and isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return ",".join(value)
-    if hint is float:
-        return _number(value, where)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        kind = type(value).__name__
-        raise RecipeError(f"{where} = {_shown(value)}: expected {hint.__name__}, got {kind}")
-    if hint is int and abs(value) > LARGEST:
-        raise RecipeError(f"{where} is too large: at most {LARGEST}")
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    """A finite float; text too, since YAML reads 1e-5 as text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        kind = type(value).__name__
-        raise RecipeError(f"{where} = {_shown(value)}: expected float, got {kind}") from None
-    if not math.isfinite(number):
-        raise RecipeError(f"{where} = {_shown(value)}: expected a finite number")
-    return number

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
-from jaxbench.recipe.model import SSD_CHUNK, ModelConfig
+from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
@@ -46,9 +46,9 @@ class Parallelism:
     """pipeline stages (1F1B)"""
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
-    shorten the bubble. For transformers, not hybrids; the number of microbatches is a multiple of
-    `pipeline`, and all layers compute alike: no layer counts in `execution.remat`, no first or last
-    layers in bf16, no dropless experts"""
+    shorten the bubble. The number of microbatches is a multiple of `pipeline`, and all layers
+    compute alike: the same mixers (no hybrid), no layer counts in `execution.remat`, no first or
+    last layers in bf16, no dropless experts"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -259,10 +259,11 @@ class Run:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         self.execution.saved(self.model.layers)
+        capped = self.model.attention is not None and self.model.attention.softcap is not None
         require(
-            self.model.softcap is None or self.execution.attention == "auto",
+            not capped or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
-            "model.softcap asks for; expected auto",
+            "model.attention.softcap asks for; expected auto",
         )
         self._check_mesh()
         self._check_batch()
@@ -282,28 +283,34 @@ class Run:
         # The embedding table is split over all of these axes, heads and tokens over the last two.
         divides(ranks, p.ranks, "model.embed", m.embed)
         inner = p.context * p.tensor
-        divides("context x tensor", inner, "model.kv_heads", m.kv_heads)
+        if m.attention:
+            divides("context x tensor", inner, "model.attention.kv_heads", m.attention.kv_heads)
+        if m.mlp:
+            divides("parallelism.tensor", p.tensor, "model.mlp.ffn", m.mlp.ffn)
         divides("context x tensor", inner, "batch.sequence_length", b.sequence_length)
-        divides("parallelism.tensor", p.tensor, "model.ffn", m.ffn)
         divides("parallelism.tensor", p.tensor, "model.vocabulary", m.vocabulary)
-        if m.mamba is not None:
+        if m.mamba:
             divides("parallelism.tensor", p.tensor, "model.mamba.groups", m.mamba.groups)
             shard = b.sequence_length // p.context
             chunk = min(SSD_CHUNK, shard)
             divides("the Mamba chunk", chunk, "batch.sequence_length / context", shard)
-        if "E" not in m.pattern:
-            require(p.expert == 1, f"parallelism.expert = {p.expert} needs a model with experts")
-            return
-        divides("expert x tensor", p.expert * p.tensor, "model.experts", m.experts)
-        if m.capacity_factor is not None:
-            tokens = "the tokens of a sequence on one rank"
-            divides("model.capacity_tokens", m.capacity_tokens, tokens, b.sequence_length // inner)
+        if m.experts:
+            self._check_experts(m.experts)
         else:
+            require(p.expert == 1, f"parallelism.expert = {p.expert} needs a model with experts")
+
+    def _check_experts(self, experts: ExpertsConfig) -> None:
+        p, length = self.parallelism, self.batch.sequence_length
+        divides("expert x tensor", p.expert * p.tensor, "model.experts.count", experts.count)
+        if experts.capacity_factor is None:
             require(
                 self.precision.dtype != "fp8",
-                "experts without model.capacity_factor have no FP8 products; set one, or "
+                "experts without model.experts.capacity_factor have no FP8 products; set one, or "
                 "precision.dtype=bf16",
             )
+            return
+        tokens, shard = "the tokens of a sequence on one rank", length // (p.context * p.tensor)
+        divides("model.experts.capacity_tokens", experts.capacity_tokens, tokens, shard)
 
     def _check_batch(self) -> None:
         p, b = self.parallelism, self.batch
@@ -327,8 +334,8 @@ class Run:
         )
         alike = "the stages of a pipeline compute alike"
         require(
-            "M" not in m.pattern,
-            f"parallelism.pipeline: {alike}, but {m.family} is a hybrid",
+            len(set(m.layer_patterns)) == 1,
+            f"parallelism.pipeline: {alike}, but the layers of {m.family} do not",
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
@@ -337,7 +344,7 @@ class Run:
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",
         )
         require(
-            "E" not in m.pattern or m.capacity_factor is not None,
-            "parallelism.pipeline: experts need a model.capacity_factor, since their weights "
-            "are gathered once per step",
+            m.experts is None or m.experts.capacity_factor is not None,
+            "parallelism.pipeline: experts need a model.experts.capacity_factor, since their "
+            "weights are gathered once per step",
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Array, Float
 
 from jaxbench.errors import RecipeError
-from jaxbench.recipe.model import Mamba, ModelConfig
+from jaxbench.recipe.model import MambaConfig, ModelConfig
 from jaxbench.recipe.settings import Execution
 from jaxbench.ssd import pallas, xla
 from jaxbench.ssd.parts import Axes, Dims, Parameters
@@ -39,7 +39,7 @@ class Implementation:
 
     mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
     platforms: tuple[str, ...] | None = None
-    refusal: Callable[[Mamba, str, int], str | None] = lambda mamba, dtype, length: None
+    refusal: Callable[[MambaConfig, str, int], str | None] = lambda mamba, dtype, length: None
     rules: Rules = field(default_factory=dict)
 
 
@@ -56,11 +56,11 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, plat
     """The name of the implementation that computes a model's mixers, with `length` tokens of a
     sequence on each rank. Raises RecipeError where the requested one cannot."""
     setting = f"execution.ssd = {execution.ssd}"
-    if execution.ssd == "auto" or cfg.mamba is None or "M" not in cfg.layer_pattern:
+    if execution.ssd == "auto" or not (mixers := cfg.each(MambaConfig)):
         return next(iter(IMPLEMENTATIONS))
     implementation = IMPLEMENTATIONS[execution.ssd]
     if platform not in (implementation.platforms or (platform,)):
         raise RecipeError(f"{setting} does not run on a {platform}; expected auto or xla")
-    if refused := implementation.refusal(cfg.mamba, dtype, length):
+    if refused := implementation.refusal(mixers[0], dtype, length):
         raise RecipeError(f"{setting} cannot compute {refused}; expected auto or xla")
     return execution.ssd

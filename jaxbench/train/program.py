@@ -12,6 +12,7 @@ from jaxbench.errors import RunFailed
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.decoder import segments
 from jaxbench.ops import attention, fp8
+from jaxbench.recipe.model import AttentionConfig, ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
 from jaxbench.xla import flags
@@ -65,7 +66,7 @@ def kernels(run: Run) -> dict[str, str]:
     """Implementations of attention, Mamba-2 and products on the current mesh, for the record."""
     platform = mesh.platform()
     by = {"attention": _attention(run, platform)}
-    if "M" in run.model.layer_pattern:
+    if run.model.each(MambaConfig):
         by["Mamba-2"] = _mamba2(run, platform)
     return by | {"products": _products(run, platform)}
 
@@ -76,7 +77,7 @@ def _products(run: Run, platform: str) -> str:
     if platform != "gpu":
         return "fp8, emulated in bf16"
     by = fp8.choose(run.precision, platform)
-    if by == "te" and "E" in run.model.layer_pattern:
+    if by == "te" and run.model.each(ExpertsConfig):
         return "fp8 by te, those of experts by xla"
     return f"fp8 by {by}"
 
@@ -85,11 +86,11 @@ def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
     platform = mesh.platform()
     fused = {
-        "*": ("fused attention", attention.KERNELS[_attention(run, platform)].rules),
-        "M": ("a fused Mamba-2 scan", ssd.IMPLEMENTATIONS[_mamba2(run, platform)].rules),
+        AttentionConfig: ("fused attention", attention.KERNELS[_attention(run, platform)].rules),
+        MambaConfig: ("a fused Mamba-2 scan", ssd.IMPLEMENTATIONS[_mamba2(run, platform)].rules),
     }
     expected = [(what, t) for kind, (what, rules) in fused.items() for t in rules
-                if kind in run.model.layer_pattern]  # fmt: skip
+                if run.model.each(kind)]  # fmt: skip
     in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
     if not (expected or in_fp8):
         return

@@ -122,7 +122,7 @@ def options(run: Run, platform: str) -> Options:
             if run.unrolled:
                 selected |= UNROLLED
             else:
-                selected |= UNPIPELINED if "M" in run.model.pattern else PIPELINED
+                selected |= UNPIPELINED if run.model.mamba else PIPELINED
     return selected | overrides
 
 

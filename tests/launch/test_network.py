@@ -35,14 +35,14 @@ def test_a_job_that_loses_the_network_says_so_and_comes_back(cluster, tmp_path):
     cluster.hosts.mend("data")
     running(cluster, number, folder, 60)
     cluster.hosts.reset("data")
-    wait(cluster, number, lambda job: job["Restarts"] == "1", 60)
+    wait(cluster, number, lambda job: job["Restarts"] == "1")
     wait(cluster, number, lambda job: read(folder)[0]["resumed_at"] != [])
     lost = r"failed: rank \d on n\d: it lost the network or another process: \S.*"
     assert re.search(rf"(?m)^{lost}\nresuming as start 2$", main_log(folder)), main_log(folder)
     resumed = read(folder)[0]["resumed_at"][0]
     running(cluster, number, folder, resumed + 15)
     cluster.hosts.cut("data")
-    wait(cluster, number, ended, 60)
+    wait(cluster, number, ended)
     last = main_log(folder).splitlines()[-1]
     hung = (
         rf"failed: no progress within the time limit of {WATCHDOG} s: rank \d on n\d \(training, "

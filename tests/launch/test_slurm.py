@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 TINY = (
-    "model.layers=1", "model.embed=64", "model.ffn=64", "model.vocabulary=128",
+    "model.layers=1", "model.embed=64", "model.mlp.ffn=64", "model.vocabulary=128",
     "batch.sequence_length=32", "parallelism.fsdp=4",
 )  # fmt: skip
 STEPS = 80

@@ -37,7 +37,7 @@ def logits_reference(model, tokens, cfg):
     """Logits of the decoder by the release's model.py, in float64."""
     table = np.asarray(model.embedding.table[...], np.float64)
     attention, experts = model.stacks[0].layers
-    x = table[tokens] * cfg.embedding_scale
+    x, heads = table[tokens] * cfg.embedding_scale, cfg.attention
     for i in range(cfg.layers):
 
         def w(variable, i=i):
@@ -45,14 +45,14 @@ def logits_reference(model, tokens, cfg):
 
         y = norm(x, w(attention.norm.gain))
         qkv = np.einsum("bsd,dkgh->bskgh", y, w(attention.mixer.qkv))
-        query = qkv[..., :-2, :].reshape(*y.shape[:2], cfg.heads, cfg.head_dim)
-        query, key = rotate(query, cfg.rope_base), rotate(qkv[..., -2, :], cfg.rope_base)
-        y = attention_reference(query, key, qkv[..., -1, :], cfg.softcap)
+        query = qkv[..., :-2, :].reshape(*y.shape[:2], heads.heads, heads.head_dim)
+        query, key = rotate(query, heads.rope.base), rotate(qkv[..., -2, :], heads.rope.base)
+        y = attention_reference(query, key, qkv[..., -1, :], heads.softcap)
         y = np.einsum("bsnh,dnh->bsd", y, w(attention.mixer.out))
         x = x + norm(y, w(attention.post_norm.gain))
         y = norm(x, w(experts.norm.gain))
         mixer = experts.mixer
-        y = reference(y, w(mixer.router), w(mixer.gate_up), w(mixer.down), cfg)[0]
+        y = reference(y, w(mixer.router), w(mixer.gate_up), w(mixer.down), cfg.experts)[0]
         x = x + norm(y, w(experts.post_norm.gain))
     return norm(x, np.asarray(model.norm.gain[...], np.float64)) @ table.T * cfg.logit_scale
 
@@ -94,9 +94,9 @@ def different_gains(run):
 
 
 def test_soft_cap_excludes_kernels_without_one():
-    for override in ("execution.attention=cudnn", "model.softcap=100"):
+    for override in ("execution.attention=cudnn", "model.attention.softcap=100"):
         with pytest.raises(RecipeError, match=r"soft ?cap"):
-            tiny_grok("model.softcap=30", override)
+            tiny_grok("model.attention.softcap=30", override)
 
 
 def test_the_variants_differ_as_documented():
@@ -106,4 +106,4 @@ def test_the_variants_differ_as_documented():
     assert (recipe.vocabulary, original.vocabulary) == (128256, 131072)
     run = recipes.resolve(recipes.load("grok1_314b_bf16"), 512)
     # The published ranks hold 1024 tokens: 256 slots for each expert.
-    assert run.model.expert_capacity == 256
+    assert run.model.experts.capacity == 256

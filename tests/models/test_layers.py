@@ -11,7 +11,7 @@ from tiny import mesh_of, tiny_run
 from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import RopeScaling
+from jaxbench.recipe.model import MlpConfig, Rope, RopeScaling
 from jaxbench.recipe.settings import Execution, Precision
 
 EPS32 = np.finfo(np.float32).eps
@@ -37,9 +37,9 @@ def test_rms_norm():
     "scaling", [None, RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=8192)]
 )
 def test_rotary_embedding_turns_complex_pairs(scaling):
-    cfg = replace(MODELS["llama31_405b"], rope_scaling=scaling)
+    cfg = replace(MODELS["llama31_405b"].attention, rope=Rope(base=500_000.0, scaling=scaling))
     length, half = 300, 64
-    frequency = np.array([cfg.rope_base ** (-2 * i / 128) for i in range(half)])
+    frequency = np.array([cfg.rope.base ** (-2 * i / 128) for i in range(half)])
     if scaling:
         bands = []
         for f in frequency:
@@ -65,8 +65,11 @@ def test_rotary_embedding_turns_complex_pairs(scaling):
 
 
 def test_initial_values_follow_megatron():
-    cfg = replace(MODELS["llama31_8b"], layers=4, embed=256, ffn=512, vocabulary=512)
-    unit = attention.Attention(cfg, key=jax.random.key(0)), mlp.GatedMlp(cfg, key=jax.random.key(1))
+    cfg = replace(MODELS["llama31_8b"], layers=4, embed=256, vocabulary=512)
+    unit = (
+        attention.Attention(cfg, cfg.attention, key=jax.random.key(0)),
+        mlp.GatedMlp(cfg, MlpConfig(ffn=512), key=jax.random.key(1)),
+    )
     residual = cfg.init_std / np.sqrt(2 * cfg.layers)
     for weight, std in (
         (unit[0].qkv, cfg.init_std), (unit[0].out, residual), (unit[1].gate_up, cfg.init_std),
@@ -80,10 +83,10 @@ def test_initial_values_follow_megatron():
 
 
 def test_initial_values_follow_maxtext():
-    cfg = replace(MODELS["llama2_70b"], layers=2, embed=256, ffn=512, vocabulary=512)
+    cfg = replace(MODELS["llama2_70b"], layers=2, embed=256, vocabulary=512)
     mixer, gated = (
-        attention.Attention(cfg, key=jax.random.key(0)),
-        mlp.GatedMlp(cfg, key=jax.random.key(1)),
+        attention.Attention(cfg, cfg.attention, key=jax.random.key(0)),
+        mlp.GatedMlp(cfg, MlpConfig(ffn=512), key=jax.random.key(1)),
     )
     qkv = np.asarray(mixer.qkv[...])
     for sample, std, truncated in (

@@ -9,35 +9,44 @@ import pytest
 from tiny import mesh_of, tiny_run
 
 from jaxbench.models.decoder import Decoder, repeating_blocks
-from jaxbench.recipe.model import Mamba, ModelConfig, RopeScaling
+from jaxbench.recipe.model import (
+    AttentionConfig,
+    MambaConfig,
+    MlpConfig,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+)
 from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-def config(**changes):
+def config(rope=None, activation="silu", **changes):
     return ModelConfig(
-        family="test", size="tiny", embed=32, ffn=48, heads=4, kv_heads=2, head_dim=16,
-        vocabulary=64, init_std=0.02, **changes,
+        family="test", size="tiny", embed=32, vocabulary=64, init_std=0.02,
+        attention=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=rope),
+        mlp=MlpConfig(ffn=48, activation=activation), **changes,
     )  # fmt: skip
 
 
 def transformer(model, get):
     """(variable, array) pairs of Llama and Nemotron."""
     cfg, (attention, mlp) = model.cfg, model.stacks[0].layers
+    heads = cfg.attention
 
     def stack(name, convert=np.transpose):
         return np.stack([convert(get(f"model.layers.{i}.{name}")) for i in range(cfg.layers)])
 
     def split_heads(w):
-        return w.T.reshape(cfg.embed, cfg.kv_heads, -1, cfg.head_dim)
+        return w.T.reshape(cfg.embed, heads.kv_heads, -1, heads.head_dim)
 
     qkv = [stack(f"self_attn.{c}_proj.weight", split_heads) for c in "qkv"]
     out = stack("self_attn.o_proj.weight", np.asarray)
     yield model.embedding.table, get("model.embed_tokens.weight")
     yield model.head, get("lm_head.weight").T
     yield attention.mixer.qkv, np.concatenate(qkv, axis=3)
-    yield attention.mixer.out, out.reshape(*out.shape[:2], cfg.heads, cfg.head_dim)
+    yield attention.mixer.out, out.reshape(*out.shape[:2], heads.heads, heads.head_dim)
     up = stack("mlp.up_proj.weight")
     if hasattr(mlp.mixer, "gate_up"):
         yield mlp.mixer.gate_up, np.stack([stack("mlp.gate_proj.weight"), up], axis=2)
@@ -51,7 +60,7 @@ def transformer(model, get):
         yield getattr(model.norm, name), get(f"model.norm.{part}")
 
 
-def mamba_weights(get, m: Mamba):
+def mamba_weights(get, m: MambaConfig):
     """A mixer in this layout: columns z, x, b, c, dt, ordered by group."""
     inner, state = m.inner * m.groups, m.state * m.groups
 
@@ -108,16 +117,17 @@ def hybrid(model, get):
         index += times * len(letters)
 
 
-ROPE = RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=32)
-NEMOTRON = {"activation": "relu2", "layers": 2, "rope_base": 10000.0, "rope_fraction": 0.5}
+SCALING = RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=32)
+ROPE = Rope(base=500000.0, scaling=SCALING)
+NEMOTRON = {"activation": "relu2", "layers": 2, "rope": Rope(base=10000.0, fraction=0.5)}
 HYBRID = {
-    "activation": "relu2", "layers": 12, "rope_base": None, "pattern": "M-M*-M-M*-M-",
-    "mamba": Mamba(heads=8, head_dim=8, state=16, groups=2),
+    "activation": "relu2", "layers": 12, "pattern": "M-M*-M-M*-M-",
+    "mamba": MambaConfig(heads=8, head_dim=8, state=16, groups=2),
 }  # fmt: skip
 CASES = {
-    "logits/plain": ("llama", "", transformer, config(layers=2, rope_base=10000.0)),
+    "logits/plain": ("llama", "", transformer, config(layers=2, rope=Rope(base=10000.0))),
     "logits/scaled": (
-        "llama", "", transformer, config(layers=2, rope_base=500000.0, rope_scaling=ROPE),
+        "llama", "", transformer, config(layers=2, rope=ROPE),
     ),
     "nemotron4/logits": (
         "nemotron", "nemotron4/", transformer, config(**NEMOTRON, norm="layer1p"),

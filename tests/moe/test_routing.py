@@ -28,10 +28,13 @@ SHARED = ForwardContext(rotary=None, kernel="xla")
 
 CASES = {
     "published": (),
-    "a larger capacity": ("model.capacity_factor=1.5",),
-    "dropless": ("model.capacity_factor=null",),
-    "the original's router": ("model.router=softmax_topk", "model.capacity_factor=null"),
-    "softmax first, with drops": ("model.router=softmax_topk",),
+    "a larger capacity": ("model.experts.capacity_factor=1.5",),
+    "dropless": ("model.experts.capacity_factor=null",),
+    "the original's router": (
+        "model.experts.router=softmax_topk",
+        "model.experts.capacity_factor=null",
+    ),
+    "softmax first, with drops": ("model.experts.router=softmax_topk",),
 }
 ALL_AXES = ("parallelism.expert=2", "parallelism.context=2", "parallelism.tensor=2")
 
@@ -46,26 +49,26 @@ def test_experts_against_a_loop_over_tokens(case):
     run = tiny_grok(*CASES[name], *(ALL_AXES if devices > 1 else ()), devices=devices)
     x = RNG.normal(size=(8, 32, 64))
     with mesh_of(run):
-        layer = jax.jit(lambda: Experts(run.model, key=jax.random.key(0)))()
+        layer = jax.jit(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))()
         placed = jax.device_put(
             jnp.asarray(x, jnp.float32), mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
         )
         out, ((losses, load, dropped),) = jax.jit(lambda layer, x: layer(x, SHARED))(layer, placed)
     weights = (layer.router, layer.gate_up, layer.down)
-    expected = reference(x, *(np.asarray(w[...], np.float64) for w in weights), run.model)
+    expected = reference(x, *(np.asarray(w[...], np.float64) for w in weights), run.model.experts)
     # Sums of 64 and 48 products in fp32, each of numbers up to about 10.
     np.testing.assert_allclose(out, expected[0], atol=200 * EPS32 * np.abs(expected[0]).max())
     np.testing.assert_allclose(losses, expected[1], rtol=20 * EPS32)
     np.testing.assert_array_equal(load, expected[2])
     np.testing.assert_array_equal(dropped, expected[3])
-    assert (np.sum(dropped) > 0) == (run.model.capacity_factor is not None)
+    assert (np.sum(dropped) > 0) == (run.model.experts.capacity_factor is not None)
 
 
 def test_gradients_against_finite_differences():
     """The gradient along a random direction, through gates, drops and the load-balance loss."""
-    run = tiny_grok("model.balance_loss=0.5", "model.layers=1")
+    run = tiny_grok("model.experts.balance_loss=0.5", "model.layers=1")
     with mesh_of(run):
-        layer = jax.jit(lambda: Experts(run.model, key=jax.random.key(0)))()
+        layer = jax.jit(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))()
         x, cotangent = RNG.normal(size=(2, 8, 32, 64))
 
         def value(layer, x):
@@ -83,7 +86,7 @@ def test_gradients_against_finite_differences():
         # Small enough that no token changes its experts and no expert its tokens.
         for step in (1e-7, -1e-7):
             moved = [o + step * direction if j == i else o for j, o in enumerate(operands)]
-            out, losses, *_ = reference(*moved, run.model)
+            out, losses, *_ = reference(*moved, run.model.experts)
             ends.append(np.sum(out * cotangent) + np.sum(losses))
         terms = actual[i] * direction
         # fp32 rounding of each term; the differences lose half of float64's digits.
@@ -96,7 +99,7 @@ def test_gradients_against_finite_differences():
 def test_accumulation_and_balance_loss():
     """The reported loss is the cross entropy; the load-balance loss changes gradients alone."""
     with_loss, without = (
-        loss_and_gradients(tiny_grok(f"model.balance_loss={c}", "batch.microbatch=4"))
+        loss_and_gradients(tiny_grok(f"model.experts.balance_loss={c}", "batch.microbatch=4"))
         for c in (0.1, 0.0)
     )
     assert with_loss[0] == without[0]
@@ -107,7 +110,7 @@ def test_accumulation_and_balance_loss():
 
 
 def test_balanced_routing_drops_nothing_and_is_no_published_work():
-    run = tiny_grok("model.routing=balanced")
+    run = tiny_grok("model.experts.routing=balanced")
     with mesh_of(run):
         state = new_state(run)
         _, figures = make_program(run)(state)
@@ -118,7 +121,7 @@ def test_balanced_routing_drops_nothing_and_is_no_published_work():
     row = recipes.resolve(
         recipes.load("grok1_314b_bf16"),
         512,
-        overrides=recipes.parse_overrides(["model.routing=balanced"]),
+        overrides=recipes.parse_overrides(["model.experts.routing=balanced"]),
     )
     assert published.lookup(row) is None
 
@@ -130,8 +133,8 @@ def test_figures_of_a_step():
         tokens = jnp.asarray(RNG.integers(0, 64, size=(2, 8, 32)), jnp.int32)
         _, (figures, _) = model.loss(*tokens, run.execution, run.precision)
     assert 0 < float(figures["tokens_dropped"]) < 1
-    assert 1 < float(figures["expert_load_max"]) <= run.model.experts / 2
-    assert figures["expert_load"].shape == (run.model.experts,)
+    assert 1 < float(figures["expert_load_max"]) <= run.model.experts.count / 2
+    assert figures["expert_load"].shape == (run.model.experts.count,)
     assert float(jnp.mean(figures["expert_load"])) == pytest.approx(1.0)
     assert float(figures["balance_loss"]) > 0.9
 
@@ -140,9 +143,9 @@ def test_figures_of_a_step():
 @pytest.mark.parametrize("case", ["published", "dropless"])
 def test_work_follows_the_active_experts(case, experts):
     """Products of the compiled forward pass: those of the chosen experts and the router."""
-    run = tiny_grok(*CASES[case], f"model.experts={experts}")
+    run = tiny_grok(*CASES[case], f"model.experts.count={experts}")
     with mesh_of(run):
-        layer = jax.eval_shape(lambda: Experts(run.model, key=jax.random.key(0)))
+        layer = jax.eval_shape(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))
         x = jax.ShapeDtypeStruct((8, 32, 64), jnp.float32)
         compiled = jax.jit(lambda layer, x: layer(x, SHARED)[0]).lower(layer, x).compile()
     executed = sum(Program.parse(compiled.as_text()).flops().values())
@@ -154,13 +157,13 @@ def test_work_follows_the_active_experts(case, experts):
     else:
         # Each expert's last block may be padded.
         assignments = 8 * 32 * 2
-        padding = experts * (routing.block_slots(assignments, run.model) - 1)
+        padding = experts * (routing.block_slots(assignments, run.model.experts) - 1)
         assert active < executed - router <= active * (assignments + padding) / assignments
 
 
 def test_no_assignment_and_no_gradient_is_lost():
     """The two index maps are inverse, and each function the transpose of the other."""
-    cfg = tiny_grok().model
+    cfg = tiny_grok().model.experts
     gates = jnp.asarray(RNG.uniform(size=(1, 32, 2)), jnp.float32)
     experts = jnp.asarray(np.stack([RNG.permutation(8)[:2] for _ in range(32)])[None])
     for make in (routing.capacity_routes, routing.dropless_routes):
@@ -175,12 +178,21 @@ def test_no_assignment_and_no_gradient_is_lost():
 
 def test_overrides_that_cannot_be():
     for text, message in (
-        ("model.capacity_tokens=24", "model.capacity_tokens = 24 must divide the tokens of a"),
-        ("model.experts_per_token=9", "experts_per_token = 9 must be at most model.experts = 8"),
+        (
+            "model.experts.capacity_tokens=24",
+            "model.experts.capacity_tokens = 24 must divide the tokens of a",
+        ),
+        (
+            "model.experts.top_k=9",
+            "model.experts.top_k = 9 must be at most model.experts.count = 8",
+        ),
         ("parallelism.expert=3", "must divide the number of devices = 8"),
-        ("model.experts=6", "expert x tensor = 4 must divide model.experts = 6"),
-        ("model.capacity_factor=0", "model.capacity_factor = 0.0 must be above 0"),
-        ("model.capacity_factor=null", "experts without model.capacity_factor have no FP8"),
+        ("model.experts.count=6", "expert x tensor = 4 must divide model.experts.count = 6"),
+        ("model.experts.capacity_factor=0", "model.experts.capacity_factor = 0.0 must be above 0"),
+        (
+            "model.experts.capacity_factor=null",
+            "experts without model.experts.capacity_factor have no FP8",
+        ),
     ):
         with pytest.raises(RecipeError, match=message):
             tiny_grok("parallelism.expert=4", "precision.dtype=fp8", text, devices=8)

@@ -17,8 +17,8 @@ import quick
 from commands import ROOT, read
 
 TINY = (
-    "model.layers=1", "model.embed=64", "model.ffn=64", "model.heads=4", "model.kv_heads=4",
-    "model.head_dim=16", "model.vocabulary=128", "batch.sequence_length=32", "batch.global_batch=4",
+    "model.layers=1", "model.embed=64", "model.vocabulary=128", "batch.sequence_length=32",
+    "model.attention={heads: 4, kv_heads: 4, head_dim: 16}", "batch.global_batch=4",
     "parallelism.fsdp=2",
 )  # fmt: skip
 """Overrides of a Llama that compiles in seconds, for two devices."""
@@ -55,7 +55,7 @@ class Command:
     err: str = ""
     seconds: float = 0.0
 
-    def wait(self, seconds: float = 240) -> "Command":
+    def wait(self, seconds: float = 600) -> "Command":
         """Waits for its end and keeps what it printed."""
         try:
             self.out, self.err = self.process.communicate(timeout=seconds)

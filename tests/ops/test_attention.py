@@ -89,8 +89,12 @@ def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
     ("change", "platform", "message"),
     [
         ("execution.attention=cudnn", "cpu", "attention = cudnn does not run on a cpu"),
-        ("model.head_dim=100", "gpu", "model.head_dim = 100: cuDNN attention takes multiples of 8"),
-        ("model.head_dim=264", "gpu", "up to 256; or execution.attention=xla"),
+        (
+            "model.attention.head_dim=100",
+            "gpu",
+            "model.attention.head_dim = 100: cuDNN attention takes multiples of 8",
+        ),
+        ("model.attention.head_dim=264", "gpu", "up to 256; or execution.attention=xla"),
         ("batch.sequence_length=33", "gpu", "takes even lengths"),
     ],
 )

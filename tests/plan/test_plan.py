@@ -140,7 +140,10 @@ def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, caps
             [*ROW, "--system", "node=7", "--system", "domain=7"],
             "the nearest that do: 14 and 21",
         ),
-        ([*ROW, "--set", "model.head_dim=100"], "cuDNN attention takes multiples of 8 up to 256"),
+        (
+            [*ROW, "--set", "model.attention.head_dim=100"],
+            "cuDNN attention takes multiples of 8 up to 256",
+        ),
         (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
     ],
 )

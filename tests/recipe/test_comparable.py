@@ -29,7 +29,7 @@ def reasons(config, row, *texts, gpu=H100):
         ("batch.global_batch=256", "is 256, the row has 128"),
         ("batch.sequence_length=4096", "is 4096, the row has 8192"),
         ("model.layers=4", "is 4, the row has 32"),
-        ("model.ffn=1024", "is 1024, the row has 14336"),
+        ("model.mlp.ffn=1024", "is 1024, the row has 14336"),
         ("model.init_std=0.02", "is 0.02, the row has 0.01"),
     ],
 )
@@ -53,8 +53,10 @@ def test_what_leaves_the_result_as_it_is_is_free(settings):
 
 
 def test_every_change_is_named():
-    assert reasons("grok1_314b_bf16", 512, "model.routing=balanced", "optimizer.eps=1e-6") == [
-        "model.routing is balanced, the row has learned",
+    assert reasons(
+        "grok1_314b_bf16", 512, "model.experts.routing=balanced", "optimizer.eps=1e-6"
+    ) == [
+        "model.experts.routing is balanced, the row has learned",
         "optimizer.eps is 1e-06, the row has 1e-08",
     ]
 

@@ -151,7 +151,7 @@ def reproduce(row, cfg):
     if "FULL" in row.errata:
         per_sequence = FULL_COUNT
     if "GQA16" in row.errata:
-        extra_groups = 2 * cfg.embed * cfg.kv_heads * cfg.head_dim
+        extra_groups = 2 * cfg.embed * cfg.attention.kv_heads * cfg.attention.head_dim
         per_sequence += 6 * row.seq_len * cfg.layers * extra_groups
     peak, step_s = row.gpu.tflops[row.dtype], exact_step_s
     if "PEAK" in row.errata:  # inferred from the steps as they are printed

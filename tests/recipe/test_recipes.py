@@ -76,9 +76,16 @@ def override(*texts, row="smoke", devices=8):
 
 def test_overrides_are_typed_and_recorded():
     run = override(
-        "parallelism.fsdp=4", "optimizer.eps=1e-6", "model.rope_base=5", "execution.remat=full"
+        "parallelism.fsdp=4",
+        "optimizer.eps=1e-6",
+        "model.attention.rope.base=5",
+        "execution.remat=full",
     )
-    assert (run.parallelism.fsdp, run.optimizer.eps, run.model.rope_base) == (4, 1e-6, 5.0)
+    assert (run.parallelism.fsdp, run.optimizer.eps, run.model.attention.rope.base) == (
+        4,
+        1e-6,
+        5.0,
+    )
     assert run.data == 2
     assert run.overrides[0] == "parallelism.fsdp=4"
     assert recipes.describe(run)["parallelism"] == {
@@ -90,8 +97,12 @@ def test_overrides_are_typed_and_recorded():
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("nemotronh_56b_bf16", [], "compute alike, but nemotronh is a hybrid"),
-        ("grok1_314b_bf16", ["model.capacity_factor=null"], "experts need a model.capacity_factor"),
+        ("nemotronh_56b_bf16", [], "compute alike, but the layers of nemotronh do not"),
+        (
+            "grok1_314b_bf16",
+            ["model.experts.capacity_factor=null"],
+            "experts need a model.experts.capacity_factor",
+        ),
     ],
 )
 def test_what_no_pipeline_can_hold(name, more, message):
@@ -110,7 +121,7 @@ def test_a_pipeline_without_a_microbatch_takes_one_for_each_rank():
 def test_an_override_of_the_work_is_not_the_published_work():
     assert published.lookup(override(row=64))
     assert published.lookup(override("parallelism.fsdp=32", row=64))
-    for change in ("model.layers=4", "batch.global_batch=256", "model.ffn=1024"):
+    for change in ("model.layers=4", "batch.global_batch=256", "model.mlp.ffn=1024"):
         run = override(change, row=64)
         assert published.lookup(run) is None
         assert published.differences(run, "NVIDIA H100 80GB HBM3")
@@ -164,21 +175,29 @@ def test_an_override_of_the_work_is_not_the_published_work():
             ["parallelism.pipeline=2", "precision.last_bf16_layers=1"],
             "the stages of a pipeline compute alike; no first_bf16_layers and last_bf16_layers",
         ),
-        (["parallelism.tensor=8"], "context x tensor = 8 must divide model.kv_heads = 4"),
+        (["parallelism.tensor=8"], "context x tensor = 8 must divide model.attention.kv_heads = 4"),
         (["model.vocabulary=2047", "parallelism.tensor=2"], "must divide model.vocabulary = 2047"),
-        (["model.ffn=767", "parallelism.tensor=2"], "must divide model.ffn = 767"),
+        (["model.mlp.ffn=767", "parallelism.tensor=2"], "must divide model.mlp.ffn = 767"),
         (["model.embed=252", "parallelism.fsdp=8"], "must divide model.embed = 252"),
-        (["model.heads=6"], "model.kv_heads = 4 must divide model.heads = 6"),
-        (["model.rope_scaling=5"], "model.rope_scaling must be a mapping, not 5"),
-        (["model.rope_scaling={factor: 2}"], "missing low, high, original_context"),
+        (
+            ["model.attention.heads=6"],
+            "model.attention.kv_heads = 4 must divide model.attention.heads = 6",
+        ),
+        (
+            ["model.attention.rope.scaling=5"],
+            "model.attention.rope.scaling must be a mapping, not 5",
+        ),
+        (["model.attention.rope.scaling={factor: 2}"], "missing low, high, original_context"),
         (["batch.sequence_length=255", "parallelism.context=2"], "batch.sequence_length = 255"),
         (["parallelism.expert=2"], "parallelism.expert = 2 needs a model with experts"),
         (["batch.global_batch=12"], "ranks (data 8 x fsdp 1 x expert 1) = 8 must divide"),
         (["batch.microbatch=3"], "must divide batch.global_batch = 8"),
         (["model.layers=0x" + "f" * 5000], "model.layers is too large: at most 2147483647"),
-        (["model.layers=10001"], "model.layers = 10001 must be at most 10000"),
+        (["model.layers=1001"], "model.layers = 1001 must be at most 1000"),
         (["model.pattern=" + "M" * 2000], "expected 1 to 1000 letters"),
-        (["model.rope_fraction=1.5"], "model.rope_fraction = 1.5 must be at most 1"),
+        (["model.attention.rope.fraction=1.5"], "fraction must be at most 1 and leave a pair"),
+        (["model.experts.top_k=2"], "no layer has this mixer; model.pattern = '*-'"),
+        (["model.pattern='*-*'"], "without M two for each layer; it has 3"),
         (["model.init_std=-1"], "model.init_std = -1.0 must be above 0"),
         (["optimizer.learning_rate=.nan"], "learning_rate = nan: expected a finite number"),
         (["optimizer.learning_rate=-1"], "learning_rate = -1.0 must not be negative"),
@@ -188,11 +207,9 @@ def test_an_override_of_the_work_is_not_the_published_work():
         (
             [
                 "model.pattern='*E'",
-                "model.experts=8",
-                "model.experts_per_token=2",
-                "model.activation=relu2",
+                "model.experts={count: 8, top_k: 2, ffn: 64, activation: relu2}",
             ],
-            "relu2 has no gate, which experts need",
+            "model.experts.activation = 'relu2': expected one of silu, gelu_tanh",
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, ca
         write(self, content)
 
     monkeypatch.setattr(ReservedJson, "write", fail)
-    tiny = ("layers=1", "embed=64", "ffn=64", "vocabulary=128")
+    tiny = ("layers=1", "embed=64", "mlp.ffn=64", "vocabulary=128")
     arguments = [part for text in tiny for part in ("--set", f"model.{text}")]
     arguments += ["--set", "batch.sequence_length=32", "--steps", "3", "--output", str(tmp_path)]
     assert command.main(["--config", "llama31_8b_bf16", *arguments]) == STATUS["storage"]

@@ -44,9 +44,8 @@ def test_attention_is_fused_and_runs_once_per_pass(llama2):
 def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     """Bytes equal the hand count: bf16 weights forward and backward, gradients once."""
     cfg, n = llama2.run.model, 64
-    layer = 2 * (
-        2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim + 3 * cfg.embed * cfg.ffn
-    )
+    a = cfg.attention
+    layer = 2 * (2 * cfg.embed * (a.heads + a.kv_heads) * a.head_dim + 3 * cfg.embed * cfg.mlp.ffn)
     head = 2 * cfg.embed * cfg.vocabulary
     tokens = 4 * 4096 * 128
     received = dict.fromkeys(collectives.KINDS, 0)
@@ -145,9 +144,9 @@ def test_without_remat_nothing_is_computed_again_or_stacked(unrolled):
 
 
 def test_without_remat_weights_are_gathered_once_per_pass(unrolled):
-    cfg = unrolled.run.model
-    attention = 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
-    layer = 2 * (attention + 3 * cfg.embed * cfg.ffn)
+    cfg, a = unrolled.run.model, unrolled.run.model.attention
+    attention = 2 * cfg.embed * (a.heads + a.kv_heads) * a.head_dim
+    layer = 2 * (attention + 3 * cfg.embed * cfg.mlp.ffn)
     tokens = 4 * 8 * 8192
     gathered = sum(c.bytes * c.count for c in unrolled.collectives if c.kind == "all-gather")
     assert gathered == 2 * (3 * layer + 2 * cfg.embed * cfg.vocabulary + tokens)
@@ -239,21 +238,23 @@ def test_tokens_reach_their_experts_by_plain_all_to_alls(grok1):
 def test_only_the_chosen_experts_and_no_dispatch_products(grok1):
     """Executed products equal the hand count: forward, gradients, and what remat runs again."""
     cfg, tokens = grok1.run.model, 2 * 8192
-    qkv = cfg.embed * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-    out = cfg.embed * cfg.heads * cfg.head_dim
-    chosen = cfg.experts_per_token * cfg.embed * cfg.ffn
+    a, experts = cfg.attention, cfg.experts
+    qkv = cfg.embed * (a.heads + 2 * a.kv_heads) * a.head_dim
+    out = cfg.embed * a.heads * a.head_dim
+    chosen = experts.top_k * cfg.embed * experts.ffn
     # Down products never run again; output projections only where `residual` is not kept.
     layers = 64 * (4 * qkv + 4 * 2 * chosen + 3 * chosen) + (32 * 3 + 32 * 4) * out
     executed = grok1.program.flops()
     assert executed["product", "bf16"] == 2 * tokens * (layers + 3 * cfg.embed * cfg.vocabulary)
     # Routing decisions are kept: the router runs once.
-    assert executed["product", "f32"] == 2 * tokens * 64 * 3 * cfg.embed * cfg.experts
+    assert executed["product", "f32"] == 2 * tokens * 64 * 3 * cfg.embed * experts.count
 
 
 def test_tokens_travel_to_experts_and_weights_of_one_expert_are_gathered(grok1):
     cfg, tokens = grok1.run.model, 2 * 8192
-    attention = 2 * 2 * cfg.embed * (cfg.heads + cfg.kv_heads) * cfg.head_dim
-    expert = 2 * 3 * cfg.embed * cfg.ffn
+    a = cfg.attention
+    attention = 2 * 2 * cfg.embed * (a.heads + a.kv_heads) * a.head_dim
+    expert = 2 * 3 * cfg.embed * cfg.experts.ffn
     head = 2 * cfg.embed * cfg.vocabulary
     received = dict.fromkeys(collectives.KINDS, 0)
     for c in grok1.collectives:

@@ -17,7 +17,7 @@ MODELS = {
     "nemotronh": ("nemotronh_56b_bf16",),
     # Drops included: which tokens are dropped depends on groups of tokens, never on the mesh.
     "grok1": ("grok1_314b_bf16",),
-    "grok1, dropless": ("grok1_314b_bf16", "model.capacity_factor=null"),
+    "grok1, dropless": ("grok1_314b_bf16", "model.experts.capacity_factor=null"),
     # Tied: gradients of the table come from both of its uses.
     "grok1, released": ("grok1_314b_bf16", *ORIGINAL),
 }

@@ -71,8 +71,8 @@ def test_any_number_of_groups(case):
 def test_a_tied_head_soft_caps_and_scales():
     """The options of the released Grok-1 besides its experts."""
     released = (
-        "model.tied=true", "model.softcap=5.0", "model.post_norm=true",
-        "model.embedding_scale=3.0", "model.logit_scale=0.5", "model.routing=balanced",
+        "model.tied=true", "model.attention.softcap=5.0", "model.post_norm=true",
+        "model.embedding_scale=3.0", "model.logit_scale=0.5", "model.experts.routing=balanced",
     )  # fmt: skip
     axes = "pipeline=2 context=2 tensor=2"
     run = run_of(GROK, 3, "full", axes, "batch.microbatch=2", *released)

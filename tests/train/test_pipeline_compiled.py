@@ -64,8 +64,9 @@ def test_weights_come_and_gradients_go_once_per_step(long):
     """In bf16, whatever the number of microbatches: to and from the ranks of their layers, and of
     the fsdp ranks that share them."""
     cfg = long.run.model
-    heads = cfg.heads + 2 * cfg.kv_heads + cfg.heads
-    layer = 2 * cfg.embed * (heads * cfg.head_dim + 2 * cfg.ffn)
+    attention = cfg.attention
+    heads = 2 * attention.heads + 2 * attention.kv_heads
+    layer = 2 * cfg.embed * (heads * attention.head_dim + 2 * cfg.mlp.ffn)
     local = LAYERS // P * layer // TENSOR
     # Of each group of microbatches, every rank takes its own from the last stage.
     groups = 6

@@ -12,7 +12,7 @@ import jax
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.ops.attention import blocks, cudnn, plain
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import AttentionConfig, ModelConfig
 from jaxbench.recipe.settings import Execution
 from jaxbench.xla.hlo import Rules
 
@@ -33,7 +33,7 @@ class Kernel:
     platforms: tuple[str, ...] | None = None
     capped: bool = False
     rules: Rules = field(default_factory=dict)
-    refusal: Callable[[ModelConfig, int], str | None] = lambda cfg, length: None
+    refusal: Callable[[AttentionConfig, int], str | None] = lambda cfg, length: None
     saved: str | None = None
 
 
@@ -56,7 +56,7 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
 
     Raises RecipeError where the one that is asked for cannot.
     """
-    capped = cfg.softcap is not None
+    capped = any(mixer.softcap is not None for mixer in cfg.each(AttentionConfig))
     names = [name for name, kernel in KERNELS.items() if kernel.capped == capped]
     if execution.attention != "auto":
         names = [name for name in names if name == execution.attention]
@@ -65,8 +65,9 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
         raise RecipeError(
             f"execution.attention = {execution.attention} does not run on a {platform}"
         )
-    if "*" in cfg.pattern and (refused := KERNELS[names[0]].refusal(cfg, length)):
-        raise RecipeError(f"{refused}; or execution.attention=xla")
+    for mixer in cfg.each(AttentionConfig):
+        if refused := KERNELS[names[0]].refusal(mixer, length):
+            raise RecipeError(f"{refused}; or execution.attention=xla")
     return names[0]
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from jaxbench.ops import latency
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import AttentionConfig
 from jaxbench.xla.hlo import Instruction, Scope, Work
 
 FORWARD = "dot_product_attention_fwd_wrapper"
@@ -27,12 +27,12 @@ def call(query: jax.Array, key: jax.Array, value: jax.Array, cap: float | None) 
         )
 
 
-def refusal(cfg: ModelConfig, length: int) -> str | None:
-    """Why the kernels cannot compute a model's attention; None if they can."""
+def refusal(cfg: AttentionConfig, length: int) -> str | None:
+    """Why the kernels cannot compute an attention mixer; None if they can."""
     if cfg.head_dim % HEAD_DIM_STEP or cfg.head_dim > MAX_HEAD_DIM:
         return (
-            f"model.head_dim = {cfg.head_dim}: cuDNN attention takes multiples of {HEAD_DIM_STEP} "
-            f"up to {MAX_HEAD_DIM}"
+            f"model.attention.head_dim = {cfg.head_dim}: cuDNN attention takes multiples of "
+            f"{HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
         )
     if length % 2:
         return f"batch.sequence_length = {length}: cuDNN attention takes even lengths"

@@ -9,40 +9,38 @@ initialised and trained is not public, so it takes the recipe's.
 
 from dataclasses import replace
 
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import AttentionConfig, ExpertsConfig, ModelConfig, Rope
 
+EXPERTS = ExpertsConfig(
+    count=8,
+    top_k=2,
+    ffn=32768,
+    activation="gelu_tanh",
+    balance_loss=0.01,
+    capacity_factor=1.0,
+)
 GROK1 = ModelConfig(
     family="grok1",
     size="314b",
     layers=64,
     embed=6144,
-    ffn=32768,
-    heads=48,
-    kv_heads=8,
-    head_dim=128,
     vocabulary=128256,
-    rope_base=1_000_000.0,
-    init_std=0.008,
     pattern="*E",
-    activation="gelu_tanh",
-    experts=8,
-    experts_per_token=2,
-    router="topk_softmax",
-    balance_loss=0.01,
-    capacity_factor=1.0,
+    attention=AttentionConfig(heads=48, kv_heads=8, head_dim=128, rope=Rope(base=1_000_000.0)),
+    experts=EXPERTS,
+    init_std=0.008,
 )
 GROK1_ORIGINAL = replace(
     GROK1,
     size="314b_original",
     vocabulary=131072,
-    rope_base=10_000.0,
+    attention=AttentionConfig(
+        heads=48, kv_heads=8, head_dim=128, rope=Rope(base=10_000.0), softcap=30.0
+    ),
+    experts=replace(EXPERTS, router="softmax_topk", balance_loss=0.0, capacity_factor=None),
     post_norm=True,
     tied=True,
     embedding_scale=78.38367176906169,
     logit_scale=0.5773502691896257,
-    softcap=30.0,
-    router="softmax_topk",
-    balance_loss=0.0,
-    capacity_factor=None,
 )
 MODELS = (GROK1, GROK1_ORIGINAL)

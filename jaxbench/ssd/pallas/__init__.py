@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.recipe.model import Mamba
+from jaxbench.recipe.model import MambaConfig
 from jaxbench.ssd import xla
 from jaxbench.ssd.context import entering
 from jaxbench.ssd.pallas.call import TARGET, Tuning, undeprecated, work
@@ -30,7 +30,7 @@ LEAST, MOST = 16, 64 * 256
 fit a program's registers and, with its operands, shared memory (213 of 227 KiB)."""
 
 
-def refusal(mamba: Mamba, dtype: str, length: int) -> str | None:
+def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
     """Why the kernels cannot compute mixers in a dtype, on `length` tokens of a sequence; None if
     they can."""
     for name in ("head_dim", "state"):

@@ -1,0 +1,106 @@
+"""Settings as dataclasses, from the plain values of YAML; each mistake is one line."""
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from jaxbench.errors import RecipeError
+
+LARGEST = 2**31 - 1
+"""Largest integer setting: array indices are int32."""
+
+
+def setting_names(cls: Any, prefix: str) -> Iterator[str]:
+    """The names of all settings of a dataclass, with those inside of settings."""
+    for name, hint in typing.get_type_hints(cls).items():
+        yield prefix + name
+        for option in (hint, *typing.get_args(hint)):
+            if is_dataclass(option):
+                yield from setting_names(option, f"{prefix}{name}.")
+
+
+def known(key: Any, allowed: list[str], where: str) -> None:
+    if key not in allowed:
+        close = difflib.get_close_matches(shown(key), allowed, n=1, cutoff=0.0)
+        raise RecipeError(f"{where}: unknown key {shown(key)}; did you mean {close[0]!r}?")
+
+
+def mapping(value: Any, where: str) -> dict:
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where} must be a mapping, not {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A user's value in a message: short, on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not spell numbers of thousands of digits
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def build(cls: type, values: dict, where: str) -> Any:
+    """The dataclass from plain values; checks names and types."""
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        known(key, list(hints), where)
+    missing = [
+        f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory
+    ]
+    if missing:
+        raise RecipeError(f"{where}: missing {', '.join(missing)}")
+    return cls(
+        **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
+    )
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the annotated type, or RecipeError."""
+    options = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _convert(value, options[0], where)
+    if typing.get_origin(hint) is typing.Literal:
+        if value in options:
+            return value
+        raise RecipeError(f"{where} = {shown(value)}: expected one of {', '.join(options)}")
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, mapping(value, where), where)
+    if hint is str and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return ",".join(value)
+    if hint is float:
+        return _number(value, where)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        kind = type(value).__name__
+        raise RecipeError(f"{where} = {shown(value)}: expected {hint.__name__}, got {kind}")
+    if hint is int and abs(value) > LARGEST:
+        raise RecipeError(f"{where} is too large: at most {LARGEST}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    """A finite float; text too, since YAML reads 1e-5 as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        kind = type(value).__name__
+        raise RecipeError(f"{where} = {shown(value)}: expected float, got {kind}") from None
+    if not math.isfinite(number):
+        raise RecipeError(f"{where} = {shown(value)}: expected a finite number")
+    return number
+
+
+def merged(settings: dict, changes: dict) -> dict:
+    """The settings with changes, mappings in mappings merged too."""
+    result = dict(settings)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            result[key] = merged(old, value)
+        else:
+            result[key] = value
+    return result
