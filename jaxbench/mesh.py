@@ -76,7 +76,7 @@ TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "embed": TABLE_EMBED}
 """The embedding table, looked up without a gather (`ops.embedding.look_up`)."""
 
-VECTOR = {"embed": None, "groups": TENSOR, "inner": None, "taps": None}
+VECTOR = {"embed": None, "head_dim": None, "groups": TENSOR, "inner": None, "taps": None}
 """Norm gains, and parameters of a Mamba-2 group per head and channel: replicated at rest. They are
 small, and gathering them would cost a collective's latency per layer."""
 

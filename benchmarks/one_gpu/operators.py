@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh, ssd
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import NORM_EPS, ForwardContext, Weight
+from jaxbench.models.layers import ForwardContext, Weight
 from jaxbench.ops import attention, dense, embedding, fp8, loss
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
@@ -163,7 +163,8 @@ def mixers(ctx: Context) -> Iterator[Case]:
 def mixer_inputs(ctx: Context, groups: int) -> tuple[str, tuple[np.ndarray, ...]]:
     """(description, input projection and parameters) of some groups of a mixer, initialized as in a
     model."""
-    mamba = mixer_row(ctx).model.mamba
+    model = mixer_row(ctx).model
+    mamba = model.mamba
     length = mixer_row(ctx).batch.sequence_length
     dims, heads = mixer_dims(ctx), mamba.heads // mamba.groups
     draw = np.random.default_rng(1)
@@ -188,8 +189,9 @@ def mixer_row(ctx: Context) -> Run:
 
 def mixer_dims(ctx: Context) -> ssd.Dims:
     """Dimensions of a group of heads."""
-    mamba = mixer_row(ctx).model.mamba
-    return ssd.Dims(mamba.heads // mamba.groups, mamba.head_dim, mamba.state, NORM_EPS)
+    model = mixer_row(ctx).model
+    mamba = model.mamba
+    return ssd.Dims(mamba.heads // mamba.groups, mamba.head_dim, mamba.state, model.norm_eps)
 
 
 def implementations_of_mixer(ctx: Context) -> dict[str, Callable]:

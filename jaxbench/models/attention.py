@@ -3,16 +3,27 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.models.layers import ForwardContext, Hidden, LayerOutput, Weight, normal, rotate
+from jaxbench.models.layers import (
+    ForwardContext,
+    Hidden,
+    LayerOutput,
+    RMSNorm,
+    Rotary,
+    Weight,
+    normal,
+    rotate,
+)
 from jaxbench.ops import attention, dense
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import AttentionConfig, ModelConfig
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with optional rotary positions.
+    """Causal grouped-query attention (Ainslie et al. 2023), with optional norms of
+    queries and keys and rotary positions.
 
     The input projections are one weight, ordered by kv head: the query heads of its group, its key,
     its value. So a tensor rank holds whole groups.
@@ -33,15 +44,27 @@ class Attention(nnx.Module):
         shape, fan_in = (cfg.embed, mixer.heads, head_dim), mixer.heads * head_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, fp8=True)
+        self.query_norm = RMSNorm(cfg, head_dim) if mixer.qk_norm else None
+        self.key_norm = RMSNorm(cfg, head_dim) if mixer.qk_norm else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)
         qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
         batch, length, kv_heads, group, head_dim = qkv.shape
         query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
-        query = save(rotate(query, ctx.rotary), "query")
-        key = save(rotate(qkv[..., -2, :], ctx.rotary), "key")
+        query = _positioned(query, "query", self.query_norm, ctx.rotary)
+        key = _positioned(qkv[..., -2, :], "key", self.key_norm, ctx.rotary)
         value = save(qkv[..., -1, :], "value")
         context = attention.attend(query, key, value, ctx.kernel, self.softcap)
         y = dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()
+
+
+def _positioned(
+    x: Float[Array, "B S N H"], name: str, norm: RMSNorm | None, rotary: Rotary | None
+) -> Float[Array, "B S N H"]:
+    """Queries or keys with their positions. Those with a norm are saved before it: its gradient
+    needs its input, from which norm and rotation are cheap to compute again."""
+    if norm is None:
+        return save(rotate(x, rotary), name)
+    return rotate(norm(save(x, name)), rotary)

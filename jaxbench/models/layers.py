@@ -20,7 +20,6 @@ from jaxbench.ops import dense, embedding
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import AttentionConfig, ModelConfig
 
-NORM_EPS = 1e-5
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
 
@@ -82,22 +81,26 @@ def normal(
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + 1e-5) * gain in fp32 (Zhang and Sennrich 2019); the gain starts at 1."""
+    """x / sqrt(mean(x^2) + eps) * gain in fp32 (Zhang and Sennrich 2019); the gain starts at 1.
+    Over the hidden state, or over the `head_dim` features of each head."""
 
-    def __init__(self, cfg: ModelConfig):
-        self.gain = Vector(jnp.ones(cfg.embed, out_sharding=mesh.spec("embed", mesh.VECTOR)))
+    def __init__(self, cfg: ModelConfig, head_dim: int | None = None):
+        self.eps = cfg.norm_eps
+        dim, size = ("head_dim", head_dim) if head_dim else ("embed", cfg.embed)
+        self.gain = Vector(jnp.ones(size, out_sharding=mesh.spec(dim, mesh.VECTOR)))
 
-    def __call__(self, x: Hidden) -> Hidden:
+    def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
-        y *= jax.lax.rsqrt(_mean(y * y) + NORM_EPS)
+        y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
         return dense.scale(y, self.gain[...]).astype(x.dtype)
 
 
 class LayerNorm1P(nnx.Module):
-    """(x - mean) / sqrt(variance + 1e-5) * (1 + gain) + bias in fp32: a layer norm (Ba et al. 2016)
+    """(x - mean) / sqrt(variance + eps) * (1 + gain) + bias in fp32: a layer norm (Ba et al. 2016)
     whose gain is centred at zero; gain and bias start at 0."""
 
     def __init__(self, cfg: ModelConfig):
+        self.eps = cfg.norm_eps
         sharding = mesh.spec("embed", mesh.VECTOR)
         self.gain = Vector(jnp.zeros(cfg.embed, out_sharding=sharding))
         self.bias = Vector(jnp.zeros(cfg.embed, out_sharding=sharding))
@@ -105,12 +108,12 @@ class LayerNorm1P(nnx.Module):
     def __call__(self, x: Hidden) -> Hidden:
         y = x.astype(jnp.float32)
         y -= _mean(y)
-        y *= jax.lax.rsqrt(_mean(y * y) + NORM_EPS)
+        y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
         return dense.shift(dense.scale(y, 1 + self.gain[...]), self.bias[...]).astype(x.dtype)
 
 
-def _mean(x: Hidden) -> Float[Array, "B S 1"]:
-    """The mean of each token's features, saved for the backward pass by every remat policy."""
+def _mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    """The mean over features, saved for the backward pass by every remat policy."""
     return save(jnp.mean(x, axis=-1, keepdims=True), SMALL)
 
 

@@ -8,7 +8,6 @@ from flax import nnx
 
 from jaxbench import mesh, ssd
 from jaxbench.models.layers import (
-    NORM_EPS,
     ForwardContext,
     Hidden,
     LayerOutput,
@@ -69,7 +68,7 @@ class Mamba2(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, mamba: MambaConfig, *, key):
         heads = mamba.heads // mamba.groups
-        self.dims = ssd.Dims(heads, mamba.head_dim, mamba.state, NORM_EPS)
+        self.dims = ssd.Dims(heads, mamba.head_dim, mamba.state, cfg.norm_eps)
         k_in, k_groups, k_out = jax.random.split(key, 3)
         shape = (cfg.embed, mamba.groups, self.dims.columns)
         in_proj = normal(k_in, cfg, "embed groups inner", shape, fan_in=cfg.embed)

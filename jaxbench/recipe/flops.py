@@ -36,7 +36,8 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
         "experts": sum(mixer.count * _mlp_weights(embed, mixer) for mixer in experts),
         "mamba": sum(_mamba_projections(embed, mixer) + _mamba_rest(mixer) for mixer in mamba),
         "router": sum(embed * mixer.count for mixer in experts),
-        "norms": (norms_per_mixer * len(cfg.mixers) + 1) * embed * NORM_VECTORS[cfg.norm],
+        "norms": (norms_per_mixer * len(cfg.mixers) + 1) * embed * NORM_VECTORS[cfg.norm]
+        + sum(2 * mixer.head_dim for mixer in cfg.each(AttentionConfig) if mixer.qk_norm),
         "head": 0 if cfg.tied else cfg.vocabulary * embed,
     }
     return {**counts, "total": sum(counts.values())}

@@ -71,6 +71,9 @@ class AttentionConfig:
     """features of a head"""
     rope: Rope | None = None
     """rotary position embedding; `null` for no position embedding"""
+    qk_norm: bool = False
+    """RMSNorm of each head's query and key, before the rotary embedding (Henry et al. 2020), with
+    one gain for all query heads and one for all keys"""
     softcap: float | None = None
     """c bounds scores z to c tanh(z / c)"""
 
@@ -213,6 +216,8 @@ class ModelConfig:
     """dimensions of Mamba-2 mixers"""
     norm: Literal["rms", "layer1p"] = "rms"
     """RMSNorm, or LayerNorm with a gain of 1 + weight"""
+    norm_eps: float = 1e-5
+    """epsilon of norms, added to the variance"""
     post_norm: bool = False
     """a second norm, after each mixer"""
     init_std: float | None = None
@@ -251,8 +256,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         positive(
-            "model.", self, "layers", "embed", "vocabulary", "init_std", "embedding_scale",
-            "logit_scale",
+            "model.", self, "layers", "embed", "vocabulary", "norm_eps", "init_std",
+            "embedding_scale", "logit_scale",
         )  # fmt: skip
         require(
             self.layers <= MAX_LAYERS, f"model.layers = {self.layers} must be at most {MAX_LAYERS}"

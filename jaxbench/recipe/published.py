@@ -204,7 +204,7 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
     `flops.model_flops` counts in full.
 
     Grok-1: S (12 L h^2 (1 + kv/heads + S/h/2) + 18 L f h k + 6 V h), the causal count without the
-    router.
+    router, as for Qwen3.
 
     Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
     be as wide as queries: 17 % above the full count.
@@ -212,7 +212,7 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
     Nemotron-H: the full count, with the scan in chunks of 256.
     """
     full = flops.model_flops(cfg, length, "full")
-    if cfg.family == "grok1":
+    if cfg.family in ("grok1", "qwen3"):
         causal = flops.model_flops(cfg, length, "causal")
         return causal["total"] - causal["router"]
     if cfg.family == "nemotron4":

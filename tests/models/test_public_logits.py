@@ -11,6 +11,7 @@ from tiny import mesh_of, tiny_run
 from jaxbench.models.decoder import Decoder, repeating_blocks
 from jaxbench.recipe.model import (
     AttentionConfig,
+    ExpertsConfig,
     MambaConfig,
     MlpConfig,
     ModelConfig,
@@ -31,7 +32,7 @@ def config(rope=None, activation="silu", **changes):
 
 
 def transformer(model, get):
-    """(variable, array) pairs of Llama and Nemotron."""
+    """(variable, array) pairs of Llama, Nemotron and Qwen3."""
     cfg, (attention, mlp) = model.cfg, model.stacks[0].layers
     heads = cfg.attention
 
@@ -47,12 +48,21 @@ def transformer(model, get):
     yield model.head, get("lm_head.weight").T
     yield attention.mixer.qkv, np.concatenate(qkv, axis=3)
     yield attention.mixer.out, out.reshape(*out.shape[:2], heads.heads, heads.head_dim)
-    up = stack("mlp.up_proj.weight")
-    if hasattr(mlp.mixer, "gate_up"):
-        yield mlp.mixer.gate_up, np.stack([stack("mlp.gate_proj.weight"), up], axis=2)
+    if heads.qk_norm:
+        yield attention.mixer.query_norm.gain, stack("self_attn.q_norm.weight")
+        yield attention.mixer.key_norm.gain, stack("self_attn.k_norm.weight")
+    if cfg.experts:
+        gate_up = stack("mlp.experts.gate_up_proj", lambda w: w.transpose(0, 2, 1))
+        yield mlp.mixer.router, stack("mlp.gate.weight")
+        yield mlp.mixer.gate_up, gate_up.reshape(*gate_up.shape[:3], 2, -1)
+        yield mlp.mixer.down, stack("mlp.experts.down_proj", np.asarray)
     else:
-        yield mlp.mixer.up, up
-    yield mlp.mixer.down, stack("mlp.down_proj.weight", np.asarray)
+        up = stack("mlp.up_proj.weight")
+        if hasattr(mlp.mixer, "gate_up"):
+            yield mlp.mixer.gate_up, np.stack([stack("mlp.gate_proj.weight"), up], axis=2)
+        else:
+            yield mlp.mixer.up, up
+        yield mlp.mixer.down, stack("mlp.down_proj.weight", np.asarray)
     for part in ("weight", "bias") if cfg.norm == "layer1p" else ("weight",):
         name = {"weight": "gain", "bias": "bias"}[part]
         yield getattr(attention.norm, name), stack(f"input_layernorm.{part}", np.asarray)
@@ -124,6 +134,13 @@ HYBRID = {
     "activation": "relu2", "layers": 12, "pattern": "M-M*-M-M*-M-",
     "mamba": MambaConfig(heads=8, head_dim=8, state=16, groups=2),
 }  # fmt: skip
+QWEN3 = ModelConfig(
+    family="test", size="tiny", layers=2, embed=32, vocabulary=64, pattern="*E", norm_eps=1e-6,
+    attention=AttentionConfig(
+        heads=4, kv_heads=2, head_dim=16, rope=Rope(base=1000000.0), qk_norm=True
+    ),
+    experts=ExpertsConfig(count=8, top_k=3, ffn=24),
+)  # fmt: skip
 CASES = {
     "logits/plain": ("llama", "", transformer, config(layers=2, rope=Rope(base=10000.0))),
     "logits/scaled": (
@@ -132,6 +149,7 @@ CASES = {
     "nemotron4/logits": (
         "nemotron", "nemotron4/", transformer, config(**NEMOTRON, norm="layer1p"),
     ),
+    "logits": ("qwen3", "", transformer, QWEN3),
     "nemotronh/logits": ("nemotron", "nemotronh/", hybrid, config(**HYBRID)),
 }  # fmt: skip
 """By array of logits: its file, the prefix of its weights there, how they are read, the model."""

@@ -31,10 +31,21 @@ HELD = {recipe.model for recipe in recipes.load_all()}
         ("grok1_314b", 8, 40_935_856_128),
         ("grok1_314b", 4, 21_255_936_000),
         ("grok1_314b", 2, 11_415_975_936),
+        ("qwen3_30b_a3b", 48, 30_532_122_624),
+        ("qwen3_235b_a22b", 94, 235_093_634_560),
     ],
 )
 def test_parameters(model, layers, count):
     assert flops.parameters(replace(MODELS[model], layers=layers))["total"] == count
+
+
+@pytest.mark.parametrize(
+    ("model", "per_token"), [("qwen3_30b_a3b", 23.006e9), ("qwen3_235b_a22b", 148.035e9)]
+)
+def test_model_flops_of_qwen3(model, per_token):
+    """By Megatron-Bridge's formula (training/utils/flop_utils.py), which counts no router; its
+    published TFLOP/s over its published tokens/s are these to four digits."""
+    assert published.source_flops(MODELS[model], 4096) / 4096 == pytest.approx(per_token, rel=3e-5)
 
 
 @pytest.mark.parametrize(

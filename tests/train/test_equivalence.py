@@ -18,6 +18,13 @@ MODELS = {
     # Drops included: which tokens are dropped depends on groups of tokens, never on the mesh.
     "grok1": ("grok1_314b_bf16",),
     "grok1, dropless": ("grok1_314b_bf16", "model.experts.capacity_factor=null"),
+    # Qwen3: norms of queries and keys, whose gains all heads share, and small experts.
+    "qwen3": (
+        "grok1_314b_bf16",
+        "model.experts={capacity_factor: null, count: 16, top_k: 4}",
+        "model.attention.qk_norm=true",
+        "model.norm_eps=1e-6",
+    ),
     # Tied: gradients of the table come from both of its uses.
     "grok1, released": ("grok1_314b_bf16", *ORIGINAL),
 }
@@ -48,6 +55,8 @@ CASES = [
     ),
     *((model, None, remat) for model in ("nemotron4", "nemotronh") for remat in ("none", "full")),
     *((model, mesh, None) for model in ("grok1", "grok1, dropless") for mesh in EXPERT),
+    *(("qwen3", mesh, None) for mesh in (EXPERTS, CONTEXT)),
+    *(("qwen3", None, remat) for remat in REMAT),
     *(("grok1, released", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
 ]
 """(model, mesh or None for one device, remat or None for the recipe's)."""
@@ -55,7 +64,7 @@ CASES = [
 QUICK = [
     ("llama", DENSE, None), ("llama", MIXED, None), ("llama", None, REMAT[2]),
     ("llama", MIXED, "none"), ("nemotron4", MIXED, None), ("nemotronh", MIXED, None),
-    ("grok1", CONTEXT, None), ("grok1, released", EXPERTS, "none"),
+    ("grok1", CONTEXT, None), ("grok1, released", EXPERTS, "none"), ("qwen3", CONTEXT, None),
 ]  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 A new family is a file with its `ModelConfig`s and a line here.
 """
 
-from jaxbench.recipe.families import grok, llama, nemotron
+from jaxbench.recipe.families import grok, llama, nemotron, qwen
 
 MODELS = {
     f"{cfg.family.replace('.', '')}_{cfg.size}": cfg
-    for cfg in (*llama.MODELS, *grok.MODELS, *nemotron.MODELS)
+    for cfg in (*llama.MODELS, *grok.MODELS, *nemotron.MODELS, *qwen.MODELS)
 }
