@@ -23,6 +23,15 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
                 yield from setting_names(option, f"{prefix}{name}.")
 
 
+def flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of settings as plain values, the names of those in settings with dots."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def known(key: Any, allowed: list[str], where: str) -> None:
     if key not in allowed:
         close = difflib.get_close_matches(shown(key), allowed, n=1, cutoff=0.0)

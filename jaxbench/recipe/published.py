@@ -7,8 +7,7 @@ printed figure is kept, and the code says how to reproduce it (`tests/recipe/tes
 """
 
 import csv
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops, recipes
+from jaxbench.recipe.build import flat
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import AttentionConfig, MambaConfig, ModelConfig
 from jaxbench.recipe.settings import Run
@@ -186,15 +186,9 @@ def _work(run: Run) -> dict[str, Any]:
     return {
         setting: value
         for section in ("model", "precision", "batch", "optimizer")
-        for setting, value in _flat(getattr(run, section), section)
+        for setting, value in flat(asdict(getattr(run, section)), f"{section}.")
         if setting not in FREE
     }
-
-
-def _flat(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(settings).items():
-        setting = f"{prefix}.{name}"
-        yield from _flat(value, setting) if is_dataclass(value) else [(setting, value)]
 
 
 def source_flops(cfg: ModelConfig, length: int) -> float:

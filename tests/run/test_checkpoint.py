@@ -189,7 +189,11 @@ def test_another_model_is_refused(whole):
     path = whole.path
     with pytest.raises(RecipeError, match=r"is of another model: layers 3 instead of 4"):
         checkpoint.check(path, recipes.describe(tiny_run("model.layers=4")))
-    checkpoint.check(path, recipes.describe(tiny_run()))
+    with pytest.raises(RecipeError, match=r"of another model: mlp\.ffn 96 instead of 128$"):
+        checkpoint.check(path, recipes.describe(tiny_run("model.mlp.ffn=128")))
+    newer = recipes.describe(tiny_run())
+    newer["model"]["attention"]["unknown_then"] = 1
+    checkpoint.check(path, newer)
     run = tiny_run("model.layers=4")
     with mesh_of(run), pytest.raises(RunFailed, match=r"another state: \d+ arrays differ") as error:
         restored(path, run)
