@@ -163,8 +163,7 @@ def mixers(ctx: Context) -> Iterator[Case]:
 def mixer_inputs(ctx: Context, groups: int) -> tuple[str, tuple[np.ndarray, ...]]:
     """(description, input projection and parameters) of some groups of a mixer, initialized as in a
     model."""
-    model = mixer_row(ctx).model
-    mamba = model.mamba
+    mamba = mixer_row(ctx).model.mamba
     length = mixer_row(ctx).batch.sequence_length
     dims, heads = mixer_dims(ctx), mamba.heads // mamba.groups
     draw = np.random.default_rng(1)

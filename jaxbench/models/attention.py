@@ -22,8 +22,8 @@ from jaxbench.recipe.model import AttentionConfig, ModelConfig
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with optional norms of
-    queries and keys and rotary positions.
+    """Causal grouped-query attention (Ainslie et al. 2023), with optional norms of queries and
+    keys, and rotary positions.
 
     The input projections are one weight, ordered by kv head: the query heads of its group, its key,
     its value. So a tensor rank holds whole groups.

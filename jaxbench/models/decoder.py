@@ -1,5 +1,4 @@
-"""The decoder of all families: residual layers as a pattern, repeating blocks over stacked
-weights."""
+"""The decoder of all families: mixers with residuals, in repeating blocks over stacked weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +51,7 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
 `ForwardContext` to an array of the same shape and its `RoutingFigures`."""
 
 
-class Layer(nnx.Module):
+class Residual(nnx.Module):
     """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and sum work on 1/tensor of the
     sequence."""
 
@@ -69,12 +68,15 @@ class Layer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A repeating group of layers: attention and MLP in a transformer."""
+    """The mixers of the layers that repeat together; of a transformer usually one layer's two."""
 
     def __init__(self, cfg: ModelConfig, pattern: str, *, key):
         keys = jax.random.split(key, len(pattern))
         self.layers = nnx.List(
-            [Layer(cfg, cfg.mixer(letter), key=k) for letter, k in zip(pattern, keys, strict=True)]
+            [
+                Residual(cfg, cfg.mixer(letter), key=k)
+                for letter, k in zip(pattern, keys, strict=True)
+            ]
         )
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
@@ -242,14 +244,13 @@ def cut(layers: tuple[str, ...]) -> list[tuple[str, int]]:
     with the fewest blocks: `M-M-M-M*-M-` ten times and `M-` four times for the 118 layers of
     Nemotron-H 56B.
     """
-    kinds = {layer: chr(index) for index, layer in enumerate(dict.fromkeys(layers))}
-    text = "".join(kinds[layer] for layer in layers)  # whose parts compare fast
-    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(text): (0, [])}
-    for start in reversed(range(len(text))):
+    letters, size = "".join(layers), len(layers[0])
+    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(letters): (0, [])}
+    for start in reversed(range(0, len(letters), size)):
         cuts = []
-        for length in range(1, len(text) - start + 1):
-            block, stop = "".join(layers[start : start + length]), start
-            while text.startswith(text[start : start + length], stop):
+        for length in range(size, len(letters) - start + 1, size):
+            block, stop = letters[start : start + length], start
+            while letters.startswith(block, stop):
                 stop += length
                 compiled, rest = best[stop]
                 cuts.append((compiled + length, [(block, (stop - start) // length), *rest]))
@@ -277,7 +278,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     result, first = [], 0
     counts = execution.saved(cfg.layers)
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
-        size = len(pattern) * cfg.layers // len(cfg.mixers)
+        size = len(pattern) // len(cfg.layer_patterns[0])
 
         def repeats(layers: int, first=first, times=times, size=size) -> int:
             return min(max((layers - first) // size, 0), times)

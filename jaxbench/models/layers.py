@@ -64,7 +64,7 @@ def normal(
 ) -> Array:
     """A weight drawn as the recipe's source draws it: fp32, sharded by its logical `dims`.
 
-    Megatron: normal with `init_std`, divided by the root of the number of residual layers for
+    Megatron: normal with `init_std`, divided by the root of the number of mixers for
     projections back into the residual stream. MaxText (`init_std` is None): standard deviation
     `scale`/sqrt(fan in); `truncated` at two standard deviations of the underlying normal for MLP
     and head.

@@ -80,7 +80,7 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
             if isinstance(mixer, ExpertsConfig):
                 copies = mixer.top_k * (mixer.capacity_factor or 1.0)
                 add("dispatched", copies * cfg.embed, 0)
-            for name in ("gate", "up")[3 - mixer.matrices :]:
+            for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
                 add(name, copies * mixer.ffn, 2 * copies * cfg.embed * mixer.ffn)
     return {name: result[name] for name in SAVEABLE if name in result}
 

@@ -23,22 +23,27 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
                 yield from setting_names(option, f"{prefix}{name}.")
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of settings as plain values, the names of those in settings with dots."""
+def differing(
+    settings: dict[str, Any], other: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, other value) of settings as plain values that both have and that differ; the
+    names of those in settings have dots."""
     for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+        if isinstance(value, dict) and isinstance(other.get(name), dict):
+            yield from differing(value, other[name], f"{prefix}{name}.")
+        elif name in other and value != other[name]:
+            yield prefix + name, value, other[name]
 
 
 def known(key: Any, allowed: list[str], where: str) -> None:
+    """Raises RecipeError, with the nearest name, unless the key is allowed."""
     if key not in allowed:
         close = difflib.get_close_matches(shown(key), allowed, n=1, cutoff=0.0)
         raise RecipeError(f"{where}: unknown key {shown(key)}; did you mean {close[0]!r}?")
 
 
 def mapping(value: Any, where: str) -> dict:
+    """The value, which must be a mapping. Raises RecipeError."""
     if not isinstance(value, dict):
         raise RecipeError(f"{where} must be a mapping, not {shown(value)}")
     return value

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model by layer kind, and the conventions that turn step times into MFU.
+"""Parameters and FLOPs of a model by mixer, and the conventions that turn step times into MFU.
 
 Model FLOPs are those of one sequence in one training step: three times the forward pass, one
 multiply-add being 2, no recomputation. Norms, activations, rotary embedding, softmax and residual

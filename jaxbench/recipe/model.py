@@ -80,10 +80,11 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         positive("model.attention.", self, "heads", "kv_heads", "head_dim")
         divides("model.attention.kv_heads", self.kv_heads, "model.attention.heads", self.heads)
-        divides("2", 2, "model.attention.head_dim", self.head_dim)
+        require(self.head_dim % 2 == 0, f"model.attention.head_dim = {self.head_dim} must be even")
+        fraction = self.rope.fraction if self.rope else 1
         require(
-            self.rope is None or 2 <= self.head_dim * self.rope.fraction <= self.head_dim,
-            f"model.attention.rope = {self.rope}: fraction must be at most 1 and leave a pair of "
+            2 <= self.head_dim * fraction <= self.head_dim,
+            f"model.attention.rope.fraction = {fraction} must be at most 1 and leave a pair of "
             f"the {self.head_dim} features of a head",
         )
         require(
@@ -163,7 +164,7 @@ class MambaConfig:
     """Dimensions of a Mamba-2 mixer."""
 
     heads: int
-    """heads of a Mamba-2 mixer"""
+    """heads"""
     head_dim: int
     """features of a head"""
     state: int
@@ -171,14 +172,14 @@ class MambaConfig:
     groups: int
     """groups of heads that share the state's input and output maps (B and C)"""
 
+    def __post_init__(self) -> None:
+        positive("model.mamba.", self, "heads", "head_dim", "state", "groups")
+        divides("model.mamba.groups", self.groups, "model.mamba.heads", self.heads)
+
     @property
     def inner(self) -> int:
         """Features of one group."""
         return self.heads // self.groups * self.head_dim
-
-    def __post_init__(self) -> None:
-        positive("model.mamba.", self, "heads", "head_dim", "state", "groups")
-        divides("model.mamba.groups", self.groups, "model.mamba.heads", self.heads)
 
 
 Mixer = AttentionConfig | MlpConfig | ExpertsConfig | MambaConfig
@@ -205,7 +206,7 @@ class ModelConfig:
     """tokens of the vocabulary"""
     pattern: str = "*-"
     """mixers of the layers, repeated as often as `layers` asks for: `*` attention, `-` MLP, `E`
-    mixture of experts, `M` Mamba-2. Two letters are a layer; in a hybrid (with `M`) one is"""
+    mixture of experts, `M` Mamba-2. A layer is two letters, in a hybrid (with `M`) one"""
     attention: AttentionConfig | None = None
     """dimensions of attention"""
     mlp: MlpConfig | None = None
@@ -270,8 +271,9 @@ class ModelConfig:
             f"model.pattern: expected 1 to {MAX_LAYERS} letters, without M two for each layer; "
             f"it has {size}",
         )
-        for letter in set(self.pattern):
+        for letter, name in LETTERS.items():
+            present, used = getattr(self, name) is not None, letter in self.pattern
+            require(present or not used, f"model.pattern with {letter} needs model.{name}")
             require(
-                getattr(self, LETTERS[letter]) is not None,
-                f"model.pattern with {letter} needs model.{LETTERS[letter]}",
+                used or not present, f"model.{name} needs {letter} in model.pattern; expected null"
             )

@@ -15,7 +15,7 @@ from typing import Any
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops, recipes
-from jaxbench.recipe.build import flat
+from jaxbench.recipe.build import differing
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import AttentionConfig, MambaConfig, ModelConfig
 from jaxbench.recipe.settings import Run
@@ -167,9 +167,9 @@ def differences(run: Run, device: str) -> list[str]:
     name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
     expected = _work(recipes.resolve(recipes.load(name).on(row.gpu), row.gpus))
     reasons = [
-        f"{setting} is {value}, the row has {expected.get(setting)}"
-        for setting, value in _work(run).items()
-        if value != expected.get(setting)
+        f"{setting} is {value}, the row has {other}"
+        for setting, value, other in differing(_work(run), expected)
+        if setting not in FREE
     ]
     if gpu is not row.gpu:
         reasons.append(f"the hardware is {device}, the published one is {row.gpu.name}")
@@ -182,12 +182,10 @@ def counted(gpus: int | None) -> str:
 
 
 def _work(run: Run) -> dict[str, Any]:
-    """The settings that decide what is computed, by `section.name`."""
+    """The sections that decide what is computed, as plain values."""
     return {
-        setting: value
+        section: asdict(getattr(run, section))
         for section in ("model", "precision", "batch", "optimizer")
-        for setting, value in flat(asdict(getattr(run, section)), f"{section}.")
-        if setting not in FREE
     }
 
 

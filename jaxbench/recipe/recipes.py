@@ -15,9 +15,8 @@ import yaml
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
-from jaxbench.recipe.checks import require
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import LETTERS, ModelConfig
+from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import (
     SMOKE_STEPS,
     STEPS,
@@ -150,9 +149,21 @@ def _read(path: Path) -> Any:
 def _parse(text: str) -> Any:
     """The value of a YAML text. Raises ValueError where it has none."""
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        _check_finite(value)
+        return value
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _check_finite(value: Any, containers: tuple = ()) -> None:
+    """Raises ValueError for a mapping or list that contains itself, which YAML can spell."""
+    if not isinstance(value, dict | list):
+        return
+    if any(value is container for container in containers):
+        raise ValueError("it contains itself")
+    for inner in value.values() if isinstance(value, dict) else value:
+        _check_finite(inner, (*containers, value))
 
 
 def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
@@ -178,7 +189,9 @@ def resolve(
 ) -> Run:
     """The run of one row with `--set` overrides applied; `devices` is needed for the smoke row
     only, which takes fewer steps unless `steps` says how many."""
-    values = {name: dict(section) for name, section in {"model": {}, **recipe.shared}.items()}
+    published = MODELS[recipe.model]
+    sections = {"model": asdict(published), **recipe.shared}
+    values = {name: dict(section) for name, section in sections.items()}
     where = f"recipe {recipe.name}, row {row}"
     for key, value in recipe.rows[row].items():
         known(key, [*ROW_KEYS, *SECTIONS], where)
@@ -190,9 +203,6 @@ def resolve(
     for override in overrides:
         change = {override.name: override.value}
         values[override.section] = merged(values[override.section], change)
-    published = MODELS[recipe.model]
-    values["model"] = merged(asdict(published), values["model"])
-    _check_used(values["model"]["pattern"], overrides)
     built: dict[str, Any] = {
         name: build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
     }
@@ -209,18 +219,6 @@ def resolve(
         overrides=tuple(override.text for override in overrides),
         **built,
     )
-
-
-def _check_used(pattern: Any, overrides: tuple[Override, ...]) -> None:
-    """Requires that overrides of mixers are of those in the layer pattern."""
-    letters = {name: letter for letter, name in LETTERS.items()}
-    for override in overrides:
-        if override.section == "model" and override.name in letters:
-            require(
-                letters[override.name] in str(pattern),
-                f"--set {shown(override.text)}: no layer has this mixer; model.pattern = "
-                f"{shown(pattern)}",
-            )
 
 
 def describe(run: Run) -> dict[str, Any]:

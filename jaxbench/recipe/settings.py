@@ -47,7 +47,7 @@ class Parallelism:
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
     shorten the bubble. The number of microbatches is a multiple of `pipeline`, and all layers
-    compute alike: the same mixers (no hybrid), no layer counts in `execution.remat`, no first or
+    compute alike: the same mixers (no Mamba-2), no layer counts in `execution.remat`, no first or
     last layers in bf16, no dropless experts"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
@@ -155,8 +155,8 @@ class Execution:
 
     remat: str = "full"
     """`none` saves all activations; `full` the input of each layer; or a list of activations to
-    save: `query,key,value,attention,residual:24` saves the last one in the first 24 layers (of a
-    hybrid, in the repeats of its scanned block within the first 24). With `none`, outside a
+    save: `query,key,value,attention,residual:24` saves the last one in the first 24 layers (where
+    a repeated block has several layers, in its repeats within the first 24). With `none`, outside a
     pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
     fits, and slower to compile"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
@@ -259,9 +259,10 @@ class Run:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         self.execution.saved(self.model.layers)
-        capped = self.model.attention is not None and self.model.attention.softcap is not None
         require(
-            not capped or self.execution.attention == "auto",
+            self.model.attention is None
+            or self.model.attention.softcap is None
+            or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
             "model.attention.softcap asks for; expected auto",
         )
@@ -333,6 +334,10 @@ class Run:
             f"layers of a rank, for model.layers = {m.layers} over pipeline = {p.pipeline}",
         )
         alike = "the stages of a pipeline compute alike"
+        require(
+            m.mamba is None,
+            f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold",
+        )
         require(
             len(set(m.layer_patterns)) == 1,
             f"parallelism.pipeline: {alike}, but the layers of {m.family} do not",

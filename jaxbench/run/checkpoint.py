@@ -28,7 +28,7 @@ from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import is_null
-from jaxbench.recipe.build import flat
+from jaxbench.recipe.build import differing
 from jaxbench.run.records import Recorder
 
 FOLDER = "checkpoints"
@@ -66,10 +66,9 @@ def check(path: Path, recipe: dict[str, Any]) -> None:
         saved = json.loads((path / RECIPE / "metadata").read_text())["model"]
     except (OSError, ValueError, LookupError) as error:
         raise RecipeError(f"{path} is no checkpoint of jaxbench: it holds no recipe") from error
-    saved, model = dict(flat(saved)), dict(flat(recipe["model"]))
-    differing = [key for key in model if key in saved and saved[key] != model[key]]
-    if differing:
-        text = ", ".join(f"{key} {saved[key]} instead of {model[key]}" for key in differing)
+    found = list(differing(recipe["model"], saved))
+    if found:
+        text = ", ".join(f"{name} {there} instead of {here}" for name, here, there in found)
         raise RecipeError(f"{path} is of another model: {text}")
 
 

@@ -56,11 +56,11 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, plat
     """The name of the implementation that computes a model's mixers, with `length` tokens of a
     sequence on each rank. Raises RecipeError where the requested one cannot."""
     setting = f"execution.ssd = {execution.ssd}"
-    if execution.ssd == "auto" or not (mixers := cfg.each(MambaConfig)):
+    if execution.ssd == "auto" or cfg.mamba is None:
         return next(iter(IMPLEMENTATIONS))
     implementation = IMPLEMENTATIONS[execution.ssd]
     if platform not in (implementation.platforms or (platform,)):
         raise RecipeError(f"{setting} does not run on a {platform}; expected auto or xla")
-    if refused := implementation.refusal(mixers[0], dtype, length):
+    if refused := implementation.refusal(cfg.mamba, dtype, length):
         raise RecipeError(f"{setting} cannot compute {refused}; expected auto or xla")
     return execution.ssd

@@ -37,6 +37,13 @@ def test_a_change_of_the_work_or_its_numerics_is_named(setting, value):
     assert reasons("llama31_8b_fp8", 8, setting) == [f"{setting.partition('=')[0]} {value}"]
 
 
+def test_what_is_removed_is_named():
+    (removed,) = reasons("llama31_405b_bf16", 1024, "model.attention.rope.scaling=null")
+    assert removed.startswith("model.attention.rope.scaling is None, the row has {'factor': 8.0")
+    (removed,) = reasons("llama31_8b_fp8", 8, "model.attention.rope=null")
+    assert removed.startswith("model.attention.rope is None, the row has {'base': 500000.0")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -11,19 +11,20 @@ import yaml
 
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops, published, recipes
+from jaxbench.recipe.build import setting_names
 from jaxbench.recipe.throughput import throughput
 from jaxbench.train.program import check_run
 
 TEXTS = {path: path.read_text() for path in sorted(recipes.config_folder().glob("*.yaml"))}
 KEYS = [
-    f"{section}.{name}" for section, cls in recipes.SECTIONS.items()
-    for name in cls.__dataclass_fields__
-]  # fmt: skip
+    key for section, cls in recipes.SECTIONS.items() for key in setting_names(cls, f"{section}.")
+]
 VALUES = (
     "0", "-1", "1", "2", "3", "7", "16", "100000", "2147483648", "1e400", "-.inf", ".nan", "1e-400",
     "0x" + "f" * 6000, "9" * 5000, "true", "no", "null", "~", "''", "x", "é\u2028", "[]", "[1, 2]",
     "[[1]]", "{}", "{a: 1}", "{factor: 8, low: 1, high: 4, original_context: 8192}",
     "{heads: 8, head_dim: 8, state: 8, groups: 4}", "2026-11-21", "2026-99-99", "!!binary x",
+    "&a {heads: *a}", "{ffn: 64}",
     "!!python/object:os.system x", "&a [*a]", "fp8", "bf16", "full", "none", "query:3", "query:",
     "query:²", "cudnn", "xla", "auto", "te", "tuned,xla_a=1", "*-", "M", "E", "*E-M", "-" * 2000,
     "silu", "relu2", "layer1p", "softmax_topk", "balanced", "1.5", "0.001", "[" * 500,
@@ -69,7 +70,7 @@ def mutated_structure(rng, text):
             case 1:
                 del node[key]
             case 2:
-                node[rng.choice(KEYS).partition(".")[2]] = node.pop(key)
+                node[rng.choice(KEYS).rpartition(".")[2]] = node.pop(key)
             case _:
                 node[key] = rng.choice(([node[key]], {"a": node[key]}, str(node[key]), None))
         if not tree:
@@ -88,8 +89,10 @@ def value(rng):
 
 def mutated_settings(rng):
     """`--set` entries, most of them with known keys."""
-    keys = [rng.choice((rng.choice(KEYS), rng.choice(KEYS), "a.b", "", "model", "=")) for _ in "ab"]
-    return [f"{key}={rng.choice(VALUES)}" for key in keys[: rng.randint(1, 2)]]
+    keys = [
+        rng.choice((rng.choice(KEYS), rng.choice(KEYS), "a.b", "", "model", "=")) for _ in "abcd"
+    ]
+    return [f"{key}={rng.choice(VALUES)}" for key in keys[: rng.randint(1, 4)]]
 
 
 def use(path, settings):

@@ -97,7 +97,7 @@ def test_overrides_are_typed_and_recorded():
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("nemotronh_56b_bf16", [], "compute alike, but the layers of nemotronh do not"),
+        ("nemotronh_56b_bf16", [], "nemotronh has Mamba-2 mixers, which no pipeline can hold"),
         (
             "grok1_314b_bf16",
             ["model.experts.capacity_factor=null"],
@@ -195,8 +195,17 @@ def test_an_override_of_the_work_is_not_the_published_work():
         (["model.layers=0x" + "f" * 5000], "model.layers is too large: at most 2147483647"),
         (["model.layers=1001"], "model.layers = 1001 must be at most 1000"),
         (["model.pattern=" + "M" * 2000], "expected 1 to 1000 letters"),
-        (["model.attention.rope.fraction=1.5"], "fraction must be at most 1 and leave a pair"),
-        (["model.experts.top_k=2"], "no layer has this mixer; model.pattern = '*-'"),
+        (
+            ["model.attention.rope.fraction=1.5"],
+            "model.attention.rope.fraction = 1.5 must be at most 1",
+        ),
+        (["model.experts={count: 8, top_k: 2, ffn: 64}"], "model.experts needs E in model.pattern"),
+        (["model.mlp=null"], "model.pattern with - needs model.mlp"),
+        (
+            ["model.attention.rope=null", "model.attention.rope.fraction=1"],
+            "model.attention.rope: missing base",
+        ),
+        (["model.attention.head_dim=31"], "model.attention.head_dim = 31 must be even"),
         (["model.pattern='*-*'"], "without M two for each layer; it has 3"),
         (["model.init_std=-1"], "model.init_std = -1.0 must be above 0"),
         (["optimizer.learning_rate=.nan"], "learning_rate = nan: expected a finite number"),

@@ -191,6 +191,10 @@ def test_another_model_is_refused(whole):
         checkpoint.check(path, recipes.describe(tiny_run("model.layers=4")))
     with pytest.raises(RecipeError, match=r"of another model: mlp\.ffn 96 instead of 128$"):
         checkpoint.check(path, recipes.describe(tiny_run("model.mlp.ffn=128")))
+    with pytest.raises(
+        RecipeError, match=r"of another model: attention.rope \{.*\} instead of None"
+    ):
+        checkpoint.check(path, recipes.describe(tiny_run("model.attention.rope=null")))
     newer = recipes.describe(tiny_run())
     newer["model"]["attention"]["unknown_then"] = 1
     checkpoint.check(path, newer)

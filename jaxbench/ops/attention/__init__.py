@@ -56,7 +56,8 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
 
     Raises RecipeError where the one that is asked for cannot.
     """
-    capped = any(mixer.softcap is not None for mixer in cfg.each(AttentionConfig))
+    mixer = cfg.attention
+    capped = mixer is not None and mixer.softcap is not None
     names = [name for name, kernel in KERNELS.items() if kernel.capped == capped]
     if execution.attention != "auto":
         names = [name for name in names if name == execution.attention]
@@ -65,9 +66,8 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
         raise RecipeError(
             f"execution.attention = {execution.attention} does not run on a {platform}"
         )
-    for mixer in cfg.each(AttentionConfig):
-        if refused := KERNELS[names[0]].refusal(mixer, length):
-            raise RecipeError(f"{refused}; or execution.attention=xla")
+    if mixer is not None and (refused := KERNELS[names[0]].refusal(mixer, length)):
+        raise RecipeError(f"{refused}; or execution.attention=xla")
     return names[0]
 
 
