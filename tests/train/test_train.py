@@ -276,7 +276,7 @@ def test_no_two_draws_share_a_key(monkeypatch):
 
 def rows_to_trace():
     """One row of those that differ only in the sizes of the axes in use and in remat; slow but for
-    the one with the most axes of each family and precision."""
+    the one with the most axes of each family."""
     alike, quick = {}, {}
     for recipe in recipes.load_all():
         for row in recipe.rows:
@@ -284,7 +284,7 @@ def rows_to_trace():
             axes = tuple(a for a, size in zip(AXES, run.mesh_shape, strict=True) if size > 1)
             alike[recipe.name, axes, run.accumulation > 1] = run, recipe, row
     for (_, axes, _), (run, recipe, row) in alike.items():
-        family = run.model.family, run.precision.dtype
+        family = run.model.family
         quick[family] = max(quick.get(family, (0, "")), (len(axes), f"{recipe.name}-{row}"))
     for _, recipe, row in alike.values():
         name = f"{recipe.name}-{row}"
