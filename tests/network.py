@@ -24,7 +24,19 @@ def missing() -> str | None:
     return None
 
 
-class Hosts:
+class Started:
+    """A context manager whose `__exit__` ends what `_start` began, also where that failed."""
+
+    def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+
+class Hosts(Started):
     """Two hosts: the first has this machine's network, the second one of its own. A link of either
     name joins them, `control` for Slurm and `data` for the processes of jobs, which find each other
     by the hosts' names."""
@@ -36,14 +48,6 @@ class Hosts:
             link: tuple(_address(first + offset + host) for host in (1, 2))
             for link, offset in (("control", 0), ("data", 4))
         }
-
-    def __enter__(self):
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
     def _start(self) -> None:
         _ip("netns", "add", self._space)

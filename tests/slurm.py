@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import quick
-from network import Hosts
+from network import Hosts, Started
 
 HOSTS = Path("/etc/hosts")
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -33,7 +33,7 @@ def free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in sockets]
 
 
-class Cluster:
+class Cluster(Started):
     """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`. With `hosts`
     each node is one of them, and lost after 30 s without a word, else both are this one."""
 
@@ -48,14 +48,6 @@ class Cluster:
             }
         )
         self._daemons: list[subprocess.Popen] = []
-
-    def __enter__(self):
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
     def _start(self) -> None:
         for name in ("state", "spool-n0", "spool-n1"):

@@ -251,6 +251,11 @@ class ModelConfig:
         return [mixer for mixer in self.mixers if isinstance(mixer, kind)]
 
     @property
+    def softcap(self) -> float | None:
+        """The soft cap of attention scores; None without one."""
+        return self.attention.softcap if self.attention else None
+
+    @property
     def balance_loss(self) -> float:
         """Coefficient of the load-balance loss; 0 without experts."""
         return self.experts.balance_loss if self.experts else 0.0

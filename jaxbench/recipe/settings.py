@@ -260,9 +260,7 @@ class Run:
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         self.execution.saved(self.model.layers)
         require(
-            self.model.attention is None
-            or self.model.attention.softcap is None
-            or self.execution.attention == "auto",
+            self.model.softcap is None or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
             "model.attention.softcap asks for; expected auto",
         )
@@ -271,11 +269,8 @@ class Run:
         if self.parallelism.pipeline > 1:
             self._check_pipeline()
         else:
-            stages = self.parallelism.virtual_stages
-            require(
-                stages == 1,
-                f"parallelism.virtual_stages = {stages} needs parallelism.pipeline",
-            )
+            count = self.parallelism.virtual_stages
+            require(count == 1, f"parallelism.virtual_stages = {count} needs parallelism.pipeline")
 
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch

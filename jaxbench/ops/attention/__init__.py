@@ -56,8 +56,7 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
 
     Raises RecipeError where the one that is asked for cannot.
     """
-    mixer = cfg.attention
-    capped = mixer is not None and mixer.softcap is not None
+    capped = cfg.softcap is not None
     names = [name for name, kernel in KERNELS.items() if kernel.capped == capped]
     if execution.attention != "auto":
         names = [name for name in names if name == execution.attention]
@@ -66,7 +65,7 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
         raise RecipeError(
             f"execution.attention = {execution.attention} does not run on a {platform}"
         )
-    if mixer is not None and (refused := KERNELS[names[0]].refusal(mixer, length)):
+    if cfg.attention and (refused := KERNELS[names[0]].refusal(cfg.attention, length)):
         raise RecipeError(f"{refused}; or execution.attention=xla")
     return names[0]
 
