@@ -197,9 +197,11 @@ def whole_seq(length: int) -> int:
     return length * jax.lax.axis_size(along) if (along := _hidden_seq()) else length
 
 
-def first_of_seq(length: int) -> Any:
-    """Position in the sequence of the first token of a local `"shard_seq"` of this length."""
-    return length * jax.lax.axis_index(along) if (along := _hidden_seq()) else 0
+def indices(dim: str, count: int) -> jax.Array:
+    """The indices, among those of all devices, of the `count` elements along a logical dimension of
+    a device's part of an activation; inside a `shard_map`."""
+    first = count * jax.lax.axis_index(split) if (split := axes(dim)) else 0
+    return first + jax.numpy.arange(count)
 
 
 def _hidden_seq() -> tuple[str, ...]:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh, ssd
+from jaxbench.ops.pallas import Launch, undeprecated
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.ssd.pallas.call import Launch, Tuning
+from jaxbench.ssd.pallas import Tuning
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding
 from one_gpu.operators import implementations_of_mixer, mixed, mixer_inputs, with_gradients
 from one_gpu.speed import seconds
@@ -48,7 +49,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     on = mesh.make_mesh((1,) * 6, jax.devices()[:1])
     for by, function in candidates(ctx).items():
         try:
-            with jax.set_mesh(on), ssd.pallas.undeprecated():
+            with jax.set_mesh(on), undeprecated():
                 times = [
                     seconds(jax.jit(f), *inputs, repeats=2 if ctx.rehearsal else 20)
                     for f in (function, with_gradients(function))
@@ -69,7 +70,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
     for by, function in candidates(ctx).items():
         try:
-            with jax.set_mesh(on), ssd.pallas.undeprecated():
+            with jax.set_mesh(on), undeprecated():
                 compiled = jax.jit(with_gradients(function)).lower(*inputs).compile()
         except jax.errors.JaxRuntimeError as error:
             yield Finding(f"{name} by {by}", NOT_RUN, str(error).splitlines()[0][:300])

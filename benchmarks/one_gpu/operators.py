@@ -17,6 +17,7 @@ from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext, Weight
 from jaxbench.ops import attention, dense, embedding, fp8, loss
+from jaxbench.ops.pallas import undeprecated
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Precision, Run
@@ -290,7 +291,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
     for case in cases(ctx):
         inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
-        with jax.set_mesh(on), attention_for_mesh(), ssd.pallas.undeprecated():
+        with jax.set_mesh(on), attention_for_mesh(), undeprecated():
             compiled = jax.jit(with_gradients(case.on("gpu"))).lower(*inputs).compile()
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         yield Finding(case.name, MEASURED, f"compiled, {peak:.1f} GiB")

@@ -1,5 +1,5 @@
-"""A mixture of experts around its products: the exchange of tokens between their ranks and those of
-their experts (`routing`), and products whose sizes are known only at run time (`grouped_matmul`).
+"""A mixture of experts around its products: the choice of experts (`routing`), and the exchange of
+tokens between their ranks and those of their experts (`dispatch`).
 
 Imports `ops`, `mesh` and `recipe`. Dimension letters as in `ops`.
 """

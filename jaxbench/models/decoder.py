@@ -28,7 +28,7 @@ from jaxbench.models.layers import (
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
-from jaxbench.ops import attention, fp8, remat
+from jaxbench.ops import attention, fp8, grouped, remat
 from jaxbench.ops.blocks import Stash, apply_blocks
 from jaxbench.ops.loss import cross_entropy
 from jaxbench.recipe.model import (
@@ -185,6 +185,7 @@ def forward_context(
         rotary=rotary_tables(cfg.attention, length) if cfg.attention else None,
         kernel=attention.choose(execution, cfg, length, platform),
         ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
+        grouped_matmul=grouped.choose(execution, precision.dtype, platform),
     )
 
 

@@ -6,9 +6,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxbench import mesh
-from jaxbench.experts import grouped_matmul, routing
+from jaxbench.experts import routing
+from jaxbench.experts.dispatch import combine, dispatch
 from jaxbench.models.layers import GATES, ForwardContext, Hidden, LayerOutput, Weight, normal
-from jaxbench.ops import dense, gating
+from jaxbench.ops import dense, gating, grouped
 from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
@@ -48,21 +49,32 @@ class Experts(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
             out_sharding=mesh.spec("batch shard_seq assignment", mesh.ACTIVATION),
         )
+        if self.cfg.routing == "random":
+            logits = routing.random_logits(logits, self.router[...])
         logits = save(logits, SMALL)
         gates, experts = routing.choose(logits, self.cfg)
-        permuted, weights, routes = routing.dispatch(x, gates, experts, self.cfg)
-        dropped = mesh.sum_seq(routes.slot == routing.NONE, axis=(1, 2))
+        tokens, weights, routes = dispatch(x, gates, experts, self.cfg)
+        dropped = mesh.sum_seq(routes.slot == grouped.NONE, axis=(1, 2))
         figures = (*routing.balance_loss(logits, experts), dropped)
-        return routing.combine(self._products(permuted, weights, routes), routes), (figures,)
+        if routes.groups is None:
+            outputs = self._products(tokens, weights)
+        else:
+            outputs = self._grouped_products(tokens, weights, routes.groups, ctx.grouped_matmul)
+        return combine(outputs, routes), (figures,)
 
-    def _products(self, x: Array, weights: Array, routes: routing.Routes) -> Array:
+    def _products(self, x: Array, weights: Array) -> Array:
         activation = GATES[self.cfg.activation]
-        if routes.expert is not None:
-            matrices = self.gate_up[...], self.down[...]
-            return grouped_matmul.mlp(x, weights, routes.expert, *matrices, activation)
         dims = "experts capacity part expert_ffn"
         gate_up = dense.dot_duplicated("ERD,EDPF->ERPF", Duplicated.of(x), self.gate_up, dims)
         hidden = gating.gated(activation, gate_up, weights)
         return single(
             dense.dot_duplicated("ERF,EDF->ERD", hidden, self.down, "experts capacity embed")
         )
+
+    def _grouped_products(
+        self, x: Array, weights: Array, groups: grouped.Groups, implementation: str
+    ) -> Array:
+        gate_up, down = (mesh.gather_weight(w[...], 0) for w in (self.gate_up, self.down))
+        y = grouped.to_permuted(implementation, x, gate_up, groups)
+        hidden = gating.gated(GATES[self.cfg.activation], Duplicated.of(y), weights)
+        return grouped.from_permuted(implementation, hidden.value, down, groups)

@@ -42,11 +42,12 @@ LayerOutput = tuple[Hidden, RoutingFigures]
 
 class ForwardContext(NamedTuple):
     """Arguments of every layer in a forward pass: rotary tables, and the names of the attention
-    kernel and of the implementation of Mamba-2 mixers."""
+    kernel and of the implementations of Mamba-2 mixers and of grouped matmuls."""
 
     rotary: Rotary | None
     kernel: str
     ssd: str = "xla"
+    grouped_matmul: str = "xla"
 
 
 class Weight(nnx.Param):

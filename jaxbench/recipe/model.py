@@ -132,12 +132,21 @@ class ExpertsConfig:
     with the smallest gates are dropped. `null` drops none"""
     capacity_tokens: int = 1024
     """consecutive tokens of a sequence among which an expert's capacity is counted"""
-    routing: Literal["learned", "balanced"] = "learned"
-    """`balanced` assigns experts in turn, which leaves the router's choice out of a benchmark"""
+    rank_capacity_factor: float = 1.5
+    """without a `capacity_factor`: slots that a rank has for the tokens that another one sends to
+    its experts, over a fair share (Megatron's `moe_expert_rank_capacity_factor` is for all that
+    send together). Tokens beyond it are dropped, and counted; `expert` x `tensor` drops none"""
+    routing: Literal["learned", "random", "balanced"] = "learned"
+    """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
+    balancing), `balanced` assigns experts in turn: both leave the router's choice out of a
+    benchmark, and `balanced` is easier, since all experts have equally many tokens"""
 
     def __post_init__(self) -> None:
         prefix = "model.experts."
-        positive(prefix, self, "count", "top_k", "ffn", "capacity_factor", "capacity_tokens")
+        positive(
+            prefix, self, "count", "top_k", "ffn", "capacity_factor", "capacity_tokens",
+            "rank_capacity_factor",
+        )  # fmt: skip
         not_negative(prefix, self, "balance_loss")
         require(
             self.top_k <= self.count,
@@ -259,6 +268,11 @@ class ModelConfig:
     def balance_loss(self) -> float:
         """Coefficient of the load-balance loss; 0 without experts."""
         return self.experts.balance_loss if self.experts else 0.0
+
+    @property
+    def dropless(self) -> bool:
+        """Whether it has experts without a capacity."""
+        return self.experts is not None and self.experts.capacity_factor is None
 
     def __post_init__(self) -> None:
         positive(

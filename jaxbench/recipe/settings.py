@@ -47,8 +47,8 @@ class Parallelism:
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
     shorten the bubble. The number of microbatches is a multiple of `pipeline`, and all layers
-    compute alike: the same mixers (no Mamba-2), no layer counts in `execution.remat`, no first or
-    last layers in bf16, no dropless experts"""
+    compute alike: the same mixers (no Mamba-2), no layer counts in `execution.remat`, and no
+    first or last layers in bf16"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -164,6 +164,9 @@ class Execution:
     ssd: Literal["auto", "pallas", "xla"] = "auto"
     """Mamba-2 between its projections (docs/design/scan.md); `auto` is `xla`: neither was timed on
     a GPU"""
+    grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
+    """of dropless experts; `auto` is Pallas kernels on GPUs, where `xla` multiplies each token with
+    the weights of all experts of a rank"""
     xla_flags: str = "tuned"
     """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
     changes: `tuned,xla_gpu_some_flag=false`"""
@@ -342,9 +345,4 @@ class Run:
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",
-        )
-        require(
-            m.experts is None or m.experts.capacity_factor is not None,
-            "parallelism.pipeline: experts need a model.experts.capacity_factor, since their "
-            "weights are gathered once per step",
         )

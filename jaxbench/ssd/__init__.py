@@ -1,8 +1,8 @@
 """State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections, that is causal
 convolution with SiLU, selective scan, gate with RMSNorm.
 
-Imports `recipe`, `errors`, and the types of `xla`. One file for each implementation; the registry
-here chooses among them, and the check of compiled programs and the plan read its entries.
+Imports `ops`, `recipe`, `errors`, and the types of `xla`. One file for each implementation; the
+registry here chooses among them, and the check of compiled programs and the plan read its entries.
 
 Pure functions of one device's arrays. `context` names the mesh axes over which the sequence is
 split into consecutive shards, which exchange one state per head and the last few tokens.

@@ -11,8 +11,9 @@ from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.decoder import segments
-from jaxbench.ops import attention, fp8
-from jaxbench.recipe.model import AttentionConfig, ExpertsConfig, MambaConfig
+from jaxbench.ops import attention, fp8, grouped
+from jaxbench.ops.pallas import undeprecated
+from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
 from jaxbench.xla import flags
@@ -20,7 +21,12 @@ from jaxbench.xla.hlo import Program, Rules
 
 RULES: Rules = {
     target: rule
-    for registry in (attention.KERNELS, fp8.IMPLEMENTATIONS, ssd.IMPLEMENTATIONS)
+    for registry in (
+        attention.KERNELS,
+        fp8.IMPLEMENTATIONS,
+        grouped.IMPLEMENTATIONS,
+        ssd.IMPLEMENTATIONS,
+    )
     for implementation in registry.values()
     for target, rule in implementation.rules.items()
 }
@@ -36,7 +42,7 @@ def compile_program(
     (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
     """
     start = time.perf_counter()
-    with attention_for_mesh(), ssd.pallas.undeprecated():
+    with attention_for_mesh(), undeprecated():
         lowered = make_program(run).lower(abstract_state(run))
     lowered_at = time.perf_counter()
     options = flags.options(run, mesh.platform()) | (extra_options or {})
@@ -60,14 +66,18 @@ def check_run(run: Run, platform: str) -> None:
     fp8.choose(run.precision, platform)
     _mamba2(run, platform)
     _attention(run, platform)
+    _grouped(run, platform)
 
 
 def kernels(run: Run) -> dict[str, str]:
-    """Implementations of attention, Mamba-2 and products on the current mesh, for the record."""
+    """Implementations of attention, Mamba-2, dropless experts and products on the current mesh, for
+    the record."""
     platform = mesh.platform()
     by = {"attention": _attention(run, platform)}
     if run.model.each(MambaConfig):
         by["Mamba-2"] = _mamba2(run, platform)
+    if run.model.dropless:
+        by["dropless experts"] = _grouped(run, platform)
     return by | {"products": _products(run, platform)}
 
 
@@ -85,12 +95,12 @@ def _products(run: Run, platform: str) -> str:
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
     platform = mesh.platform()
-    fused = {
-        AttentionConfig: ("fused attention", attention.KERNELS[_attention(run, platform)].rules),
-        MambaConfig: ("a fused Mamba-2 scan", ssd.IMPLEMENTATIONS[_mamba2(run, platform)].rules),
-    }
-    expected = [(what, t) for kind, (what, rules) in fused.items() for t in rules
-                if run.model.each(kind)]  # fmt: skip
+    requested = (
+        ("fused attention", run.model.attention, attention.KERNELS[_attention(run, platform)]),
+        ("a fused Mamba-2 scan", run.model.mamba, ssd.IMPLEMENTATIONS[_mamba2(run, platform)]),
+        ("grouped matmuls", run.model.dropless, grouped.IMPLEMENTATIONS[_grouped(run, platform)]),
+    )
+    expected = [(what, t) for what, present, kernel in requested if present for t in kernel.rules]
     in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
     if not (expected or in_fp8):
         return
@@ -110,6 +120,10 @@ def _attention(run: Run, platform: str) -> str:
 def _mamba2(run: Run, platform: str) -> str:
     length = run.batch.sequence_length // run.parallelism.context
     return ssd.choose(run.execution, run.model, run.precision.dtype, length, platform)
+
+
+def _grouped(run: Run, platform: str) -> str:
+    return grouped.choose(run.execution, run.precision.dtype, platform)
 
 
 def _check_fp8(program: Program, run: Run) -> None:

@@ -9,14 +9,16 @@ import pytest
 from cases import slow_except
 from experts import reference, tiny_grok
 from steps import loss_and_gradients, new_state
-from tiny import mesh_of, to_numpy
+from tiny import mesh_of
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.experts import routing
+from jaxbench.experts.dispatch import capacity_routes, dropless_routes
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext
+from jaxbench.ops.grouped import NONE
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.train.step import make_program
 from jaxbench.xla.hlo import Program
@@ -26,14 +28,14 @@ RNG = np.random.default_rng(0)
 SHARED = ForwardContext(rotary=None, kernel="xla")
 
 
+DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_factor=8"
+"""No token is dropped, whatever up to 8 ranks send each other."""
+
 CASES = {
     "published": (),
     "a larger capacity": ("model.experts.capacity_factor=1.5",),
-    "dropless": ("model.experts.capacity_factor=null",),
-    "the original's router": (
-        "model.experts.router=softmax_topk",
-        "model.experts.capacity_factor=null",
-    ),
+    "dropless": DROPLESS,
+    "the original's router": ("model.experts.router=softmax_topk", *DROPLESS),
     "softmax first, with drops": ("model.experts.router=softmax_topk",),
 }
 ALL_AXES = ("parallelism.expert=2", "parallelism.context=2", "parallelism.tensor=2")
@@ -140,10 +142,9 @@ def test_figures_of_a_step():
 
 
 @pytest.mark.parametrize("experts", [4, 8, 16])
-@pytest.mark.parametrize("case", ["published", "dropless"])
-def test_work_follows_the_active_experts(case, experts):
+def test_work_follows_the_active_experts(experts):
     """Products of the compiled forward pass: those of the chosen experts and the router."""
-    run = tiny_grok(*CASES[case], f"model.experts.count={experts}")
+    run = tiny_grok(f"model.experts.count={experts}")
     with mesh_of(run):
         layer = jax.eval_shape(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))
         x = jax.ShapeDtypeStruct((8, 32, 64), jnp.float32)
@@ -152,28 +153,54 @@ def test_work_follows_the_active_experts(case, experts):
     counts = flops.model_flops(run.model, 32, "full")
     layers = run.model.layers
     active, router = (8 * counts[name] // layers // 3 for name in ("experts", "router"))
-    if case == "published":
-        assert executed == active + router
-    else:
-        # Each expert's last block may be padded.
-        assignments = 8 * 32 * 2
-        padding = experts * (routing.block_slots(assignments, run.model.experts) - 1)
-        assert active < executed - router <= active * (assignments + padding) / assignments
+    assert executed == active + router
 
 
 def test_no_assignment_and_no_gradient_is_lost():
     """The two index maps are inverse, and each function the transpose of the other."""
-    cfg = tiny_grok().model.experts
+    run = tiny_grok(*DROPLESS)
+    with_capacity, without = tiny_grok().model.experts, run.model.experts
     gates = jnp.asarray(RNG.uniform(size=(1, 32, 2)), jnp.float32)
     experts = jnp.asarray(np.stack([RNG.permutation(8)[:2] for _ in range(32)])[None])
-    for make in (routing.capacity_routes, routing.dropless_routes):
-        routes = make(gates, experts, cfg)
+    for make, cfg in ((capacity_routes, with_capacity), (dropless_routes, without)):
+        with mesh_of(run):
+            routes, sent = make(gates, experts, cfg)
         slot, assignment = np.asarray(routes.slot).reshape(-1), np.asarray(routes.assignment)
-        placed = np.flatnonzero(slot != routing.NONE)
+        placed = np.flatnonzero(slot != NONE)
         np.testing.assert_array_equal(assignment[slot[placed]], placed)
-        assert np.sum(assignment != routing.NONE) == placed.size
+        assert np.sum(assignment != NONE) == placed.size
+    np.testing.assert_array_equal(sent[0], np.bincount(experts.reshape(-1), minlength=8))
     assert placed.size == 64
-    assert to_numpy(routes)
+
+
+@pytest.mark.parametrize("factor", [8, 1.5])
+def test_one_expert_that_gets_all(factor):
+    """With slots for all of them on its rank every token has its output; with fewer, those that
+    have no slot are counted, and every other output is right."""
+    run = tiny_grok(
+        "parallelism.expert=8", "model.experts.top_k=1", "model.experts.capacity_factor=null",
+        f"model.experts.rank_capacity_factor={factor}", devices=8,
+    )  # fmt: skip
+    x = RNG.normal(size=(8, 32, 64)).astype(np.float32)
+    with mesh_of(run):
+        layer = jax.jit(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))()
+        # A router that prefers expert 5 for every token.
+        biased = np.asarray(layer.router[...]) * 0.01
+        x[..., 0], biased[0, 5] = 10, 10
+        layer.router[...] = jax.device_put(biased, layer.router[...].sharding)
+        spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
+        placed = jax.device_put(jnp.asarray(x), spec)
+        out, ((_, load, dropped),) = jax.jit(lambda layer, x: layer(x, SHARED))(layer, placed)
+    weights = (np.asarray(w[...], np.float64) for w in (layer.router, layer.gate_up, layer.down))
+    expected, out = reference(x.astype(np.float64), *weights, run.model.experts)[0], np.asarray(out)
+    assert np.all(np.asarray(load)[:, 5] == 32)
+    # Of the 32 tokens of a rank, 1.5 times a fair share of 4 reach the rank of their expert.
+    kept = 32 if factor == 8 else 6
+    np.testing.assert_array_equal(dropped, np.full(8, 32 - kept))
+    np.testing.assert_allclose(
+        out[:, :kept], expected[:, :kept], atol=200 * EPS32 * np.abs(expected).max()
+    )
+    assert not np.any(out[:, kept:])
 
 
 def test_overrides_that_cannot_be():
@@ -196,3 +223,28 @@ def test_overrides_that_cannot_be():
     ):
         with pytest.raises(RecipeError, match=message):
             tiny_grok("parallelism.expert=4", "precision.dtype=fp8", text, devices=8)
+
+
+def test_random_logits():
+    """Standard normal, alike on any mesh, with the gradient of the logits; others in another layer,
+    sequence and position."""
+    shape = (8, 32, 64)
+    logits = jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    router = jnp.asarray(RNG.normal(size=(16, 64)), jnp.float32)
+    drawn = []
+    for devices, axes in ((1, ()), (8, ALL_AXES)):
+        with mesh_of(tiny_grok(*axes, devices=devices)):
+            spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
+            placed = jax.device_put(logits, spec)
+            value, transpose = jax.vjp(lambda x: routing.random_logits(x, router), placed)
+            drawn.append(np.asarray(value))
+            np.testing.assert_array_equal(transpose(placed)[0], logits)
+    np.testing.assert_array_equal(*drawn)
+    # The mean and the variance of 16384 numbers, and correlations of any two tokens' 64.
+    assert abs(drawn[0].mean()) < 4 / 128
+    assert abs(drawn[0].var() - 1) < 4 * 2**0.5 / 128
+    tokens = drawn[0].reshape(-1, 64)
+    assert np.abs(np.corrcoef(tokens) - np.eye(len(tokens))).max() < 6 / 8
+    with mesh_of(tiny_grok()):
+        other = routing.random_logits(logits, router.at[0, 0].add(1.0))
+    assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128

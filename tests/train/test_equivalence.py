@@ -17,11 +17,14 @@ MODELS = {
     "nemotronh": ("nemotronh_56b_bf16",),
     # Drops included: which tokens are dropped depends on groups of tokens, never on the mesh.
     "grok1": ("grok1_314b_bf16",),
-    "grok1, dropless": ("grok1_314b_bf16", "model.experts.capacity_factor=null"),
+    "grok1, dropless": (
+        "grok1_314b_bf16",
+        "model.experts={capacity_factor: null, rank_capacity_factor: 8}",
+    ),
     # Qwen3: norms of queries and keys, whose gains all heads share, and small experts.
     "qwen3": (
         "grok1_314b_bf16",
-        "model.experts={capacity_factor: null, count: 16, top_k: 4}",
+        "model.experts={capacity_factor: null, rank_capacity_factor: 8, count: 16, top_k: 4}",
         "model.attention.qk_norm=true",
         "model.norm_eps=1e-6",
     ),

@@ -31,7 +31,11 @@ CASES = {
     ),
     "pipeline 4 x expert 2": (GROK, 5, "full", "pipeline=4 expert=2"),
     "pipeline 2 x fsdp 2 x context 2, experts": (GROK, 2, "none", "pipeline=2 fsdp=2 context=2"),
+    "pipeline 2 x expert 2 x tensor 2, dropless": (
+        GROK, 4, "attention,gate,up", "pipeline=2 virtual_stages=2 expert=2 tensor=2",
+    ),
 }  # fmt: skip
+DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_factor=4"
 
 
 QUICK = ("pipeline 2 x fsdp 2 x context 2", "pipeline 2 x expert 2 x tensor 2")
@@ -83,9 +87,10 @@ def test_a_tied_head_soft_caps_and_scales():
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_a_pipeline_changes_neither_loss_nor_gradients(name):
     family, layers, remat, axes = CASES[name]
-    run = run_of(family, layers, remat, axes, "batch.microbatch=1")
+    more = DROPLESS if "dropless" in name else ()
+    run = run_of(family, layers, remat, axes, "batch.microbatch=1", *more)
     assert run.mesh_text() == name.partition(",")[0]
-    one = run_of(family, layers, remat, "", "batch.microbatch=4", devices=1)
+    one = run_of(family, layers, remat, "", "batch.microbatch=4", *more, devices=1)
     # Gradients are sums over 512 tokens and some layers in another order, as in `test_train`.
     assert_same(same_sequences(run), same_sequences(one), roundings=200)
 

@@ -1,7 +1,8 @@
 """The mixer in Pallas kernels for NVIDIA GPUs from Hopper on: convolution, scan, gate and norm,
 each with a backward pass; XLA computes the time steps, which are small.
 
-Start with `mixer`; `call` calls kernels, `scan` and `gradients` are the two passes of the scan.
+Start with `mixer`; `ops.pallas` calls kernels, `scan` and `gradients` are the two passes of the
+scan.
 """
 
 from functools import partial
@@ -10,16 +11,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxbench.ops.pallas import TARGET, work
 from jaxbench.recipe.model import MambaConfig
 from jaxbench.ssd import xla
 from jaxbench.ssd.context import entering
-from jaxbench.ssd.pallas.call import TARGET, Tuning, undeprecated, work
 from jaxbench.ssd.pallas.conv import conv_silu
 from jaxbench.ssd.pallas.gate import gate_norm
 from jaxbench.ssd.pallas.scan import scan
+from jaxbench.ssd.pallas.tuning import Tuning
 from jaxbench.ssd.parts import Axes, Dims, Parameters
 
-__all__ = ["RULES", "Tuning", "mixer", "refusal", "undeprecated"]
+__all__ = ["RULES", "Tuning", "mixer", "refusal"]
 
 RULES = {TARGET: work}
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ssd.pallas.call import Inputs, Tuning
+from jaxbench.ops.pallas import Inputs
+from jaxbench.ssd.pallas.tuning import Tuning
 from jaxbench.ssd.parts import Dims
 
 Columns = slice | pl.Slice

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ssd.pallas.call import Inputs, Launch, Output, Tuning, call
+from jaxbench.ops.pallas import Inputs, Launch, Output, call
+from jaxbench.ssd.pallas.tuning import Tuning
 from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from jaxbench.ops.pallas import Output, call, product
 from jaxbench.ssd.pallas import gradients
 from jaxbench.ssd.pallas.blocks import OfHead, decay, sums
-from jaxbench.ssd.pallas.call import Output, Tuning, call, product
+from jaxbench.ssd.pallas.tuning import Tuning
 from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32

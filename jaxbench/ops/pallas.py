@@ -42,24 +42,6 @@ class Launch:
     stages: int = 1
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Sizes that affect the speed of kernels, not yet chosen by measurement
-    (`benchmarks/one_gpu/mixers.py` has others).
-
-    The scan goes through a sequence in chunks of `chunk` tokens, its forward pass in parts of
-    `part`; states are kept once per chunk. Gradients of b and c are made for `columns` at a time.
-    """
-
-    chunk: int = 128
-    part: int = 64
-    columns: int = 128
-    forward: Launch = Launch(8)
-    reverse: Launch = Launch(8)
-    bc: Launch = Launch(8)
-    interpret: bool = False
-
-
 Inputs = dict[str, tuple[Array, pl.BlockSpec]]
 """Arrays that a kernel reads, by name, each with the block of a program."""
 
@@ -84,6 +66,7 @@ def call(
     launch: Launch,
     *,
     flops: int = 0,
+    sizes: tuple[int, ...] = (),
     touched: Mapping[str, int] | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
@@ -91,13 +74,15 @@ def call(
 
     `flops` are those of the kernel's products over all programs. Memory traffic counts each array
     once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
-    part. Both are stored in the compiled call, for plans.
+    part. A kernel whose work is a product has its `sizes` (`Work.sizes`). All are stored in the
+    compiled call, for plans.
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
     moved = dict(zip(names, map(_bytes, [*arrays, *outputs.values()]), strict=True))
     moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
-    cost = {"name": name, "flops": str(flops), "moved": str(sum(moved.values()))}
+    cost = {"kind": "product" if sizes else name, "flops": str(flops), "sizes": json.dumps(sizes)}
+    cost |= {"moved": str(sum(moved.values())), "dtype": HLO_DTYPES[like.dtype.name]}
 
     def body(*refs):
         kernel(SimpleNamespace(**dict(zip(names, refs, strict=True))))
@@ -112,7 +97,7 @@ def call(
             names.index(o.into): i for i, o in enumerate(outputs.values()) if o.into
         },
         compiler_params=triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
-        metadata=cost | {"dtype": HLO_DTYPES[like.dtype.name]},
+        metadata=cost,
         interpret=interpret,
         name=name,
     )(*arrays)
@@ -135,7 +120,8 @@ def _bytes(array: Array | Output) -> int:
 def work(i: Instruction, scope: Scope) -> Work:
     """The FLOPs and bytes of a compiled call."""
     cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
-    return Work(cost["name"], cost["dtype"], int(cost["flops"]), bytes=int(cost["moved"]))
+    sizes = tuple(json.loads(cost["sizes"]))
+    return Work(cost["kind"], cost["dtype"], int(cost["flops"]), sizes, bytes=int(cost["moved"]))
 
 
 @contextmanager

@@ -1,0 +1,204 @@
+"""Dispatch of tokens to the ranks of their experts, and combine: exchanges of static size, by
+indices.
+
+The tokens that a device sends, permuted by expert, fill *slots*, some of which stay empty. Two
+index maps are each other's inverse: from a slot to its assignment and from an assignment to its
+slot. So dispatch and combine are gathers, forward and backward: no one-hot products, no scatter,
+the same order of sums in every run.
+
+Four tokens a, b, c, d with k = 1, two experts with capacity 2 each; a, b and c are assigned to
+expert 0, with gates 0.9, 0.5 and 0.7; d to expert 1. Expert 0 takes its two largest gates and b is
+dropped:
+
+    slot                  0  1  2  3          assignment        a     b     c     d
+    assignment of slot    a  c  d  NONE       slot of it        0     NONE  1     2
+
+Dropless, with two ranks that hold an expert each and 3 slots for each rank:
+
+    slot                  0  1  2  3  4     5          assignment   a  b  c  d
+    assignment of slot    a  b  c  d  NONE  NONE       slot of it   0  1  2  3
+
+Dimension letters as in `ops`; T tokens of one device, C its assignments (T k), R its slots.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxbench import mesh
+from jaxbench.ops.grouped import NONE, group
+from jaxbench.ops.remat import SMALL, save
+from jaxbench.recipe.model import ExpertsConfig
+
+
+class Routes(NamedTuple):
+    """The slot of each assignment, and the assignment of each slot; `NONE` where there is none.
+
+    `slot` is `"batch shard_seq assignment"`; `assignment` is `"slots"` and counts a device's local
+    assignments. In dropless mode `groups` are the tokens that arrive, by local expert.
+    """
+
+    slot: Any
+    assignment: Any
+    groups: Any = None
+
+
+def dispatch(
+    x: Float[Array, "B S D"],
+    gates: Float[Array, "B S k"],
+    experts: Int[Array, "B S k"],
+    cfg: ExpertsConfig,
+) -> tuple[Array, Array, Routes]:
+    """(tokens at the ranks of their experts, their gates, routes).
+
+    With a capacity both are `"experts capacity .."`; empty slots are zero. Dropless they are
+    `"slots .."`: tokens in the order in which they arrive, from each rank at most `rank_slots`,
+    and gates permuted by expert as the products are (`ops.grouped`).
+    """
+    dropless = cfg.capacity is None
+
+    def local(x, gates, experts):
+        routes, sent = (dropless_routes if dropless else capacity_routes)(gates, experts, cfg)
+        routes = jax.tree.map(partial(save, name=SMALL), routes)
+        slot, assignment = routes.slot, routes.assignment
+        tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
+        weights = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
+        if dropless:
+            tokens, weights, received = _exchange((tokens, weights, sent), 0, 0)
+            groups = group(received, tokens.shape[0] // received.shape[0], experts.size)
+            groups = jax.tree.map(partial(save, name=SMALL), groups)
+            weights = permute(weights, groups.place[:, None], groups.row)
+            routes = routes._replace(groups=groups)
+        else:
+            tokens, weights = _exchange(
+                [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, weights)], 0, 1
+            )
+        return tokens, save(weights[..., 0], SMALL), routes
+
+    dims = "slots" if dropless else "experts capacity"
+    tokens_spec, weights_spec, slot_spec, slots_spec = (
+        mesh.spec(dims, mesh.ACTIVATION)
+        for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
+    )
+    routes_spec = Routes(slot_spec, slots_spec, slots_spec if dropless else None)
+    tokens, weights, routes = mesh.on_each_device(local, (tokens_spec, weights_spec, routes_spec))(
+        x, gates, experts
+    )
+    return save(tokens, "dispatched"), weights, routes
+
+
+def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:
+    """The inverse exchange of `dispatch`, and the sum over each token's assignments; a dropped one
+    adds nothing."""
+
+    def local(outputs, slot, assignment):
+        outputs = _exchange(outputs, outputs.ndim - 2, 0).reshape(-1, outputs.shape[-1])
+        tokens = unpermute(outputs, slot.reshape(-1, slot.shape[-1]), assignment)
+        return tokens.reshape(*slot.shape[:2], -1)
+
+    out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
+    return mesh.on_each_device(local, out)(outputs, routes.slot, routes.assignment)
+
+
+def _exchange(arrays: Any, split: int, joined: int) -> Any:
+    """Arrays whose parts along dimension `split` are sent to the ranks of the experts, those that
+    arrive joined along another one."""
+    if not (axes := mesh.used(*mesh.EXPERTS)):
+        return arrays
+    exchange = partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+    return jax.tree.map(lambda x: exchange(x, split_axis=split, concat_axis=joined), arrays)
+
+
+@jax.custom_vjp
+def permute(
+    x: Float[Array, "T D"], slot: Int[Array, "T k"], assignment: Int[Array, " R"]
+) -> Float[Array, "R D"]:
+    """The token of each slot, zeros in empty ones; the transpose of `unpermute`."""
+    return jnp.take(x, assignment // slot.shape[1], axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def unpermute(
+    permuted: Float[Array, "R D"], slot: Int[Array, "T k"], assignment: Int[Array, " R"]
+) -> Float[Array, "T D"]:
+    """The sum over each token's slots, in fp32; the transpose of `permute`."""
+    parts = jnp.take(permuted, slot, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(parts.astype(jnp.float32), axis=1).astype(permuted.dtype)
+
+
+permute.defvjp(
+    lambda x, *maps: (permute(x, *maps), maps),
+    lambda maps, cotangent: (unpermute(cotangent, *maps), None, None),
+)
+unpermute.defvjp(
+    lambda permuted, *maps: (unpermute(permuted, *maps), maps),
+    lambda maps, cotangent: (permute(cotangent, *maps), None, None),
+)
+
+
+def capacity_routes(
+    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
+) -> tuple[Routes, None]:
+    """(a device's routes with a capacity, None): of every group of `capacity_tokens` tokens, each
+    expert takes those with the largest gates (Megatron's policy `probs`); of equal gates the first.
+
+    Slots are ordered by expert, group of tokens, and gate.
+    """
+    k, capacity = cfg.top_k, cfg.capacity
+    assert capacity is not None
+    chosen = experts.reshape(-1, cfg.capacity_tokens, k, 1) == jnp.arange(cfg.count)
+    gate = gates.reshape(-1, cfg.capacity_tokens, k, 1)
+    score = jnp.max(jnp.where(chosen, gate, -1.0), axis=2).swapaxes(1, 2)
+    groups = score.shape[0]
+    order = jnp.argsort(-score, axis=-1)
+    rank = jnp.argsort(order, axis=-1)  # of each token among those of an expert, by gate
+
+    expert = experts.reshape(groups, cfg.capacity_tokens * k)
+    group = jnp.arange(groups)[:, None]
+    rank = rank[group, expert, jnp.arange(expert.shape[1]) // k]
+    slot = (expert * groups + group) * capacity + rank
+    slot = jnp.where(rank < capacity, slot, NONE)
+
+    order = order[..., :capacity]
+    which = jnp.argmax(chosen, axis=2)[group[..., None], order, jnp.arange(cfg.count)[:, None]]
+    assignment = (group[..., None] * cfg.capacity_tokens + order) * k + which
+    filled = jnp.take_along_axis(score, order, axis=-1) >= 0
+    assignment = jnp.where(filled, assignment, NONE)
+    return Routes(slot.reshape(experts.shape), assignment.swapaxes(0, 1).reshape(-1)), None
+
+
+def dropless_routes(
+    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
+) -> tuple[Routes, Int[Array, "n e"]]:
+    """(a device's routes without a capacity, the number of tokens that each of n ranks gets for
+    each of its e experts). Slots are ordered by rank, expert, and token; what a rank has no slots
+    for is dropped."""
+    ranks = mesh.ranks("experts")
+    slots = rank_slots(experts.size // cfg.top_k, cfg, ranks)
+    expert = experts.reshape(-1)
+    order = jnp.argsort(expert)
+    load = jnp.sum(expert[:, None] == jnp.arange(cfg.count), axis=0, dtype=jnp.int32)
+    ends = jnp.cumsum(load.reshape(ranks, -1), axis=1)
+    first = jnp.cumsum(ends[:, -1]) - ends[:, -1]  # sorted position of each rank's assignments
+
+    rank = expert // (cfg.count // ranks)
+    index = jnp.argsort(order) - first[rank]
+    slot = jnp.where(index < slots, rank * slots + index, NONE)
+
+    index = jnp.arange(slots)
+    position = jnp.where(index < ends[:, -1:], first[:, None] + index, NONE)
+    assignment = jnp.take(order, position.reshape(-1), mode="fill", fill_value=NONE)
+    sent = jnp.diff(jnp.minimum(ends, slots), axis=1, prepend=0)
+    return Routes(slot.reshape(experts.shape), assignment), sent
+
+
+def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:
+    """Slots that a device with a number of tokens has for each rank without a capacity:
+    `rank_capacity_factor` times a fair share, or the most that any choice needs."""
+    share = tokens * cfg.top_k / ranks
+    most = tokens * min(cfg.top_k, cfg.count // ranks)
+    return min(math.ceil(share * cfg.rank_capacity_factor), most)

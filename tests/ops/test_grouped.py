@@ -1,0 +1,102 @@
+"""Every implementation of grouped matmuls against float64, row by row; the Pallas kernels in
+Pallas's interpreter."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxbench.errors import RecipeError
+from jaxbench.ops import grouped
+from jaxbench.ops.grouped import BLOCK, NONE, pallas, xla
+from jaxbench.recipe.settings import Execution
+
+EPS32, EPS16 = np.finfo(np.float32).eps, 2**-8
+RNG = np.random.default_rng(0)
+SLOTS, D, N = 200, 128, 64
+RECEIVED = {
+    "some": np.array([[50, 0, 100, 7], [0, 0, 150, 50], [3, 1, 0, 0]]),
+    "one group has all": np.array([[0, 0, 200, 0], [0, 0, 200, 0]]),
+    "nothing arrives": np.array([[0, 0, 0, 0]]),
+    "whole blocks": np.array([[128, 0, 0, 0], [0, 0, 0, 128]]),
+}
+"""Rows of each of four groups from each rank."""
+
+
+def interpreted(name):
+    return partial(getattr(pallas, name), interpret=True)
+
+
+PRODUCTS = {
+    "xla": (xla.to_permuted, xla.from_permuted, xla.weights),
+    "pallas": tuple(map(interpreted, ("to_permuted", "from_permuted", "weights"))),
+}
+
+
+@pytest.fixture(params=RECEIVED)
+def received(request):
+    return RECEIVED[request.param]
+
+
+def test_each_row_has_one_place_in_its_group(received):
+    groups = grouped.group(jnp.asarray(received), SLOTS, expected=1)
+    row, place, of_block, ends = map(
+        np.asarray, (groups.row, groups.place, groups.group, groups.ends)
+    )
+    assert row.size == of_block.size * BLOCK
+    placed = np.flatnonzero(place != NONE)
+    np.testing.assert_array_equal(row[place[placed]], placed)
+    assert np.sum(row != NONE) == placed.size == received.sum()
+    for rank, counts in enumerate(received):
+        of_row = np.repeat(np.arange(4), counts)
+        places = place[rank * SLOTS : rank * SLOTS + of_row.size]
+        np.testing.assert_array_equal(of_block[places // BLOCK], of_row)
+    # Work follows the rows: no block is without any, but for those behind the last group's.
+    blocks = -(-received.sum(0) // BLOCK)
+    np.testing.assert_array_equal(ends, np.cumsum(blocks))
+    assert np.all(of_block[: ends[-1]] < 4)
+    assert np.all(of_block[ends[-1] :] == 4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_each_row(name, received, dtype):
+    groups = grouped.group(jnp.asarray(received), SLOTS, expected=1)
+    place, of_block = np.asarray(groups.place), np.asarray(groups.group)
+    filled = np.flatnonzero(place != NONE)
+    group = of_block[place[filled] // BLOCK]
+    # What has not arrived is undefined.
+    x, y = np.full((place.size, D), np.nan), np.zeros((of_block.size * BLOCK, N))
+    x[filled] = RNG.normal(size=(filled.size, D))
+    y[place[filled]] = RNG.normal(size=(filled.size, N))
+    x, y, w = (jnp.asarray(a, dtype) for a in (x, y, RNG.normal(size=(4, D, N))))
+    exact = [np.asarray(a, np.float64) for a in (x, y, w)]
+
+    permuted, arriving, gradient = np.zeros(y.shape), np.zeros(x.shape), np.zeros(w.shape)
+    permuted[place[filled]] = np.einsum("RD,RDN->RN", exact[0][filled], exact[2][group])
+    arriving[filled] = np.einsum("RN,RDN->RD", exact[1][place[filled]], exact[2][group])
+    for row, e in zip(filled, group, strict=True):
+        gradient[e] += np.outer(exact[0][row], exact[1][place[row]])
+
+    to_permuted, from_permuted, weights = PRODUCTS[name]
+    # Sums of up to 400 products in fp32; one rounding of the result.
+    eps = EPS32 * 30 if dtype == jnp.float32 else EPS16
+    for actual, expected in (
+        (to_permuted(x, w, groups), permuted),
+        (np.asarray(from_permuted(y, w, groups), np.float64)[filled], arriving[filled]),
+        (weights(x, y, groups), gradient),
+    ):
+        actual = np.asarray(actual, np.float64)
+        assert actual.shape == expected.shape
+        tolerance = eps * np.abs(expected).max(initial=1)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def test_the_kernels_are_chosen_where_they_run():
+    auto = Execution()
+    assert grouped.choose(auto, "bf16", "gpu") == "pallas"
+    assert grouped.choose(auto, "fp32", "gpu") == "xla"
+    assert grouped.choose(auto, "bf16", "cpu") == "xla"
+    with pytest.raises(RecipeError, match="pallas computes no bf16 products on a cpu; expected"):
+        grouped.choose(Execution(grouped_matmul="pallas"), "bf16", "cpu")
