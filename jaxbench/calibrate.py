@@ -26,7 +26,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.forecast.tables import GPU, Sizes
 from jaxbench.ops import attention
-from jaxbench.ops.fp8 import xla as fp8
+from jaxbench.ops.fp8.operand import multiply
 from jaxbench.ops.fp8.per_tensor import VALUES
 from jaxbench.versions import versions
 from jaxbench.xla import flags
@@ -116,7 +116,7 @@ def products(sample: Sample, array: Array) -> Iterator[Probe]:
         yield Probe("product", "bf16", (m, n, k), partial(jnp.einsum, "mk,nk->mn"), in_bf16)
         inverse = array((), jnp.bfloat16)
         in_fp8 = array(x, VALUES), inverse, array(w, VALUES), inverse
-        yield Probe("product", "fp8", (m, n, k), partial(fp8.multiply, "mk,nk->mn"), in_fp8)
+        yield Probe("product", "fp8", (m, n, k), partial(multiply, "mk,nk->mn"), in_fp8)
 
 
 def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:

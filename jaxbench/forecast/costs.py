@@ -74,7 +74,7 @@ class Measured(Roofline):
 
     def dtype(self, work: Work) -> str:
         """Table dtype of a product: fp32 products take twice the time of bf16's."""
-        return "fp8" if work.dtype.startswith("f8") else "bf16"
+        return "fp8" if work.multiplied.startswith("f8") else "bf16"
 
     def covers(self, work: Work) -> bool:
         """Whether the tables reach as far as what a kernel computes."""
@@ -99,7 +99,7 @@ class Measured(Roofline):
         return max(measured * wide, self._least(work))
 
     def _least(self, work: Work) -> float:
-        return work.flops / (peak(self.gpu, work.dtype) * 1e12)
+        return work.flops / (peak(self.gpu, work.multiplied) * 1e12)
 
     def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
         """FLOP/s of the causal half by sizes."""

@@ -72,9 +72,9 @@ class Experts(nnx.Module):
         )
 
     def _grouped_products(
-        self, x: Array, weights: Array, groups: grouped.Groups, implementation: str
+        self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
     ) -> Array:
-        gate_up, down = (mesh.gather_weight(w[...], 0) for w in (self.gate_up, self.down))
-        y = grouped.to_permuted(implementation, x, gate_up, groups)
-        hidden = gating.gated(GATES[self.cfg.activation], Duplicated.of(y), weights)
-        return grouped.from_permuted(implementation, hidden.value, down, groups)
+        x = Duplicated.of(tokens)
+        gate_up = grouped.to_permuted(implementation, x, self.gate_up, groups)
+        hidden = gating.gated(GATES[self.cfg.activation], gate_up, weights)
+        return single(grouped.from_permuted(implementation, hidden, self.down, groups))

@@ -31,7 +31,9 @@ TARGET = "__gpu$xla.gpu.triton"
 METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
 """The cost of a kernel, as an attribute of its compiled call."""
 
-HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
+HLO_DTYPES = {
+    "bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def call(
     *,
     flops: int = 0,
     sizes: tuple[int, ...] = (),
+    converted: str | None = None,
     touched: Mapping[str, int] | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
@@ -74,8 +77,8 @@ def call(
 
     `flops` are those of the kernel's products over all programs. Memory traffic counts each array
     once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
-    part. A kernel whose work is a product has its `sizes` (`Work.sizes`). All are stored in the
-    compiled call, for plans.
+    part. A kernel whose work is a product has its `sizes`, and the dtype to which it has
+    `converted` its operands (`Work`). All are stored in the compiled call, for plans.
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
@@ -83,6 +86,7 @@ def call(
     moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
     cost = {"kind": "product" if sizes else name, "flops": str(flops), "sizes": json.dumps(sizes)}
     cost |= {"moved": str(sum(moved.values())), "dtype": HLO_DTYPES[like.dtype.name]}
+    cost["converted"] = converted or ""
 
     def body(*refs):
         kernel(SimpleNamespace(**dict(zip(names, refs, strict=True))))
@@ -120,8 +124,14 @@ def _bytes(array: Array | Output) -> int:
 def work(i: Instruction, scope: Scope) -> Work:
     """The FLOPs and bytes of a compiled call."""
     cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
-    sizes = tuple(json.loads(cost["sizes"]))
-    return Work(cost["kind"], cost["dtype"], int(cost["flops"]), sizes, bytes=int(cost["moved"]))
+    return Work(
+        cost["kind"],
+        cost["dtype"],
+        int(cost["flops"]),
+        sizes=tuple(json.loads(cost["sizes"])),
+        bytes=int(cost["moved"]),
+        converted=cost["converted"] or None,
+    )
 
 
 @contextmanager

@@ -132,7 +132,8 @@ class Work:
     `kind` is `product`, or the kind that a rule gives; `dtype` is that of the operands. `sizes` of
     a product are (batch, m, n, k) for `[m, k]` times `[k, n]`; of attention (batch, heads, length,
     head dim), with `backward` for its gradient. `bytes` is the memory traffic where it is not that
-    of operands and results.
+    of operands and results. `converted` is the dtype to which a kernel converts operands before it
+    multiplies them, and whose peak it has.
     """
 
     kind: str
@@ -141,6 +142,12 @@ class Work:
     sizes: tuple[int, ...] = ()
     backward: bool = False
     bytes: int | None = None
+    converted: str | None = None
+
+    @property
+    def multiplied(self) -> str:
+        """The dtype in which it multiplies."""
+        return self.converted or self.dtype
 
 
 Rules = Mapping[str, Callable[[Instruction, Scope], Work]]

@@ -9,6 +9,7 @@ import pytest
 
 from jaxbench.errors import RecipeError
 from jaxbench.ops import grouped
+from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES
 from jaxbench.ops.grouped import BLOCK, NONE, pallas, xla
 from jaxbench.recipe.settings import Execution
 
@@ -91,6 +92,30 @@ def test_products_of_each_row(name, received, dtype):
         assert actual.shape == expected.shape
         tolerance = eps * np.abs(expected).max(initial=1)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_fp8_operands(name):
+    """Exact but for sums and the rounding to bf16: two FP8 numbers multiply exactly in fp32."""
+    received = RECEIVED["some"]
+    groups = grouped.group(jnp.asarray(received), SLOTS, expected=1)
+    filled = np.asarray(groups.row) != NONE
+    x = jnp.asarray(RNG.normal(size=(3 * SLOTS, D)), VALUES)
+    dy = jnp.asarray(RNG.normal(size=(filled.size, N)) * filled[:, None], GRADIENTS)
+    w = jnp.asarray(RNG.normal(size=(4, D, N)), VALUES)
+    scale = jnp.asarray(0.37, jnp.float32)
+    to_permuted, from_permuted, weights = PRODUCTS[name]
+    wide = [jnp.asarray(a, jnp.float32) for a in (x, w, dy)]
+    for actual, expected in (
+        (to_permuted(x, w, groups, scale), xla.to_permuted(wide[0], wide[1], groups)),
+        (from_permuted(dy, w, groups, scale), xla.from_permuted(wide[2], wide[1], groups)),
+        (weights(x, dy, groups, scale), xla.weights(wide[0], wide[2], groups)),
+    ):
+        assert actual.dtype == jnp.bfloat16
+        rows = np.asarray(groups.place) != NONE if len(actual) == len(x) else slice(None)
+        exact = 0.37 * np.asarray(expected, np.float64)[rows]
+        actual = np.asarray(actual, np.float64)[rows]
+        np.testing.assert_allclose(actual, exact, rtol=2**-8, atol=1e-4)
 
 
 def test_the_kernels_are_chosen_where_they_run():

@@ -46,9 +46,9 @@ def test_resolved_recipe_is_the_golden_one(name, request):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_published_row_has_a_recipe_row_with_its_work(name):
-    model, size, dtype = name.split("_")
-    rows = [r for r in published.rows() if r.workload.replace(".", "") == model]
-    rows = [r for r in rows if (r.size, r.dtype) == (size, dtype)]
+    rows = [
+        r for r in published.rows() if f"{r.workload.replace('.', '')}_{r.size}_{r.dtype}" == name
+    ]
     assert rows or name == "nemotronh_56b_bf16"  # measured in FP8 only
     for row in rows:
         run = recipes.resolve(RECIPES[name].on(row.gpu), row.gpus)

@@ -32,9 +32,9 @@ from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program, Rules
 
 __all__ = [
-    "IMPLEMENTATIONS", "Histories", "Operand", "Scaled", "attach", "choose", "compiled_products",
-    "dot", "init_histories", "product_name", "products", "scale", "update", "with_observed",
-    "zero_observed",
+    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
+    "compiled_products", "dot", "init_histories", "product_name", "products", "scale", "update",
+    "with_observed", "xla", "zero_observed",
 ]  # fmt: skip
 
 

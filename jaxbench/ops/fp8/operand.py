@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.contract import einsum_dims
+from jaxbench.ops.contract import contract, einsum_dims
 from jaxbench.ops.fp8.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program
@@ -56,9 +57,32 @@ class Product:
         _, w, _ = self.dims
         return w.index("E") if "E" in w else None
 
+    def result(self, x, scale_inv_x, w, scale_inv_w, groups) -> jax.Array:
+        """The product of input and weight, in bf16; operands come with their inverse scales."""
+        return multiply(self.equation, x, scale_inv_x, w, scale_inv_w)
+
+    def of_input(self, dy, scale_inv_dy, w, scale_inv_w, groups) -> jax.Array:
+        """The gradient of the input, as `result`."""
+        x, weight, y = self.dims
+        return multiply(f"{y},{weight}->{x}", dy, scale_inv_dy, w, scale_inv_w)
+
+    def of_weight(self, x, scale_inv_x, dy, scale_inv_dy, groups) -> jax.Array:
+        """The gradient of the weight, as `result`."""
+        values, w, y = self.dims
+        return multiply(f"{values},{y}->{w}", x, scale_inv_x, dy, scale_inv_dy)
+
     def scope(self) -> Any:
         """Names the operations, for `compiled_products`."""
         return jax.named_scope(f"fp8.{self.name}")
+
+
+def multiply(equation: str, a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b) -> jax.Array:
+    """Einsum of two FP8 tensors with their inverse scales, in bf16."""
+    return contract(equation, _dequantized(a, scale_inv_a), _dequantized(b, scale_inv_b))
+
+
+def _dequantized(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16) * scale_inv.astype(jnp.bfloat16)
 
 
 def gathered(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> jax.Array:

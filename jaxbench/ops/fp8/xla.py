@@ -5,60 +5,60 @@ with a bf16 result on GPUs, and computes it in bf16 elsewhere.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.contract import contract
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.fp8.operand import Operand, Product, gathered
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
 from jaxbench.ops.remat import SMALL, save
 
 
-def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
-    """Einsum of a bf16 activation with a weight at rest; the product and both gradients are in FP8.
+def dot(product: Product, x: Duplicated, w: Operand, groups: Any = None) -> Duplicated:
+    """Product of a bf16 activation with a weight at rest; it and both gradients are in FP8.
+    `groups` are those of a grouped matmul.
 
     Current scaling takes the scales of input and gradient from each device's local part, delayed
     scaling from past steps on all devices.
     """
-    return _dot(product, x, w.weight, w.observed, w.stored, w.scale_inv)
+    return _dot(product, x, w.weight, w.observed, w.stored, w.scale_inv, groups)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, x, kernel, observed, stored, scale_inv):
-    return _forward(product, x, kernel, observed, stored, scale_inv)[0]
+def _dot(product, x, kernel, observed, stored, scale_inv, groups):
+    return _forward(product, x, kernel, observed, stored, scale_inv, groups)[0]
 
 
-def _forward(product, x, kernel, observed, stored, scale_inv):
+def _forward(product, x, kernel, observed, stored, scale_inv, groups):
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
 
-    def local(x, stored, scale_inv):
+    def local(x, stored, scale_inv, groups):
         with product.scope():
             amax = amax_of(x.for_amax)
             scale_inv_x = scale_inv_of(amax, VALUES, product.margin) if current else scale_inv[0]
             quantized = quantize(x.value, scale_inv_x, VALUES)
             weight = gathered(stored, dims, scale_inv[1])
-            y = multiply(product.equation, quantized, scale_inv_x, weight, scale_inv[1])
+            y = product.result(quantized, scale_inv_x, weight, scale_inv[1], groups)
         return y, quantized, amax[None]
 
     specs = product.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
-    y, quantized, amax = run(x, stored, scale_inv)
-    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed)
+    y, quantized, amax = run(x, stored, scale_inv, groups)
+    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed, groups)
 
 
 def _backward(product, residuals, dy):
-    quantized, amax, stored, scale_inv, observed = residuals
+    quantized, amax, stored, scale_inv, observed, groups = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
-    x, w, y = product.dims
     # An amax taken later would keep the bf16 gradient alive. Where layers exchange activations
     # between ranks, it costs more to delay the gradients that these exchanges wait for.
     together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
-    def local(dy, quantized, amax, stored, scale_inv):
+    def local(dy, quantized, amax, stored, scale_inv, groups):
         with product.scope():
             amax_dy = amax_of(dy.for_amax)
             scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
@@ -69,23 +69,14 @@ def _backward(product, residuals, dy):
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = gathered(stored, dims, scale_inv_w)
-            dx = multiply(f"{y},{w}->{x}", gradient, scale_inv_dy, weight, scale_inv_w)
-            dw = multiply(f"{x},{y}->{w}", quantized, scale_inv_x, gradient, scale_inv_dy)
+            dx = product.of_input(gradient, scale_inv_dy, weight, scale_inv_w, groups)
+            dw = product.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy, groups)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
-    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv)
-    return Duplicated(dx, None), dw, None if current else amaxes, None, None
+    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv, groups)
+    return Duplicated(dx, None), dw, None if current else amaxes, None, None, None
 
 
 _dot.defvjp(_forward, _backward)
-
-
-def multiply(equation: str, a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b) -> jax.Array:
-    """Einsum of two FP8 tensors with their inverse scales, in bf16."""
-    return contract(equation, _dequantized(a, scale_inv_a), _dequantized(b, scale_inv_b))
-
-
-def _dequantized(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16) * scale_inv.astype(jnp.bfloat16)

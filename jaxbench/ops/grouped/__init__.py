@@ -12,15 +12,18 @@ of compiled programs and the plan read its entries.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
+from jaxbench.ops import fp8
+from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.grouped import pallas, xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
 from jaxbench.recipe.settings import Execution
@@ -32,13 +35,18 @@ __all__ = [
 ]  # fmt: skip
 
 
+Weight = nnx.Variable | fp8.Operand
+"""A weight at rest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """The three products of one device's rows and groups, all with weights `[E, D, N]`: of arriving
     rows with weights, as permuted ones; of permuted rows with transposed weights, as arriving ones;
     and of both kinds of rows, summed over each group, as the gradient of the weights.
 
-    Rows of padding are zeros in permuted results; among arriving ones they are undefined.
+    The product of FP8 operands is multiplied by a `scale`. Rows of padding are zeros in permuted
+    results; among arriving ones they are undefined.
     `platforms` are those on which it runs (None: all); `rules` give the work of its custom calls,
     all of which a compiled step must contain.
     """
@@ -84,63 +92,91 @@ def choose(execution: Execution, dtype: str, platform: str) -> str:
     return execution.grouped_matmul
 
 
+def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+    """Arriving rows times the weights of their groups, `[E, D, *N]`, permuted by group. The weights
+    are gathered, but for E; products are in FP8 where they are an `fp8.Operand`."""
+    return _dot(_Products(implementation, into=True), x, w, groups)
+
+
+def from_permuted(implementation: str, y: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+    """Permuted rows times the transposed weights of their groups, `[E, D, *N]`, in their order of
+    arrival; else as `to_permuted`."""
+    return _dot(_Products(implementation, into=False), y, w, groups)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """A product of one device's rows, into the permuted order or out of it, and its gradients.
+    `scale` is that of FP8 operands."""
+
+    implementation: str
+    into: bool
+
+    def result(self, x: Array, w: Array, groups: Groups, scale: Array | None = None) -> Array:
+        implementation, matrices = IMPLEMENTATIONS[self.implementation], _flat(w, 2)
+        if self.into:
+            y = implementation.to_permuted(x, matrices, groups, scale)
+            return y.reshape(-1, *w.shape[2:])
+        return implementation.from_permuted(_flat(x, 1), matrices, groups, scale)
+
+    def of_input(self, dy: Array, w: Array, groups: Groups, scale: Array | None = None) -> Array:
+        return replace(self, into=not self.into).result(dy, w, groups, scale)
+
+    def of_weight(self, x: Array, dy: Array, groups: Groups, scale: Array | None = None) -> Array:
+        arriving, permuted = (x, dy) if self.into else (dy, x)
+        weights = IMPLEMENTATIONS[self.implementation].weights
+        grad = weights(arriving, _flat(permuted, 1), groups, scale)
+        return grad.reshape(*grad.shape[:2], *permuted.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Fp8Product(fp8.Product):
+    """`_Products` in FP8."""
+
+    products: _Products
+
+    def result(self, x, scale_inv_x, w, scale_inv_w, groups) -> Array:
+        return self.products.result(x, w, groups, scale_inv_x * scale_inv_w)
+
+    def of_input(self, dy, scale_inv_dy, w, scale_inv_w, groups) -> Array:
+        return self.products.of_input(dy, w, groups, scale_inv_dy * scale_inv_w)
+
+    def of_weight(self, x, scale_inv_x, dy, scale_inv_dy, groups) -> Array:
+        return self.products.of_weight(x, dy, groups, scale_inv_x * scale_inv_dy)
+
+
+def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+    if not isinstance(w, fp8.Operand):
+        weight = mesh.gather_weight(w[...], 0)
+        return Duplicated.of(_product(products, x.value, weight, groups))
+    # Dimensions of rows: A, of either order. Those of the weight behind D are permuted rows'.
+    dims = "EDPF" if w.stored.ndim == 4 else "EDF"
+    equation = f"AD,{dims}->A{dims[2:]}" if products.into else f"A{dims[2:]},{dims}->AD"
+    spec = _spec(products, x.value, w.stored)
+    inputs = mesh.cotangent_spec(x.value)
+    product = _Fp8Product(equation, spec, inputs, w.name, w.precision.margin, products)
+    return fp8.xla.dot(product, x, w, groups)
+
+
+def _spec(products: _Products, x: Array, w: Array) -> PartitionSpec:
+    """The partition of a result: of its rows alone."""
+    features = w.ndim - 2 if products.into else 1
+    return PartitionSpec(mesh.partition(x)[0], *(None,) * features)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def to_permuted(
-    implementation: str, x: Float[Array, "A D"], w: Float[Array, "E D *N"], groups: Groups
-) -> Float[Array, "R *N"]:
-    """Arriving rows times the weights of their groups, permuted by group."""
-    product = IMPLEMENTATIONS[implementation].to_permuted
-
-    def local(x, w, groups):
-        return product(x, _matrices(w), groups).reshape(-1, *w.shape[2:])
-
-    spec = PartitionSpec(mesh.partition(x)[0], *mesh.partition(w)[2:])
-    return _on_each_device(local, spec)(x, w, groups)
+def _product(products: _Products, x: Array, w: Array, groups: Groups) -> Array:
+    return _on_each_device(products.result, _spec(products, x, w))(x, w, groups)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def from_permuted(
-    implementation: str, y: Float[Array, "R *N"], w: Float[Array, "E D *N"], groups: Groups
-) -> Float[Array, "A D"]:
-    """Permuted rows times the transposed weights of their groups, in their order of arrival."""
-    product = IMPLEMENTATIONS[implementation].from_permuted
-
-    def local(y, w, groups):
-        return product(y.reshape(y.shape[0], -1), _matrices(w), groups)
-
-    spec = PartitionSpec(mesh.partition(y)[0], mesh.partition(w)[1])
-    return _on_each_device(local, spec)(y, w, groups)
-
-
-def _gradient(implementation: str, x, y, w, groups) -> Float[Array, "E D *N"]:
-    """The gradient of weights from arriving and permuted rows, one of them a cotangent."""
-    product = IMPLEMENTATIONS[implementation].weights
-
-    def local(x, y, groups):
-        grad = product(x, y.reshape(y.shape[0], -1), groups)
-        return grad.reshape(-1, x.shape[1], *y.shape[1:])
-
-    return _on_each_device(local, mesh.cotangent_spec(w))(x, y, groups)
-
-
-def _to_permuted_backward(implementation, operands, dy):
+def _backward(products, operands, dy):
     x, w, groups = operands
-    dx = from_permuted(implementation, dy, w, groups)
-    return dx, _gradient(implementation, x, dy, w, groups), None
+    of_input = _on_each_device(products.of_input, mesh.cotangent_spec(x))
+    of_weight = _on_each_device(products.of_weight, mesh.cotangent_spec(w))
+    return of_input(dy, w, groups), of_weight(x, dy, groups), None
 
 
-def _from_permuted_backward(implementation, operands, dx):
-    y, w, groups = operands
-    dy = to_permuted(implementation, dx, w, groups)
-    return dy, _gradient(implementation, dx, y, w, groups), None
-
-
-def _forward(product: Callable) -> Callable:
-    return lambda implementation, *operands: (product(implementation, *operands), operands)
-
-
-to_permuted.defvjp(_forward(to_permuted), _to_permuted_backward)
-from_permuted.defvjp(_forward(from_permuted), _from_permuted_backward)
+_product.defvjp(lambda products, *operands: (_product(products, *operands), operands), _backward)
 
 
 def _on_each_device(local: Callable, spec: PartitionSpec) -> Callable:
@@ -148,5 +184,6 @@ def _on_each_device(local: Callable, spec: PartitionSpec) -> Callable:
     return mesh.on_each_device(local, spec, check_vma=False)
 
 
-def _matrices(w: Float[Array, "E D *N"]) -> Float[Array, "E D N"]:
-    return w.reshape(*w.shape[:2], -1)
+def _flat(x: Array, kept: int) -> Array:
+    """An array whose dimensions after the first `kept` are one."""
+    return x.reshape(*x.shape[:kept], -1)

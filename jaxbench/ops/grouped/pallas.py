@@ -1,6 +1,7 @@
 """Grouped matmuls in Pallas kernels for NVIDIA GPUs from Hopper on. A program makes one tile of a
 result; blocks without rows cost next to nothing."""
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups
-from jaxbench.ops.pallas import TARGET, Launch, Output, call, product, work
+from jaxbench.ops.grouped.xla import result_dtype
+from jaxbench.ops.pallas import TARGET, Inputs, Launch, Output, call, product, work
 
 RULES = {TARGET: work}
 
@@ -27,7 +29,12 @@ LAUNCH = Launch(warps=8, stages=3)
 
 
 def to_permuted(
-    x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, *, interpret: bool = False
+    x: Float[Array, "A D"],
+    w: Float[Array, "E D N"],
+    groups: Groups,
+    scale: Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
     width = _tile(w.shape[2])
@@ -40,14 +47,20 @@ def to_permuted(
             "w": (w, pl.BlockSpec((*w.shape[:2], width), lambda n, b: (0, 0, n))),
             "row": (groups.row, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
+            **_scale(scale),
         },
-        {"y": Output(y, x.dtype, pl.BlockSpec((BLOCK, width), lambda n, b: (b, n)))},
-        LAUNCH, **_cost(w.shape, groups, x.itemsize), interpret=interpret,
+        {"y": Output(y, result_dtype(x), pl.BlockSpec((BLOCK, width), lambda n, b: (b, n)))},
+        LAUNCH, **_cost(x, w, w.shape, groups, (x.itemsize, 2)), interpret=interpret,
     )["y"]  # fmt: skip
 
 
 def from_permuted(
-    y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, *, interpret: bool = False
+    y: Float[Array, "R N"],
+    w: Float[Array, "E D N"],
+    groups: Groups,
+    scale: Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "A D"]:
     """`Implementation.from_permuted`."""
     width = _tile(w.shape[1])
@@ -60,14 +73,20 @@ def from_permuted(
             "w": (w, pl.BlockSpec((w.shape[0], width, w.shape[2]), lambda d, b: (0, d, 0))),
             "row": (groups.row, pl.BlockSpec((BLOCK,), lambda d, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda d, b: (b,))),
+            **_scale(scale),
         },
-        {"x": Output(x, y.dtype, pl.BlockSpec((x[0], width), lambda d, b: (0, d)))},
-        LAUNCH, **_cost(w.shape, groups, y.itemsize), interpret=interpret,
+        {"x": Output(x, result_dtype(y), pl.BlockSpec((x[0], width), lambda d, b: (0, d)))},
+        LAUNCH, **_cost(y, w, w.shape, groups, (2, y.itemsize)), interpret=interpret,
     )["x"]  # fmt: skip
 
 
 def weights(
-    x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, *, interpret: bool = False
+    x: Float[Array, "A D"],
+    y: Float[Array, "R N"],
+    groups: Groups,
+    scale: Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
     tile = _tile(x.shape[1]), _tile(y.shape[1])
@@ -79,9 +98,10 @@ def weights(
             "y": (y, pl.BlockSpec((y.shape[0], tile[1]), lambda n, d, e: (0, n))),
             "row": (groups.row, _whole(groups.row)),
             "ends": (groups.ends, _whole(groups.ends)),
+            **_scale(scale),
         },
-        {"w": Output(w, x.dtype, pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},
-        LAUNCH, **_cost(w, groups, x.itemsize), interpret=interpret,
+        {"w": Output(w, result_dtype(x), pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},
+        LAUNCH, **_cost(x, y, w, groups, (x.itemsize, y.itemsize)), interpret=interpret,
     )["w"]  # fmt: skip
 
 
@@ -90,9 +110,16 @@ def _to_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     def step(i, total):
         x = _gathered(r.x, rows, i * depth, depth)
-        return total + product(x, r.w[of, pl.ds(i * depth, depth), :])
+        return total + _product(x, r.w[of, pl.ds(i * depth, depth), :])
 
-    _unless_empty(r.y, of, r.w, step, r.x.shape[1] // depth)
+    @pl.when(of < r.w.shape[0])
+    def _():
+        total = _sum(step, 0, r.x.shape[1] // depth, r.y.shape, r)
+        r.y[...] = total.astype(r.y.dtype)
+
+    @pl.when(of == r.w.shape[0])
+    def _():
+        r.y[...] = jnp.zeros(r.y.shape, r.y.dtype)
 
 
 def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
@@ -100,13 +127,12 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     def step(i, total):
         features = pl.ds(i * depth, depth)
-        return total + product(r.y[:, features], r.w[of, :, features].T)
+        return total + _product(r.y[:, features], r.w[of, :, features].T)
 
     @pl.when(of < r.w.shape[0])
     def _():
-        zeros = jnp.zeros((BLOCK, r.x.shape[1]), jnp.float32)
-        total = jax.lax.fori_loop(0, r.y.shape[1] // depth, step, zeros)
         tile, filled = _tile_at(r.x, rows, 0, r.x.shape[1])
+        total = _sum(step, 0, r.y.shape[1] // depth, (BLOCK, r.x.shape[1]), r)
         triton.store(tile, total.astype(r.x.dtype), mask=filled)
 
 
@@ -117,23 +143,22 @@ def _weights(r: SimpleNamespace) -> None:
     def step(b, total):
         block = pl.ds(b * BLOCK, BLOCK)
         x = _gathered(r.x, r.row[block], 0, r.x.shape[1])
-        return total + product(x.T, r.y[block, :])
+        return total + _product(x.T, r.y[block, :])
 
-    total = jax.lax.fori_loop(first, r.ends[of], step, jnp.zeros(r.w.shape, jnp.float32))
-    r.w[...] = total.astype(r.w.dtype)
+    r.w[...] = _sum(step, first, r.ends[of], r.w.shape, r).astype(r.w.dtype)
 
 
-def _unless_empty(out, of, w, step, steps: int) -> None:
-    """Writes the sum of all steps, or zeros for a block without rows."""
+def _sum(step: Callable, first, last, shape: tuple[int, ...], r: SimpleNamespace) -> Array:
+    """The fp32 sum of all steps, times the scale of FP8 operands."""
+    total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
+    return total * r.scale[0] if hasattr(r, "scale") else total
 
-    @pl.when(of < w.shape[0])
-    def _():
-        total = jax.lax.fori_loop(0, steps, step, jnp.zeros(out.shape, jnp.float32))
-        out[...] = total.astype(out.dtype)
 
-    @pl.when(of == w.shape[0])
-    def _():
-        out[...] = jnp.zeros(out.shape, out.dtype)
+def _product(a: Array, b: Array) -> Array:
+    """The fp32 product of two tiles; FP8 of two kinds is converted, exactly, to bf16."""
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return product(a, b)
 
 
 def _tile_at(x, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:
@@ -148,7 +173,7 @@ def _tile_at(x, rows: Array, first: Array | int, width: int) -> tuple[Any, Array
 def _gathered(x, rows: Array, first: Array | int, width: int) -> Array:
     """A tile of rows by their indices, zeros for `NONE`."""
     tile, filled = _tile_at(x, rows, first, width)
-    return triton.load(tile, mask=filled, other=0)
+    return triton.load(tile, mask=filled, other=jnp.zeros((), x.dtype))
 
 
 def _whole(x: Array) -> pl.BlockSpec:
@@ -160,11 +185,21 @@ def _tile(features: int, *widths: int) -> int:
     return next(width for width in widths or TILES if features % width == 0)
 
 
-def _cost(w: tuple[int, ...], groups: Groups, itemsize: int) -> dict[str, Any]:
-    """FLOPs and bytes of a product for the number of rows that is expected."""
+def _scale(scale: Array | None) -> Inputs:
+    return (
+        {} if scale is None else {"scale": (scale.reshape(1), pl.BlockSpec((1,), lambda *_: (0,)))}
+    )
+
+
+def _cost(
+    a: Array, b: Array, w: tuple[int, ...], groups: Groups, itemsizes: tuple[int, int]
+) -> dict[str, Any]:
+    """FLOPs and bytes of a product for the number of rows that is expected; the item sizes are
+    those of arriving and of permuted rows."""
     rows, (count, d, n) = groups.expected, w
     return {
         "flops": 2 * rows * d * n,
         "sizes": (count, -(-rows // count), n, d),
-        "touched": {"x": rows * d * itemsize, "y": rows * n * itemsize},
+        "touched": {"x": rows * d * itemsizes[0], "y": rows * n * itemsizes[1]},
+        "converted": None if a.dtype == b.dtype else "bf16",
     }
