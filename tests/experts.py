@@ -11,6 +11,7 @@ ORIGINAL = (
     "model.logit_scale=0.5773502691896257", "model.attention.softcap=30.0",
     "model.attention.rope.base=10000", "model.experts.router=softmax_topk",
     "model.experts.balance_loss=0", "model.experts.capacity_factor=null",
+    "model.experts.rank_capacity_factor=8",
 )  # fmt: skip
 """Overrides that make the recipe Grok-1 as it was released."""
 

@@ -154,7 +154,7 @@ def reproduce(row, cfg):
     """(tokens/s, MFU in percent, days to 1T tokens) from the row's step time, by the source's rules
     and the row's errata."""
     exact_step_s = row.step_time_s
-    if "RND" in row.errata or "STEP" in row.errata:
+    if {"RND", "STEP", "RATE"} & set(row.errata):
         exact_step_s = row.seq_len * row.gbs / row.tokens_per_s
     tokens_per_s = row.seq_len * row.gbs / exact_step_s
     stated = STATED_FLOPS.get((row.workload, row.size, row.layers))
