@@ -73,8 +73,9 @@ def transformer_engine_on_a_cpu(monkeypatch):
 
 
 SHARING = (
-    "test_slurm.py", "test_null_slurm.py", "test_compile.py", "test_plan.py", "test_search.py",
-    "test_survive.py", "test_equivalence.py", "test_cli.py", "test_checkpoint.py",
+    "test_slurm.py", "test_null_slurm.py", "test_compile.py", "test_pipeline_compiled.py",
+    "test_te.py", "test_plan.py", "test_search.py", "test_survive.py", "test_equivalence.py",
+    "test_cli.py", "test_checkpoint.py",
 )  # fmt: skip
 """Files whose tests share what takes long to make, the longest first."""
 

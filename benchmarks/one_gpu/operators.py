@@ -16,7 +16,7 @@ from jaxbench import mesh, ssd
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext, Weight
-from jaxbench.ops import attention, dense, embedding, fp8, loss
+from jaxbench.ops import attention, dense, embedding, fp8, grouped, loss
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
@@ -229,29 +229,45 @@ def embedding_and_loss(ctx: Context) -> Iterator[Case]:
     yield Case(name, lambda _: mean_loss, (*arrays, ids), (0, 1))
 
 
-def experts(ctx: Context) -> Iterator[Case]:
-    """Routing and experts of Grok-1 at a smaller width, for the CPU's sake."""
-    wide = [
+WIDE_EXPERTS = {
+    "grok1_314b_bf16": (
         "model.embed=6144", "model.experts.ffn=2048", f"model.experts.capacity_tokens={TOKENS}",
-        f"batch.sequence_length={TOKENS}",
-    ]  # fmt: skip
-    run = row("grok1_314b_bf16", recipes.SMOKE, *([] if ctx.rehearsal else wide))
-    model, tokens = run.model, run.batch.sequence_length
+    ),
+    "qwen3_30b_a3b_bf16": ("model.embed=2048", "model.experts.ffn=768"),
+}  # fmt: skip
+"""Recipes whose experts have a capacity or are dropless, with dimensions for a GPU: Grok-1's are
+smaller than published, for the CPU's sake."""
 
-    def mixture(x, router, gate_up, down):
-        layer = Experts(model, model.experts, key=jax.random.key(0))
-        layer.router, layer.gate_up, layer.down = nnx.Param(router), Weight(gate_up), Weight(down)
-        return compute_weights(layer, x.dtype)(x, ForwardContext(rotary=None, kernel="xla"))[0]
 
-    count, embed, ffn = model.experts.count, model.embed, model.experts.ffn
-    arrays = (
-        random(1, tokens, embed),
-        random(embed, count, seed=1, scale=embed**-0.5),
-        random(count, embed, 2, ffn, seed=2, scale=embed**-0.5),
-        random(count, embed, ffn, seed=3, scale=ffn**-0.5),
-    )
-    name = f"experts, {tokens} tokens, {count} of {embed} x {ffn}"
-    yield Case(name, lambda _: mixture, arrays, (0, 2, 3))
+def experts(ctx: Context) -> Iterator[Case]:
+    """Routing and experts, with a capacity and dropless."""
+    for recipe, wide in WIDE_EXPERTS.items():
+        changes = () if ctx.rehearsal else (*wide, f"batch.sequence_length={TOKENS}")
+        run = row(recipe, recipes.SMOKE, *changes)
+        model, tokens = run.model, run.batch.sequence_length
+
+        def mixture(platform, run=run, model=model):
+            kernel = grouped.choose(run.execution, "bf16", platform)
+            ctx = ForwardContext(rotary=None, kernel="xla", grouped_matmul=kernel)
+
+            def layer(x, router, gate_up, down):
+                layer = Experts(model, model.experts, key=jax.random.key(0))
+                layer.router = nnx.Param(router)
+                layer.gate_up, layer.down = Weight(gate_up), Weight(down)
+                return compute_weights(layer, x.dtype)(x, ctx)[0]
+
+            return layer
+
+        count, embed, ffn = model.experts.count, model.embed, model.experts.ffn
+        arrays = (
+            random(1, tokens, embed),
+            random(embed, count, seed=1, scale=embed**-0.5),
+            random(count, embed, 2, ffn, seed=2, scale=embed**-0.5),
+            random(count, embed, ffn, seed=3, scale=ffn**-0.5),
+        )
+        kind = "dropless experts" if model.dropless else "experts"
+        name = f"{kind}, {tokens} tokens, {count} of {embed} x {ffn}"
+        yield Case(name, mixture, arrays, (0, 2, 3))
 
 
 def cases(ctx: Context) -> Iterator[Case]:

@@ -29,7 +29,7 @@ ERRATA = {
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
     "FULL": "MFU is that of the full count, 1/1.17 of what the formula of release 24.11 gives",
     "HALF": "tokens/s and days are those of half the global batch",
-    "RATE": "the source prints tokens/s alone, some cut to whole samples/s; the step time is theirs",
+    "RATE": "the source prints tokens/s alone, some in whole samples/s; the step is computed",
 }
 
 

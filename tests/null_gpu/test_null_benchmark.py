@@ -51,7 +51,7 @@ def test_rates_above_the_peak_are_no_ceilings(tmp_path):
 def test_operators_end_beside_the_cpu(tmp_path):
     findings = findings_of("operators", tmp_path)
     kinds = {what.split()[0].rstrip(",") for what in findings}
-    assert kinds == {"attention", "FP8", "mixer", "experts", "embedding", "loss"}
+    assert kinds == {"attention", "FP8", "mixer", "experts", "dropless", "embedding", "loss"}
     assert {finding["verdict"] for finding in findings.values()} == {"WRONG"}
 
 

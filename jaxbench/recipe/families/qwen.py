@@ -13,8 +13,8 @@ from jaxbench.recipe.model import AttentionConfig, ExpertsConfig, ModelConfig, R
 ATTENTION = AttentionConfig(
     heads=32, kv_heads=4, head_dim=128, rope=Rope(base=1_000_000.0), qk_norm=True
 )
-# With random routing a rank sends another 4096 +- 58 tokens of a sequence where 8 share the experts:
-# a tenth more is 7 standard deviations.
+# With random routing and experts on 8 ranks, each sends another 4096 +- 58 tokens of a sequence: a
+# tenth more is 7 standard deviations.
 EXPERTS = ExpertsConfig(
     count=128, top_k=8, ffn=768, balance_loss=1e-3, routing="random", rank_capacity_factor=1.1
 )
