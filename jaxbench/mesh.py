@@ -68,6 +68,7 @@ WEIGHT = {
     "expert_ffn": None,
     "router_embed": None,
     "router": None,
+    "latent": None,
 }
 """Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
 copy. Dimensions of an expert's weights follow `experts`, and are sharded over the other axes."""
@@ -89,6 +90,7 @@ ACTIVATION = {
     "groups": TENSOR,
     "ffn": TENSOR,
     "embed": None,
+    "latent": None,
     "group": None,
     "part": None,
     "head_dim": None,
@@ -184,6 +186,12 @@ def scatter_seq(y: jax.Array) -> jax.Array:
             jax.lax.psum_scatter(y, TENSOR, scatter_dimension=1, tiled=True) if used(TENSOR) else y
         )
     return jax.sharding.reshard(y, spec("batch shard_seq embed", ACTIVATION))
+
+
+def pinned(x: jax.Array) -> jax.Array:
+    """`x` and its cotangent in the partition of its type. Shardy may otherwise move that of a
+    neighbour to it, and then refuses a product whose result is unreduced."""
+    return on_each_device(lambda x: x, PartitionSpec(*partition(x)))(x)
 
 
 def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:

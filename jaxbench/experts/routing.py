@@ -10,18 +10,26 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from jaxbench import mesh
+from jaxbench.ops import dense
 from jaxbench.recipe.model import ExpertsConfig
+
+SMALLEST_SUM = 1e-20
+"""Added to a sum of sigmoids before it divides (DeepSeek-V3)."""
 
 
 def choose(
-    logits: Float[Array, "B S E"], cfg: ExpertsConfig
+    logits: Float[Array, "B S E"], cfg: ExpertsConfig, bias: Float[Array, " E"] | None = None
 ) -> tuple[Float[Array, "B S k"], Int[Array, "B S k"]]:
     """(gates, experts) of each token's assignments; the gates are fp32 and carry the gradient.
 
     `topk_softmax`: softmax over the largest logits (Megatron). `softmax_topk`: the largest of the
-    softmax over all, not normalised again (Grok-1). Of equal logits the first expert wins. Balanced
-    routing assigns experts in turn.
+    softmax over all, not normalised again (Grok-1). `sigmoid`: the sigmoids of the chosen logits
+    over their sum (DeepSeek-V3); the largest are chosen after `bias` is added, whose gradient is
+    the number of assignments (`count_loads`). All are multiplied by `gate_scale`.
+
+    Of equal scores the first expert wins. Balanced routing assigns experts in turn.
     """
+    scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
 
     def in_turn(logits):
         assignments = mesh.indices("shard_seq", logits.shape[1])[:, None] * cfg.top_k
@@ -31,11 +39,59 @@ def choose(
     if cfg.routing == "balanced":
         experts = mesh.on_each_device(in_turn, PartitionSpec(*mesh.partition(logits)))(logits)
     else:
-        experts = jax.lax.top_k(jax.lax.stop_gradient(logits), cfg.top_k)[1]
-    values = jax.nn.softmax(logits) if cfg.router == "softmax_topk" else logits
+        biased = scores if bias is None else dense.shift(scores, bias)
+        experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
+    values = jax.nn.softmax(logits) if cfg.router == "softmax_topk" else scores
     chosen = experts[..., None] == jnp.arange(cfg.count)
     gates = jnp.sum(jnp.where(chosen, values[..., None, :], 0.0), axis=-1)
-    return (gates if cfg.router == "softmax_topk" else jax.nn.softmax(gates)), experts
+    if cfg.router == "topk_softmax":
+        gates = jax.nn.softmax(gates)
+    elif cfg.router == "sigmoid":
+        gates /= jnp.sum(gates, axis=-1, keepdims=True) + SMALLEST_SUM
+    if bias is not None:
+        of_chosen = jnp.where(chosen, dense.shift(jnp.zeros_like(scores), bias)[..., None, :], 0.0)
+        gates = count_loads(gates, jnp.sum(of_chosen, axis=-1))
+    return gates * cfg.gate_scale, experts
+
+
+def _in_best_groups(scores: Float[Array, "B S E"], cfg: ExpertsConfig) -> Float[Array, "B S E"]:
+    """The scores of experts in a token's best groups; of others the least possible."""
+    if cfg.groups == cfg.top_groups:
+        return scores
+    groups = scores.reshape(*scores.shape[:2], cfg.groups, -1)
+    best = jax.lax.top_k(groups, cfg.top_k // cfg.top_groups)[0]
+    kept = jax.lax.top_k(jnp.sum(best, axis=-1), cfg.top_groups)[1]
+    among = jnp.any(kept[..., None] == jnp.arange(cfg.groups), axis=-2)
+    return jnp.where(among[..., None], groups, -jnp.inf).reshape(scores.shape)
+
+
+@jax.custom_vjp
+def count_loads(
+    gates: Float[Array, "B S k"], biases: Float[Array, "B S k"]
+) -> Float[Array, "B S k"]:
+    """The gates. The gradient of each assignment's bias is 1, so that the sum that reaches a bias,
+    over microbatches and devices as any gradient, is the number of its expert's assignments."""
+    return gates
+
+
+count_loads.defvjp(
+    lambda gates, biases: (gates, biases), lambda biases, dy: (dy, jnp.ones_like(biases))
+)
+
+
+def balance_shares(
+    logits: Float[Array, "B S E"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
+) -> tuple[Float[Array, "B S E"], Int[Array, "B S k"]]:
+    """(probability of each expert, assignments) as the load-balance loss takes them: the softmax
+    and the choice; with router `sigmoid` the shares of the sigmoids, and the choice by them alone,
+    without bias and groups."""
+    if cfg.router != "sigmoid":
+        return jax.nn.softmax(logits), experts
+    scores = jax.nn.sigmoid(logits)
+    shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + SMALLEST_SUM)
+    if cfg.routing == "balanced":
+        return shares, experts
+    return shares, jax.lax.top_k(jax.lax.stop_gradient(shares), cfg.top_k)[1]
 
 
 def random_logits(
@@ -66,20 +122,25 @@ def random_logits(
 
 
 def balance_loss(
-    logits: Float[Array, "B S E"], experts: Int[Array, "B S k"]
+    logits: Float[Array, "B S E"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Float[Array, " B"], Int[Array, "B E"]]:
     """(load-balance loss, assignments of each expert) of each sequence, before any are dropped.
 
-    The loss is E sum_e F_e P_e, with F_e expert e's share of the assignments and P_e its mean
-    softmax over all experts (Fedus et al. 2021; Megatron takes it for each sequence). It is 1 when
-    both are uniform; only P carries a gradient.
+    The loss is E sum_e F_e P_e, with F_e expert e's share of the assignments and P_e the mean of
+    its probability (`balance_shares`; Fedus et al. 2021; Megatron takes it for each sequence). It
+    is 1 when both are uniform; only P carries a gradient.
     """
-    count, length = logits.shape[-1], mesh.whole_seq(experts.shape[1])
-    chosen = experts[..., None] == jnp.arange(count)
-    load = mesh.sum_seq(chosen.astype(jnp.int32), axis=(1, 2))
-    share = load / (length * experts.shape[2])
-    mean = mesh.sum_seq(jax.nn.softmax(logits)) / length
-    return count * jnp.sum(share * mean, axis=-1), load
+    length = mesh.whole_seq(experts.shape[1])
+
+    def loads(experts):
+        chosen = experts[..., None] == jnp.arange(cfg.count)
+        return mesh.sum_seq(chosen.astype(jnp.int32), axis=(1, 2))
+
+    probability, counted = balance_shares(logits, experts, cfg)
+    load = loads(experts)
+    share = (load if counted is experts else loads(counted)) / (length * cfg.top_k)
+    mean = mesh.sum_seq(probability) / length
+    return cfg.count * jnp.sum(share * mean, axis=-1), load
 
 
 Figures = dict[str, Array]

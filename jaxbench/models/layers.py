@@ -60,6 +60,11 @@ class Vector(nnx.Param):
     choice."""
 
 
+class LoadBias(nnx.Param):
+    """The bias of each expert in the router's choice, in fp32. Its gradient is the expert's load,
+    by which the optimizer moves it (`train.optimizer.balance`)."""
+
+
 def normal(
     key, cfg: ModelConfig, dims: str, shape, *, fan_in, residual=False, truncated=False, scale=1.0
 ) -> Array:

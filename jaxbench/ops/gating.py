@@ -35,6 +35,13 @@ def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = N
     return hidden.astype(gate.dtype)
 
 
+def squared_relu(up: Float[Array, "*T F"], weights: Float[Array, "*T"]) -> Float[Array, "*T F"]:
+    """relu(up)^2 times one weight per token; computed in fp32, returned in the dtype of `up`, which
+    remat policies save."""
+    wide = save(up, "up").astype(jnp.float32)
+    return (jnp.square(jax.nn.relu(wide)) * weights[..., None]).astype(up.dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(
     activation: Callable, gate_up: Duplicated, weights: Float[Array, "*T"] | None = None

@@ -76,12 +76,13 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
             scan = flops.scan_flops(mixer, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
             add("mamba", mixer.groups * mixer.inner, scan)
         else:
-            copies = 1.0
+            width: float = mixer.ffn
             if isinstance(mixer, ExpertsConfig):
-                copies = mixer.top_k * (mixer.capacity_factor or 1.0)
-                add("dispatched", copies * cfg.embed, 0)
+                copies = mixer.top_k * (mixer.capacity_factor or mixer.rank_capacity_factor)
+                add("dispatched", copies * (mixer.latent or cfg.embed), 0)
+                width = copies * mixer.ffn + (mixer.shared_ffn or 0)
             for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
-                add(name, copies * mixer.ffn, 2 * copies * cfg.embed * mixer.ffn)
+                add(name, width, 2 * cfg.embed * width)
     return {name: result[name] for name in SAVEABLE if name in result}
 
 

@@ -33,9 +33,9 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
         "embedding": cfg.vocabulary * embed,
         "attention": sum(_attention_weights(embed, mixer) for mixer in cfg.each(AttentionConfig)),
         "mlp": sum(_mlp_weights(embed, mixer) for mixer in cfg.each(MlpConfig)),
-        "experts": sum(mixer.count * _mlp_weights(embed, mixer) for mixer in experts),
+        "experts": sum(_expert_weights(embed, mixer, mixer.count) for mixer in experts),
         "mamba": sum(_mamba_projections(embed, mixer) + _mamba_rest(mixer) for mixer in mamba),
-        "router": sum(embed * mixer.count for mixer in experts),
+        "router": sum(_router_weights(embed, mixer) for mixer in experts),
         "norms": (norms_per_mixer * len(cfg.mixers) + 1) * embed * NORM_VECTORS[cfg.norm]
         + sum(2 * mixer.head_dim for mixer in cfg.each(AttentionConfig) if mixer.qk_norm),
         "head": 0 if cfg.tied else cfg.vocabulary * embed,
@@ -49,6 +49,17 @@ def _attention_weights(embed: int, mixer: AttentionConfig) -> int:
 
 def _mlp_weights(embed: int, mixer: MlpConfig | ExpertsConfig) -> int:
     return mixer.matrices * embed * mixer.ffn
+
+
+def _expert_weights(embed: int, mixer: ExpertsConfig, count: int) -> int:
+    """Of a number of experts, their latent projections, and the shared one."""
+    shared = _mlp_weights(embed, mixer.shared) if mixer.shared else 0
+    projections = 2 * embed * (mixer.latent or 0)
+    return count * _mlp_weights(mixer.latent or embed, mixer) + projections + shared
+
+
+def _router_weights(embed: int, mixer: ExpertsConfig) -> int:
+    return mixer.count * (embed + (mixer.bias_rate is not None))
 
 
 def _mamba_projections(embed: int, m: MambaConfig) -> int:
@@ -69,9 +80,9 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
 
     Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads
     head_dim per token forward with the `full` matrix. Of the experts those count that a token
-    chooses, dropped or not. The Mamba-2 scan is counted in chunks of `COUNTED_CHUNK`, which both
-    conventions take as square; its convolution and the decay of states between chunks are not
-    counted.
+    chooses, dropped or not, and the shared one. The Mamba-2 scan is counted in chunks of
+    `COUNTED_CHUNK`, which both conventions take as square; its convolution and the decay of states
+    between chunks are not counted.
     """
     embed, per_weight = cfg.embed, 6 * length
     attention, mlps = cfg.each(AttentionConfig), cfg.each(MlpConfig)
@@ -83,7 +94,7 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
         "head": per_weight * embed * cfg.vocabulary,
     }
     if experts := cfg.each(ExpertsConfig):
-        flops["experts"] = sum(per_weight * e.top_k * _mlp_weights(embed, e) for e in experts)
+        flops["experts"] = sum(per_weight * _expert_weights(embed, e, e.top_k) for e in experts)
         flops["router"] = sum(per_weight * embed * e.count for e in experts)
     if mamba := cfg.each(MambaConfig):
         chunk = min(COUNTED_CHUNK, length)

@@ -121,10 +121,27 @@ class ExpertsConfig:
     """experts that a token is sent to"""
     ffn: int
     """width inside an expert"""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """of an expert, gated"""
-    router: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
-    """softmax over the chosen logits, or the largest of the softmax over all"""
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """of an expert; gated except for `relu2`, the squared ReLU"""
+    latent: int | None = None
+    """width of the tokens that experts see: one projection before them, one after their sum; `null`
+    for `model.embed`"""
+    shared_ffn: int | None = None
+    """width of an expert that all tokens pass, beside those they are sent to"""
+    router: Literal["topk_softmax", "softmax_topk", "sigmoid"] = "topk_softmax"
+    """gates of the chosen experts: softmax over the chosen logits; the largest of the softmax over
+    all; or the sigmoid of each, over their sum (DeepSeek-AI 2024, "DeepSeek-V3")"""
+    gate_scale: float = 1.0
+    """factor of the gates"""
+    groups: int = 1
+    """groups of experts, of which a token chooses from `top_groups`: those with the largest sums of
+    the best `top_k / top_groups` scores"""
+    top_groups: int = 1
+    """groups that a token chooses from"""
+    bias_rate: float | None = None
+    """with router `sigmoid`: step by which a bias of each expert, which decides the choice but not
+    the gates, grows where its load is below the mean, and falls where it is above (Wang et al.
+    2024, auxiliary-loss-free load balancing)"""
     balance_loss: float = 0.0
     """coefficient of the load-balance loss"""
     capacity_factor: float | None = None
@@ -144,7 +161,8 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         prefix = "model.experts."
         positive(
-            prefix, self, "count", "top_k", "ffn", "capacity_factor", "capacity_tokens",
+            prefix, self, "count", "top_k", "ffn", "latent", "shared_ffn", "gate_scale", "groups",
+            "top_groups", "bias_rate", "capacity_factor", "capacity_tokens",
             "rank_capacity_factor",
         )  # fmt: skip
         not_negative(prefix, self, "balance_loss")
@@ -154,10 +172,30 @@ class ExpertsConfig:
             f"{self.count}",
         )
 
+        divides("model.experts.groups", self.groups, "model.experts.count", self.count)
+        divides("model.experts.top_groups", self.top_groups, "model.experts.top_k", self.top_k)
+        reach = self.top_groups * self.count // self.groups
+        require(
+            self.top_groups <= self.groups and self.top_k <= reach,
+            f"model.experts.top_groups = {self.top_groups} of groups = {self.groups} must hold the "
+            f"top_k = {self.top_k} experts of a token",
+        )
+        require(
+            self.bias_rate is None or self.router == "sigmoid",
+            f"model.experts.bias_rate = {self.bias_rate} needs model.experts.router = sigmoid",
+        )
+
+    @property
+    def shared(self) -> MlpConfig | None:
+        """The shared expert."""
+        return (
+            MlpConfig(ffn=self.shared_ffn, activation=self.activation) if self.shared_ffn else None
+        )
+
     @property
     def matrices(self) -> int:
         """Weight matrices of an expert, of `embed x ffn` each."""
-        return 3
+        return 2 if self.activation == "relu2" else 3
 
     @property
     def capacity(self) -> int | None:
@@ -268,6 +306,11 @@ class ModelConfig:
     def balance_loss(self) -> float:
         """Coefficient of the load-balance loss; 0 without experts."""
         return self.experts.balance_loss if self.experts else 0.0
+
+    @property
+    def bias_rate(self) -> float | None:
+        """Step of the router's biases; None without."""
+        return self.experts.bias_rate if self.experts else None
 
     @property
     def dropless(self) -> bool:

@@ -203,6 +203,10 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
     be as wide as queries: 17 % above the full count.
 
     Nemotron-H: the full count, with the scan in chunks of 256.
+
+    Nemotron 3: the causal count without the router, and of a Mamba-2 mixer 3 S (2 h (2 d + 2 g n +
+    heads) + 7 d n + 2 d h) with d = 2 h whatever its width, which for Nano is 1.5 times as much
+    (Megatron-Bridge, training/utils/flop_utils.py).
     """
     full = flops.model_flops(cfg, length, "full")
     if cfg.family in ("grok1", "qwen3"):
@@ -211,6 +215,14 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
     if cfg.family == "nemotron4":
         wider = sum((a.heads - a.kv_heads) * a.head_dim for a in cfg.each(AttentionConfig))
         return full["total"] + 6 * length * 2 * cfg.embed * wider
+    if cfg.family == "nemotron3":
+        causal, h = flops.model_flops(cfg, length, "causal"), cfg.embed
+        left_out = ("router", "mamba projections", "mamba scan")
+        return causal["total"] - sum(causal[name] for name in left_out) + sum(
+            3 * length * (2 * h * (4 * h + 2 * m.groups * m.state + m.heads) + 14 * h * m.state
+                          + 4 * h * h)
+            for m in cfg.each(MambaConfig)
+        )  # fmt: skip
     if mamba := cfg.each(MambaConfig):
         scans = sum(flops.scan_flops(m, length, 256) for m in mamba)
         return full["total"] - full["mamba scan"] + scans

@@ -301,10 +301,11 @@ class Run:
     def _check_experts(self, experts: ExpertsConfig) -> None:
         p, length = self.parallelism, self.batch.sequence_length
         divides("expert x tensor", p.expert * p.tensor, "model.experts.count", experts.count)
-        if experts.capacity_factor is None:
-            return
-        tokens, shard = "the tokens of a sequence on one rank", length // (p.context * p.tensor)
-        divides("model.experts.capacity_tokens", experts.capacity_tokens, tokens, shard)
+        if shared := experts.shared_ffn:
+            divides("parallelism.tensor", p.tensor, "model.experts.shared_ffn", shared)
+        if experts.capacity_factor is not None:
+            tokens, shard = "the tokens of a sequence on one rank", length // (p.context * p.tensor)
+            divides("model.experts.capacity_tokens", experts.capacity_tokens, tokens, shard)
 
     def _check_batch(self) -> None:
         p, b = self.parallelism, self.batch
@@ -337,6 +338,10 @@ class Run:
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
+        require(
+            m.bias_rate is None or self.precision.accumulate == "fp32",
+            "parallelism.pipeline: model.experts.bias_rate needs precision.accumulate = fp32",
+        )
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",

@@ -1,16 +1,20 @@
 """AdamW and the learning-rate schedules of the published recipes."""
 
 import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxbench.models.layers import Vector
+from jaxbench.models.layers import LoadBias, Vector
 from jaxbench.recipe.settings import Optimizer
 
 CLIP_NORM = 1.0
+
+Tree = TypeVar("Tree")
+"""A model, or another pytree of variables."""
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
@@ -21,10 +25,9 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
     """
 
     def decayed(params):
+        kept = (LoadBias,) if cfg.decay_vectors else (LoadBias, Vector)
         return jax.tree.map(
-            lambda p: p.replace(cfg.decay_vectors or not isinstance(p, Vector)),
-            params,
-            is_leaf=lambda p: isinstance(p, nnx.Variable),
+            lambda p: p.replace(not isinstance(p, kept)), params, is_leaf=is_variable
         )
 
     return optax.chain(
@@ -33,6 +36,35 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
             learning_rate(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=0.1, mask=decayed
         ),
     )
+
+
+def is_variable(node: object) -> bool:
+    """Whether a node of a model's pytree is a variable."""
+    return isinstance(node, nnx.Variable)
+
+
+def without_loads(grads: Tree) -> Tree:
+    """Gradients with zeros for those of `LoadBias`es, which AdamW then leaves alone."""
+    return jax.tree.map(
+        lambda g: g.replace(jnp.zeros_like(g[...])) if isinstance(g, LoadBias) else g,
+        grads,
+        is_leaf=is_variable,
+    )
+
+
+def balance(model: Tree, grads: Tree, rate: float) -> Tree:
+    """The model with its `LoadBias`es moved by `rate` towards equal loads: up where the load, the
+    gradient, is below the mean of the layer's experts, down where it is above (Megatron's
+    `get_updated_expert_bias`, megatron/core/transformer/moe/moe_utils.py)."""
+
+    def moved(bias, grad):
+        if not isinstance(bias, LoadBias):
+            return bias
+        load = grad[...]
+        up = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+        return bias.replace(bias[...] + rate * up)
+
+    return jax.tree.map(moved, model, grads, is_leaf=is_variable)
 
 
 def learning_rate(cfg: Optimizer, steps: int):

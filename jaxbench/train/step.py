@@ -12,12 +12,18 @@ from flax import nnx
 from jaxbench import mesh
 from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
-from jaxbench.models.layers import Weight
+from jaxbench.models.layers import LoadBias, Weight
 from jaxbench.ops import fp8
 from jaxbench.ops.stash import allocate
 from jaxbench.recipe.settings import Run
 from jaxbench.train import data, pipeline
-from jaxbench.train.optimizer import learning_rate, make_optimizer
+from jaxbench.train.optimizer import (
+    balance,
+    is_variable,
+    learning_rate,
+    make_optimizer,
+    without_loads,
+)
 
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 
@@ -56,7 +62,9 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
     step's figures."""
-    (loss, routing_figures), grads, histories = gradients(state, tokens, targets, run)
+    (loss, routing_figures), all_grads, histories = gradients(state, tokens, targets, run)
+    rate = run.model.bias_rate
+    grads = all_grads if rate is None else without_loads(all_grads)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -67,6 +75,8 @@ def train_step(
         **routing_figures,
     }
     model = optax.apply_updates(state.model, updates)
+    if rate is not None:
+        model = balance(model, all_grads, rate)
     return State(state.step + 1, model, optimizer, histories), figures
 
 
@@ -113,13 +123,19 @@ def gradients(
         (values, _), _, stashes = jax.eval_shape(one_microbatch, (tokens[0], targets[0]))
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
-            jax.tree.map(lambda w: mesh.zero_gradient(w, dtype), weights),
+            jax.tree.map(partial(zero_gradient, dtype=dtype), weights, is_leaf=is_variable),
         )
         start = zeros, fp8.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, (tokens, targets))
     values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
     return values, grads, fp8.update(state.fp8, weights.stacks, observed)
+
+
+def zero_gradient(variable: nnx.Variable, dtype) -> nnx.Variable:
+    """Zeros to which gradients are added; loads, which bf16 could not count, are in fp32."""
+    dtype = jnp.float32 if isinstance(variable, LoadBias) else dtype
+    return variable.replace(mesh.zero_gradient(variable[...], dtype))
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
@@ -130,7 +146,7 @@ def compute_weights(model: Decoder, dtype) -> Decoder:
         w = variable[...].astype(dtype) if isinstance(variable, Weight) else variable[...]
         return variable.replace(mesh.accumulating(w))
 
-    return jax.tree.map(prepare, model, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    return jax.tree.map(prepare, model, is_leaf=is_variable)
 
 
 def make_program(run: Run) -> Any:

@@ -1,5 +1,6 @@
 """Logits of Hugging Face's models with random weights, which `fixtures/*_reference.py` make."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -92,8 +93,24 @@ def mamba_weights(get, m: MambaConfig):
     }
 
 
+def expert_weights(get, experts: ExpertsConfig):
+    """Experts without gate, a shared one, and a router with a bias."""
+    weights = {
+        "router": get("gate.weight").T,
+        "bias": get("gate.e_score_correction_bias"),
+        "up": get("experts.up_proj").transpose(0, 2, 1),
+        "down": get("experts.down_proj"),
+        "shared.up": get("shared_experts.up_proj.weight").T,
+        "shared.down": get("shared_experts.down_proj.weight"),
+    }
+    if experts.latent:
+        weights["into_latent"] = get("fc1_latent_proj.weight").T
+        weights["out_of_latent"] = get("fc2_latent_proj.weight")
+    return weights
+
+
 def hybrid(model, get):
-    """(variable, array) pairs of Nemotron-H."""
+    """(variable, array) pairs of Nemotron-H and Nemotron 3."""
     cfg, index = model.cfg, 0
     yield model.embedding.table, get("model.embeddings.weight")
     yield model.head, get("lm_head.weight").T
@@ -109,6 +126,8 @@ def hybrid(model, get):
 
                 if letter == "M":
                     weights = mamba_weights(weight, cfg.mamba)
+                elif letter == "E":
+                    weights = expert_weights(weight, cfg.experts)
                 elif letter == "*":
                     parts = [weight(f"{c}_proj.weight").T.reshape(32, 2, -1, 16) for c in "qkv"]
                     out = weight("o_proj.weight").reshape(32, 4, 16)
@@ -134,6 +153,19 @@ HYBRID = {
     "activation": "relu2", "layers": 12, "pattern": "M-M*-M-M*-M-",
     "mamba": MambaConfig(heads=8, head_dim=8, state=16, groups=2),
 }  # fmt: skip
+NEMOTRON3 = ExpertsConfig(
+    count=8, top_k=4, ffn=24, activation="relu2", shared_ffn=40, router="sigmoid", bias_rate=1e-3
+)
+
+
+def nemotron3(**changes):
+    return ModelConfig(
+        family="test", size="tiny", layers=8, embed=32, vocabulary=64, pattern="ME*E",
+        attention=AttentionConfig(heads=4, kv_heads=2, head_dim=16), mamba=HYBRID["mamba"],
+        experts=replace(NEMOTRON3, **changes),
+    )  # fmt: skip
+
+
 QWEN3 = ModelConfig(
     family="test", size="tiny", layers=2, embed=32, vocabulary=64, pattern="*E", norm_eps=1e-6,
     attention=AttentionConfig(
@@ -151,6 +183,10 @@ CASES = {
     ),
     "logits": ("qwen3", "", transformer, QWEN3),
     "nemotronh/logits": ("nemotron", "nemotronh/", hybrid, config(**HYBRID)),
+    "groups/logits": ("nemotron3", "groups/", hybrid, nemotron3(groups=4, top_groups=2)),
+    "latent/logits": (
+        "nemotron3", "latent/", hybrid, nemotron3(top_k=3, latent=16, gate_scale=2.5),
+    ),
 }  # fmt: skip
 """By array of logits: its file, the prefix of its weights there, how they are read, the model."""
 

@@ -31,6 +31,8 @@ HELD = {recipe.model for recipe in recipes.load_all()}
         ("grok1_314b", 8, 40_935_856_128),
         ("grok1_314b", 4, 21_255_936_000),
         ("grok1_314b", 2, 11_415_975_936),
+        ("nemotron3_nano_30b_a3b", 52, 31_577_940_288),
+        ("nemotron3_super_120b_a12b", 88, 120_668_707_840),
         ("qwen3_30b_a3b", 48, 30_532_122_624),
         ("qwen3_235b_a22b", 94, 235_093_634_560),
     ],
@@ -40,12 +42,18 @@ def test_parameters(model, layers, count):
 
 
 @pytest.mark.parametrize(
-    ("model", "per_token"), [("qwen3_30b_a3b", 23.006e9), ("qwen3_235b_a22b", 148.035e9)]
+    ("model", "length", "per_token"),
+    [
+        ("nemotron3_nano_30b_a3b", 8192, 22.278e9),
+        ("qwen3_30b_a3b", 4096, 23.006e9),
+        ("qwen3_235b_a22b", 4096, 148.035e9),
+    ],
 )
-def test_model_flops_of_qwen3(model, per_token):
-    """By Megatron-Bridge's formula (training/utils/flop_utils.py), which counts no router; its
-    published TFLOP/s over its published tokens/s are these to four digits."""
-    assert published.source_flops(MODELS[model], 4096) / 4096 == pytest.approx(per_token, rel=3e-5)
+def test_model_flops_of_megatron_bridge(model, length, per_token):
+    """By its formula (training/utils/flop_utils.py), which counts no router; its published TFLOP/s
+    over its published tokens/s are these to four digits."""
+    exact = published.source_flops(MODELS[model], length) / length
+    assert exact == pytest.approx(per_token, rel=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -238,5 +246,5 @@ def test_step_times_of_printed_rates():
 
 
 def test_all_rows_are_read():
-    assert len(published.rows()) == 105
+    assert len(published.rows()) == 106
     assert {code for row in published.rows() for code in row.errata} == set(published.ERRATA)

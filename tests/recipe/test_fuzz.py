@@ -50,9 +50,10 @@ def mutated_bytes(rng, text):
 
 
 def places(node, path=()):
-    """The paths of all values in a tree of mappings."""
+    """The paths of all values in a tree of mappings, to a depth that no recipe has: an alias may
+    hold a mapping in itself."""
     yield path
-    for key, value in node.items() if isinstance(node, dict) else ():
+    for key, value in node.items() if isinstance(node, dict) and len(path) < 9 else ():
         yield from places(value, (*path, key))
 
 

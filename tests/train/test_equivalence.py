@@ -28,6 +28,18 @@ MODELS = {
         "model.attention.qk_norm=true",
         "model.norm_eps=1e-6",
     ),
+    # Nemotron 3: a router whose bias has the loads as its gradient, experts without gates in a
+    # latent space, a shared one.
+    "nemotron3": (
+        "nemotronh_56b_bf16",
+        "model.layers=8",
+        "model.pattern=ME*E",
+        "model.mlp=null",
+        "model.experts={count: 8, top_k: 4, ffn: 24, activation: relu2, latent: 32}",
+        "model.experts={shared_ffn: 48, router: sigmoid, gate_scale: 2.5, bias_rate: 0.001}",
+        "model.experts={groups: 4, top_groups: 2, balance_loss: 0.1, rank_capacity_factor: 8}",
+        "execution.remat=residual,up:6,mamba",
+    ),
     # Tied: gradients of the table come from both of its uses.
     "grok1, released": ("grok1_314b_bf16", *ORIGINAL),
 }
@@ -60,14 +72,16 @@ CASES = [
     *((model, mesh, None) for model in ("grok1", "grok1, dropless") for mesh in EXPERT),
     *(("qwen3", mesh, None) for mesh in (EXPERTS, CONTEXT)),
     *(("qwen3", None, remat) for remat in REMAT),
+    *(("nemotron3", mesh, None) for mesh in EXPERT),
+    *(("nemotron3", None, remat) for remat in ("none", "full")),
     *(("grok1, released", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
 ]
 """(model, mesh or None for one device, remat or None for the recipe's)."""
 
 QUICK = [
     ("llama", DENSE, None), ("llama", MIXED, None), ("llama", None, REMAT[2]),
-    ("llama", MIXED, "none"), ("nemotron4", MIXED, None), ("nemotronh", MIXED, None),
-    ("grok1, released", EXPERTS, "none"), ("qwen3", CONTEXT, None),
+    ("llama", MIXED, "none"), ("nemotron4", MIXED, None),
+    ("grok1, released", EXPERTS, "none"), ("qwen3", CONTEXT, None), ("nemotron3", CONTEXT, None),
 ]  # fmt: skip
 
 
@@ -95,7 +109,7 @@ def test_neither_loss_nor_gradients_change(case):
     assert run.unrolled == (remat == "none")
     # Gradients are sums over 256 tokens and some layers, in another order on each mesh; those of
     # decay rates are sums of terms of both signs.
-    roundings = 300 if model == "nemotronh" else 200 if mesh else 50
+    roundings = 300 if model in ("nemotronh", "nemotron3") else 200 if mesh else 50
     assert_same(loss_and_gradients(run), one_device(model), roundings)
 
 

@@ -1,11 +1,21 @@
-"""Nemotron-4 340B (NVIDIA 2024) and the hybrid Nemotron-H 56B (NVIDIA 2025), as the published
-benchmarks train them.
+"""Nemotron-4 340B (NVIDIA 2024) and the hybrids Nemotron-H 56B, Nemotron 3 Nano 30B-A3B and Super
+120B-A12B (NVIDIA 2025), as the published benchmarks train them.
 
 Dimensions: NVIDIA/dgxc-benchmarking, nemotron4-340b-synth.yaml at v24.11.1; NVIDIA NeMo's
-NemotronHConfig56B at commit 7a8f1cc.
+NemotronHConfig56B at commit 7a8f1cc; NVIDIA-NeMo/Megatron-Bridge at commit 067f987,
+recipes/nemotronh/h100.
 """
 
-from jaxbench.recipe.model import AttentionConfig, MambaConfig, MlpConfig, ModelConfig, Rope
+from dataclasses import replace
+
+from jaxbench.recipe.model import (
+    AttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    MlpConfig,
+    ModelConfig,
+    Rope,
+)
 
 NEMOTRON4_340B = ModelConfig(
     family="nemotron4",
@@ -32,4 +42,43 @@ NEMOTRONH_56B = ModelConfig(
     mamba=MambaConfig(heads=256, head_dim=64, state=256, groups=8),
     init_std=0.02,
 )
-MODELS = (NEMOTRON4_340B, NEMOTRONH_56B)
+NANO_EXPERTS = ExpertsConfig(
+    count=128,
+    top_k=6,
+    ffn=1856,
+    activation="relu2",
+    shared_ffn=3712,
+    router="sigmoid",
+    gate_scale=2.5,
+    bias_rate=1e-3,
+    balance_loss=1e-4,
+    routing="random",
+    rank_capacity_factor=1.1,
+)
+NEMOTRON3_NANO_30B_A3B = ModelConfig(
+    family="nemotron3",
+    size="nano_30b_a3b",
+    layers=52,
+    embed=2688,
+    vocabulary=131_072,
+    pattern=5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+    attention=AttentionConfig(heads=32, kv_heads=2, head_dim=128),
+    experts=NANO_EXPERTS,
+    mamba=MambaConfig(heads=64, head_dim=64, state=128, groups=8),
+    init_std=0.0173,
+)
+NEMOTRON3_SUPER_120B_A12B = replace(
+    NEMOTRON3_NANO_30B_A3B,
+    size="super_120b_a12b",
+    layers=88,
+    embed=4096,
+    pattern=3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+    experts=replace(
+        NANO_EXPERTS, count=512, top_k=22, ffn=2688, latent=1024, shared_ffn=5376, gate_scale=5.0
+    ),
+    mamba=MambaConfig(heads=128, head_dim=64, state=128, groups=8),
+    init_std=0.014,
+)
+"""Without its multi-token prediction."""
+
+MODELS = (NEMOTRON4_340B, NEMOTRONH_56B, NEMOTRON3_NANO_30B_A3B, NEMOTRON3_SUPER_120B_A12B)
