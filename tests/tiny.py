@@ -27,9 +27,19 @@ FAMILIES = {
         "execution.remat=residual,up:6,mamba:8",
         "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
     ),
+    "qwen3_30b_a3b_bf16": (
+        "model.layers=2", "model.experts={count: 8, top_k: 2, ffn: 48, rank_capacity_factor: 8}",
+        "execution.remat=attention,residual:1",
+    ),
+    "nemotron3_nano_30b_a3b_bf16": (
+        "model.layers=4", "model.pattern=ME*E",
+        "model.experts={count: 8, top_k: 2, ffn: 48, shared_ffn: 96, rank_capacity_factor: 8}",
+        "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
+        "execution.remat=attention,residual,mamba",
+    ),
 }  # fmt: skip
-"""Recipes whose smoke row is shrunk, and how. The hybrid's pattern is two blocks,
-each repeated twice."""
+"""Recipes whose smoke row is shrunk, and how. Nemotron-H's pattern is two blocks, each repeated
+twice."""
 
 
 def tiny_run(*overrides: str, devices: int = 1, steps: int = 50, family: str = "llama31_8b_bf16"):

@@ -80,7 +80,7 @@ CASES = [
 
 QUICK = [
     ("llama", DENSE, None), ("llama", MIXED, None), ("llama", None, REMAT[2]),
-    ("llama", MIXED, "none"), ("nemotron4", MIXED, None),
+    ("llama", MIXED, "none"),
     ("grok1, released", EXPERTS, "none"), ("qwen3", CONTEXT, None), ("nemotron3", CONTEXT, None),
 ]  # fmt: skip
 

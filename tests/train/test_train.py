@@ -76,7 +76,7 @@ def rounded_step(mesh, dtype, passes):
 @pytest.mark.parametrize(
     "case",
     slow_except(
-        [("tensor 4 x data 2", "bf16", 3), ("context 4 x data 2", "fp8", 3)],
+        [("tensor 4 x data 2", "fp8", 3)],
         [
             case
             for case in product(ROUNDED, BIAS, (1, 2, 3, 6))
@@ -189,7 +189,10 @@ def losses_on_one_batch(family, dtype):
         return losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    slow_except(["llama31_8b_bf16", "qwen3_30b_a3b_bf16", "nemotron3_nano_30b_a3b_bf16"], FAMILIES),
+)
 def test_every_family_learns_one_batch_by_heart_in_bf16_and_fp8(family):
     curves = {dtype: losses_on_one_batch(family, dtype) for dtype in ("bf16", "fp8")}
     for losses in curves.values():
