@@ -66,7 +66,7 @@ def recipe_path(config: str | None, variables: Variables) -> Path:
     if config is not None:
         path = recipes.find(config).resolve()
         for name, value in values.items():
-            if value not in path.stem.split("_"):
+            if f"_{value}_" not in f"_{path.stem}_":
                 raise RecipeError(f"{name}={variables.text(name)} contradicts the recipe {config}")
         return path
     workload = values.get("WORKLOAD", "")

@@ -247,8 +247,8 @@ def experts(ctx: Context) -> Iterator[Case]:
         model, tokens = run.model, run.batch.sequence_length
 
         def mixture(platform, run=run, model=model):
-            kernel = grouped.choose(run.execution, "bf16", platform)
-            ctx = ForwardContext(rotary=None, kernel="xla", grouped_matmul=kernel)
+            kernel = grouped.choose(run.execution, model, "bf16", platform)
+            ctx = ForwardContext(rotary=None, kernel="xla", ssd="xla", grouped_matmul=kernel)
 
             def layer(x, router, gate_up, down):
                 layer = Experts(model, model.experts, key=jax.random.key(0))

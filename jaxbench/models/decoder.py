@@ -185,7 +185,7 @@ def forward_context(
         rotary=rotary_tables(cfg.attention, length) if cfg.attention else None,
         kernel=attention.choose(execution, cfg, length, platform),
         ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
-        grouped_matmul=grouped.choose(execution, precision.dtype, platform),
+        grouped_matmul=grouped.choose(execution, cfg, precision.dtype, platform),
     )
 
 

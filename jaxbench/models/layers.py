@@ -46,8 +46,8 @@ class ForwardContext(NamedTuple):
 
     rotary: Rotary | None
     kernel: str
-    ssd: str = "xla"
-    grouped_matmul: str = "xla"
+    ssd: str
+    grouped_matmul: str
 
 
 class Weight(nnx.Param):

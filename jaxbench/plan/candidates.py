@@ -77,12 +77,16 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
             add("mamba", mixer.groups * mixer.inner, scan)
         else:
             width: float = mixer.ffn
+            work: float = 2 * cfg.embed * mixer.ffn
             if isinstance(mixer, ExpertsConfig):
-                copies = mixer.top_k * (mixer.capacity_factor or mixer.rank_capacity_factor)
-                add("dispatched", copies * (mixer.latent or cfg.embed), 0)
-                width = copies * mixer.ffn + (mixer.shared_ffn or 0)
+                slots = mixer.top_k * (mixer.capacity_factor or mixer.rank_capacity_factor)
+                inner, shared = mixer.latent or cfg.embed, mixer.shared_ffn or 0
+                add("dispatched", slots * inner, 0)
+                width = slots * mixer.ffn + shared
+                tokens = mixer.top_k * (mixer.capacity_factor or 1.0)
+                work = 2 * inner * tokens * mixer.ffn + 2 * cfg.embed * shared
             for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
-                add(name, width, 2 * cfg.embed * width)
+                add(name, width, work)
     return {name: result[name] for name in SAVEABLE if name in result}
 
 

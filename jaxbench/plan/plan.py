@@ -302,7 +302,7 @@ def kernel_launches(program: Program) -> Kernels:
     """Launches of products and attention in a program."""
     launches: Counter[str] = Counter()
     for work, times, _ in program.works():
-        dtype = "fp8" if work.dtype.startswith("f8") else work.dtype
+        dtype = "fp8" if work.multiplied.startswith("f8") else work.multiplied
         launches[dtype if work.kind == "product" else work.kind] += times
     return Kernels(
         gemm_bf16=launches["bf16"], gemm_fp8=launches["fp8"], attention=launches["attention"]

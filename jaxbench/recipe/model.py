@@ -146,7 +146,8 @@ class ExpertsConfig:
     """coefficient of the load-balance loss"""
     capacity_factor: float | None = None
     """capacity of an expert over its fair share of every `capacity_tokens` tokens; beyond it those
-    with the smallest gates are dropped. `null` drops none"""
+    with the smallest gates are dropped. `null` limits no expert (dropless), only what a rank sends
+    another (`rank_capacity_factor`)"""
     capacity_tokens: int = 1024
     """consecutive tokens of a sequence among which an expert's capacity is counted"""
     rank_capacity_factor: float = 1.5
@@ -194,12 +195,12 @@ class ExpertsConfig:
 
     @property
     def matrices(self) -> int:
-        """Weight matrices of an expert, of `embed x ffn` each."""
+        """Weight matrices of an expert, of `embed x ffn`, or `latent x ffn`, each."""
         return 2 if self.activation == "relu2" else 3
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that one expert takes of every `capacity_tokens`; None when nothing is dropped."""
+        """Tokens that one expert takes of every `capacity_tokens`; None without a limit."""
         if self.capacity_factor is None:
             return None
         share = self.top_k * self.capacity_tokens / self.count

@@ -47,8 +47,8 @@ class Parallelism:
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
     shorten the bubble. The number of microbatches is a multiple of `pipeline`, and all layers
-    compute alike: the same mixers (no Mamba-2), no layer counts in `execution.remat`, and no
-    first or last layers in bf16"""
+    compute alike: the same mixers (no Mamba-2), no layer counts in `execution.remat`, no
+    first or last layers in bf16, no `model.experts.bias_rate`"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -165,8 +165,8 @@ class Execution:
     """Mamba-2 between its projections (docs/design/scan.md); `auto` is `xla`: neither was timed on
     a GPU"""
     grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
-    """of dropless experts; `auto` is Pallas kernels on GPUs, where `xla` multiplies each token with
-    the weights of all experts of a rank"""
+    """of dropless experts: `xla` copies an expert's weights for each block of 128 tokens; `auto` is
+    Pallas kernels on GPUs where they can multiply"""
     xla_flags: str = "tuned"
     """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
     changes: `tuned,xla_gpu_some_flag=false`"""
@@ -301,6 +301,8 @@ class Run:
     def _check_experts(self, experts: ExpertsConfig) -> None:
         p, length = self.parallelism, self.batch.sequence_length
         divides("expert x tensor", p.expert * p.tensor, "model.experts.count", experts.count)
+        if latent := experts.latent:
+            divides("fsdp x context", p.fsdp * p.context, "model.experts.latent", latent)
         if shared := experts.shared_ffn:
             divides("parallelism.tensor", p.tensor, "model.experts.shared_ffn", shared)
         if experts.capacity_factor is not None:
@@ -328,10 +330,8 @@ class Run:
             f"layers of a rank, for model.layers = {m.layers} over pipeline = {p.pipeline}",
         )
         alike = "the stages of a pipeline compute alike"
-        require(
-            m.mamba is None,
-            f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold",
-        )
+        hybrid = f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold"
+        require(m.mamba is None, hybrid)
         require(
             len(set(m.layer_patterns)) == 1,
             f"parallelism.pipeline: {alike}, but the layers of {m.family} do not",
@@ -339,8 +339,8 @@ class Run:
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
         require(
-            m.bias_rate is None or self.precision.accumulate == "fp32",
-            "parallelism.pipeline: model.experts.bias_rate needs precision.accumulate = fp32",
+            m.bias_rate is None,
+            "parallelism.pipeline: no model.experts.bias_rate: idle ranks would count loads",
         )
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),

@@ -43,7 +43,7 @@ def accumulate(
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
     ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
-    pipeline = _Pipeline(run, sum_dtype, weights.stacks[0], head, scaled, ctx.kernel)
+    pipeline = _Pipeline(run, sum_dtype, weights.stacks[0], head, scaled, ctx)
 
     parts = weights.stacks[0], weights.embedding, weights.norm, head
     observed = [s.observed for s in scaled if s.observed is not None]
@@ -71,9 +71,10 @@ class _Pipeline:
     """
 
     def __init__(
-        self, run: Run, sum_dtype: Any, blocks: nnx.Module, head: Any, scaled: Any, kernel: str
-    ):
-        self.run, self.sum_dtype, self.kernel = run, sum_dtype, kernel
+        self, run: Run, sum_dtype: Any, blocks: nnx.Module, head: Any, scaled: Any,
+        ctx: ForwardContext,
+    ):  # fmt: skip
+        self.run, self.sum_dtype, self.ctx = run, sum_dtype, ctx
         self.stages = Stages.of(run)
         self.block_dims = [_gathered_dims(w) for w in jax.tree.leaves(blocks)]
         self.head_dims = _gathered_dims(head)
@@ -98,7 +99,7 @@ class _Pipeline:
             blocks=jax.tree.unflatten(structure, local_blocks),
             head=mesh.gather(head, self.head_dims),
             scaled=next(map(self._bring_scaled, scaled, self.stored_dims), None),
-            ctx=ForwardContext(rotary, self.kernel),
+            ctx=self.ctx._replace(rotary=rotary),
             tokens=tokens,
             targets=targets,
         )

@@ -276,18 +276,18 @@ class Rank:
 
     def _vjp(self, x: jax.Array, *, chunk: Any) -> tuple[Any, Any, Any]:
         """((hidden state, sum of balance losses), VJP, routing figures) of a model chunk."""
-        function = partial(_compute, kernel=self.ctx.kernel, saved=self.saved)
+        function = partial(_compute, ctx=self.ctx._replace(rotary=None), saved=self.saved)
         return jax.vjp(function, *self._arguments(chunk), x, has_aux=True)
 
 
 def _compute(
-    layers: Any, scales: Any, rotary: Any, x: jax.Array, *, kernel: str, saved: Any
+    layers: Any, scales: Any, rotary: Any, x: jax.Array, *, ctx: ForwardContext, saved: Any
 ) -> Any:
     """A model chunk, as in `Rank._vjp`."""
 
     def layer(x: jax.Array, operands: Any) -> Any:
         (block, observed), scaled, rotary = operands
-        return apply_block(block, observed, scaled, x, ForwardContext(rotary, kernel))
+        return apply_block(block, observed, scaled, x, ctx._replace(rotary=rotary))
 
     balance, sums = jnp.zeros(()), []
     for operands in zip(layers, scales, strict=True):

@@ -123,7 +123,7 @@ def _mamba2(run: Run, platform: str) -> str:
 
 
 def _grouped(run: Run, platform: str) -> str:
-    return grouped.choose(run.execution, run.precision.dtype, platform)
+    return grouped.choose(run.execution, run.model, run.precision.dtype, platform)
 
 
 def _check_fp8(program: Program, run: Run) -> None:

@@ -61,6 +61,7 @@ def test_profiling(variables, steps, window):
         ({"WORKLOAD": "pretrain_llama3.1", "MODEL_SIZE": "70b", "DTYPE": "FP8"}, "llama31_70b_fp8"),
         ({"WORKLOAD": "nemotron", "MODEL_SIZE": "340b"}, "nemotron4_340b_fp8"),
         ({"WORKLOAD": "nemotronh"}, "nemotronh_56b_fp8"),
+        ({"WORKLOAD": "qwen3", "MODEL_SIZE": "30b_a3b"}, "qwen3_30b_a3b_fp8"),
         ({"WORKLOAD": "grok1", "DTYPE": "bf16"}, "grok1_314b_bf16"),
         ({"WORKLOAD": "maxtext"}, "llama2_70b_fp8"),
         ({"WORKLOAD": "llama2", "MODEL_SIZE": "70b"}, "llama2_70b_fp8"),

@@ -55,7 +55,7 @@ def test_squared_relu():
     x = np.random.default_rng(0).normal(size=(2, 5, 32))
     with mesh_of(tiny_run()):
         mlp = SquaredReluMlp(cfg, MlpConfig(ffn=48), key=jax.random.key(0))
-        out, _ = mlp(jnp.asarray(x, jnp.float32), layers.ForwardContext(None, "xla"))
+        out, _ = mlp(jnp.asarray(x, jnp.float32), layers.ForwardContext(None, "xla", "xla", "xla"))
     up, down = (np.asarray(w[...], np.float64) for w in (mlp.up, mlp.down))
     expected = np.maximum(x @ up, 0) ** 2 @ down.T
     np.testing.assert_allclose(out, expected, atol=100 * EPS32 * np.abs(expected).max(), rtol=0)

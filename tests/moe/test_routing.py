@@ -25,7 +25,7 @@ from jaxbench.xla.hlo import Program
 
 EPS32 = np.finfo(np.float32).eps
 RNG = np.random.default_rng(0)
-SHARED = ForwardContext(rotary=None, kernel="xla")
+SHARED = ForwardContext(rotary=None, kernel="xla", ssd="xla", grouped_matmul="xla")
 
 
 DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_factor=8"

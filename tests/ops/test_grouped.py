@@ -1,6 +1,7 @@
 """Every implementation of grouped matmuls against float64, row by row; the Pallas kernels in
 Pallas's interpreter."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.ops import grouped
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES
 from jaxbench.ops.grouped import BLOCK, NONE, pallas, xla
+from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import Execution
 
 EPS32, EPS16 = np.finfo(np.float32).eps, 2**-8
@@ -118,10 +120,16 @@ def test_products_of_fp8_operands(name):
         np.testing.assert_allclose(actual, exact, rtol=2**-8, atol=1e-4)
 
 
-def test_the_kernels_are_chosen_where_they_run():
-    auto = Execution()
-    assert grouped.choose(auto, "bf16", "gpu") == "pallas"
-    assert grouped.choose(auto, "fp32", "gpu") == "xla"
-    assert grouped.choose(auto, "bf16", "cpu") == "xla"
-    with pytest.raises(RecipeError, match="pallas computes no bf16 products on a cpu; expected"):
-        grouped.choose(Execution(grouped_matmul="pallas"), "bf16", "cpu")
+def test_the_kernels_are_chosen_where_they_can():
+    auto, pallas_alone = Execution(), Execution(grouped_matmul="pallas")
+    cfg = MODELS["qwen3_30b_a3b"]
+    assert grouped.choose(auto, cfg, "bf16", "gpu") == "pallas"
+    assert grouped.choose(auto, cfg, "fp32", "gpu") == "xla"
+    assert grouped.choose(auto, cfg, "fp8", "cpu") == "xla"
+    with pytest.raises(RecipeError, match="grouped_matmul = pallas: pallas does not run on a cpu"):
+        grouped.choose(pallas_alone, cfg, "bf16", "cpu")
+    odd = replace(cfg, experts=replace(cfg.experts, ffn=1000))
+    assert grouped.choose(auto, odd, "bf16", "gpu") == "xla"
+    message = "needs model.experts.ffn = 1000 to be a multiple of 64; xla multiplies in bf16 there"
+    with pytest.raises(RecipeError, match=message):
+        grouped.choose(auto, odd, "fp8", "gpu")

@@ -198,6 +198,24 @@ def test_an_override_of_the_work_is_not_the_published_work():
             ["model.experts={count: 8, top_k: 4, ffn: 8, groups: 4, top_groups: 1}"],
             "model.experts.top_groups = 1 of groups = 4 must hold the top_k = 4 experts",
         ),
+        (
+            [
+                "model.pattern='*E'",
+                "model.mlp=null",
+                "parallelism.pipeline=2",
+                "model.experts={count: 8, top_k: 2, ffn: 64, router: sigmoid, bias_rate: 0.1}",
+            ],
+            "no model.experts.bias_rate: idle ranks would count loads",
+        ),
+        (
+            [
+                "model.pattern='*E'",
+                "model.mlp=null",
+                "parallelism.fsdp=8",
+                "model.experts={count: 8, top_k: 2, ffn: 64, latent: 100}",
+            ],
+            "fsdp x context = 8 must divide model.experts.latent = 100",
+        ),
         (["model.attention.head_dim=31"], "model.attention.head_dim = 31 must be even"),
         (["model.pattern='*-*'"], "without M two for each layer; it has 3"),
         (["model.init_std=-1"], "model.init_std = -1.0 must be above 0"),

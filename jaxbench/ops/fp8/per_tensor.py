@@ -19,8 +19,8 @@ TENSORS = (VALUES, VALUES, GRADIENTS)
 def scale_inv_of(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
     """The inverse scale of a tensor: amax 2^margin / (largest value of `dtype`); 1 for zeros.
 
-    Rounded up to a bf16 value, since `xla.multiply` multiplies by it in bf16. An `amax` that is not
-    finite is passed on, so that the loss is not finite either.
+    Rounded up to a bf16 value, since `operand.multiply` multiplies by it in bf16. An `amax` that is
+    not finite is passed on, so that the loss is not finite either.
     """
     smallest = jnp.finfo(jnp.float32).tiny
     exact = jnp.maximum(amax * (2.0**margin / LARGEST[dtype]), smallest)

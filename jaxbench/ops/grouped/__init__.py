@@ -26,6 +26,7 @@ from jaxbench.ops import fp8
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.grouped import pallas, xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
+from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
 from jaxbench.xla.hlo import Rules
 
@@ -47,14 +48,14 @@ class Implementation:
 
     The product of FP8 operands is multiplied by a `scale`. Rows of padding are zeros in permuted
     results; among arriving ones they are undefined.
-    `platforms` are those on which it runs (None: all); `rules` give the work of its custom calls,
-    all of which a compiled step must contain.
+    `refusal` returns why it cannot multiply by experts in a dtype on a platform, or None. `rules`
+    give the work of its custom calls, all of which a compiled step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "A D"]]
     weights: Callable[..., Float[Array, "E D N"]]
-    platforms: tuple[str, ...] | None = None
+    refusal: Callable[[ModelConfig, str, str], str | None]
     rules: Rules = field(default_factory=dict)
 
 
@@ -63,33 +64,30 @@ IMPLEMENTATIONS = {
         to_permuted=pallas.to_permuted,
         from_permuted=pallas.from_permuted,
         weights=pallas.weights,
-        platforms=("gpu",),
+        refusal=pallas.refusal,
         rules=pallas.RULES,
     ),
     "xla": Implementation(
-        to_permuted=xla.to_permuted, from_permuted=xla.from_permuted, weights=xla.weights
+        to_permuted=xla.to_permuted,
+        from_permuted=xla.from_permuted,
+        weights=xla.weights,
+        refusal=xla.refusal,
     ),
 }
-"""By name; `auto` takes the first that runs on the platform."""
+"""By name; `auto` takes the first that can."""
 
 
-def choose(execution: Execution, dtype: str, platform: str) -> str:
-    """The name of the implementation that computes products in a dtype on a platform. Raises
-    RecipeError where the requested one cannot."""
-    able = [
-        name
-        for name, implementation in IMPLEMENTATIONS.items()
-        if platform in (implementation.platforms or (platform,))
-        and not (name == "pallas" and dtype == "fp32")
-    ]
-    if execution.grouped_matmul == "auto":
-        return able[0]
-    if execution.grouped_matmul not in able:
-        raise RecipeError(
-            f"execution.grouped_matmul = {execution.grouped_matmul} computes no {dtype} products "
-            f"on a {platform}; expected auto or {' or '.join(able)}"
-        )
-    return execution.grouped_matmul
+def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) -> str:
+    """The name of the implementation that multiplies by a model's dropless experts in a dtype on a
+    platform. Raises RecipeError where the requested one, or every one, cannot."""
+    refusals = {name: i.refusal(cfg, dtype, platform) for name, i in IMPLEMENTATIONS.items()}
+    requested = execution.grouped_matmul
+    names = list(IMPLEMENTATIONS) if requested == "auto" else [requested]
+    for name in names:
+        if refusals[name] is None or not cfg.dropless:
+            return name
+    reasons = "; ".join(f"{name} {refusals[name]}" for name in names)
+    raise RecipeError(f"execution.grouped_matmul = {requested}: {reasons}")
 
 
 def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.xla import result_dtype
 from jaxbench.ops.pallas import TARGET, Inputs, Launch, Output, call, product, work
+from jaxbench.recipe.model import ModelConfig
 
 RULES = {TARGET: work}
 
@@ -26,6 +27,24 @@ DEPTH = 64
 
 LAUNCH = Launch(warps=8, stages=3)
 """Not yet chosen by measurement."""
+
+
+def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
+    """Why the kernels cannot multiply; None if they can."""
+    if platform != "gpu":
+        return f"does not run on a {platform}"
+    if dtype == "fp32":
+        return "computes no fp32 products"
+    experts, least = cfg.experts, min(TILES)
+    if experts is None:
+        return None
+    sizes = {"model.experts.ffn": experts.ffn}
+    name = "model.experts.latent" if experts.latent else "model.embed"
+    sizes[name] = experts.latent or cfg.embed
+    for name, size in sizes.items():
+        if size % least:
+            return f"needs {name} = {size} to be a multiple of {least}"
+    return None
 
 
 def to_permuted(

@@ -12,6 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups
+from jaxbench.recipe.model import ModelConfig
+
+
+def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
+    """Why it cannot multiply; None if it can."""
+    if (dtype, platform) == ("fp8", "gpu"):
+        return "multiplies in bf16 there, not in FP8"
+    return None
 
 
 def to_permuted(

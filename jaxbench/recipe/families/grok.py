@@ -37,7 +37,13 @@ GROK1_ORIGINAL = replace(
     attention=AttentionConfig(
         heads=48, kv_heads=8, head_dim=128, rope=Rope(base=10_000.0), softcap=30.0
     ),
-    experts=replace(EXPERTS, router="softmax_topk", balance_loss=0.0, capacity_factor=None),
+    experts=replace(
+        EXPERTS,
+        router="softmax_topk",
+        balance_loss=0.0,
+        capacity_factor=None,
+        rank_capacity_factor=8,
+    ),
     post_norm=True,
     tied=True,
     embedding_scale=78.38367176906169,
