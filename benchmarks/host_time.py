@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,21 +88,28 @@ def planned(spec: str, folder: Path) -> Plan:
     return read(folder / "plan.json")
 
 
-def trained(
-    spec: str, steps: int, plan: Plan, folder: Path, counts: Path | None = None
-) -> list[dict]:
-    """The steps of a row on null GPUs with as much memory as its plan needs. Raises SystemExit with
-    what it printed where it fails."""
-    memory_mb = math.ceil(plan.bytes_per_device.peak / 0.85 / 2**20) + 1024
-    settings = {"counts": counts} if counts else {}
+def trained(spec: str, steps: int, folder: Path, variables: dict[str, str]) -> list[dict]:
+    """The steps of a row on the null GPUs that variables describe. Raises SystemExit with what it
+    printed where it fails."""
     command = null_gpus.start(
-        *arguments(spec), "--steps", steps, folder=folder / f"run{steps}",
+        *arguments(spec), "--steps", steps, folder=Path(tempfile.mkdtemp(dir=folder), "run"),
         JAX_COMPILATION_CACHE_DIR=str(folder / "cache"),  # train's own is of one number of steps
-        **null_gpus.environment(plan.gpus, memory_mb=memory_mb, still=1, **settings),
+        **variables,
     ).wait(900)  # fmt: skip
     if command.status:
         sys.exit(f"{spec}: {command.out}{command.err}")
     return command.steps
+
+
+def asked_per_step(run: Callable[[int, dict[str, str]], object], folder: Path) -> Counter[str]:
+    """What the driver and NCCL are asked for per step: the difference of two runs of different
+    length. `run` takes the number of steps and a variable for the null GPUs."""
+    sums = []
+    for length in (SHORT, LONG):
+        (counts := folder / f"counts{length}").mkdir()
+        run(length, {"NULL_GPU_COUNTS": str(counts)})
+        sums.append(counted(counts))
+    return Counter({k: (n - sums[0][k]) / (LONG - SHORT) for k, n in sums[1].items()})
 
 
 def counted(folder: Path) -> Counter[str]:
@@ -114,19 +122,23 @@ def counted(folder: Path) -> Counter[str]:
 
 
 def measure(spec: str, steps: int) -> Case:
-    """Plans and runs a row."""
+    """Plans and runs a row, on null GPUs with as much memory as its plan needs."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         plan = planned(spec, folder)
-        lines = trained(spec, steps, plan, folder)  # first: autotuning launches too
-        sums = []
-        for length in (SHORT, LONG):
-            (counts := folder / f"counts{length}").mkdir()
-            trained(spec, length, plan, folder, counts)
-            sums.append(counted(counts))
-        per_step = {k: (n - sums[0][k]) / (LONG - SHORT) for k, n in sums[1].items()}
-    step_s = statistics.median(line["step_time_s"] for line in lines[FIRST:])
-    return Case(spec, plan, Counter(per_step), step_s, lines[-1]["peak_memory_bytes"])
+        memory_mb = math.ceil(plan.bytes_per_device.peak / 0.85 / 2**20) + 1024
+        variables = null_gpus.environment(plan.gpus, memory_mb=memory_mb, still=1)
+        lines = trained(spec, steps, folder, variables)  # first: autotuning launches too
+        per_step = asked_per_step(
+            lambda length, counts: trained(spec, length, folder, variables | counts), folder
+        )
+    step_s = median_step(line["step_time_s"] for line in lines)
+    return Case(spec, plan, per_step, step_s, lines[-1]["peak_memory_bytes"])
+
+
+def median_step(times: Iterable[float]) -> float:
+    """The median of the step times that count."""
+    return statistics.median(list(times)[FIRST:])
 
 
 def host_line(case: Case) -> str:

@@ -92,15 +92,16 @@ class Command:
 
 
 def start(
-    *arguments: object, folder: Path, program: tuple[str, ...] = (), **variables: str
-) -> Command:
-    """Starts `train` with its output in the folder, or another program of Python's, with the
+    *arguments: object, folder: Path, program: tuple[str, ...] = (), python: str = sys.executable,
+    **variables: str,
+) -> Command:  # fmt: skip
+    """Starts `train` with its output in the folder, or another program of a Python, with the
     variables of `environment`. Variables of JAX and Slurm are not inherited."""
     others = ("JAX_", "XLA_", "SLURM_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     command = program or ("-m", "jaxbench.train", "--output", str(folder))
     process = subprocess.Popen(
-        [sys.executable, *command, *map(str, arguments)], cwd=ROOT,
+        [python, *command, *map(str, arguments)], cwd=ROOT,
         env=inherited | quick.cache() | variables,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

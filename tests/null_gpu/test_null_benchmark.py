@@ -69,7 +69,7 @@ def test_the_profile_of_a_step_names_its_kernels(tmp_path):
 
 def test_every_kernel_of_forecasts_is_measured(tmp_path):
     findings = findings_of("kernels", tmp_path)
-    assert findings.pop("table for plan --kernels")["figure"] == "22 lines"
+    assert findings.pop("table for plan --kernels")["figure"] == "12 lines"
     assert {what.split()[0] for what in findings} == {"product", "attention", "memory"}
 
 

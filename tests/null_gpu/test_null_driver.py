@@ -89,3 +89,11 @@ def test_visible_devices_are_counted(tmp_path):
     program = "import jax, json; print(json.dumps([d.device_kind for d in jax.devices()]))"
     names = result(null_gpus.start(folder=tmp_path, program=("-c", program), **variables).wait())
     assert names == [*["NVIDIA H200 (null)"] * 2, "NVIDIA B200 (null)"]
+
+
+def test_a_long_sort_runs(tmp_path):
+    """CUB sorts arrays of more than 16384, and asks the runtime for a kernel's version first."""
+    program = ("-c", "import jax.numpy as jnp; print(jnp.sort(jnp.arange(65536)).shape)")
+    command = null_gpus.start(folder=tmp_path, program=program, **null_gpus.environment(1)).wait()
+    assert command.status == 0, command.text
+    assert command.out.endswith("(65536,)\n")

@@ -133,6 +133,15 @@ int cudaGetFuncBySymbol(CUfunction *function, const void *) {
   return cudaSuccess;
 }
 
+// CUB, which sorts, chooses its kernels by the version of an empty one.
+int cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
+  const Model &model = model_of(physical(current_device()));
+  memset(attributes, 0, sizeof *attributes);
+  attributes->ptxVersion = attributes->binaryVersion = 10 * model.major;
+  attributes->maxThreadsPerBlock = 1024;
+  return cudaSuccess;
+}
+
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *, int, size_t) {
   *n = 2;
   return cudaSuccess;
