@@ -4,9 +4,11 @@ No other module imports `jax._src` or replaces a function of a library.
 `tests/test_jax_internals.py` checks each use on every tested version of JAX.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,6 +61,79 @@ def restore_vjp(vjp: Any, saved: Sequence, arguments: list) -> Any:
     """A `jax.vjp` like another one, with these `residuals` and these arguments, as leaves."""
     structure = jax.tree.structure(replace(vjp, args_res=[]))
     return replace(jax.tree.unflatten(structure, saved), args_res=arguments)
+
+
+def cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """Causal attention by cuDNN, `B S N H`; a query sees `window` positions at most.
+
+    `jax.nn.dot_product_attention` refuses values that are narrower than keys, which cuDNN has taken
+    since 9.10.
+    """
+    return fused_attention_stablehlo.dot_product_attention(
+        query, key, value, scale=scale, mask_type=fused_attention_stablehlo.MaskType.CAUSAL,
+        sliding_window_length=window,
+    )  # fmt: skip
+
+
+def cudnn_attention_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """The results of cuDNN's forward kernel: those of `cudnn_attention`, and the logarithm of each
+    softmax's denominator, `B N S`.
+
+    Public JAX returns these too, but drops the gradient of the latter, and in a `jax.custom_vjp`
+    hides the primitive whose results a remat policy saves.
+    """
+    operands = query, key, value
+    jax.eval_shape(partial(cudnn_attention, scale=scale, window=window), *operands)  # its checks
+    out, statistics = fused_attention_stablehlo._dot_product_attention_fwd_p_wrapper.bind(
+        *operands, *_unused(query), **_attention_options(scale, window), is_training=True
+    )
+    return out, statistics
+
+
+def cudnn_attention_backward(
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    results: tuple[jax.Array, jax.Array],
+    d_out: jax.Array,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of query, key and value by cuDNN's backward kernel, given the results of the
+    forward kernel.
+
+    The kernel makes the weights again from the logarithms of denominators. With those of a softmax
+    that has terms beside the keys, and with its output, it is exact for that softmax; public JAX
+    gives it the forward kernel's own alone.
+    """
+    out, statistics = results
+    query, key, value = fused_attention_stablehlo._dot_product_attention_bwd_p_wrapper.bind(
+        *operands, *_unused(d_out), statistics, out, d_out, **_attention_options(scale, window)
+    )
+    return query, key, value
+
+
+def _unused(x: jax.Array) -> list[jax.Array]:
+    """Bias, lengths, offsets and pages, as JAX leaves them out."""
+    return 7 * [jnp.zeros(0, x.dtype)]
+
+
+def _attention_options(scale: float, window: int | None) -> dict[str, Any]:
+    """Parameters of both primitives; `score_mod` is one from jax 0.12 on."""
+    module = fused_attention_stablehlo
+    options = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": module.MaskType.CAUSAL,
+        "layout": module.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+    }
+    known = inspect.signature(module._dot_product_attention).parameters
+    return options | ({"score_mod": None} if "score_mod" in known else {})
 
 
 @contextmanager

@@ -69,17 +69,24 @@ WEIGHT = {
     "router_embed": None,
     "router": None,
     "latent": None,
+    "from_latent": EXPERT_AT_REST,
 }
-"""Weights of products. Their first dimension is `embed`: a gather along it needs no transposed
-copy. Dimensions of an expert's weights follow `experts`, and are sharded over the other axes."""
+"""Weights of products. A gather along their first dimension, `embed` or the narrow `from_latent`,
+needs no transposed copy. Dimensions of an expert's weights follow `experts`, and are sharded over
+the other axes."""
 
 TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "embed": TABLE_EMBED}
 """The embedding table, looked up without a gather (`ops.embedding.look_up`)."""
 
-VECTOR = {"embed": None, "head_dim": None, "groups": TENSOR, "inner": None, "taps": None}
-"""Norm gains, and parameters of a Mamba-2 group per head and channel: replicated at rest. They are
-small, and gathering them would cost a collective's latency per layer."""
+VECTOR = {
+    "embed": None, "latent": None, "kv_heads": TENSOR, "heads": TENSOR, "group": None,
+    "head_dim": None, "groups": TENSOR, "inner": None, "taps": None, "experts": EXPERTS,
+    "part": None, "expert_ffn": None, "router": None,
+}  # fmt: skip
+"""Norm gains, biases, attention sinks, and parameters of a Mamba-2 group per head and channel: as
+they are used at rest too. They are small, and gathering them would cost a collective's latency per
+layer."""
 
 ACTIVATION = {
     "batch": BATCH,
@@ -200,6 +207,19 @@ def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
     return jax.lax.psum(total, along) if (along := _hidden_seq()) else total
 
 
+def next_in_seq(x: jax.Array, last: int) -> jax.Array:
+    """The next element for each one of `"batch seq"`, and `last` behind the last one."""
+    ranks = jax.sharding.get_abstract_mesh().shape[CONTEXT]
+    to_rank_before = [(i + 1, i) for i in range(ranks - 1)]
+
+    def local(x):
+        first = jax.lax.ppermute(x[:, :1], CONTEXT, to_rank_before)
+        at_end = jax.lax.axis_index(CONTEXT) == ranks - 1
+        return jax.numpy.concatenate([x[:, 1:], jax.numpy.where(at_end, last, first)], axis=1)
+
+    return on_each_device(local, PartitionSpec(*partition(x)), check_vma=False)(x)
+
+
 def whole_seq(length: int) -> int:
     """Length of a whole sequence, given the length of a local `"shard_seq"`."""
     return length * jax.lax.axis_size(along) if (along := _hidden_seq()) else length
@@ -268,10 +288,10 @@ def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
     return grad
 
 
-def own_copy(vector: jax.Array) -> jax.Array:
-    """A weight that is sharded over `tensor` at most, as a local array inside a `shard_map`; its
-    gradient stays local."""
-    return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis != TENSOR)), to="varying")
+def own_copy(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
+    """A weight that is sharded over the axes `split` at most, as a local array inside a
+    `shard_map`; its gradient stays local."""
+    return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis not in split)), to="varying")
 
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:

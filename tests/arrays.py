@@ -28,7 +28,7 @@ def put(x, dims: str, rules=mesh.ACTIVATION, dtype=jnp.float32):
     return jax.device_put(jnp.asarray(x, dtype), mesh.spec(dims, rules))
 
 
-def attention_reference(q, k, v, cap=None):
+def attention_reference(q, k, v, cap=None, window=None, sinks=None):
     """Causal grouped-query attention in float64, one query position at a time."""
     batch, length, heads, dim = q.shape
     out = np.zeros_like(q)
@@ -36,9 +36,11 @@ def attention_reference(q, k, v, cap=None):
         for h in range(heads):
             group = h // (heads // k.shape[2])
             for t in range(length):
-                scores = k[b, : t + 1, group] @ q[b, t, h] / np.sqrt(dim)
+                seen = slice(max(0, t + 1 - (window or length)), t + 1)
+                scores = k[b, seen, group] @ q[b, t, h] / np.sqrt(dim)
                 if cap is not None:
                     scores = cap * np.tanh(scores / cap)
-                weights = np.exp(scores - scores.max())
-                out[b, t, h] = weights / weights.sum() @ v[b, : t + 1, group]
+                weights = np.exp(scores)
+                sink = 0 if sinks is None else np.exp(sinks[h])
+                out[b, t, h] = weights / (weights.sum() + sink) @ v[b, seen, group]
     return out

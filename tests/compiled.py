@@ -10,6 +10,7 @@ import pytest
 from jaxbench import mesh
 from jaxbench.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import model_flops
 from jaxbench.train.program import compile_program, read
@@ -53,7 +54,7 @@ class Compiled:
 
     @property
     def peak_gib(self) -> float:
-        return self.compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        return Memory.of(self.compiled, H100).peak / 2**30
 
     @property
     def executed_ratio(self) -> float:

@@ -58,6 +58,38 @@ def test_jax_asks_for_the_compute_capability_by_the_name_that_is_replaced():
     assert cudnn.FORWARD in primitives
 
 
+def test_attention_calls_the_primitives_as_jax_does(monkeypatch):
+    """The same operands and parameters as in the forward and backward pass of JAX's own."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91002)
+    monkeypatch.setattr(attention, "check_compute_capability", lambda capability: True)
+    shapes = [jax.ShapeDtypeStruct((2, 16, heads, 8), jnp.bfloat16) for heads in (4, 2, 2, 4)]
+
+    def ours(query, key, value, d_out):
+        operands = query, key, value
+        results = jax_internals.cudnn_attention_forward(*operands, 0.5, 5)
+        return jax_internals.cudnn_attention_backward(operands, results, d_out, 0.5, 5)
+
+    def jax_own(query, key, value, d_out):
+        def attend(*operands):
+            return jax_internals.cudnn_attention(*operands, 0.5, 5)
+
+        return jax.vjp(attend, query, key, value)[1](d_out)
+
+    def calls(function):
+        jaxpr = jax.make_jaxpr(function)(*shapes)
+        found = [e for e in jaxpr.eqns if e.primitive.name.startswith("dot_product_attention")]
+        return [
+            (e.primitive.name, e.params, [(v.aval.shape, v.aval.dtype) for v in e.invars])
+            for e in found
+        ]
+
+    assert calls(ours) == calls(jax_own)
+    assert len(calls(ours)) == 2
+    assert calls(ours)[0][0] == cudnn.FORWARD
+
+
 def test_a_replaced_function_comes_back():
     empty = jnp.empty
     with jax_internals.empty_arrays_from(jnp.ones(2)):

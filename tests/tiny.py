@@ -31,11 +31,23 @@ FAMILIES = {
         "model.layers=2", "model.experts={count: 8, top_k: 2, ffn: 48, rank_capacity_factor: 8}",
         "execution.remat=attention,residual:1",
     ),
+    "gpt_oss_120b_bf16": (
+        "model.layers=4", "model.attention={window: 8}",
+        "model.experts={count: 8, top_k: 2, ffn: 48, rank_capacity_factor: 8}",
+        "execution.remat=attention,residual:2",
+    ),
     "nemotron3_nano_30b_a3b_bf16": (
         "model.layers=4", "model.pattern=ME*E",
         "model.experts={count: 8, top_k: 2, ffn: 48, shared_ffn: 96, rank_capacity_factor: 8}",
         "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
         "execution.remat=attention,residual,mamba",
+    ),
+    "deepseek3_671b_bf16": (
+        "model.layers=3", "model.pattern=L-LELE", "model.mlp.ffn=96", "model.attention=null",
+        "model.latent_attention={heads: 8, query_latent: 32, kv_latent: 16}",
+        "model.latent_attention={head_dim: 8, rope_dim: 8, value_dim: 8}",
+        "model.experts={count: 8, top_k: 4, groups: 4, top_groups: 2, ffn: 48, shared_ffn: 96}",
+        "model.experts={rank_capacity_factor: 8}", "execution.remat=latent,attention,residual",
     ),
 }  # fmt: skip
 """Recipes whose smoke row is shrunk, and how. Nemotron-H's pattern is two blocks, each repeated

@@ -13,6 +13,7 @@ from jaxbench import mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.ops import fp8
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.plan import Memory
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
@@ -115,5 +116,5 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         except (RecipeError, RunFailed, jax.errors.JaxRuntimeError) as error:
             yield Finding(what, WRONG, str(error).splitlines()[0])
             continue
-        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        peak = Memory.of(compiled, ctx.gpu).peak / 2**30
         yield Finding(what, MEASURED, f"compiled in {took:.0f} s", f"peak {peak:.1f} GiB")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxbench import mesh, ssd
 from jaxbench.ops.pallas import Launch, undeprecated
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.plan import Memory
 from jaxbench.ssd.pallas import Tuning
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding
 from one_gpu.operators import implementations_of_mixer, mixed, mixer_inputs, with_gradients
@@ -75,5 +76,5 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         except jax.errors.JaxRuntimeError as error:
             yield Finding(f"{name} by {by}", NOT_RUN, str(error).splitlines()[0][:300])
             continue
-        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        peak = Memory.of(compiled, ctx.gpu).peak / 2**30
         yield Finding(f"{name} by {by}", MEASURED, f"compiled, {peak:.1f} GiB")

@@ -17,8 +17,10 @@ from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext, Weight
 from jaxbench.ops import attention, dense, embedding, fp8, grouped, loss
+from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.step import compute_weights
@@ -85,9 +87,10 @@ def attentions(ctx: Context) -> Iterator[Case]:
         model, length = run.model, 256 if ctx.rehearsal else run.batch.sequence_length
         heads, dim = model.attention.heads // model.attention.kv_heads, model.attention.head_dim
 
-        def on(platform, run=run, model=model, length=length):
+        def on(platform, run=run, model=model, length=length, dim=dim):
             kernel = attention.choose(run.execution, model, length, platform)
-            return partial(attention.attend, kernel=kernel, cap=model.attention.softcap)
+            scores = Scores(scale=dim**-0.5, cap=model.attention.softcap)
+            return partial(attention.attend, kernel=kernel, scores=scores)
 
         arrays = [random(1, length, n, dim, seed=i) for i, n in enumerate((heads, 1, 1))]
         name = f"attention of {family}, {length} x {heads} x {dim}"
@@ -250,13 +253,13 @@ def experts(ctx: Context) -> Iterator[Case]:
             kernel = grouped.choose(run.execution, model, "bf16", platform)
             ctx = ForwardContext(rotary=None, kernel="xla", ssd="xla", grouped_matmul=kernel)
 
-            def layer(x, router, gate_up, down):
+            def function(x, router, gate_up, down):
                 layer = Experts(model, model.experts, key=jax.random.key(0))
                 layer.router = nnx.Param(router)
                 layer.gate_up, layer.down = Weight(gate_up), Weight(down)
                 return compute_weights(layer, x.dtype)(x, ctx)[0]
 
-            return layer
+            return function
 
         count, embed, ffn = model.experts.count, model.embed, model.experts.ffn
         arrays = (
@@ -309,5 +312,5 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
         with jax.set_mesh(on), attention_for_mesh(), undeprecated():
             compiled = jax.jit(with_gradients(case.on("gpu"))).lower(*inputs).compile()
-        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        peak = Memory.of(compiled, ctx.gpu).peak / 2**30
         yield Finding(case.name, MEASURED, f"compiled, {peak:.1f} GiB")

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
@@ -102,6 +103,27 @@ def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S 
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
     return mesh.on_each_device(local, out)(outputs, routes.slot, routes.assignment)
+
+
+def split_batch(arrays: Any, parts: int) -> list:
+    """`parts` trees of arrays, each with a share of every device's sequences."""
+    if parts == 1:
+        return [arrays]
+    flat, structure = jax.tree.flatten(arrays)
+    specs = [parts * [PartitionSpec(*mesh.partition(x))] for x in flat]
+    split = mesh.on_each_device(lambda arrays: [jnp.split(x, parts) for x in arrays], specs)(flat)
+    return [jax.tree.unflatten(structure, part) for part in zip(*split, strict=True)]
+
+
+def join_batch(parts: list) -> Any:
+    """The inverse of `split_batch`."""
+    if len(parts) == 1:
+        return parts[0]
+    specs = jax.tree.map(lambda x: PartitionSpec(*mesh.partition(x)), parts[0])
+    join = mesh.on_each_device(
+        lambda parts: jax.tree.map(lambda *shares: jnp.concatenate(shares), *parts), specs
+    )
+    return join(parts)
 
 
 def _exchange(arrays: Any, split: int, joined: int) -> Any:

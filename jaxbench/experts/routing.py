@@ -49,7 +49,7 @@ def choose(
     elif cfg.router == "sigmoid":
         gates /= jnp.sum(gates, axis=-1, keepdims=True) + SMALLEST_SUM
     if bias is not None:
-        of_chosen = jnp.where(chosen, dense.shift(jnp.zeros_like(scores), bias)[..., None, :], 0.0)
+        of_chosen = jnp.where(chosen, dense.along(bias, scores)[..., None, :], 0.0)
         gates = count_loads(gates, jnp.sum(of_chosen, axis=-1))
     return gates * cfg.gate_scale, experts
 

@@ -1,4 +1,4 @@
-"""The attention mixer."""
+"""The attention mixers."""
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,29 @@ from jaxbench.models.layers import (
     LayerOutput,
     RMSNorm,
     Rotary,
+    Vector,
     Weight,
     normal,
     rotate,
+    zero_bias,
 )
 from jaxbench.ops import attention, dense
+from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.remat import save
-from jaxbench.recipe.model import AttentionConfig, ModelConfig
+from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.model import ModelConfig
 
 
 class Attention(nnx.Module):
     """Causal grouped-query attention (Ainslie et al. 2023), with optional norms of queries and
-    keys, and rotary positions.
+    keys, rotary positions, window, sinks and biases.
 
     The input projections are one weight, ordered by kv head: the query heads of its group, its key,
     its value. So a tensor rank holds whole groups.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: AttentionConfig, *, key):
-        k_query, k_kv, k_out = jax.random.split(key, 3)
+        k_query, k_kv, k_out, k_sinks = jax.random.split(key, 4)
         dims = "embed kv_heads group head_dim"
         kv_heads, head_dim = mixer.kv_heads, mixer.head_dim
         queries = (cfg.embed, kv_heads, mixer.heads // kv_heads, head_dim)
@@ -39,23 +43,85 @@ class Attention(nnx.Module):
         # the scores.
         query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
-        self.softcap = mixer.softcap
+        self.scores = Scores(scale=mixer.score_scale, cap=mixer.softcap, window=mixer.window)
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), fp8=True)
         shape, fan_in = (cfg.embed, mixer.heads, head_dim), mixer.heads * head_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, fp8=True)
-        self.query_norm = RMSNorm(cfg, head_dim) if mixer.qk_norm else None
-        self.key_norm = RMSNorm(cfg, head_dim) if mixer.qk_norm else None
+        self.query_norm = RMSNorm(cfg, "head_dim", head_dim) if mixer.qk_norm else None
+        self.key_norm = RMSNorm(cfg, "head_dim", head_dim) if mixer.qk_norm else None
+        sinks = normal(k_sinks, cfg, "heads", (mixer.heads,), fan_in=cfg.embed)
+        self.sinks = Vector(sinks) if mixer.sinks else None
+        of_heads = "kv_heads group head_dim"
+        self.qkv_bias = zero_bias(of_heads, self.qkv.shape[1:]) if mixer.biases else None
+        self.out_bias = zero_bias("embed", (cfg.embed,)) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)
         qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
+        if self.qkv_bias is not None:
+            qkv = dense.biased(qkv, self.qkv_bias[...])
         batch, length, kv_heads, group, head_dim = qkv.shape
         query = qkv[..., :-2, :].reshape(batch, length, kv_heads * (group - 2), head_dim)
         query = _positioned(query, "query", self.query_norm, ctx.rotary)
         key = _positioned(qkv[..., -2, :], "key", self.key_norm, ctx.rotary)
         value = save(qkv[..., -1, :], "value")
-        context = attention.attend(query, key, value, ctx.kernel, self.softcap)
+        sinks = None if self.sinks is None else self.sinks[...]
+        context = attention.attend(query, key, value, ctx.kernel, self.scores, sinks)
+        y = mesh.scatter_seq(dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed"))
+        # After the sum over tensor ranks: once.
+        return y if self.out_bias is None else dense.biased(y, self.out_bias[...]), ()
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2): queries, and
+    keys with values, are projected from normed latents. Queries and keys have features without
+    position and, behind them, features that rotary embedding turns, for which all heads share one
+    key, taken from the hidden state.
+
+    The projections of the hidden state are one weight: query latent, key and value latent, rotary
+    key. They work on 1/tensor of the sequence, so tensor ranks exchange latents instead of the
+    wider hidden state. Saved for the backward pass is `latent`, before the norms; queries, keys and
+    values are as large as in ordinary attention, and two products away.
+    """
+
+    def __init__(self, cfg: ModelConfig, mixer: LatentAttentionConfig, *, key):
+        k_latent, k_query, k_kv, k_out = jax.random.split(key, 4)
+        self.cfg, self.scores = mixer, Scores(scale=mixer.score_scale)
+        latents = mixer.query_latent, mixer.kv_latent
+        columns = sum(latents) + mixer.rope_dim
+        self.latent = Weight(
+            normal(k_latent, cfg, "embed latent", (cfg.embed, columns), fan_in=cfg.embed), fp8=True
+        )
+        self.query_norm, self.kv_norm = (RMSNorm(cfg, "latent", size) for size in latents)
+
+        def project(key, latent, width):
+            shape, dims = (latent, mixer.heads, width), "from_latent heads head_dim"
+            return Weight(normal(key, cfg, dims, shape, fan_in=latent), fp8=True)
+
+        self.query = project(k_query, mixer.query_latent, mixer.head_dim + mixer.rope_dim)
+        self.key_value = project(k_kv, mixer.kv_latent, mixer.head_dim + mixer.value_dim)
+        shape, fan_in = (cfg.embed, mixer.heads, mixer.value_dim), mixer.heads * mixer.value_dim
+        out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
+        self.out = Weight(out, fp8=True)
+
+    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+        cfg = self.cfg
+        latent = save(dense.dot("BSD,DL->BSL", x, self.latent, "batch shard_seq latent"), "latent")
+        ends = [cfg.query_latent, cfg.query_latent + cfg.kv_latent]
+        for_query, for_kv, shared_key = jnp.split(latent, ends, axis=-1)
+        normed = self.query_norm(for_query), self.kv_norm(for_kv), shared_key
+        for_query, for_kv, shared_key = map(mesh.gather_seq, normed)
+        heads = "batch seq heads head_dim"
+        query = dense.dot("BSL,LNH->BSNH", for_query, self.query, heads)
+        key_value = dense.dot("BSL,LNH->BSNH", for_kv, self.key_value, heads)
+        still, turned = jnp.split(query, [cfg.head_dim], axis=-1)
+        query = jnp.concatenate([still, rotate(turned, ctx.rotary)], axis=-1)
+        still, value = jnp.split(key_value, [cfg.head_dim], axis=-1)
+        shared_key = dense.broadcast_heads(shared_key, still)
+        key = jnp.concatenate([still, rotate(shared_key, ctx.rotary)], axis=-1)
+        query, key, value = save(query, "query"), save(key, "key"), save(value, "value")
+        context = attention.attend(query, key, value, ctx.kernel, self.scores)
         y = dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from operator import itemgetter
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh, ssd
 from jaxbench.experts import routing
-from jaxbench.models.attention import Attention
+from jaxbench.models.attention import Attention, LatentAttention
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import (
     NORMS,
@@ -23,26 +23,23 @@ from jaxbench.models.layers import (
     LayerOutput,
     RoutingFigures,
     Weight,
+    embed,
     normal,
     rotary_tables,
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
+from jaxbench.models.output import Output, Prediction, output_loss
 from jaxbench.ops import attention, fp8, grouped, remat
 from jaxbench.ops.blocks import Stash, apply_blocks
-from jaxbench.ops.loss import cross_entropy
-from jaxbench.recipe.model import (
-    AttentionConfig,
-    ExpertsConfig,
-    MambaConfig,
-    Mixer,
-    MlpConfig,
-    ModelConfig,
-)
+from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.blocks import repeating_blocks, stacks
+from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {
     AttentionConfig: Attention,
+    LatentAttentionConfig: LatentAttention,
     MlpConfig: make_mlp,
     ExpertsConfig: Experts,
     MambaConfig: Mamba2,
@@ -88,15 +85,27 @@ class Block(nnx.Module):
         return x, figures
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of a stack that are computed alike: index of the stack, the blocks,
+    activations saved (None: all), and whether their products stay in bf16 in an FP8 run."""
+
+    stack: int
+    repeats: slice
+    saved: frozenset[str] | None
+    bf16: bool
+
+
 class Decoder(nnx.Module):
     """Embedding, stacks of repeating blocks with weights `[blocks, ..]`, final norm, and the head:
-    a weight, or the embedding table."""
+    a weight, or the embedding table. The last stack is the block of multi-token prediction, where
+    the model has it."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         k_embedding, k_blocks, k_head = jax.random.split(key, 3)
         self.cfg = cfg
         self.embedding = Embedding(cfg, key=k_embedding)
-        blocks = repeating_blocks(cfg)
+        blocks = stacks(cfg)
         keys = jax.random.split(k_blocks, sum(times for _, times in blocks))
         ends = accumulate(times for _, times in blocks)
         self.stacks = nnx.List(
@@ -106,6 +115,8 @@ class Decoder(nnx.Module):
             ]
         )
         self.norm = NORMS[cfg.norm](cfg)
+        k_prediction = jax.random.fold_in(k_head, 1)
+        self.prediction = Prediction(cfg, key=k_prediction) if cfg.prediction else None
         shape, dims = (cfg.embed, cfg.vocabulary), "embed vocab"
         self.head = (
             None
@@ -129,27 +140,41 @@ class Decoder(nnx.Module):
     ) -> tuple[Hidden, list[RoutingFigures], list[Stash]]:
         """(output of the last layer, routing figures of each segment, stash of each segment as
         written); `scaled` has the FP8 weights and scales of each stack in an FP8 run."""
-        cfg = self.cfg
-        x = embed(cfg, self.embedding, tokens, self.dtype)
-        ctx = forward_context(cfg, tokens.shape[1], execution, precision)
-
-        def apply(x, weights, scales, rotary):
-            x, figures = apply_block(*weights, scales, x, ctx._replace(rotary=rotary))
-            return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
-
+        x = embed(self.cfg, self.embedding, tokens, self.dtype)
+        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision)
         all_figures, written = [], []
-        for segment, stash in zip_longest(segments(cfg, execution, precision), stashes):
-            scales = scaled[segment.stack] if scaled and not segment.bf16 else None
-            block, scales = jax.tree.map(
-                itemgetter(segment.repeats), (self.stacks[segment.stack], scales)
-            )
-            weights = block, None if scales is None else scales.observed
-            x, figures, stash = apply_blocks(
-                apply, segment.saved, x, weights, scales, ctx.rotary, stash
-            )
+        for segment, stash in zip_longest(segments(self.cfg, execution, precision), stashes):
+            x, figures, stash = self.apply(segment, x, ctx, scaled, stash)
             all_figures.append(figures)
             written.append(stash)
         return x, all_figures, written
+
+    def apply(
+        self,
+        segment: Segment,
+        x: Hidden,
+        ctx: ForwardContext,
+        scaled: Sequence[fp8.Scaled] = (),
+        stash: Stash | None = None,
+    ) -> tuple[Hidden, RoutingFigures, Stash]:
+        """(output, routing figures, stash as written) of the blocks of a segment."""
+
+        # XLA unrolls a loop over one block: its passes are in one computation.
+        single = segment.repeats.stop - segment.repeats.start == 1
+
+        def apply(x, weights, scales, rotary):
+            here = ctx._replace(rotary=rotary)
+            x, figures = apply_block(*weights, scales, x, here, segment.saved, in_order=single)
+            return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
+
+        scales = scaled[segment.stack] if scaled and not segment.bf16 else None
+        block, scales = jax.tree.map(
+            itemgetter(segment.repeats), (self.stacks[segment.stack], scales)
+        )
+        weights = block, None if scales is None else scales.observed
+        return apply_blocks(
+            apply, x, weights, scales, ctx.rotary, stash, unrolled=segment.saved is None
+        )
 
     def loss(
         self,
@@ -162,12 +187,27 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
         """(mean cross entropy over all tokens in nats, (routing figures, stashes as written)).
 
-        The load-balance losses of all layers add their gradient, but not their value.
+        The load-balance losses of all layers, and the loss of further tokens, add their gradient,
+        but not their value.
         """
-        hidden, layers, stashes = self.hidden(tokens, execution, precision, scaled, stashes)
-        value = head_loss(self.cfg, self.norm, self.head_weight(), hidden, targets)
-        value, figures = routing.with_balance_loss(value, layers, self.cfg.balance_loss)
-        return value, (figures, stashes)
+        count = len(segments(self.cfg, execution, precision))
+        main, further = stashes[:count], stashes[count:]
+        hidden, layers, written = self.hidden(tokens, execution, precision, scaled, main)
+        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision)
+        segment = prediction_segment(self.cfg, execution)
+
+        def apply(x: Hidden, stash: Stash | None) -> tuple[Hidden, RoutingFigures, Stash]:
+            assert segment is not None
+            return self.apply(segment, x, ctx, scaled, stash)
+
+        output = Output(self.norm, self.head_weight(), self.prediction)
+        value, (figures, stashes) = output_loss(
+            self.cfg, output, self.embedding, hidden, tokens, targets, apply, further
+        )
+        value, all_figures = routing.with_balance_loss(
+            value, layers + figures, self.cfg.balance_loss
+        )
+        return value, (all_figures, written + stashes)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""
@@ -182,18 +222,12 @@ def forward_context(
     """The context of a forward pass over sequences of a length, on the current mesh."""
     platform, shard = mesh.platform(), length // mesh.ranks("seq")
     return ForwardContext(
-        rotary=rotary_tables(cfg.attention, length) if cfg.attention else None,
+        rotary=rotary_tables(cfg.attends, length) if cfg.attends else None,
         kernel=attention.choose(execution, cfg, length, platform),
         ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
         grouped_matmul=grouped.choose(execution, cfg, precision.dtype, platform),
+        expert_parts=execution.expert_parts,
     )
-
-
-def embed(
-    cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
-) -> Float[Array, "B s D"]:
-    """The input of the first layer."""
-    return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
 
 
 def apply_block(
@@ -202,72 +236,57 @@ def apply_block(
     scales: fp8.Scaled | None,
     x: Hidden,
     ctx: ForwardContext,
+    saved: frozenset[str] | None,
+    *,
+    in_order: bool = False,
 ) -> LayerOutput:
     """One block; in an FP8 run with its scales, and the zeros `observed` whose gradients are the
-    observed amax (`fp8.Scaled.observed`)."""
-    if scales is None:
+    observed amax (`fp8.Scaled.observed`).
+
+    `saved` and `in_order` are those of `remat.recomputed`. With `in_order` the gradient of x comes
+    after those of the block's weights. Where a block has more than two layers, and saves their
+    inputs, these are recomputed one at a time, in order: each in the backward pass after the
+    gradients of the weights of the layer two further on, so that those of one layer, and their
+    reduce-scatter, may run beside the next.
+    """
+    operands = block, observed, scales, ctx.rotary
+
+    def attached(block, observed, scales, rotary) -> tuple[Block, ForwardContext]:
+        if scales is not None:
+            block = fp8.attach(block, replace(scales, observed=observed))
+        return block, ctx._replace(rotary=rotary)
+
+    def whole(x: Hidden, operands: tuple) -> LayerOutput:
+        weights, *rest = operands
+        if in_order and saved is not None:
+            weights, x = remat.signal_gradients(weights, x)
+        block, ctx = attached(weights, *rest)
         return block(x, ctx)
-    return fp8.attach(block, replace(scales, observed=observed))(x, ctx)
 
+    def one_layer(state: tuple[Hidden, Array], operands: tuple, index: int):
+        (x, signal), (block, *rest) = state, operands
+        block = jax.tree.map(lambda w: w, block)
+        block.layers[index], signal = remat.signal_gradients(block.layers[index], signal)
+        block, ctx = attached(block, *rest)
+        x, figures = block.layers[index](x, ctx)
+        return remat.await_gradients(x, signal), figures
 
-def head_loss(
-    cfg: ModelConfig,
-    norm: nnx.Module,
-    head: Float[Array, "D V"],
-    hidden: Float[Array, "B s D"],
-    targets: Int[Array, "B S"],
-) -> Float[Array, ""]:
-    """The mean cross entropy of the last layer's output, through final norm and head."""
-    hidden = mesh.gather_seq(times_constant(norm(hidden), cfg.logit_scale))
-    return cross_entropy(hidden, head, targets)
-
-
-def times_constant(x: Array, factor: float) -> Array:
-    """`x` times a constant that its dtype may not hold exactly."""
-    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+    count = len(block.layers)
+    if saved is None or "residual" not in saved or count <= 2:
+        return remat.recomputed(whole, saved, in_order=in_order)(x, operands)
+    figures: RoutingFigures = ()
+    signals = [jnp.zeros(()), jnp.zeros(())]
+    for index in range(count):
+        compute = remat.recomputed(partial(one_layer, index=index), saved, in_order=True)
+        (x, signal), layer_figures = compute((x, signals[index]), operands)
+        signals.append(signal)
+        figures += layer_figures
+    return x, figures
 
 
 def stacked(cfg: ModelConfig, pattern: str, keys) -> Block:
     """One block per key, their weights stacked on axis 0."""
     return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
-
-
-def repeating_blocks(cfg: ModelConfig) -> list[tuple[str, int]]:
-    """Blocks as (layer pattern, number of repeats)."""
-    return cut(cfg.layer_patterns)
-
-
-@cache
-def cut(layers: tuple[str, ...]) -> list[tuple[str, int]]:
-    """The patterns of layers as repeating blocks.
-
-    Of all ways, one with the fewest layers in its blocks, since each is compiled once, and then
-    with the fewest blocks: `M-M-M-M*-M-` ten times and `M-` four times for the 118 layers of
-    Nemotron-H 56B.
-    """
-    letters, size = "".join(layers), len(layers[0])
-    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(letters): (0, [])}
-    for start in reversed(range(0, len(letters), size)):
-        cuts = []
-        for length in range(size, len(letters) - start + 1, size):
-            block, stop = letters[start : start + length], start
-            while letters.startswith(block, stop):
-                stop += length
-                compiled, rest = best[stop]
-                cuts.append((compiled + length, [(block, (stop - start) // length), *rest]))
-        best[start] = min(cuts, key=lambda cut: (cut[0], len(cut[1])))
-    return best[0][1]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive blocks of a stack that are computed alike: index of the stack, the blocks,
-    activations saved (None: all), and whether their products stay in bf16 in an FP8 run."""
-
-    stack: int
-    repeats: slice
-    saved: frozenset[str] | None
-    bf16: bool
 
 
 def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
@@ -297,3 +316,12 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
             result.append(Segment(stack, slice(start, stop), saved, in_bf16))
         first += times * size
     return result
+
+
+def prediction_segment(cfg: ModelConfig, execution: Execution) -> Segment | None:
+    """The block of multi-token prediction; it saves what all layers save."""
+    if cfg.prediction is None:
+        return None
+    counts = execution.saved(cfg.layers)
+    saved = None if counts is None else frozenset(n for n, c in counts.items() if c == cfg.layers)
+    return Segment(len(repeating_blocks(cfg)), slice(0, 1), saved, False)

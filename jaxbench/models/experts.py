@@ -1,5 +1,8 @@
 """The mixture of experts: feed-forward layers of which each token uses a few."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,37 +10,52 @@ from jaxtyping import Array
 
 from jaxbench import mesh
 from jaxbench.experts import routing
-from jaxbench.experts.dispatch import combine, dispatch
+from jaxbench.experts.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.models.layers import (
-    GATES,
     ForwardContext,
     Hidden,
     LayerOutput,
     LoadBias,
+    Vector,
     Weight,
     normal,
+    zero_bias,
 )
 from jaxbench.models.mlp import make_mlp
-from jaxbench.ops import dense, gating, grouped
+from jaxbench.ops import dense, fp8, gating, grouped
 from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 
+class Biases(nnx.Module):
+    """Biases of the router, and of both products of each expert. Those of the last product are on
+    every rank for all experts (`Experts`)."""
+
+    def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
+        self.router = Vector(normal(key, cfg, "router", (mixer.count,), fan_in=cfg.embed))
+        parts, sizes = ("part ", (2,)) if mixer.matrices == 3 else ("", ())
+        self.up = zero_bias(f"experts {parts}expert_ffn", (mixer.count, *sizes, mixer.ffn))
+        self.down = zero_bias("router embed", (mixer.count, mixer.latent or cfg.embed))
+
+
 class Experts(nnx.Module):
     """sum_e g_e(x) down_e(act(gate_e x) * up_e x), or down_e(relu(up_e x)^2), with the router's
     gates g, over the experts that it chooses (Shazeer et al. 2017), and a shared expert that has no
-    gate (DeepSeek-AI 2024, "DeepSeekMoE"); without biases. With `latent` the chosen ones work on a
-    projection of x, and their sum is projected back (NVIDIA 2025, "Nemotron 3").
+    gate (DeepSeek-AI 2024, "DeepSeekMoE"). With `latent` the chosen ones work on a projection of x,
+    and their sum is projected back (NVIDIA 2025, "Nemotron 3"). With `biases` the router and both
+    products of an expert have them (OpenAI 2025, "gpt-oss").
 
     Tokens are routed from their sequence shard, each on one device, so that no work is repeated
     over tensor ranks. A permuted token is multiplied by its gate before the last product: the
-    gate's gradient then needs no output of an expert, which would have to be recomputed.
+    gate's gradient then needs no output of an expert, which would have to be recomputed. Biases of
+    the last product, sum_e g_e b_e, are added where a token comes from: one product instead of a
+    sum over the k times as many permuted tokens, for which each rank holds those of all experts.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
-        k_router, k_up, k_down, k_shared, k_into, k_out_of = jax.random.split(key, 6)
-        self.cfg = mixer
+        k_router, k_up, k_down, k_shared, k_into, k_out_of, k_bias = jax.random.split(key, 7)
+        self.cfg, self.gated = mixer, mixer.matrices == 3
         # Replicated, in fp32: a gather of so small a matrix would cost its latency.
         dims, outer = "router_embed router", (cfg.embed, mixer.count)
         self.router = nnx.Param(normal(k_router, cfg, dims, outer, fan_in=cfg.embed))
@@ -45,7 +63,7 @@ class Experts(nnx.Module):
         self.bias = None if mixer.bias_rate is None else LoadBias(zeros)
         width = mixer.latent or cfg.embed
         dims, shape = "experts expert_embed expert_ffn", (mixer.count, width, mixer.ffn)
-        if mixer.matrices == 3:
+        if self.gated:
             parts, inner = "experts expert_embed part expert_ffn", (*shape[:2], 2, mixer.ffn)
             gate_up = normal(k_up, cfg, parts, inner, fan_in=width, truncated=True)
             self.gate_up = Weight(gate_up, fp8=True)
@@ -59,6 +77,7 @@ class Experts(nnx.Module):
             into = normal(k_into, cfg, dims, outer, fan_in=cfg.embed)
             out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent)
             self.into_latent, self.out_of_latent = Weight(into, fp8=True), Weight(out_of, fp8=True)
+        self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         """The sum over chosen experts and the shared one, `"batch shard_seq embed"` in and out; and
@@ -70,48 +89,77 @@ class Experts(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
             out_sharding=mesh.spec("batch shard_seq assignment", mesh.ACTIVATION),
         )
+        if self.biases is not None:
+            logits = dense.shift(logits, self.biases.router[...])
         if self.cfg.routing == "random":
             logits = routing.random_logits(logits, self.router[...])
         logits = save(logits, SMALL)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)
-        sent = x
+        inputs = x
         if self.cfg.latent:
-            sent = dense.dot("BSD,DL->BSL", x, self.into_latent, "batch shard_seq latent")
-        tokens, weights, routes = dispatch(sent, gates, experts, self.cfg)
-        dropped = mesh.sum_seq(routes.slot == grouped.NONE, axis=(1, 2))
+            inputs = dense.dot("BSD,DL->BSL", x, self.into_latent, "batch shard_seq latent")
+        parts = split_batch((inputs, gates, experts), ctx.expert_parts)
+        y, dropped = join_batch([self._routed(part, ctx.grouped_matmul) for part in parts])
         figures = (*routing.balance_loss(logits, experts, self.cfg), dropped)
-        if routes.groups is None:
-            outputs = self._products(tokens, weights)
-        else:
-            outputs = self._grouped_products(tokens, weights, routes.groups, ctx.grouped_matmul)
-        y = combine(outputs, routes)
         if self.cfg.latent:
+            y = save(y, "latent")
             y = dense.dot("BSL,DL->BSD", y, self.out_of_latent, "batch shard_seq embed")
             y = mesh.pinned(y)
         return (y if self.shared is None else y + self.shared(x, ctx)[0]), (figures,)
 
-    def _products(self, tokens: Array, weights: Array) -> Array:
-        x = Duplicated.of(tokens)
-        if self.cfg.matrices == 3:
-            dims = "experts capacity part expert_ffn"
-            up = dense.dot_duplicated("ERD,EDPF->ERPF", x, self.gate_up, dims)
+    def _routed(self, part: tuple[Array, Array, Array], implementation: str) -> tuple[Array, Array]:
+        """(the sum over the chosen experts, the number of dropped assignments of each sequence),
+        from (hidden state, gates, experts)."""
+        x, gates, experts = part
+        tokens, weights, routes = dispatch(x, gates, experts, self.cfg)
+        if routes.groups is None:
+            outputs = self._products(tokens, weights)
         else:
-            up = dense.dot_duplicated("ERD,EDF->ERF", x, self.up, "experts capacity expert_ffn")
+            outputs = self._grouped_products(tokens, weights, routes.groups, implementation)
+        y, sent = combine(outputs, routes), routes.slot != grouped.NONE
+        if self.biases is not None:
+            y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, sent)
+        return y, mesh.sum_seq(~sent, axis=(1, 2))
+
+    @property
+    def _into(self) -> Weight | fp8.Operand:
+        """The weight of the first product."""
+        return self.gate_up if self.gated else self.up
+
+    def _products(self, tokens: Array, weights: Array) -> Array:
+        inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
+        equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
+        up = dense.dot_duplicated(equation, Duplicated.of(tokens), self._into, dims)
+        up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.value.ndim))))
         hidden, dims = self._hidden(up, weights), "experts capacity embed"
         return single(dense.dot_duplicated("ERF,EDF->ERD", hidden, self.down, dims))
 
     def _grouped_products(
         self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
     ) -> Array:
-        up = self.gate_up if self.cfg.matrices == 3 else self.up
-        hidden = self._hidden(
-            grouped.to_permuted(implementation, Duplicated.of(tokens), up, groups), weights
-        )
+        up = grouped.to_permuted(implementation, Duplicated.of(tokens), self._into, groups)
+        up = self._with_bias(up, partial(grouped.biased, groups=groups))
+        hidden = self._hidden(up, weights)
         return single(grouped.from_permuted(implementation, hidden, self.down, groups))
+
+    def _with_bias(self, up: Duplicated, biased: Callable[[Array, Array], Array]) -> Duplicated:
+        """The first product with its bias, which only one of the two copies gives a gradient."""
+        if self.biases is None:
+            return up
+        bias = self.biases.up[...]
+        return Duplicated(biased(up.value, bias), biased(up.for_amax, jax.lax.stop_gradient(bias)))
+
+    def _output_biases(self, biases: Array, gates: Array, experts: Array, sent: Array) -> Array:
+        """The sum of the biases of a token's experts times its gates; of those that it is sent
+        to."""
+        chosen = (experts[..., None] == jnp.arange(self.cfg.count)) & sent[..., None]
+        weights = jnp.sum(jnp.where(chosen, gates[..., None], 0.0), axis=-2).astype(biases.dtype)
+        spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
+        return jnp.einsum("BSE,ED->BSD", weights, biases, out_sharding=spec)
 
     def _hidden(self, up: Duplicated, weights: Array) -> Duplicated:
         """Between the products: activations times gates."""
-        if self.cfg.matrices == 3:
-            return gating.gated(GATES[self.cfg.activation], up, weights)
+        if self.gated:
+            return gating.gated(gating.GATES[self.cfg.activation], up, weights)
         return Duplicated.of(gating.squared_relu(single(up), weights))

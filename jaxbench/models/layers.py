@@ -6,7 +6,6 @@ sharded over it at rest.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,16 +17,11 @@ from jaxtyping import Array, Float, Int
 from jaxbench import mesh
 from jaxbench.ops import dense, embedding
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.model import AttentionConfig, ModelConfig
+from jaxbench.recipe.attention import Attention, Yarn
+from jaxbench.recipe.model import ModelConfig
 
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
-
-GATES: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
-"""Activations of gated feed-forward layers, by their names in recipes."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
@@ -41,13 +35,15 @@ LayerOutput = tuple[Hidden, RoutingFigures]
 
 
 class ForwardContext(NamedTuple):
-    """Arguments of every layer in a forward pass: rotary tables, and the names of the attention
-    kernel and of the implementations of Mamba-2 mixers and of grouped matmuls."""
+    """Arguments of every layer in a forward pass: rotary tables, the names of the attention kernel
+    and of the implementations of Mamba-2 mixers and of grouped matmuls, and
+    `Execution.expert_parts`."""
 
     rotary: Rotary | None
     kernel: str
     ssd: str
     grouped_matmul: str
+    expert_parts: int = 1
 
 
 class Weight(nnx.Param):
@@ -56,7 +52,7 @@ class Weight(nnx.Param):
 
 
 class Vector(nnx.Param):
-    """A norm gain or bias, or a scalar of each head: used in fp32; weight decay is the recipe's
+    """A norm gain, a bias, or a scalar of each head: kept in fp32; weight decay is the recipe's
     choice."""
 
 
@@ -86,14 +82,19 @@ def normal(
     return std * draw(key, shape=shape, out_sharding=mesh.spec(dims, mesh.WEIGHT))
 
 
+def zero_bias(dims: str, shape: tuple[int, ...]) -> Vector:
+    """A bias of logical dimensions `dims` that starts at zero."""
+    return Vector(jnp.zeros(shape, out_sharding=mesh.spec(dims, mesh.VECTOR)))
+
+
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * gain in fp32 (Zhang and Sennrich 2019); the gain starts at 1.
-    Over the hidden state, or over the `head_dim` features of each head."""
+    Over the hidden state, or over another dimension with its size."""
 
-    def __init__(self, cfg: ModelConfig, head_dim: int | None = None):
+    def __init__(self, cfg: ModelConfig, dim: str = "embed", size: int | None = None):
         self.eps = cfg.norm_eps
-        dim, size = ("head_dim", head_dim) if head_dim else ("embed", cfg.embed)
-        self.gain = Vector(jnp.ones(size, out_sharding=mesh.spec(dim, mesh.VECTOR)))
+        sharding = mesh.spec(dim, mesh.VECTOR)
+        self.gain = Vector(jnp.ones(size or cfg.embed, out_sharding=sharding))
 
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
@@ -140,27 +141,60 @@ class Embedding(nnx.Module):
         return embedding.look_up(self.table[...], tokens, dtype)
 
 
-def rotary_tables(cfg: AttentionConfig, length: int) -> Rotary | None:
+def embed(
+    cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
+) -> Float[Array, "B s D"]:
+    """The input of the first layer."""
+    return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
+
+
+def times_constant(x: Array, factor: float) -> Array:
+    """`x` times a constant that its dtype may not hold exactly."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def rotary_tables(cfg: Attention, length: int) -> Rotary | None:
     """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, fp32; h
     is half of the rotated features of a head. None for attention without position embedding.
 
     With `Rope.scaling`, Llama 3.1's frequencies: a wavelength above original_context/low is
     stretched by `factor`, one below original_context/high is kept, and between them the frequency
-    is interpolated.
+    is interpolated. With `Rope.yarn` the share that is kept falls linearly with the feature's
+    index, from 1 at the feature that turns `fast` times in the original context to 0 at the one
+    that turns `slow` times (Peng et al. 2023, section 3.2).
     """
     if (rope := cfg.rope) is None:
         return None
-    half = round(cfg.head_dim * rope.fraction) // 2
-    frequency = rope.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    half = cfg.rotated // 2
+    feature = jnp.arange(half, dtype=jnp.float32)
+    frequency = rope.base ** (-feature / half)
     if (scaling := rope.scaling) is not None:
         turns = scaling.original_context * frequency / (2 * math.pi)
         kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
         frequency *= kept + (1 - kept) / scaling.factor
+    if (yarn := rope.yarn) is not None:
+        first, last = _ramp(yarn, rope.base, half)
+        kept = 1 - jnp.clip((feature - first) / (last - first), 0.0, 1.0)
+        frequency *= kept + (1 - kept) / yarn.factor
     sharding = mesh.spec("seq group head_dim", mesh.ACTIVATION)
     angle = frequency * jax.lax.broadcasted_iota(
         jnp.float32, (length, 1, half), 0, out_sharding=sharding
     )
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def _ramp(yarn: Yarn, base: float, half: int) -> tuple[float, float]:
+    """The features between which YaRN interpolates: those that turn `fast` and `slow` times in the
+    original context."""
+
+    def feature(turns: float) -> float:
+        return half * math.log(yarn.original_context / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = feature(yarn.fast), feature(yarn.slow)
+    if yarn.rounded:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    return first, max(last, first + 0.001)
 
 
 def rotate(x: Float[Array, "B S N H"], rotary: Rotary | None) -> Float[Array, "B S N H"]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbench import mesh
-from jaxbench.models.layers import GATES, ForwardContext, Hidden, LayerOutput, Weight, normal
+from jaxbench.models.layers import ForwardContext, Hidden, LayerOutput, Weight, normal
 from jaxbench.ops import dense, gating
 from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import save
@@ -20,7 +20,7 @@ class GatedMlp(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, mixer: MlpConfig, *, key):
         k_gate_up, k_down = jax.random.split(key)
-        self.activation = GATES[mixer.activation]
+        self.activation = gating.GATES[mixer.activation]
         dims, inner = "embed part ffn", (cfg.embed, 2, mixer.ffn)
         gate_up = normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True)
         self.gate_up = Weight(gate_up, fp8=True)
@@ -56,4 +56,4 @@ class SquaredReluMlp(nnx.Module):
 
 def make_mlp(cfg: ModelConfig, mixer: MlpConfig, *, key) -> nnx.Module:
     """The feed-forward layer with the mixer's activation."""
-    return (GatedMlp if mixer.activation in GATES else SquaredReluMlp)(cfg, mixer, key=key)
+    return (GatedMlp if mixer.activation in gating.GATES else SquaredReluMlp)(cfg, mixer, key=key)

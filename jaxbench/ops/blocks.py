@@ -1,6 +1,6 @@
 """Blocks of layers applied over stacked weights, with a stash of residuals.
 
-`jax.lax.scan` of `remat.recomputed` computes the same, but allocates, zeroes and copies its stack
+`jax.lax.scan` of a `jax.checkpoint` computes the same, but allocates, zeroes and copies its stack
 of residuals for each microbatch. Here the stash is passed in and out, and every microbatch writes
 into the same memory. Without remat nothing is stacked: blocks are unrolled in the program.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxbench.jax_internals import residuals, restore_vjp
-from jaxbench.ops.remat import recomputed
 from jaxbench.ops.stash import (
     allocate,
     read,
@@ -32,29 +31,30 @@ Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 def apply_blocks(
     apply: Apply,
-    saved: frozenset[str] | None,
     x: jax.Array,
     weights: Any,
     constants: Any,
     common: Any,
     stash: Stash | None = None,
+    *,
+    unrolled: bool = False,
 ) -> tuple[jax.Array, Any, Stash]:
     """(output of the last block, aux of all blocks stacked `[blocks, ..]`, the stash as written).
 
     Leaves of `weights` and `constants` are `[blocks, ..]`; `common` is passed to every block.
-    Gradients are those of `x` and `weights`. Activations in `saved` are not recomputed
-    (`remat.recomputed`). Without `stash` a new one is allocated. With `saved` None everything is
-    saved and the stash is empty: blocks are unrolled, and gathered weights are residuals too,
-    where a stash would have the backward pass gather them again.
+    Gradients are those of `x` and `weights`. `apply` recomputes what it does not save
+    (`remat.recomputed`). Without `stash` a new one is allocated. With `unrolled` the stash is
+    empty, and gathered weights are residuals too, where a stash would have the backward pass gather
+    them again.
     """
-    if saved is None:
+    if unrolled:
         return *_unrolled(apply, x, weights, constants, common), []
     flat, structure = jax.tree.flatten(constants)
 
     def apply_flat(x, weights, constants, common):
         return apply(x, weights, jax.tree.unflatten(structure, constants), common)
 
-    return _looped(recomputed(apply_flat, saved), x, weights, flat, common, stash)
+    return _looped(apply_flat, x, weights, flat, common, stash)
 
 
 def _unrolled(block, x, weights, constants, common):

@@ -1,8 +1,10 @@
 """Products of activations with weights that are sharded at rest, and elementwise vectors."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -61,14 +63,31 @@ _product.defvjp(lambda equation, spec, x, w: (_product(equation, spec, x, w), (x
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:
     """`x` times a vector along its last dimension; the vector's gradient stays local to each
     rank."""
-    return x * _along_last(gain, x)
+    return x * along(gain, x)
 
 
 def shift(x: jax.Array, bias: jax.Array) -> jax.Array:
     """`x` plus a vector along its last dimension, with gradients as in `scale`."""
-    return x + _along_last(bias, x)
+    return x + along(bias, x)
 
 
-def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Features of all heads, `"batch seq head_dim"`, for each head of another array; the gradient
+    is the sum over a device's own heads."""
+    shape, (batch, seq, heads, _) = (*like.shape[:3], x.shape[-1]), mesh.partition(like)
+    sharding = PartitionSpec(batch, seq, heads, None)
+    return jax.lax.broadcast_in_dim(x, shape, (0, 1, 3), out_sharding=sharding)
+
+
+def biased(x: jax.Array, bias: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
+    """`x` plus a bias along the dimensions `dims` of `x`, its last ones by default; in fp32,
+    returned in the dtype of `x`, with gradients as in `scale`."""
+    wide = x.astype(jnp.float32)
+    return (wide + along(bias, x, dims)).astype(x.dtype)
+
+
+def along(vector: jax.Array, x: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
+    """A vector along the dimensions `dims` of an array like `x`, its last ones by default."""
     sharding = PartitionSpec(*mesh.partition(x))
-    return jax.lax.broadcast_in_dim(vector, x.shape, (x.ndim - 1,), out_sharding=sharding)
+    dims = range(x.ndim - vector.ndim, x.ndim) if dims is None else dims
+    return jax.lax.broadcast_in_dim(vector, x.shape, dims, out_sharding=sharding)

@@ -11,6 +11,23 @@ from jaxtyping import Array, Float
 from jaxbench.ops.duplicated import Duplicated, opaque_copy
 from jaxbench.ops.remat import save
 
+CLAMP = 7.0
+"""Bound of the inputs of `swiglu_clamped`."""
+
+
+def swiglu_clamped(gate: Array, up: Array) -> Array:
+    """g sigmoid(1.702 g) (u + 1), with g at most 7 and u from -7 to 7 (GPT-OSS)."""
+    gate = jnp.minimum(gate, CLAMP)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(up, -CLAMP, CLAMP) + 1)
+
+
+GATES: dict[str, Callable[[Array, Array], Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "swiglu_clamped": swiglu_clamped,
+}
+"""Activations of gate and up projection, by their names in recipes."""
+
 
 class Copy(IntEnum):
     """Indices of `opaque_copy`: each is one recomputation from `gate` that XLA must not merge with
@@ -26,10 +43,10 @@ class Copy(IntEnum):
 
 
 def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = None) -> Array:
-    """act(gate) * up, times one weight per token where given; computed in fp32, returned in the
-    dtype of `gate`."""
+    """An activation of `GATES`, times one weight per token where given; computed in fp32, returned
+    in the dtype of `gate`."""
     f32 = jnp.float32
-    hidden = activation(gate.astype(f32)) * up.astype(f32)
+    hidden = activation(gate.astype(f32), up.astype(f32))
     if weights is not None:
         hidden *= weights[..., None]
     return hidden.astype(gate.dtype)

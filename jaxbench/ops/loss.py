@@ -6,7 +6,8 @@ the gradient of its logits. Those gradients are stacked in bf16 for all tokens (
 columns of a device: 4.2 GB for Grok-1 on 8 GPUs), so that the head's gradient is one product over
 all of them: an fp32 sum `[D, V]` that every chunk reads and writes would move 8 D V bytes per 2048
 tokens instead of 4 V bytes per token, D / 1024 times as many. So logits are computed once, and the
-backward pass only scales both gradients.
+backward pass only scales both gradients. A stack beyond `STACK_BYTES` is made in parts, one after
+the other, and the head's gradient is an fp32 sum over these.
 """
 
 from functools import partial
@@ -19,28 +20,40 @@ from jaxtyping import Array, Float, Int
 from jaxbench import mesh
 from jaxbench.ops.stash import scan_allocated
 
+MASKED = -1
+"""Target of a token that counts nothing."""
+
 CHUNK_TOKENS = 2048
 """Tokens per chunk: enough for an efficient product, 1 GB of fp32 logits at 128k columns."""
 
+STACK_BYTES = 8 * 2**30
+"""Most bytes of a stack of logit gradients."""
 
-@jax.custom_vjp
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(
-    hidden: Float[Array, "B S D"], head: Float[Array, "D V"], targets: Int[Array, "B S"]
+    hidden: Float[Array, "B S D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B S"],
+    masked: bool = False,
+    in_order: bool = False,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32.
+    With `masked`, over those whose target is not `MASKED`; with `in_order` the loss comes after
+    both gradients, which XLA may otherwise leave, with the stack, to the end of the step.
 
     `hidden` is `"batch seq embed"`, `head` a weight at rest `"embed vocab"`, `targets` `"batch
     seq"`, other sequences on each rank of `SEQUENCES`.
     """
-    return _sharded(hidden, head, targets, gradients=False)[0]
+    return _sharded(hidden, head, targets, masked, in_order, gradients=False)[0]
 
 
-def _forward(hidden, head, targets):
-    loss, d_hidden, d_head = _sharded(hidden, head, targets, gradients=True)
+def _forward(hidden, head, targets, masked, in_order):
+    loss, d_hidden, d_head = _sharded(hidden, head, targets, masked, in_order, gradients=True)
     return loss, (d_hidden, d_head)
 
 
-def _backward(residuals, cotangent):
+def _backward(_masked, _in_order, residuals, cotangent):
     def scaled(d):
         # In fp32: 1/3 rounded to bf16 would make all gradients 1.002 times too large. A factor of
         # an unreduced array has to be reduced over the same axes: every rank scales its part.
@@ -53,23 +66,28 @@ def _backward(residuals, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(hidden, head, targets, *, gradients: bool):
+def _sharded(hidden, head, targets, masked: bool, in_order: bool, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
     # Gradients are unreduced over the axes over which their arrays are reduced: no sum over these.
     for x, axes in ((hidden, {mesh.TENSOR}), (head, set(mesh.REPLICAS))):
         assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
     shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
-    local = partial(_local, shards=shards, gradients=gradients)
+    options = {"masked": masked, "in_order": in_order, "gradients": gradients}
+    local = partial(_local, shards=shards, **options)
     out_specs = (PartitionSpec(), *d_specs)
     return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
-def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
+def _local(
+    hidden, head, targets, *, shards: tuple[str, ...], masked: bool, in_order: bool, gradients: bool
+):
     """One device's tokens with its columns of the vocabulary; `embed` of the head is split over the
     axes `shards`."""
     token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)
     total = targets.size * jax.lax.axis_size(token_axes)
+    if masked:
+        total = jax.lax.psum(jnp.sum(targets != MASKED), token_axes)
     head = jax.lax.all_gather(head, shards, axis=0, tiled=True) if shards else head
     columns = head.shape[1]
     first_column = jax.lax.axis_index(mesh.TENSOR) * columns
@@ -87,25 +105,49 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], gradients: bool):
         is_here = (column >= 0) & (column < columns)
         picked = jnp.take_along_axis(logits, jnp.clip(column, 0, columns - 1), axis=-1)
         target = jax.lax.psum(jnp.where(is_here, picked - largest, 0.0), mesh.TENSOR)
-        loss += jnp.sum(jnp.log(partition) - target)
+        counts = (targets != MASKED)[:, None] if masked else True
+        loss += jnp.sum(jnp.where(counts, jnp.log(partition) - target, 0.0))
         if not gradients:
             return loss, None
         is_target = jnp.arange(columns) == column
         probability = jnp.exp(logits - largest) / partition
-        d_logits = ((probability - is_target) / total).astype(hidden.dtype)
-        return loss, d_logits
+        d_logits = jnp.where(counts, (probability - is_target) / total, 0.0)
+        return loss, d_logits.astype(hidden.dtype)
 
     chunk = largest_divisor(targets.size, CHUNK_TOKENS)
     chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
-    loss, d_logits = scan_allocated(step, jnp.zeros(()), chunks)
-    loss = jax.lax.psum(loss, token_axes) / total
     if not gradients:
-        return (loss,)
-    d_hidden = jnp.einsum("CTV,DV->CTD", d_logits, head)
-    d_head = jnp.einsum("CTD,CTV->DV", chunks[0], d_logits)
+        loss, _ = scan_allocated(step, jnp.zeros(()), chunks)
+        return (jax.lax.psum(loss, token_axes) / total,)
+
+    def part(_, carry, chunks):
+        loss, d_head = carry
+        loss, d_logits = scan_allocated(step, loss, chunks)
+        product = jnp.einsum("CTD,CTV->DV", chunks[0], d_logits, preferred_element_type=sum_dtype)
+        d_head = product if d_head is None else d_head + product
+        return (loss, d_head), jnp.einsum("CTV,DV->CTD", d_logits, head)
+
+    parts = _parts(targets.size // chunk, targets.size * columns * hidden.dtype.itemsize)
+    sum_dtype = hidden.dtype if parts == 1 else jnp.float32
+    if parts == 1:
+        (loss, d_head), d_hidden = part(0, (jnp.zeros(()), None), chunks)
+    else:
+        start = jnp.zeros(()), jnp.zeros(head.shape, sum_dtype)
+        several = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), chunks)
+        (loss, d_head), d_hidden = scan_allocated(part, start, several)
+    if in_order:
+        loss, d_hidden, d_head = jax.lax.optimization_barrier((loss, d_hidden, d_head))
+    loss, d_head = jax.lax.psum(loss, token_axes) / total, d_head.astype(head.dtype)
     if shards:
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
     return loss, d_hidden.reshape(hidden.shape), d_head
+
+
+def _parts(chunks: int, size: int) -> int:
+    """The fewest parts of equally many chunks whose share of `size` bytes is at most `STACK_BYTES`;
+    at most one for each chunk."""
+    least = min(-(-size // STACK_BYTES), chunks)
+    return next(n for n in range(max(least, 1), chunks + 1) if chunks % n == 0)
 
 
 def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

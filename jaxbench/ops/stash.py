@@ -39,6 +39,15 @@ def write(tree: Any, values: Any, *index: Any) -> Any:
     return jax.tree.map(replaced, tree, values)
 
 
+def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
+    """The leaves with `values` combined into the entry at `index`; in place when compiled."""
+    return write(tree, jax.tree.map(combine, read(tree, *index), values), *index)
+
+
+add = partial(merge, lambda total, value: total + value.astype(total.dtype))
+maximum = partial(merge, jnp.maximum)
+
+
 def allocate(types: Any, *slots: int) -> Any:
     """Uninitialised arrays `[*slots, ..]` for a tree of `jax.ShapeDtypeStruct`.
 

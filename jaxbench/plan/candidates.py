@@ -1,5 +1,5 @@
-"""Candidates of a search: the row with another mesh, microbatch or remat policy, as far as
-`recipe.settings` allows it, with the memory that each is expected to take.
+"""Candidates of a search: the row with another mesh, microbatch, number of its parts or remat
+policy, as far as `recipe.settings` allows it, with the memory that each is expected to take.
 
 The *layout* of a candidate is everything but its remat policy.
 """
@@ -12,24 +12,20 @@ from itertools import combinations, product
 
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops
-from jaxbench.recipe.derive import STATE_BYTES
-from jaxbench.recipe.model import (
-    SSD_CHUNK,
-    AttentionConfig,
-    ExpertsConfig,
-    MambaConfig,
-    ModelConfig,
-)
+from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.blocks import repeating_blocks
+from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
 from jaxbench.recipe.settings import CHOSEN, SAVEABLE, Parallelism, Run
 
 KEYS = (
     *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),
     "batch.microbatch",
+    "execution.expert_parts",
     "execution.remat",
 )
 """Settings in which candidates differ, by their `--set` keys."""
 
-GROUPS = (("attention",), ("query", "key", "value"), ("residual",), ("dispatched",),
+GROUPS = (("attention",), ("latent",), ("query", "key", "value"), ("residual",), ("dispatched",),
           ("gate", "up"), ("mamba",))  # fmt: skip
 """Activations that are saved together: saving a part of a group spares no product."""
 
@@ -70,8 +66,17 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
             add("query", queries, 2 * cfg.embed * queries)
             add("key", keys, 2 * cfg.embed * keys)
             add("value", keys, 2 * cfg.embed * keys)
-            add("attention", queries, 4 * length * queries)
+            add("attention", queries, 4 * min(length, mixer.window or length) * queries)
             add("residual", cfg.embed, 2 * queries * cfg.embed)
+        elif isinstance(mixer, LatentAttentionConfig):
+            latents, heads = mixer.query_latent + mixer.kv_latent + mixer.rope_dim, mixer.heads
+            key_dim, value_dim = mixer.score_widths
+            add("latent", latents, 2 * cfg.embed * latents)
+            add("query", heads * key_dim, 2 * mixer.query_latent * heads * key_dim)
+            add("key", heads * key_dim, 2 * mixer.kv_latent * heads * mixer.head_dim)
+            add("value", heads * value_dim, 2 * mixer.kv_latent * heads * value_dim)
+            add("attention", heads * value_dim, 2 * length * heads * (key_dim + value_dim))
+            add("residual", cfg.embed, 2 * heads * value_dim * cfg.embed)
         elif isinstance(mixer, MambaConfig):
             scan = flops.scan_flops(mixer, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
             add("mamba", mixer.groups * mixer.inner, scan)
@@ -84,7 +89,10 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
                 add("dispatched", slots * inner, 0)
                 width = slots * mixer.ffn + shared
                 tokens = mixer.top_k * (mixer.capacity_factor or 1.0)
-                work = 2 * inner * tokens * mixer.ffn + 2 * cfg.embed * shared
+                product_flops = 2 * inner * tokens * mixer.ffn
+                if mixer.latent:
+                    add("latent", inner, product_flops)
+                work = product_flops + 2 * cfg.embed * shared
             for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
                 add(name, width, work)
     return {name: result[name] for name in SAVEABLE if name in result}
@@ -93,15 +101,17 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
 parameters = cache(flops.parameters)
 
 
-def layout(run: Run) -> tuple[tuple[int, ...], int, int]:
-    """Mesh, virtual stages and microbatch."""
-    return run.mesh_shape, run.parallelism.virtual_stages, run.microbatch
+def layout(run: Run) -> tuple[tuple[int, ...], int, int, int]:
+    """Mesh, virtual stages, microbatch and its parts."""
+    stages, parts = run.parallelism.virtual_stages, run.execution.expert_parts
+    return run.mesh_shape, stages, run.microbatch, parts
 
 
 def settings(run: Run) -> dict[str, int | str]:
     """The values of `KEYS`."""
     values = {f"parallelism.{name}": value for name, value in vars(run.parallelism).items()}
-    values |= {"batch.microbatch": run.microbatch, "execution.remat": run.execution.remat}
+    values |= {"batch.microbatch": run.microbatch}
+    values |= {f"execution.{key}": getattr(run.execution, key) for key in ("expert_parts", "remat")}
     return {key: values[key] for key in KEYS}
 
 
@@ -116,11 +126,13 @@ def changes(run: Run, row: Run) -> list[str]:
 
 def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
     """Every layout that can run, with full remat; `fixed` keys keep the row's values."""
-    result, execution = [], replace(row.execution, remat="full")
+    result = []
     for parallelism in _parallelisms(row):
         batch_ranks = row.gpus // parallelism.ranks * parallelism.fsdp * parallelism.expert
-        for microbatch in _divisors(row.batch.global_batch // batch_ranks):
+        shares = _divisors(row.batch.global_batch // batch_ranks)
+        for microbatch, parts in product(shares, _expert_parts(row, parallelism, fixed)):
             batch = replace(row.batch, microbatch=microbatch)
+            execution = replace(row.execution, remat="full", expert_parts=parts)
             try:
                 run = replace(row, parallelism=parallelism, batch=batch, execution=execution)
             except RecipeError:
@@ -130,14 +142,23 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
     return result
 
 
+def _expert_parts(row: Run, p: Parallelism, fixed: frozenset[str]) -> set[int]:
+    """The numbers of parts that are tried: 1, 2 and the row's where tokens are exchanged."""
+    own = row.execution.expert_parts
+    if "execution.expert_parts" in fixed:
+        return {own}
+    return {1, 2, own} if row.model.experts and p.expert * p.tensor > 1 else {1}
+
+
 def _parallelisms(row: Run) -> Iterator[Parallelism]:
-    """Every division of the GPUs among the axes. Virtual stages divide the layers of a pipeline
+    """Every division of the GPUs among the axes. Virtual stages divide the blocks of a pipeline
     rank, so that they add no padding; the most, with the shortest bubble, come first."""
+    _, blocks = repeating_blocks(row.model)[-1]
     for sizes in product(_divisors(row.gpus), repeat=len(CHOSEN)):
         if row.gpus % math.prod(sizes) == 0:
             p = Parallelism(**dict(zip(CHOSEN, sizes, strict=True)))
-            layers = -(-row.model.layers // p.pipeline)
-            for virtual_stages in reversed(_divisors(layers)) if p.pipeline > 1 else (1,):
+            of_rank = -(-blocks // p.pipeline)
+            for virtual_stages in reversed(_divisors(of_rank)) if p.pipeline > 1 else (1,):
                 yield replace(p, virtual_stages=virtual_stages)
 
 
@@ -147,12 +168,14 @@ def _divisors(number: int) -> list[int]:
 
 def distance(a: Run, b: Run) -> int:
     """The number of settings in which two layouts differ: prime factors of the mesh on another
-    axis, microbatch, and virtual stages of equally long pipelines."""
+    axis, microbatch, and virtual stages of equally long pipelines; its parts where these are equal,
+    since a microbatch and a mesh decide which parts there are."""
     sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
     moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
     p, q = a.parallelism, b.parallelism
     stages = p.pipeline == q.pipeline and p.virtual_stages != q.virtual_stages
-    return moved + (a.microbatch != b.microbatch) + stages
+    differing = moved + (a.microbatch != b.microbatch) + stages
+    return differing or int(a.execution.expert_parts != b.execution.expert_parts)
 
 
 def _prime_factors(number: int) -> int:
@@ -212,7 +235,7 @@ def spared(run: Run) -> float:
 def least_state(run: Run) -> float:
     """Lower bound of the bytes of train state and gradients on a device: weights are split over all
     ranks at most, and clipping needs all gradients at once."""
-    per_parameter = STATE_BYTES - BF16 + run.gradient_bytes
+    per_parameter = run.optimizer.state_bytes + run.gradient_bytes
     return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
 
 

@@ -112,7 +112,7 @@ class Rates:
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
     """The pipeline of a run: `bubble` is idle over busy time of a rank, `slots` the model chunks
-    whose activations are stashed at a time, `padding` the layers that only fill up stages."""
+    whose activations are stashed at a time, `padding` the blocks that only fill up stages."""
 
     ranks: int
     virtual_stages: int

@@ -1,5 +1,5 @@
-"""`python -m jaxbench.plan --search`: compiles other meshes, microbatches and remat policies of a
-row.
+"""`python -m jaxbench.plan --search`: compiles other meshes, microbatches, their parts for experts,
+and remat policies of a row.
 
 A local search, which begins with the row and goes on with the neighbours of the best candidate so
 far (`candidates.distance` 1). Each has the remat policy that recomputes least in the memory limit,
@@ -196,6 +196,7 @@ def table(tried: dict[Run, Outcome], row: Run) -> list[dict[str, Any]]:
             "mesh": run.mesh_text(),
             "virtual_stages": run.parallelism.virtual_stages,
             "microbatch": run.microbatch,
+            "expert_parts": run.execution.expert_parts,
             "remat": run.execution.remat,
             "fits": outcome.fits,
             "why": f"not compiled: {outcome.error}",
@@ -226,15 +227,16 @@ def why(plan: Plan, best: Plan | None) -> str:
 def show(lines: list[dict[str, Any]]) -> None:
     """Prints the table of candidates."""
     grid = Table(box=None)
-    for heading in ("step s", "of row", "peak GiB", "mesh", "chunks", "microbatch", "remat", "why"):
+    numbers = {"virtual_stages": "chunks", "microbatch": "microbatch", "expert_parts": "parts"}
+    for heading in ("step s", "of row", "peak GiB", "mesh", *numbers.values(), "remat", "why"):
         grid.add_column(heading, no_wrap=heading != "remat")
     for line in lines:
         figures = ("", "", "")
         if "step_s" in line:
             ratio = f"{line['of_row']:.3f}" if line["of_row"] else ""
             figures = (f"{line['step_s']:.3f}", ratio, f"{line['peak'] / 2**30:.1f}")
-        numbers = str(line["virtual_stages"]), str(line["microbatch"])
         reason = "the row; " * (not line["set"]) + line["why"]
         reason = shorten(reason.removesuffix("; "), REASON_WIDTH)
-        grid.add_row(*figures, line["mesh"], *numbers, line["remat"], reason)
+        counts = (str(line[key]) for key in numbers)
+        grid.add_row(*figures, line["mesh"], *counts, line["remat"], reason)
     console().print(grid)

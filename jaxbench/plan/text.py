@@ -88,7 +88,7 @@ def _pipeline(plan: Plan) -> list[str]:
     return [
         f"pipeline    {p.ranks} ranks with {p.virtual_stages} model chunks each, "
         f"{p.microbatches} microbatches: idle for {100 * p.bubble:.1f} % of the work, "
-        f"activations of {p.slots} chunks stashed, {p.padding} layers of padding"
+        f"activations of {p.slots} chunks stashed, {p.padding} blocks of padding"
     ]
 
 

@@ -24,9 +24,6 @@ LARGEST = 2**20
 SEARCHED = 256
 """Counts tried below and above one that cannot work."""
 
-STATE_BYTES = 14
-"""Least bytes per parameter: itself and two moments in fp32, its gradient in bf16."""
-
 OTHERS = tuple(axis for axis in CHOSEN if axis != "fsdp")
 """The axes that a row sizes, without fsdp, which takes what the count needs."""
 
@@ -100,7 +97,8 @@ def derived(
     count = base(recipe, gpus)
     run = recipes.resolve(recipe, count)
     room = gpu.memory_limit if gpu and gpu.memory else math.inf
-    state = STATE_BYTES * flops.parameters(run.model)["total"]
+    gradient = 2  # bytes, in bf16 at least
+    state = (run.optimizer.state_bytes + gradient) * flops.parameters(run.model)["total"]
     for sizes in meshes(run, gpus, fixed):
         if state / math.prod(sizes[axis] for axis in CHOSEN) > room:
             continue

@@ -6,17 +6,15 @@ additions are not counted, the embedding lookup is free (Kaplan et al. 2020; Nar
 without their recomputation).
 """
 
-from jaxbench.recipe.model import (
-    AttentionConfig,
-    ExpertsConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-)
+from collections.abc import Sequence
+
+from jaxbench.recipe.attention import Attention, AttentionConfig
+from jaxbench.recipe.model import ExpertsConfig, Kind, MambaConfig, Mixer, MlpConfig, ModelConfig
 
 CONVENTIONS = ("causal", "full", "published")
-"""`causal` counts half of the S x S attention scores, `full` all of them, `published` follows the
-source's own formula."""
+"""`causal` counts half of the S x S attention scores, `full` all of them; within a window W, `full`
+counts S x W, and `causal` those that are not masked. `published` follows the source's own
+formula."""
 
 COUNTED_CHUNK = 128
 """Tokens of a chunk in the Mamba-2 scan as it is counted: Megatron's default, which the published
@@ -27,39 +25,83 @@ NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
 def parameters(cfg: ModelConfig) -> dict[str, int]:
     """Parameter count by component; `total` is their sum."""
-    embed, experts, mamba = cfg.embed, cfg.each(ExpertsConfig), cfg.each(MambaConfig)
-    norms_per_mixer = 2 if cfg.post_norm else 1
+    embed, mixers = cfg.embed, (*cfg.mixers, *cfg.predicting)
+    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    experts, mamba = _each(ExpertsConfig, mixers), _each(MambaConfig, mixers)
+    norms = len(mixers) * (2 if cfg.post_norm else 1) + (4 if cfg.prediction else 1)
     counts = {
         "embedding": cfg.vocabulary * embed,
-        "attention": sum(_attention_weights(embed, mixer) for mixer in cfg.each(AttentionConfig)),
-        "mlp": sum(_mlp_weights(embed, mixer) for mixer in cfg.each(MlpConfig)),
-        "experts": sum(_expert_weights(embed, mixer, mixer.count) for mixer in experts),
+        "attention": sum(
+            _attention_weights(embed, mixer) + _attention_vectors(embed, mixer)
+            for mixer in attention
+        ),
+        "mlp": sum(_mlp_weights(embed, mixer) for mixer in _each(MlpConfig, mixers)),
+        "experts": sum(
+            mixer.count * (_expert_weights(embed, mixer) + _expert_biases(embed, mixer))
+            for mixer in experts
+        ),
+        "beside experts": sum(_weights_beside_experts(embed, mixer) for mixer in experts),
         "mamba": sum(_mamba_projections(embed, mixer) + _mamba_rest(mixer) for mixer in mamba),
         "router": sum(_router_weights(embed, mixer) for mixer in experts),
-        "norms": (norms_per_mixer * len(cfg.mixers) + 1) * embed * NORM_VECTORS[cfg.norm]
-        + sum(2 * mixer.head_dim for mixer in cfg.each(AttentionConfig) if mixer.qk_norm),
+        "norms": norms * embed * NORM_VECTORS[cfg.norm] + sum(map(_attention_norms, attention)),
+        "prediction": _prediction_weights(cfg),
         "head": 0 if cfg.tied else cfg.vocabulary * embed,
     }
     return {**counts, "total": sum(counts.values())}
 
 
-def _attention_weights(embed: int, mixer: AttentionConfig) -> int:
-    return 2 * embed * (mixer.heads + mixer.kv_heads) * mixer.head_dim
+def _each(kind: type[Kind], mixers: Sequence[Mixer]) -> list[Kind]:
+    return [mixer for mixer in mixers if isinstance(mixer, kind)]
+
+
+def _attention_weights(embed: int, mixer: Attention) -> int:
+    if isinstance(mixer, AttentionConfig):
+        return 2 * embed * (mixer.heads + mixer.kv_heads) * mixer.head_dim
+    queries = mixer.query_latent * (mixer.head_dim + mixer.rope_dim)
+    keys_values = mixer.kv_latent * (mixer.head_dim + mixer.value_dim)
+    latents = embed * (mixer.query_latent + mixer.kv_latent + mixer.rope_dim)
+    return latents + mixer.heads * (queries + keys_values + mixer.value_dim * embed)
+
+
+def _attention_norms(mixer: Attention) -> int:
+    if isinstance(mixer, AttentionConfig):
+        return 2 * mixer.head_dim if mixer.qk_norm else 0
+    return mixer.query_latent + mixer.kv_latent
+
+
+def _prediction_weights(cfg: ModelConfig) -> int:
+    """The projection of the hidden state beside the next token's embedding."""
+    return 2 * cfg.embed**2 if cfg.prediction else 0
+
+
+def _attention_vectors(embed: int, mixer: Attention) -> int:
+    """Sinks and biases."""
+    if not isinstance(mixer, AttentionConfig):
+        return 0
+    biases = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim + embed if mixer.biases else 0
+    return biases + mixer.heads * mixer.sinks
 
 
 def _mlp_weights(embed: int, mixer: MlpConfig | ExpertsConfig) -> int:
     return mixer.matrices * embed * mixer.ffn
 
 
-def _expert_weights(embed: int, mixer: ExpertsConfig, count: int) -> int:
-    """Of a number of experts, their latent projections, and the shared one."""
+def _expert_weights(embed: int, mixer: ExpertsConfig) -> int:
+    return _mlp_weights(mixer.latent or embed, mixer)
+
+
+def _expert_biases(embed: int, mixer: ExpertsConfig) -> int:
+    return ((mixer.matrices - 1) * mixer.ffn + (mixer.latent or embed)) * mixer.biases
+
+
+def _weights_beside_experts(embed: int, mixer: ExpertsConfig) -> int:
+    """Of what all tokens pass: the latent projections and the shared expert."""
     shared = _mlp_weights(embed, mixer.shared) if mixer.shared else 0
-    projections = 2 * embed * (mixer.latent or 0)
-    return count * _mlp_weights(mixer.latent or embed, mixer) + projections + shared
+    return 2 * embed * (mixer.latent or 0) + shared
 
 
 def _router_weights(embed: int, mixer: ExpertsConfig) -> int:
-    return mixer.count * (embed + (mixer.bias_rate is not None))
+    return mixer.count * (embed + (mixer.bias_rate is not None) + mixer.biases)
 
 
 def _mamba_projections(embed: int, m: MambaConfig) -> int:
@@ -78,29 +120,48 @@ def _mamba_rest(m: MambaConfig) -> int:
 def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict[str, int]:
     """Training FLOPs of one sequence by component; `total` is their sum.
 
-    Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 4 S heads
-    head_dim per token forward with the `full` matrix. Of the experts those count that a token
-    chooses, dropped or not, and the shared one. The Mamba-2 scan is counted in chunks of
+    Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 2 S heads
+    per token forward and feature of keys and of values, with the `full` matrix. Multi-token
+    prediction counts as often as it is applied, with the head. Of the experts those count that a
+    token chooses, dropped or not, and the shared one. The Mamba-2 scan is counted in chunks of
     `COUNTED_CHUNK`, which both conventions take as square; its convolution and the decay of states
     between chunks are not counted.
     """
     embed, per_weight = cfg.embed, 6 * length
-    attention, mlps = cfg.each(AttentionConfig), cfg.each(MlpConfig)
-    scores = sum(2 * per_weight * length * a.heads * a.head_dim for a in attention)
+    depth = cfg.prediction.depth if cfg.prediction else 0
+    mixers = (*cfg.mixers, *depth * cfg.predicting)
+    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    mlps = _each(MlpConfig, mixers)
+    scores = sum(
+        3 * a.heads * sum(a.score_widths) * _twice_scores(a, length, convention) for a in attention
+    )
     flops = {
         "attention projections": sum(per_weight * _attention_weights(embed, a) for a in attention),
-        "attention scores": scores // 2 if convention == "causal" else scores,
+        "attention scores": scores,
         "mlp": sum(per_weight * _mlp_weights(embed, mixer) for mixer in mlps),
-        "head": per_weight * embed * cfg.vocabulary,
+        "head": per_weight * embed * cfg.vocabulary * (1 + depth),
     }
-    if experts := cfg.each(ExpertsConfig):
-        flops["experts"] = sum(per_weight * _expert_weights(embed, e, e.top_k) for e in experts)
+    if depth:
+        flops["prediction"] = per_weight * depth * _prediction_weights(cfg)
+    if experts := _each(ExpertsConfig, mixers):
+        flops["experts"] = sum(
+            per_weight * (e.top_k * _expert_weights(embed, e) + _weights_beside_experts(embed, e))
+            for e in experts
+        )
         flops["router"] = sum(per_weight * embed * e.count for e in experts)
-    if mamba := cfg.each(MambaConfig):
+    if mamba := _each(MambaConfig, mixers):
         chunk = min(COUNTED_CHUNK, length)
         flops["mamba projections"] = sum(per_weight * _mamba_projections(embed, m) for m in mamba)
         flops["mamba scan"] = sum(scan_flops(m, length, chunk) for m in mamba)
     return {**flops, "total": sum(flops.values())}
+
+
+def _twice_scores(mixer: Attention, length: int, convention: str) -> int:
+    """Twice the number of a head's scores in a sequence by a convention."""
+    causal, window = convention == "causal", min(mixer.window or length, length)
+    if window == length:
+        return length * length * (1 if causal else 2)
+    return 2 * length * window - (window * (window - 1) if causal else 0)
 
 
 def scan_flops(m: MambaConfig, length: int, chunk: int) -> int:

@@ -5,92 +5,22 @@ attention, then a feed-forward mixer), each described by a dataclass with its di
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal, TypeVar
 
+from jaxbench.recipe.attention import Attention, AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 
 SSD_CHUNK = 256
 """Tokens of a chunk in XLA's Mamba-2 scan. It decides the work and the rounding, not the result:
 twice Megatron's default, so half as many states between chunks and larger products in them."""
 
-MAX_SOFTCAP = 60
-"""exp(60) and exp(-60), times any number of keys, are normal fp32 numbers, as the blockwise softmax
-needs (`ops.attention.blocks`)."""
-
 MAX_LAYERS = 1_000
 """Far above any model's; it bounds the search for repeating groups of layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's scaling of rotary frequencies; `models.layers.rotary_tables` has the formula."""
-
-    factor: float
-    """by which long wavelengths grow"""
-    low: float
-    """low-frequency factor: wavelengths above `original_context` / `low` grow by `factor`"""
-    high: float
-    """high-frequency factor: wavelengths below `original_context` / `high` stay"""
-    original_context: int
-    """sequence length before the extension, in tokens"""
-
-    def __post_init__(self) -> None:
-        positive("model.attention.rope.scaling.", self, "factor", "low", "high", "original_context")
-        require(
-            self.low < self.high,
-            f"model.attention.rope.scaling.low = {self.low} must be below high = {self.high}",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021)."""
-
-    base: float
-    """base of the frequencies"""
-    fraction: float = 1.0
-    """share of the head's features that is rotated"""
-    scaling: RopeScaling | None = None
-    """Llama 3.1's scaling of the frequencies"""
-
-    def __post_init__(self) -> None:
-        positive("model.attention.rope.", self, "base")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Causal grouped-query attention."""
-
-    heads: int
-    """attention heads"""
-    kv_heads: int
-    """key and value heads"""
-    head_dim: int
-    """features of a head"""
-    rope: Rope | None = None
-    """rotary position embedding; `null` for no position embedding"""
-    qk_norm: bool = False
-    """RMSNorm of each head's query and key, before the rotary embedding (Henry et al. 2020), with
-    one gain for all query heads and one for all keys"""
-    softcap: float | None = None
-    """c bounds scores z to c tanh(z / c)"""
-
-    def __post_init__(self) -> None:
-        positive("model.attention.", self, "heads", "kv_heads", "head_dim")
-        divides("model.attention.kv_heads", self.kv_heads, "model.attention.heads", self.heads)
-        require(self.head_dim % 2 == 0, f"model.attention.head_dim = {self.head_dim} must be even")
-        fraction = self.rope.fraction if self.rope else 1
-        require(
-            2 <= self.head_dim * fraction <= self.head_dim,
-            f"model.attention.rope.fraction = {fraction} must be at most 1 and leave a pair of "
-            f"the {self.head_dim} features of a head",
-        )
-        require(
-            self.softcap is None or 0 < self.softcap <= MAX_SOFTCAP,
-            f"model.attention.softcap = {self.softcap} must be above 0 and at most {MAX_SOFTCAP}",
-        )
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +29,7 @@ class MlpConfig:
 
     ffn: int
     """width inside"""
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    activation: Activation = "silu"
     """gated except for `relu2`, the squared ReLU"""
 
     def __post_init__(self) -> None:
@@ -121,8 +51,11 @@ class ExpertsConfig:
     """experts that a token is sent to"""
     ffn: int
     """width inside an expert"""
-    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
-    """of an expert; gated except for `relu2`, the squared ReLU"""
+    activation: Activation = "silu"
+    """of an expert; gated except for `relu2`, the squared ReLU. `swiglu_clamped` bounds gate and up
+    projection (OpenAI 2025, "gpt-oss")"""
+    biases: bool = False
+    """biases of the router and of the experts' matrices"""
     latent: int | None = None
     """width of the tokens that experts see: one projection before them, one after their sum; `null`
     for `model.embed`"""
@@ -230,11 +163,42 @@ class MambaConfig:
         return self.heads // self.groups * self.head_dim
 
 
-Mixer = AttentionConfig | MlpConfig | ExpertsConfig | MambaConfig
-Kind = TypeVar("Kind", AttentionConfig, MlpConfig, ExpertsConfig, MambaConfig)
+Mixer = Attention | MlpConfig | ExpertsConfig | MambaConfig
+Kind = TypeVar(
+    "Kind", AttentionConfig, LatentAttentionConfig, MlpConfig, ExpertsConfig, MambaConfig
+)
 
-LETTERS = {"*": "attention", "-": "mlp", "E": "experts", "M": "mamba"}
-"""The field of `ModelConfig` that describes a mixer, by its letter in a pattern (Megatron's)."""
+LETTERS = {
+    "*": "attention", "W": "attention", "L": "latent_attention", "-": "mlp", "E": "experts",
+    "M": "mamba",
+}  # fmt: skip
+"""The field of `ModelConfig` that describes a mixer, by its letter in a pattern (Megatron's, with
+W for attention within a window and L for latent attention)."""
+
+
+def check_letters(name: str, pattern: str) -> None:
+    """Raises RecipeError unless a pattern has letters, all of them known."""
+    unknown = "".join(sorted(set(pattern) - set(LETTERS)))[:1]
+    require(not unknown, f"{name}: {unknown!r} is none of the letters {' '.join(LETTERS)}")
+    require(bool(pattern), f"{name}: expected a letter for each mixer; it has none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionConfig:
+    """Multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2): a block behind the
+    model that predicts the token after the next one, from the final hidden state and the embedding
+    of the next token; applied again, from its own output, the token after that."""
+
+    pattern: str
+    """mixers of the block, by letters as in `model.pattern`"""
+    depth: int = 1
+    """further tokens that are predicted, each by the same block"""
+    loss: float = 0.1
+    """weight of the mean of their losses in the gradient"""
+
+    def __post_init__(self) -> None:
+        positive("model.prediction.", self, "depth", "loss")
+        check_letters("model.prediction.pattern", self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +217,13 @@ class ModelConfig:
     vocabulary: int
     """tokens of the vocabulary"""
     pattern: str = "*-"
-    """mixers of the layers, repeated as often as `layers` asks for: `*` attention, `-` MLP, `E`
-    mixture of experts, `M` Mamba-2. A layer is two letters, in a hybrid (with `M`) one"""
+    """mixers of the layers, repeated as often as `layers` asks for: `*` attention, `W` attention
+    within `attention.window`, `L` latent attention, `-` MLP, `E` mixture of experts, `M` Mamba-2. A
+    layer is two letters, in a hybrid (with `M`) one"""
     attention: AttentionConfig | None = None
     """dimensions of attention"""
+    latent_attention: LatentAttentionConfig | None = None
+    """dimensions of latent attention"""
     mlp: MlpConfig | None = None
     """dimensions of MLPs"""
     experts: ExpertsConfig | None = None
@@ -271,12 +238,23 @@ class ModelConfig:
     """a second norm, after each mixer"""
     init_std: float | None = None
     """standard deviation of Megatron's initialisation; `null` for MaxText's fan-in scaling"""
+    prediction: PredictionConfig | None = None
+    """multi-token prediction"""
     tied: bool = False
     """the embedding table is the output head too"""
     embedding_scale: float = 1.0
     """factor of the embeddings"""
     logit_scale: float = 1.0
     """factor of the logits"""
+
+    @property
+    def architecture(self) -> "ModelConfig":
+        """The model without limits on the tokens of experts, which its runs may set differently."""
+        if self.experts is None:
+            return self
+        tokens, factor = ExpertsConfig.capacity_tokens, ExpertsConfig.rank_capacity_factor
+        experts = replace(self.experts, capacity_factor=None, capacity_tokens=tokens)
+        return replace(self, experts=replace(experts, rank_capacity_factor=factor))
 
     @property
     def layer_patterns(self) -> tuple[str, ...]:
@@ -290,13 +268,24 @@ class ModelConfig:
         """The description of every mixer, in order."""
         return tuple(self.mixer(letter) for letter in "".join(self.layer_patterns))
 
+    @property
+    def predicting(self) -> tuple[Mixer, ...]:
+        """The description of every mixer of the block that predicts further tokens."""
+        return tuple(map(self.mixer, self.prediction.pattern)) if self.prediction else ()
+
     def mixer(self, letter: str) -> Mixer:
         """The description of the mixers that a letter stands for."""
-        return getattr(self, LETTERS[letter])
+        mixer = getattr(self, LETTERS[letter])
+        return replace(mixer, window=None) if letter == "*" and mixer.window else mixer
 
     def each(self, kind: type[Kind]) -> list[Kind]:
         """The descriptions of all mixers of a kind, in order."""
         return [mixer for mixer in self.mixers if isinstance(mixer, kind)]
+
+    @property
+    def attends(self) -> Attention | None:
+        """The description of its attention; None without."""
+        return self.attention or self.latent_attention
 
     @property
     def softcap(self) -> float | None:
@@ -326,17 +315,32 @@ class ModelConfig:
         require(
             self.layers <= MAX_LAYERS, f"model.layers = {self.layers} must be at most {MAX_LAYERS}"
         )
-        unknown = "".join(sorted(set(self.pattern) - set(LETTERS)))[:1]
-        require(not unknown, f"model.pattern: {unknown!r} is none of the letters * - E M")
+        check_letters("model.pattern", self.pattern)
         size = len(self.pattern)
         require(
-            0 < size <= MAX_LAYERS and (size % 2 == 0 or "M" in self.pattern),
+            size <= MAX_LAYERS and (size % 2 == 0 or "M" in self.pattern),
             f"model.pattern: expected 1 to {MAX_LAYERS} letters, without M two for each layer; "
             f"it has {size}",
         )
+        used = self.pattern + (self.prediction.pattern if self.prediction else "")
         for letter, name in LETTERS.items():
-            present, used = getattr(self, name) is not None, letter in self.pattern
-            require(present or not used, f"model.pattern with {letter} needs model.{name}")
             require(
-                used or not present, f"model.{name} needs {letter} in model.pattern; expected null"
+                getattr(self, name) is not None or letter not in used,
+                f"model.pattern with {letter} needs model.{name}",
             )
+        require(
+            self.attention is None or self.latent_attention is None,
+            "model has both attention and latent_attention, whose positions differ; expected one",
+        )
+        for name in LETTERS.values():
+            letters = [letter for letter, of in LETTERS.items() if of == name]
+            require(
+                getattr(self, name) is None or set(letters) & set(used),
+                f"model.{name} needs {' or '.join(letters)} in model.pattern; expected null",
+            )
+        window = self.attention and self.attention.window
+        require(
+            ("W" in used) == (window is not None),
+            f"model.attention.window = {window}: expected a window with W in model.pattern, and "
+            "null without",
+        )

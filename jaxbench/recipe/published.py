@@ -15,9 +15,10 @@ from typing import Any
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops, recipes
+from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.build import differing
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import AttentionConfig, MambaConfig, ModelConfig
+from jaxbench.recipe.model import MambaConfig, ModelConfig
 from jaxbench.recipe.settings import Run
 
 ERRATA = {
@@ -130,18 +131,24 @@ def _row(line: dict[str, str]) -> Row:
 def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
     """The published row with the run's model, batch, dtype and GPU count: measured on `gpu` if
     there is one, else on another GPU; None where nothing is published for this work."""
-    m, b = run.model, run.batch
-    known = _models().get((m.family, m.size))
-    if run.label == "derived" or known is None or _widths(m) != _widths(known):
+    if run.label == "derived":
         return None
+    m, b = run.model, run.batch
     work = (m.layers, b.sequence_length, b.global_batch)
-    matches = (r for r in _candidates(run, gpu) if work == (r.layers, r.seq_len, r.gbs))
+    matches = (
+        r
+        for r in _candidates(run, gpu)
+        if work == (r.layers, r.seq_len, r.gbs)
+        and m == replace(_recipe_run(r).model, layers=m.layers)
+    )
     return next(matches, None)
 
 
-def _widths(cfg: ModelConfig) -> dict[str, Any]:
-    """A model's settings except its number of layers."""
-    return {**vars(cfg), "layers": None}
+@cache
+def _recipe_run(row: Row) -> Run:
+    """The row of our recipe that does the work of a published one."""
+    name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
+    return recipes.resolve(recipes.load(name).on(row.gpu), row.gpus)
 
 
 def _candidates(run: Run, gpu: hardware.Gpu | None) -> list[Row]:
@@ -165,8 +172,7 @@ def differences(run: Run, device: str) -> list[str]:
     row = lookup(run, gpu) or next(iter(_candidates(run, gpu)), None)
     if row is None:
         return [f"nothing is published for this work on {counted(run.gpus)}"]
-    name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
-    expected = _work(recipes.resolve(recipes.load(name).on(row.gpu), row.gpus))
+    expected = _work(_recipe_run(row))
     reasons = [
         f"{setting} is {value}, the row has {other}"
         for setting, value, other in differing(_work(run), expected)
@@ -197,19 +203,29 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
     `flops.model_flops` counts in full.
 
     Grok-1: S (12 L h^2 (1 + kv/heads + S/h/2) + 18 L f h k + 6 V h), the causal count without the
-    router, as for Qwen3.
+    router, as for Qwen3 and GPT-OSS.
+
+    DeepSeek-V3: the same count, and 6 S for each gain of the norms of latents and in front of
+    multi-token prediction's block.
 
     Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
     be as wide as queries: 17 % above the full count.
 
     Nemotron-H: the full count, with the scan in chunks of 256.
 
-    Nemotron 3: the causal count without the router, and of a Mamba-2 mixer 3 S (2 h (2 d + 2 g n +
-    heads) + 7 d n + 2 d h) with d = 2 h whatever its width, which for Nano is 1.5 times as much
-    (Megatron-Bridge, training/utils/flop_utils.py).
+    Nemotron 3: the causal count without the router and the projection of multi-token prediction,
+    and of a Mamba-2 mixer 3 S (2 h (2 d + 2 g n + heads) + 7 d n + 2 d h) with d = 2 h whatever its
+    width, which for Nano is 1.5 times as much (Megatron-Bridge, training/utils/flop_utils.py).
     """
     full = flops.model_flops(cfg, length, "full")
-    if cfg.family in ("grok1", "qwen3"):
+    if cfg.family == "deepseek3":
+        causal = flops.model_flops(cfg, length, "causal")
+        depth = cfg.prediction.depth if cfg.prediction else 0
+        mixers = (*cfg.mixers, *depth * cfg.predicting)
+        attention = [m for m in mixers if isinstance(m, LatentAttentionConfig)]
+        norms = sum(m.query_latent + m.kv_latent for m in attention) + 3 * depth * cfg.embed
+        return causal["total"] - causal["router"] + 6 * length * norms
+    if cfg.family in ("grok1", "qwen3", "gpt_oss"):
         causal = flops.model_flops(cfg, length, "causal")
         return causal["total"] - causal["router"]
     if cfg.family == "nemotron4":
@@ -217,8 +233,8 @@ def source_flops(cfg: ModelConfig, length: int) -> float:
         return full["total"] + 6 * length * 2 * cfg.embed * wider
     if cfg.family == "nemotron3":
         causal, h = flops.model_flops(cfg, length, "causal"), cfg.embed
-        left_out = ("router", "mamba projections", "mamba scan")
-        return causal["total"] - sum(causal[name] for name in left_out) + sum(
+        left_out = ("router", "prediction", "mamba projections", "mamba scan")
+        return causal["total"] - sum(causal.get(name, 0) for name in left_out) + sum(
             3 * length * (2 * h * (4 * h + 2 * m.groups * m.state + m.heads) + 14 * h * m.state
                           + 4 * h * h)
             for m in cfg.each(MambaConfig)

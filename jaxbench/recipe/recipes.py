@@ -17,12 +17,12 @@ from jaxbench.errors import RecipeError
 from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.optimizer import Optimizer
 from jaxbench.recipe.settings import (
     SMOKE_STEPS,
     STEPS,
     Batch,
     Execution,
-    Optimizer,
     Parallelism,
     Precision,
     Run,
@@ -200,13 +200,15 @@ def resolve(
             values[section][name] = value
         else:
             values[key] = merged(values[key], mapping(value, f"{where}: {key}"))
+    row_model = build(ModelConfig, values["model"], f"{where}: model")
     for override in overrides:
         change = {override.name: override.value}
         values[override.section] = merged(values[override.section], change)
     built: dict[str, Any] = {
         name: build(cls, values[name], f"{where}: {name}") for name, cls in SECTIONS.items()
     }
-    label: Any = "full" if built["model"] == published else "proxy"
+    whole = [published, *([row_model] if row_model.architecture == published.architecture else [])]
+    label: Any = "full" if built["model"] in whole else "proxy"
     if row == SMOKE or row in recipe.derived:
         label = "smoke" if row == SMOKE else "derived"
     return Run(

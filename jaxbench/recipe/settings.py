@@ -9,8 +9,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig
+from jaxbench.recipe.optimizer import Optimizer
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
@@ -19,11 +21,12 @@ CHOSEN = tuple(axis for axis in AXES if axis != "data")
 """The axes that a recipe sizes (`Parallelism`); `data` follows from the number of GPUs."""
 
 SAVEABLE = (
-    "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
+    "latent", "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
 )  # fmt: skip
 """The activations that a remat policy can save, in the order in which a layer computes them.
-`dispatched` are the permuted tokens that the experts of a rank receive, `mamba` is the input of a
-Mamba-2 mixer's output projection."""
+`latent` are those of latent attention, from which queries, keys and values are projected, and the
+sum of experts in a latent space; `dispatched` are the permuted tokens that the experts of a rank
+receive, `mamba` is the input of a Mamba-2 mixer's output projection."""
 
 STEPS = 50
 """Optimizer steps of a run, as published."""
@@ -47,8 +50,8 @@ class Parallelism:
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
     shorten the bubble. The number of microbatches is a multiple of `pipeline`, and all layers
-    compute alike: the same mixers (no Mamba-2), no layer counts in `execution.remat`, no
-    first or last layers in bf16, no `model.experts.bias_rate`"""
+    compute alike: the same mixers (no Mamba-2; first layers that are unlike the others are computed
+    beside the embedding), no layer counts in `execution.remat`, no first or last layers in bf16"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -119,39 +122,9 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW with betas 0.9 and 0.95, weight decay 0.1 and clipping at global norm 1, as in every
-    published benchmark. `train.optimizer` has the formulas of the schedules."""
-
-    schedule: Literal["maxtext", "megatron"]
-    """linear warm-up and cosine decay, by MaxText's or Megatron's formula"""
-    learning_rate: float
-    """peak learning rate"""
-    final_learning_rate: float
-    """learning rate at the end of the decay"""
-    warmup: float
-    """steps of warm-up, or a fraction of the run if below 1"""
-    eps: float
-    """epsilon of AdamW"""
-    decay_vectors: bool
-    """weight decay of norm gains too, as in MaxText"""
-    constant: int = 0
-    """last steps, at the final learning rate"""
-
-    def __post_init__(self) -> None:
-        positive("optimizer.", self, "eps")
-        not_negative(
-            "optimizer.", self, "learning_rate", "final_learning_rate", "warmup", "constant"
-        )
-
-    def warmup_steps(self, steps: int) -> int:
-        """Length of the warm-up in a run of `steps`."""
-        return int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the model is computed: changes speed and memory, not the result."""
+    """How the model is computed: changes speed and memory, not the result, but for rounding and the
+    tokens that dropless experts drop."""
 
     remat: str = "full"
     """`none` saves all activations; `full` the input of each layer; or a list of activations to
@@ -167,9 +140,16 @@ class Execution:
     grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
     """of dropless experts: `xla` copies an expert's weights for each block of 128 tokens; `auto` is
     Pallas kernels on GPUs where they can multiply"""
+    expert_parts: int = 1
+    """parts of a microbatch that the experts of a layer compute one after the other, so that the
+    exchanges of one are hidden behind the products of another. Slots of dropless experts, and FP8
+    scales of inputs and gradients of experts, are those of a part"""
     xla_flags: str = "tuned"
     """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
     changes: `tuned,xla_gpu_some_flag=false`"""
+
+    def __post_init__(self) -> None:
+        positive("execution.", self, "expert_parts")
 
     def saved(self, layers: int) -> dict[str, int] | None:
         """The number of layers that save each named activation; None without remat."""
@@ -267,6 +247,18 @@ class Run:
             f"execution.attention = {self.execution.attention} has no soft cap, which "
             "model.attention.softcap asks for; expected auto",
         )
+        if prediction := self.model.prediction:
+            depth, length = prediction.depth, self.batch.sequence_length
+            name = f"model.prediction.depth = {depth}"
+            require(
+                depth < length, f"{name}: expected fewer than the {length} tokens of a sequence"
+            )
+            self._check_scaling(name, depth)
+        parts = self.execution.expert_parts
+        require(
+            parts == 1 or self.model.experts is not None, "execution.expert_parts needs experts"
+        )
+        self._check_scaling(f"execution.expert_parts = {parts}", parts)
         self._check_mesh()
         self._check_batch()
         if self.parallelism.pipeline > 1:
@@ -274,6 +266,11 @@ class Run:
         else:
             count = self.parallelism.virtual_stages
             require(count == 1, f"parallelism.virtual_stages = {count} needs parallelism.pipeline")
+
+    def _check_scaling(self, name: str, products: int) -> None:
+        """Delayed scaling takes one amax for each product of a microbatch."""
+        delayed = self.precision.dtype == "fp8" and self.precision.scaling == "delayed"
+        require(products == 1 or not delayed, f"{name} in FP8 needs precision.scaling = current")
 
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch
@@ -284,6 +281,13 @@ class Run:
         inner = p.context * p.tensor
         if m.attention:
             divides("context x tensor", inner, "model.attention.kv_heads", m.attention.kv_heads)
+        if latent := m.latent_attention:
+            prefix = "model.latent_attention."
+            divides("context x tensor", inner, f"{prefix}heads", latent.heads)
+            for name in ("query_latent", "kv_latent"):
+                size = getattr(latent, name)
+                at_rest = p.fsdp * p.context * p.pipeline
+                divides("fsdp x context x pipeline", at_rest, f"{prefix}{name}", size)
         if m.mlp:
             divides("parallelism.tensor", p.tensor, "model.mlp.ffn", m.mlp.ffn)
         divides("context x tensor", inner, "batch.sequence_length", b.sequence_length)
@@ -302,7 +306,8 @@ class Run:
         p, length = self.parallelism, self.batch.sequence_length
         divides("expert x tensor", p.expert * p.tensor, "model.experts.count", experts.count)
         if latent := experts.latent:
-            divides("fsdp x context", p.fsdp * p.context, "model.experts.latent", latent)
+            at_rest = p.fsdp * p.context * p.pipeline
+            divides("fsdp x context x pipeline", at_rest, "model.experts.latent", latent)
         if shared := experts.shared_ffn:
             divides("parallelism.tensor", p.tensor, "model.experts.shared_ffn", shared)
         if experts.capacity_factor is not None:
@@ -313,35 +318,30 @@ class Run:
         p, b = self.parallelism, self.batch
         ranks = f"data-parallel ranks (data {self.data} x fsdp {p.fsdp} x expert {p.expert})"
         divides(ranks, self.batch_ranks, "batch.global_batch", b.global_batch)
-        divides(
-            f"batch.microbatch x {ranks}",
-            self.microbatch * self.batch_ranks,
-            "batch.global_batch",
-            b.global_batch,
-        )
+        at_once, name = self.microbatch * self.batch_ranks, f"batch.microbatch x {ranks}"
+        divides(name, at_once, "batch.global_batch", b.global_batch)
+        parts = self.execution.expert_parts
+        divides("execution.expert_parts", parts, "the sequences of a microbatch", self.microbatch)
 
     def _check_pipeline(self) -> None:
         p, m = self.parallelism, self.model
         divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
-        most = -(-m.layers // p.pipeline)
-        require(
-            p.virtual_stages <= most,
-            f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
-            f"layers of a rank, for model.layers = {m.layers} over pipeline = {p.pipeline}",
-        )
         alike = "the stages of a pipeline compute alike"
         hybrid = f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold"
         require(m.mamba is None, hybrid)
+        *first, (pattern, blocks) = repeating_blocks(m)
+        most, of = -(-blocks // p.pipeline), f"{blocks} repeated blocks ({pattern})"
         require(
-            len(set(m.layer_patterns)) == 1,
-            f"parallelism.pipeline: {alike}, but the layers of {m.family} do not",
+            p.virtual_stages <= most,
+            f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
+            f"blocks of a rank, for {of} over pipeline = {p.pipeline}",
+        )
+        require(
+            not any("E" in letters for letters, _ in first),
+            f"parallelism.pipeline: {alike}; in front of the {of} no layer may have experts",
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
-        require(
-            m.bias_rate is None,
-            "parallelism.pipeline: no model.experts.bias_rate: idle ranks would count loads",
-        )
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",

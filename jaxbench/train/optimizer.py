@@ -1,15 +1,15 @@
 """AdamW and the learning-rate schedules of the published recipes."""
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from jaxbench.models.layers import LoadBias, Vector
-from jaxbench.recipe.settings import Optimizer
+from jaxbench.ops.fp8.scaling import is_variable
+from jaxbench.recipe.optimizer import Optimizer
 
 CLIP_NORM = 1.0
 
@@ -30,17 +30,32 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
             lambda p: p.replace(not isinstance(p, kept)), params, is_leaf=is_variable
         )
 
-    return optax.chain(
-        optax.clip_by_global_norm(CLIP_NORM),
-        optax.adamw(
-            learning_rate(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=0.1, mask=decayed
-        ),
+    adamw = optax.adamw(
+        learning_rate(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=0.1, mask=decayed
     )
+    if cfg.moments == "bf16":
+        adamw = kept_in_bf16(adamw)
+    return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw)
 
 
-def is_variable(node: object) -> bool:
-    """Whether a node of a model's pytree is a variable."""
-    return isinstance(node, nnx.Variable)
+def kept_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation whose state is rounded to bf16 between updates; public Optax does so for the
+    first moment alone."""
+
+    def cast(state: optax.OptState, dtype: Any) -> optax.OptState:
+        def to(a: jax.Array) -> jax.Array:
+            return a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+        return jax.tree.map(to, state)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return cast(inner.init(params), jnp.bfloat16)
+
+    def update(updates, state, params=None):
+        updates, state = inner.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, jnp.bfloat16)
+
+    return optax.GradientTransformation(init, update)
 
 
 def without_loads(grads: Tree) -> Tree:

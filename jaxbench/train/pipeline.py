@@ -2,12 +2,15 @@
 actions (`pipeline_schedule`), not by their code.
 
 State, optimizer and checkpoints have no stages: at rest every weight is sharded over `pipeline` as
-over `fsdp`. Inside one `shard_map` over all axes each rank gathers its layers (`stages`), runs the
-schedule (`pipeline_rank`), and scatters its gradients.
+over `fsdp`. Inside one `shard_map` over all axes each rank gathers its layers (`stages`) and what
+is outside of the stages (`pipeline_ends`), runs the schedule (`pipeline_rank`), and scatters its
+gradients.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,8 +22,12 @@ from jaxbench import mesh
 from jaxbench.experts import routing
 from jaxbench.models.decoder import Decoder, forward_context, segments
 from jaxbench.models.layers import ForwardContext
+from jaxbench.models.output import Output
 from jaxbench.ops import fp8
+from jaxbench.ops.stash import read
+from jaxbench.recipe.blocks import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
+from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
 
@@ -43,18 +50,19 @@ def accumulate(
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
     ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
-    pipeline = _Pipeline(run, sum_dtype, weights.stacks[0], head, scaled, ctx)
+    pipeline = _Pipeline(run, sum_dtype, weights, head, scaled, ctx)
 
-    parts = weights.stacks[0], weights.embedding, weights.norm, head
+    parts = weights.stacks, weights.embedding, Output(weights.norm, head, weights.prediction)
     observed = [s.observed for s in scaled if s.observed is not None]
     d_parts, observed = jax.tree.map(mesh.cotangent_spec, (parts, observed))
     out_specs = PartitionSpec(), d_parts, observed, PartitionSpec()
     run_all = jax.shard_map(pipeline.on_rank, out_specs=out_specs, check_vma=False)
-    loss, (blocks, embedding, norm, d_head), observed, figures = run_all(
+    loss, (d_stacks, embedding, output), observed, figures = run_all(
         weights, head, scaled, tokens, targets, ctx.rotary
     )
     grads = jax.tree.map(lambda w: w, weights)
-    grads.stacks, grads.embedding, grads.norm = nnx.List([blocks]), embedding, norm
+    grads.stacks, grads.embedding = d_stacks, embedding
+    grads.norm, d_head, grads.prediction = output
     if weights.head is None:
         (tied,) = pull_head(d_head.astype(head.dtype))
         grads.embedding = jax.tree.map(jnp.add, embedding, tied.embedding)
@@ -67,16 +75,20 @@ class _Pipeline:
     """The program of a pipeline around its schedule: gathers before it, scatters after it.
 
     Which dimensions of weights are gathered is taken from their types here, outside the
-    `shard_map`, inside which arrays are local and their types name no axes.
+    `shard_map`, inside which arrays are local and their types name no axes. The stack of index
+    `staged` is computed by the stages, the others at the pipeline's ends.
     """
 
     def __init__(
-        self, run: Run, sum_dtype: Any, blocks: nnx.Module, head: Any, scaled: Any,
+        self, run: Run, sum_dtype: Any, weights: Decoder, head: Any, scaled: Any,
         ctx: ForwardContext,
     ):  # fmt: skip
         self.run, self.sum_dtype, self.ctx = run, sum_dtype, ctx
-        self.stages = Stages.of(run)
-        self.block_dims = [_gathered_dims(w) for w in jax.tree.leaves(blocks)]
+        self.stages, self.repeats = Stages.of(run), [times for _, times in stacks(run.model)]
+        self.staged = len(repeating_blocks(run.model)) - 1
+        self.first, self.last = range(self.staged), range(self.staged + 1, len(self.repeats))
+        self.stack_dims = [list(map(_gathered_dims, jax.tree.leaves(s))) for s in weights.stacks]
+        self.prediction_dims = list(map(_gathered_dims, jax.tree.leaves(weights.prediction)))
         self.head_dims = _gathered_dims(head)
         self.stored_dims = [
             {name: _gathered_dims(w) for name, w in s.stored.items()} for s in scaled
@@ -85,62 +97,140 @@ class _Pipeline:
     def on_rank(
         self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any, rotary: Any
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
-        """On one device: (loss, gradients at rest of blocks, embedding, norm and head, observed
-        amax, routing figures)."""
-        (segment,) = segments(self.run.model, self.run.execution, self.run.precision)
-        blocks, structure = jax.tree.flatten(weights.stacks[0])
-        local_blocks = map(self.stages.gather_layers, blocks, self.block_dims)
+        """On one device: (loss, gradients at rest of stacks, embedding and what is behind them,
+        observed amax, routing figures)."""
+        *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
+        stacked, structure = jax.tree.flatten(weights.stacks[self.staged])
+        dims, ctx = self.stack_dims[self.staged], self.ctx._replace(rotary=rotary)
+        (first, first_scales), (last, last_scales) = (
+            self._bring_end(part, weights, scaled) for part in (self.first, self.last)
+        )
+        prediction = _each(mesh.gather, weights.prediction, self.prediction_dims)
+        output = Output(weights.norm, mesh.gather(head, self.head_dims), prediction)
         rank = Rank(
             run=self.run,
             stages=self.stages,
             saved=segment.saved,
             sum_dtype=self.sum_dtype,
-            model=weights,
-            blocks=jax.tree.unflatten(structure, local_blocks),
-            head=mesh.gather(head, self.head_dims),
-            scaled=next(map(self._bring_scaled, scaled, self.stored_dims), None),
-            ctx=self.ctx._replace(rotary=rotary),
-            tokens=tokens,
-            targets=targets,
+            ends=Ends(
+                cfg=self.run.model,
+                dtype=weights.dtype,
+                ctx=ctx,
+                saved=segment.saved,
+                weights=EndWeights(weights.embedding, first, output, last),
+                first=first_scales,
+                last=last_scales,
+                tokens=tokens,
+                targets=targets,
+            ),
+            blocks=self._of_chunk(
+                jax.tree.unflatten(structure, map(self.stages.gather_layers, stacked, dims))
+            ),
+            scaled=self._of_chunk(self._bring_scaled(scaled[self.staged]) if scaled else None),
+            ctx=ctx,
         )
         carry = rank.run_schedule()
-        d_blocks = [
+        d_blocks = _stack(carry.d_blocks, axis=1)
+        d_staged = [
             self.stages.scatter_gradients(grad, dims, w.shape)
-            for grad, dims, w in zip(
-                jax.tree.leaves(carry.d_blocks), self.block_dims, blocks, strict=True
-            )
+            for grad, dims, w in zip(jax.tree.leaves(d_blocks), dims, stacked, strict=True)
         ]
-        d_norm, d_head = carry.d_norm_head
-        d_head = mesh.scatter(d_head, self.head_dims)
-        d_parts = jax.tree.unflatten(structure, d_blocks), carry.d_embedding, d_norm, d_head
-        observed = [
-            self.stages.scatter_gradients(carry.observed, [], s.observed.shape)
-            for s in scaled
-            if s.observed is not None
+        d_stacks = [
+            *self._scatter_end(self.first, carry.d_ends.first),
+            jax.tree.unflatten(structure, d_staged),
+            *self._scatter_end(self.last, carry.d_ends.last),
         ]
-        return carry.loss, d_parts, observed, self._routing(carry)
+        d_norm, d_head, d_prediction = carry.d_ends.output
+        d_output = Output(
+            d_norm,
+            mesh.scatter(d_head, self.head_dims),
+            _each(mesh.scatter, d_prediction, self.prediction_dims),
+        )
+        d_parts = nnx.List(d_stacks), carry.d_ends.embedding, d_output
+        return carry.loss, d_parts, self._observed(carry, scaled), self._routing(carry)
 
-    def _bring_scaled(self, scaled: fp8.Scaled, dims: dict[str, mesh.Gathered]) -> fp8.Scaled:
-        gather, observed = self.stages.gather_layers, scaled.observed
+    def _bring_end(self, part: range, weights: Decoder, scaled: Any) -> tuple[list, list]:
+        """(blocks, FP8 weights and scales of each or None) of the stacks in `part`, gathered."""
+        blocks, scales = [], []
+        for index in part:
+            stack = _each(mesh.gather, weights.stacks[index], self.stack_dims[index])
+            stack_scales = None
+            if scaled:
+                dims = self.stored_dims[index]
+                stored = {n: mesh.gather(w, dims[n]) for n, w in scaled[index].stored.items()}
+                stack_scales = replace(scaled[index], stored=stored)
+            for block in range(self.repeats[index]):
+                blocks.append(read(stack, block))
+                scales.append(read(stack_scales, block))
+        return blocks, scales
+
+    def _scatter_end(self, part: range, d_blocks: list) -> Iterator[Any]:
+        """The transpose of `_bring_end`: gradients of the stacks in `part`, at rest."""
+        rest = iter(d_blocks)
+        for index in part:
+            stack = _stack(list(islice(rest, self.repeats[index])))
+            yield _each(mesh.scatter, stack, self.stack_dims[index])
+
+    def _bring_scaled(self, scaled: fp8.Scaled) -> fp8.Scaled:
+        gather, observed, dims = self.stages.gather_layers, scaled.observed, self.stored_dims
         return replace(
             scaled,
-            stored={name: gather(w, dims[name]) for name, w in scaled.stored.items()},
+            stored={n: gather(w, dims[self.staged][n]) for n, w in scaled.stored.items()},
             scale_inv=gather(scaled.scale_inv, [], padding=1),  # 0 / 0 would be NaN
             observed=None if observed is None else gather(observed, []),
         )
 
+    def _of_chunk(self, tree: Any) -> list[Any]:
+        """The blocks of a model chunk, `[chunks, ..]`, from leaves `[chunks, size, ..]`."""
+        return [jax.tree.map(partial(_at, k), tree) for k in range(self.stages.size)]
+
+    def _observed(self, carry: Carry, scaled: Any) -> list[jax.Array]:
+        """The observed amax of every stack; none under current scaling."""
+        if not scaled or scaled[0].observed is None:
+            return []
+        first, last = map(iter, carry.ends_observed)
+        shape = scaled[self.staged].observed.shape
+        return [
+            *(jnp.stack(list(islice(first, self.repeats[index]))) for index in self.first),
+            self.stages.scatter_gradients(_stack(carry.observed, axis=1), [], shape),
+            *(jnp.stack(list(islice(last, self.repeats[index]))) for index in self.last),
+        ]
+
     def _routing(self, carry: Carry) -> Any:
         """(balance loss, load, dropped assignments) of each layer with experts and each microbatch,
         `[microbatches, layers, ..]`, summed over sequences and ranks."""
-        layers = self.run.model.layers
         axes = mesh.PIPELINE, *mesh.BATCH
+        ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
 
         def at_rest(figure: jax.Array) -> jax.Array:
-            shape = layers, *figure.shape[3:]
+            shape = self.stages.blocks, *figure.shape[3:]
             send = partial(self.stages.scatter_gradients, dims=[], shape=shape)
             return jax.lax.psum(jax.vmap(send)(figure[:-1]), axes)
 
-        return jax.tree.map(at_rest, carry.routing)
+        def of_microbatches(figure: jax.Array) -> jax.Array:
+            """Figures `[groups, ..]` of this rank's microbatch of each group."""
+            own = jnp.arange(ranks) == rank
+            own = own.reshape(1, ranks, *(1 for _ in figure.shape[1:]))
+            spread = jnp.where(own, figure[:, None], 0.0).reshape(-1, 1, *figure.shape[1:])
+            return jax.lax.psum(spread, axes)
+
+        staged = jax.tree.map(at_rest, carry.routing)
+        return *staged, *jax.tree.map(of_microbatches, carry.ends_routing)
+
+
+def _each(function: Callable, tree: Any, dims: list[mesh.Gathered]) -> Any:
+    """`mesh.gather` or `mesh.scatter` of every weight of a tree, with its gathered dimensions."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, map(function, leaves, dims))
+
+
+def _at(index: int, stacked: jax.Array) -> jax.Array:
+    return stacked[:, index]
+
+
+def _stack(blocks: list[Any], axis: int = 0) -> Any:
+    """One tree of arrays with the blocks along a dimension of their own."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays, axis), *blocks)
 
 
 def _gathered_dims(w: Any) -> mesh.Gathered:

@@ -2,17 +2,21 @@
 
 In a schedule step a rank computes one model chunk forward for one microbatch and one backward for
 another, and sends both results to its neighbours. Embedding and loss are outside of the stages:
-each rank embeds, and takes the loss of, one microbatch of every group, and the ranks exchange the
-inputs of the first stage and the outputs of the last.
+each rank embeds, and takes the loss of, one microbatch of every group.
+
+Between these ranks and the first and last stage hidden states travel in rings: each rank holds one,
+and passes it to the rank before it in every schedule step. The first stage, on rank 0, takes the
+inputs of a group in P steps, as they pass; the last stage puts its outputs into another ring in P
+steps, so that each is where its loss is taken when the group is complete. Their gradients travel
+likewise.
 
 The collectives of a step overlap with the products of the other direction. Memory for activations
 does not grow with the number of microbatches: a stash holds the residuals of chunks in flight, and
-buffers hold inputs and outputs of one or two groups.
+the rings one hidden state each.
 
 Arrays are local to a device, inside a `shard_map` (`mesh`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,11 +26,13 @@ import jax.numpy as jnp
 
 from jaxbench import mesh
 from jaxbench.jax_internals import residuals, restore_vjp
-from jaxbench.models.decoder import Decoder, apply_block, embed, head_loss
-from jaxbench.models.layers import ForwardContext
-from jaxbench.ops import fp8, remat
-from jaxbench.ops.stash import read, write
+from jaxbench.models.decoder import apply_block
+from jaxbench.models.layers import ForwardContext, LoadBias
+from jaxbench.ops import fp8
+from jaxbench.ops.fp8.scaling import is_variable
+from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
+from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
 from jaxbench.train.stages import Stages
 
@@ -36,53 +42,55 @@ from jaxbench.train.stages import Stages
 class Carry:
     """State of one rank between two schedule steps.
 
-    `x` and `dy` have arrived from the neighbours. `inputs` and `d_inputs` are inputs of the first
-    stage and their gradients, of the two groups of microbatches in flight; `outputs` and
-    `d_outputs` are outputs of the last stage and their gradients, of one group. `d_inputs` and
-    `outputs` have one more entry, which absorbs the writes of other ranks and idle actions. `stash`
-    holds (residuals, input) of model chunks between their forward and backward actions.
+    `x` and `dy` have arrived from the neighbours. `inputs` and `d_inputs` are the rings of inputs
+    of the first stage and of their gradients, `outputs` that of outputs of the last stage and,
+    after the loss, of their gradients. `next_input` is this rank's input of the next group, which
+    enters the ring when the group begins; `d_input` its gradient of the last group whose gradients
+    have all returned; `d_output` what has arrived in the ring of outputs, before an output took its
+    place. `stash` holds (residuals, input) of model chunks between their forward and backward
+    actions.
 
-    The rest are sums: the loss; gradients of the embedding, of the blocks `[chunks, size, ..]`, and
-    of final norm and head; the amax that FP8 observes in the blocks; and routing figures
-    `[microbatches + 1, chunks, size]`, whose last entry absorbs those of idle actions.
+    The rest are sums: the loss; gradients of the blocks `[chunks, ..]` and of the weights of both
+    ends (`Ends`); the amax that FP8 observes in them; and routing figures `[microbatches + 1,
+    chunks, size]`, whose last entry absorbs those of idle actions, and `[groups]` of multi-token
+    prediction.
     """
 
     x: jax.Array
     dy: jax.Array
     inputs: jax.Array
+    next_input: jax.Array
     d_inputs: jax.Array
+    d_input: jax.Array
     outputs: jax.Array
-    d_outputs: jax.Array
+    d_output: jax.Array
     stash: Any
     loss: jax.Array
-    d_embedding: Any
     d_blocks: Any
-    d_norm_head: Any
+    d_ends: EndWeights
     observed: Any
+    ends_observed: Any
     routing: Any
+    ends_routing: Any
 
 
 @dataclass(frozen=True)
 class Rank:
     """Weights and data of one rank, and its computation.
 
-    `blocks` `[chunks, size, ..]` and `head` are gathered; `scaled` has the FP8 weights and scales
-    of the blocks, or is None; of the `model` at rest only embedding and final norm are used.
-    `tokens` and `targets` `[groups, batch, seq]` are this rank's microbatches. Activations in
-    `saved` are not recomputed. Gradients are summed in `sum_dtype`.
+    `blocks` are those of a model chunk, gathered, each `[chunks, ..]`: with one chunk XLA slices
+    nothing. `scaled` has the FP8 weights and scales of each, or None. Activations in `saved` are
+    not recomputed. Gradients are summed in `sum_dtype`.
     """
 
     run: Run
     stages: Stages
     saved: frozenset[str] | None
     sum_dtype: Any
-    model: Decoder
-    blocks: Any
-    head: jax.Array
-    scaled: fp8.Scaled | None
+    ends: Ends
+    blocks: list[Any]
+    scaled: list[fp8.Scaled | None]
     ctx: ForwardContext
-    tokens: jax.Array
-    targets: jax.Array
 
     def run_schedule(self) -> Carry:
         """Runs all actions of a training step: warm-up, steady state, cool-down.
@@ -95,10 +103,10 @@ class Rank:
             E0 E1 | warm-up | L0 E2 steady 1 B-1 | L1 E3 steady 2 B0 | L2 | cool-down | B1 B2
 
         The calls of a group that does not exist are harmless, so that one loop body serves all:
-        `E3` embeds the last group again into a buffer that is not read any more, and `B-1` adds the
-        gradient of group 1's buffer (-1 and 1 modulo 2), which is still zero.
+        `E3` embeds the last group again, which is not read any more, and the input gradients of
+        `B-1` are still zero.
         """
-        groups, ranks = len(self.tokens), self.stages.ranks
+        groups, ranks = self._groups, self.stages.ranks
         schedule = interleaved_1f1b(ranks, self.stages.chunks, groups * ranks)
         warmup = schedule.warmup
         end = warmup + (groups - 1) * schedule.period
@@ -111,8 +119,6 @@ class Rank:
             return self._embed_back(carry, group - 2) if groups > 2 else carry, None
 
         carry = self._start(schedule.slots)
-        for group in range(min(groups, 2)):
-            carry = self._embed(carry, group)
         first = _local_actions(schedule.forward, 0, warmup)
         carry, _ = jax.lax.scan(self._schedule_step, carry, (first, None))
         both = (
@@ -127,37 +133,55 @@ class Rank:
         carry = self._losses(carry, groups - 1)
         last = _local_actions(schedule.backward, end, end + warmup)
         carry, _ = jax.lax.scan(self._schedule_step, carry, (None, last))
-        for group in range(max(groups - 2, 0), groups):
-            carry = self._embed_back(carry, group)
-        return carry
+        if groups > 1:
+            carry = self._embed_back(carry, groups - 2)
+        carry = replace(carry, d_input=self._to_rank_before(carry.d_inputs))
+        return self._embed_back(carry, groups - 1)
 
     def _start(self, slots: int) -> Carry:
-        (groups, _, _), ranks = self.tokens.shape, self.stages.ranks
+        groups, first = self._groups, self.ends.enter(0)[0]
 
         def zeros(tree: Any, *entries: int, dtype: Any = None) -> Any:
             return jax.tree.map(lambda a: jnp.zeros((*entries, *a.shape), dtype or a.dtype), tree)
 
         vjp, figures = self._types
+        *_, ends_figures = jax.eval_shape(partial(self.ends.leave, group=0), self._x)
         return Carry(
             x=zeros(self._x),
             dy=zeros(self._x),
-            inputs=zeros(self._x, 2 * ranks),
-            d_inputs=zeros(self._x, 2 * ranks + 1),
-            outputs=zeros(self._x, ranks + 1),
-            d_outputs=zeros(self._x, ranks),
+            inputs=first,
+            next_input=self.ends.enter(1)[0] if groups > 1 else first,
+            d_inputs=zeros(self._x),
+            d_input=zeros(self._x),
+            outputs=zeros(self._x),
+            d_output=zeros(self._x),
             stash=zeros((residuals(vjp), self._x), slots),
             loss=jnp.zeros(()),
-            d_embedding=zeros(self.model.embedding, dtype=self.sum_dtype),
-            d_blocks=zeros(self.blocks, dtype=self.sum_dtype),
-            d_norm_head=zeros((self.model.norm, self.head), dtype=self.sum_dtype),
-            observed=None if self.scaled is None else zeros(self.scaled.observed),
-            routing=zeros(figures, groups * ranks + 1, self.stages.chunks),
+            d_blocks=self._zero_sums(self.blocks),
+            d_ends=self._zero_sums(self.ends.weights),
+            observed=[None if s is None else zeros(s.observed) for s in self.scaled],
+            ends_observed=self.ends.observed,
+            routing=zeros(figures, groups * self.stages.ranks + 1, self.stages.chunks),
+            ends_routing=zeros(ends_figures, groups),
         )
+
+    def _zero_sums(self, weights: Any) -> Any:
+        """Zeros to which gradients are added; loads, which bf16 could not count, are in fp32."""
+
+        def zeros(w: Any) -> Any:
+            dtype = jnp.float32 if isinstance(w, LoadBias) else self.sum_dtype
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), w)
+
+        return jax.tree.map(zeros, weights, is_leaf=is_variable)
+
+    @property
+    def _groups(self) -> int:
+        return len(self.ends.tokens)
 
     @cached_property
     def _x(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the hidden state that stages send."""
-        return jax.eval_shape(self._embedded, self.model.embedding, self.tokens[0])
+        return jax.eval_shape(self.ends.enter, 0)[0]
 
     @cached_property
     def _types(self) -> tuple[Any, Any]:
@@ -165,50 +189,53 @@ class Rank:
         _, *types = jax.eval_shape(partial(self._vjp, chunk=0), self._x)
         return tuple(types)
 
-    def _embedded(self, embedding: Any, tokens: jax.Array) -> jax.Array:
-        return embed(self.run.model, embedding, tokens, self.model.dtype)
-
     def _embed(self, carry: Carry, group: Any) -> Carry:
-        """Writes the inputs of the first stage for a group of microbatches."""
-        x = self._embedded(self.model.embedding, read(self.tokens, group))
-        group_inputs = jax.lax.all_gather(x, mesh.PIPELINE)
-        start = group % 2 * self.stages.ranks
-        return replace(
-            carry, inputs=jax.lax.dynamic_update_slice_in_dim(carry.inputs, group_inputs, start, 0)
-        )
+        """Computes this rank's input of the first stage for a group of microbatches."""
+        return replace(carry, next_input=self.ends.enter(group)[0])
 
     def _embed_back(self, carry: Carry, group: Any) -> Carry:
-        """Adds a group's gradient of the embedding, once all its input gradients have returned."""
-        ranks = self.stages.ranks
-        d_inputs = jax.lax.dynamic_slice_in_dim(carry.d_inputs, group % 2 * ranks, ranks)
-        dx = jax.lax.psum_scatter(d_inputs, mesh.PIPELINE, scatter_dimension=0)
-        embedded = partial(self._embedded, tokens=read(self.tokens, group))
-        (d_embedding,) = jax.vjp(embedded, self.model.embedding)[1](dx)
-        return replace(carry, d_embedding=_add(carry.d_embedding, d_embedding))
-
-    def _losses(self, carry: Carry, group: Any) -> Carry:
-        """Adds a group's loss and its gradients: each rank takes its microbatch's output from the
-        last rank, and all output gradients are gathered."""
-        ranks, groups = self.stages.ranks, len(self.tokens)
-        output = jax.lax.all_to_all(carry.outputs[:ranks], mesh.PIPELINE, 0, 0)[-1]
-        loss_of = partial(head_loss, self.run.model, targets=read(self.targets, group))
-        loss, pull = jax.vjp(loss_of, self.model.norm, self.head, output)
-        *d_norm_head, dx = pull(jnp.full_like(loss, 1 / groups))
+        """Adds a group's gradients of what is in front of the stages, once all its input gradients
+        have returned."""
+        d_weights, amax = self.ends.enter(group)[1](carry.d_input)
+        first, last = carry.ends_observed
         return replace(
             carry,
-            loss=carry.loss + loss / groups,
-            d_norm_head=_add(carry.d_norm_head, tuple(d_norm_head)),
-            d_outputs=jax.lax.all_gather(dx, mesh.PIPELINE),
+            d_ends=carry.d_ends.plus(d_weights),
+            ends_observed=(maximum(first, amax), last),
         )
+
+    def _losses(self, carry: Carry, group: Any) -> Carry:
+        """Adds a group's loss and its gradients, once all outputs are where their losses are taken.
+        The gradients begin their way back to the last rank, which needs that of rank 0 first."""
+        (loss, _), pull, figures = self.ends.leave(carry.outputs, group)
+        share = jnp.full_like(loss, 1 / self._groups)
+        d_weights, amax, dx = pull((share, self._d_balance))
+        first, last = carry.ends_observed
+        return replace(
+            carry,
+            loss=carry.loss + loss * share,
+            d_ends=carry.d_ends.plus(d_weights),
+            ends_observed=(first, maximum(last, amax)),
+            ends_routing=write(carry.ends_routing, figures, group),
+            outputs=(arrived := self._to_rank_before(dx)),
+            d_output=arrived,
+        )
+
+    def _to_rank_before(self, x: jax.Array) -> jax.Array:
+        """A step of a ring."""
+        ranks = self.stages.ranks
+        return jax.lax.ppermute(x, mesh.PIPELINE, [((i + 1) % ranks, i) for i in range(ranks)])
 
     def _schedule_step(self, carry: Carry, actions: tuple) -> tuple[Carry, None]:
         forward, backward = actions
+        arrived, d_output = self._to_rank_before(carry.outputs), carry.d_output
+        carry = replace(carry, outputs=arrived, d_output=arrived)
         if backward is not None:
             # Read before the forward action writes, so that neither direction waits for the other.
             saved, stash = jax.lax.optimization_barrier(
                 (read(carry.stash, backward["slot"]), carry.stash)
             )
-            carry = self._backward(replace(carry, stash=stash), saved, backward)
+            carry = self._backward(replace(carry, stash=stash), saved, d_output, backward)
         if forward is not None:
             carry = self._forward(carry, forward)
         return carry, None
@@ -216,45 +243,51 @@ class Rank:
     def _forward(self, carry: Carry, action: dict[str, jax.Array]) -> Carry:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
         microbatch, chunk = action["microbatch"], action["chunk"]
-        enters = (rank == 0) & (chunk == 0)
-        x = jnp.where(enters, read(carry.inputs, microbatch % (2 * ranks)), carry.x)
+        inputs = jnp.where(action["turns"], carry.next_input, carry.inputs)
+        x = jnp.where((rank == 0) & (chunk == 0), inputs, carry.x)
         (y, _), vjp, figures = self._vjp(x, chunk=chunk)
         saved, expected = residuals(vjp), residuals(self._types[0])
         assert [r.shape for r in saved] == [r.shape for r in expected]
+        y, passed, arrived = _after((y, self._to_rank_before(inputs), carry.outputs))
         leaves = (rank == ranks - 1) & (chunk == self.stages.chunks - 1) & action["busy"]
-        entry = jnp.where(action["busy"], microbatch, len(self.tokens) * ranks)
+        entry = jnp.where(action["busy"], microbatch, self._groups * ranks)
         return replace(
             carry,
             x=jax.lax.ppermute(y, mesh.PIPELINE, [(i, (i + 1) % ranks) for i in range(ranks)]),
-            outputs=write(carry.outputs, y, jnp.where(leaves, microbatch % ranks, ranks)),
+            inputs=passed,
+            outputs=jnp.where(leaves, y, arrived),
             stash=write(carry.stash, (saved, x), action["slot"]),
             routing=write(carry.routing, figures, entry, chunk),
         )
 
-    def _backward(self, carry: Carry, saved: Any, action: dict[str, jax.Array]) -> Carry:
+    def _backward(
+        self, carry: Carry, saved: Any, d_output: jax.Array, action: dict[str, jax.Array]
+    ) -> Carry:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
-        microbatch, chunk = action["microbatch"], action["chunk"]
+        chunk = action["chunk"]
         enters = (rank == ranks - 1) & (chunk == self.stages.chunks - 1)
-        dy = jnp.where(enters, read(carry.d_outputs, microbatch % ranks), carry.dy)
+        dy = jnp.where(enters, d_output, carry.dy)
 
         def unless_idle(tree: Any) -> Any:
             return jax.tree.map(lambda a: jnp.where(action["busy"], a, jnp.zeros_like(a)), tree)
 
+        def loads_unless_idle(g: Any) -> Any:  # a load counts tokens, whatever the cotangent is
+            return unless_idle(g) if isinstance(g, LoadBias) else g
+
         chunk_residuals, x = saved
         vjp = restore_vjp(self._types[0], chunk_residuals, [*self._arguments(chunk), x])
         d_layers, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
-        d_blocks, observed = carry.d_blocks, carry.observed
-        for index, (d_block, amax) in enumerate(d_layers):
-            d_blocks = _add(d_blocks, d_block, chunk, index)
-            observed = _maximum(observed, unless_idle(amax), chunk, index)
+        d_layers, amax = zip(*d_layers, strict=True)
+        d_layers = jax.tree.map(loads_unless_idle, list(d_layers), is_leaf=is_variable)
+        dx, d_inputs = _after((dx, self._to_rank_before(carry.d_inputs)))
         leaves = (rank == 0) & (chunk == 0) & action["busy"]
-        entry = jnp.where(leaves, microbatch % (2 * ranks), 2 * ranks)
         return replace(
             carry,
-            dy=jax.lax.ppermute(dx, mesh.PIPELINE, [((i + 1) % ranks, i) for i in range(ranks)]),
-            d_inputs=write(carry.d_inputs, dx, entry),
-            d_blocks=d_blocks,
-            observed=observed,
+            dy=self._to_rank_before(dx),
+            d_inputs=jnp.where(leaves, dx, d_inputs),
+            d_input=jnp.where(action["turns"], d_inputs, carry.d_input),
+            d_blocks=add(carry.d_blocks, d_layers, chunk),
+            observed=maximum(carry.observed, unless_idle(list(amax)), chunk),
         )
 
     @property
@@ -268,9 +301,7 @@ class Rank:
         """Arguments of a model chunk beside the hidden state: its blocks, each with zeros for the
         amax that FP8 observes; their scales; the rotary tables. They are sliced outside of the
         differentiated function, so that the stash holds none of them."""
-        indices = range(self.stages.size)
-        layers = [read(self.blocks, chunk, index) for index in indices]
-        scales = [read(self.scaled, chunk, index) for index in indices]
+        layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
         return list(zip(layers, observed, strict=True)), scales, self.ctx.rotary
 
@@ -280,31 +311,23 @@ class Rank:
         return jax.vjp(function, *self._arguments(chunk), x, has_aux=True)
 
 
+_after = jax.lax.optimization_barrier
+"""Arrays of which the first is sent after the others have come. XLA would otherwise leave a ring's
+transfers to the end of a schedule step, where no product hides them."""
+
+
 def _compute(
     layers: Any, scales: Any, rotary: Any, x: jax.Array, *, ctx: ForwardContext, saved: Any
 ) -> Any:
     """A model chunk, as in `Rank._vjp`."""
 
-    def layer(x: jax.Array, operands: Any) -> Any:
-        (block, observed), scaled, rotary = operands
-        return apply_block(block, observed, scaled, x, ctx._replace(rotary=rotary))
-
-    balance, sums = jnp.zeros(()), []
-    for operands in zip(layers, scales, strict=True):
-        x, figures = remat.recomputed(layer, saved)(x, (*operands, rotary))
+    ctx, balance, sums = ctx._replace(rotary=rotary), jnp.zeros(()), []
+    for (block, observed), scaled in zip(layers, scales, strict=True):
+        x, figures = apply_block(block, observed, scaled, x, ctx, saved)
         balance += sum(jnp.sum(losses) for losses, _, _ in figures)
         sums.append(jax.tree.map(partial(jnp.sum, axis=0), figures))
     stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks).astype(jnp.float32), *sums)
     return (x, balance), stacked
-
-
-def _merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
-    """The arrays with the values combined into the entry at `index`, in place."""
-    return write(tree, jax.tree.map(combine, read(tree, *index), values), *index)
-
-
-_add = partial(_merge, lambda total, value: total + value.astype(total.dtype))
-_maximum = partial(_merge, jnp.maximum)
 
 
 def _local_actions(actions: Actions, start: int, stop: int) -> dict[str, jax.Array]:

@@ -24,12 +24,16 @@ import numpy as np
 class Actions:
     """Actions of every rank in one direction, arrays `[steps, ranks]`: the microbatch, the model
     chunk (virtual stage of the rank), the stash slot of its residuals, and whether the rank is
-    busy. An idle rank computes on whatever its buffers hold, and its results are dropped."""
+    busy. An idle rank computes on whatever its buffers hold, and its results are dropped.
+
+    `turns` marks the steps, equal on all ranks, in which rank 0 begins a further group forward, or
+    in which the gradients of a group have all returned: its last action was in the step before."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
     slot: np.ndarray
     busy: np.ndarray
+    turns: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int) -> Sche
         busy = (turn >= 0) & (turn < virtual_stages * microbatches)
         group, position = np.divmod(np.where(busy, turn, 0), period)
         microbatch = group * ranks + position % ranks
-        return Actions(microbatch, order[position // ranks], np.zeros_like(microbatch), busy)
+        turns = np.repeat((turn[:, :1] > 0) & (turn[:, :1] % period == 0), ranks, axis=1)
+        slot = np.zeros_like(microbatch)
+        return Actions(microbatch, order[position // ranks], slot, busy, turns)
 
     order = np.arange(virtual_stages)
     forward = actions(step - rank, order)

@@ -13,6 +13,7 @@ from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.decoder import segments
 from jaxbench.ops import attention, fp8, grouped
 from jaxbench.ops.pallas import undeprecated
+from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
@@ -96,7 +97,7 @@ def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
     platform = mesh.platform()
     requested = (
-        ("fused attention", run.model.attention, attention.KERNELS[_attention(run, platform)]),
+        ("fused attention", run.model.attends, attention.KERNELS[_attention(run, platform)]),
         ("a fused Mamba-2 scan", run.model.mamba, ssd.IMPLEMENTATIONS[_mamba2(run, platform)]),
         ("grouped matmuls", run.model.dropless, grouped.IMPLEMENTATIONS[_grouped(run, platform)]),
     )
@@ -135,6 +136,9 @@ def _check_fp8(program: Program, run: Run) -> None:
     for segment in segments(run.model, run.execution, run.precision):
         if not segment.bf16:
             repeats[segment.stack] += segment.repeats.stop - segment.repeats.start
+    if run.model.prediction:
+        repeats[len(repeating_blocks(run.model))] += run.model.prediction.depth
+    hint = "; precision.gather=bf16 may help" if run.precision.gather == "fp8" else ""
     for stack, block in enumerate(abstract_state(run).model.stacks):
         expected = 3 * repeats[stack] * run.accumulation // run.parallelism.pipeline
         for product in fp8.products(block):
@@ -143,5 +147,5 @@ def _check_fp8(program: Program, run: Run) -> None:
             if runs < expected or others:
                 raise RunFailed(
                     f"FP8 was asked for, but product {name} runs {runs} times in FP8 and "
-                    f"{others} times otherwise; expected at least {expected} and 0"
+                    f"{others} times otherwise; expected at least {expected} and 0{hint}"
                 )

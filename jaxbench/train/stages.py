@@ -1,9 +1,9 @@
-"""Gather of a pipeline rank's layers from weights at rest, and scatter of their gradients.
+"""Gather of a pipeline rank's blocks from weights at rest, and scatter of their gradients.
 
 At rest every weight is sharded over `pipeline` as over `fsdp`, whatever its layer. Once per step
-each rank gathers the whole of its layers; gradients are scattered by the transpose. On P ranks with
-chunks of K layers, layer (v P + r) K + k is layer k of model chunk v of rank r. Depths that do not
-divide are padded with layers of zero weights, which add nothing to their input.
+each rank gathers the whole of its blocks; gradients are scattered by the transpose. On P ranks with
+chunks of K blocks, block (v P + r) K + k is block k of model chunk v of rank r. Depths that do not
+divide are padded with blocks of zero weights, which add nothing to their input.
 
 Arrays are local to a device, inside a `shard_map`.
 """
@@ -15,36 +15,38 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh
+from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.settings import Run
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Layout of a model's layers on the `ranks` of a pipeline: `chunks` model chunks on each, of
-    `size` layers."""
+    """Layout of a model's repeating `blocks` on the `ranks` of a pipeline: `chunks` model chunks on
+    each, of `size` blocks."""
 
     ranks: int
     chunks: int
-    layers: int
+    blocks: int
 
     @classmethod
     def of(cls, run: Run) -> "Stages":
         """The layout of a run."""
-        return cls(run.parallelism.pipeline, run.parallelism.virtual_stages, run.model.layers)
+        _, blocks = repeating_blocks(run.model)[-1]
+        return cls(run.parallelism.pipeline, run.parallelism.virtual_stages, blocks)
 
     @property
     def size(self) -> int:
-        """Layers of a model chunk, with the padding."""
-        return -(-self.layers // (self.ranks * self.chunks))
+        """Blocks of a model chunk, with the padding."""
+        return -(-self.blocks // (self.ranks * self.chunks))
 
     @property
     def padding(self) -> int:
-        """Layers of zero weights that fill the last chunks."""
-        return self.ranks * self.chunks * self.size - self.layers
+        """Blocks of zero weights that fill the last chunks."""
+        return self.ranks * self.chunks * self.size - self.blocks
 
     def gather_layers(self, w: jax.Array, dims: mesh.Gathered, padding: float = 0) -> jax.Array:
-        """This rank's layers `[chunks, size, ..]` of a weight at rest `[layers, ..]`, gathered over
-        `dims`; padding layers have the value `padding`."""
+        """This rank's blocks `[chunks, size, ..]` of a weight at rest `[blocks, ..]`, gathered over
+        `dims`; padding blocks have the value `padding`."""
         w = jnp.pad(w, [(0, self.padding), *((0, 0) for _ in w.shape[1:])], constant_values=padding)
         w = w.reshape(self.chunks, self.ranks, self.size, *w.shape[1:])
         if not dims:
@@ -59,7 +61,7 @@ class Stages:
     def scatter_gradients(
         self, grad: jax.Array, dims: mesh.Gathered, shape: tuple[int, ...]
     ) -> jax.Array:
-        """The transpose of `gather_layers`: gradients of this rank's layers as those of the weight
+        """The transpose of `gather_layers`: gradients of this rank's blocks as those of the weight
         at rest, whose local shape is `shape`, summed over the ranks that gathered it."""
         weight = jax.ShapeDtypeStruct(shape, grad.dtype)
         (at_rest,) = jax.linear_transpose(partial(self.gather_layers, dims=dims), weight)(grad)

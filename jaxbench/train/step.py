@@ -14,16 +14,11 @@ from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import LoadBias, Weight
 from jaxbench.ops import fp8
+from jaxbench.ops.fp8.scaling import is_variable
 from jaxbench.ops.stash import allocate
 from jaxbench.recipe.settings import Run
 from jaxbench.train import data, pipeline
-from jaxbench.train.optimizer import (
-    balance,
-    is_variable,
-    learning_rate,
-    make_optimizer,
-    without_loads,
-)
+from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
 
 DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
 
@@ -44,8 +39,8 @@ class State:
 
 
 def init_state(run: Run) -> State:
-    """The state before the first step, on the current mesh: fp32 weights and AdamW moments, sharded
-    alike."""
+    """The state before the first step, on the current mesh: fp32 weights, and AdamW moments in the
+    dtype of `optimizer.moments`, sharded alike."""
     model = Decoder(run.model, key=data.root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
     histories = fp8.init_histories(model.stacks, run.precision)

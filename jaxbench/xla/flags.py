@@ -61,6 +61,10 @@ sees the whole pass, and starts each collective early enough (docs/reference/xla
 times of other choices). Pipelined over microbatches, all layers' weights would be gathered at the
 end of the previous microbatch."""
 
+IN_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Part of `tuned` in FP8. XLA merges small products that share an operand, and does not recognise
+the merged one as a product in FP8."""
+
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
@@ -123,6 +127,8 @@ def options(run: Run, platform: str) -> Options:
                 selected |= UNROLLED
             else:
                 selected |= UNPIPELINED if run.model.mamba else PIPELINED
+    if name == "tuned" and run.precision.dtype == "fp8":
+        selected |= IN_FP8
     return selected | overrides
 
 

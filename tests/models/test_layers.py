@@ -10,8 +10,9 @@ from tiny import mesh_of, tiny_run
 
 from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
+from jaxbench.recipe.attention import Rope, RopeScaling
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import MlpConfig, Rope, RopeScaling
+from jaxbench.recipe.model import MlpConfig
 from jaxbench.recipe.settings import Execution, Precision
 
 EPS32 = np.finfo(np.float32).eps

@@ -11,9 +11,9 @@ from tiny import mesh_of, tiny_run, to_numpy
 
 from jaxbench.errors import RecipeError
 from jaxbench.models import layers
-from jaxbench.models.decoder import cut, repeating_blocks
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import SquaredReluMlp
+from jaxbench.recipe.blocks import cut, repeating_blocks
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import MambaConfig, MlpConfig
 from jaxbench.train.optimizer import make_optimizer
@@ -74,11 +74,26 @@ def test_the_stack_is_cut_into_few_letters():
     assert cut(("-",)) == [("-", 1)]
 
 
+def test_letters_of_attention_with_and_without_a_window():
+    cfg = MODELS["gpt_oss_120b"]
+    assert repeating_blocks(cfg) == [("WE*E", 18)]
+    windows = [mixer.window for mixer in cfg.mixers[:4:2]]
+    assert windows == [128, None]
+    with pytest.raises(RecipeError, match="no kernel has window or sinks with it"):
+        replace(cfg.attention, softcap=30.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pattern": "M-X"}, "model.pattern: 'X' is none of the letters * - E M"),
+        ({"pattern": "M-X"}, "model.pattern: 'X' is none of the letters * W L - E M"),
         ({"mamba": None}, "model.pattern with M needs model.mamba"),
+        ({"pattern": "MW-"}, "model.attention.window = None: expected a window with W"),
+        (
+            {"attention": replace(MODELS["nemotronh_56b"].attention, window=128)},
+            "model.attention.window = 128: expected a window with W",
+        ),
+        ({"pattern": "M-"}, "model.attention needs * or W in model.pattern"),
     ],
 )
 def test_a_pattern_that_means_nothing_is_a_mistake(change, message):

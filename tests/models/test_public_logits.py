@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.decoder import Decoder, repeating_blocks
-from jaxbench.recipe.model import (
+from jaxbench.models.decoder import Decoder
+from jaxbench.recipe.attention import (
     AttentionConfig,
-    ExpertsConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
+    LatentAttentionConfig,
     Rope,
     RopeScaling,
+    Yarn,
 )
+from jaxbench.recipe.blocks import repeating_blocks
+from jaxbench.recipe.model import ExpertsConfig, MambaConfig, MlpConfig, ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -146,6 +146,118 @@ def hybrid(model, get):
         index += times * len(letters)
 
 
+def halves(w, rope_dim):
+    """A projection whose last columns are turned in pairs of neighbours, here in halves."""
+    still, turned = np.split(w, [w.shape[-1] - rope_dim], axis=-1)
+    return np.concatenate([still, turned[..., 0::2], turned[..., 1::2]], axis=-1)
+
+
+def latent_attention(get, a: LatentAttentionConfig):
+    """The weights of latent attention."""
+    query = get("q_b_proj.weight").T.reshape(a.query_latent, a.heads, -1)
+    latents = get("q_a_proj.weight").T, halves(get("kv_a_proj_with_mqa.weight").T, a.rope_dim)
+    return {
+        "latent": np.concatenate(latents, axis=-1),
+        "query_norm.gain": get("q_a_layernorm.weight"),
+        "kv_norm.gain": get("kv_a_layernorm.weight"),
+        "query": halves(query, a.rope_dim),
+        "key_value": get("kv_b_proj.weight").T.reshape(a.kv_latent, a.heads, -1),
+        "out": get("o_proj.weight").reshape(-1, a.heads, a.value_dim),
+    }
+
+
+def gated_mlp(get):
+    """The weights of a gated MLP."""
+    halves = (get(f"{part}_proj.weight").T for part in ("gate", "up"))
+    return {"gate_up": np.stack(list(halves), axis=1), "down": get("down_proj.weight")}
+
+
+def deepseek(model, get):
+    """(variable, array) pairs of DeepSeek-V3."""
+    cfg, first = model.cfg, 0
+    yield model.embedding.table, get("model.embed_tokens.weight")
+    yield model.head, get("lm_head.weight").T
+    yield model.norm.gain, get("model.norm.weight")
+    for stack, (letters, times) in zip(model.stacks, repeating_blocks(cfg), strict=True):
+        repeats = []
+        for layer in range(first, first + times):
+
+            def weight(name, layer=layer):
+                return get(f"model.layers.{layer}.{name}")
+
+            def inside(part, weight=weight):
+                return lambda inner: weight(f"{part}.{inner}")
+
+            attention = latent_attention(inside("self_attn"), cfg.latent_attention)
+            if letters == "LE":
+                gate_up = weight("mlp.experts.gate_up_proj").transpose(0, 2, 1)
+                shared = gated_mlp(inside("mlp.shared_experts"))
+                mlp = {
+                    "router": weight("mlp.gate.weight").T,
+                    "bias": weight("mlp.gate.e_score_correction_bias"),
+                    "gate_up": gate_up.reshape(*gate_up.shape[:2], 2, -1),
+                    "down": weight("mlp.experts.down_proj"),
+                    **{f"shared.{name}": w for name, w in shared.items()},
+                }
+            else:
+                mlp = gated_mlp(inside("mlp"))
+            norms = {
+                "0.norm.gain": weight("input_layernorm.weight"),
+                "1.norm.gain": weight("post_attention_layernorm.weight"),
+            }
+            mixers = {f"0.mixer.{name}": w for name, w in attention.items()}
+            mixers |= {f"1.mixer.{name}": w for name, w in mlp.items()}
+            repeats.append(mixers | norms)
+        first += times
+        for name in repeats[0]:
+            index, *attributes = name.split(".")
+            variable = stack.layers[int(index)]
+            for attribute in attributes:
+                variable = getattr(variable, attribute)
+            yield variable, np.stack([weights[name] for weights in repeats])
+
+
+def gpt_oss(model, get):
+    """(variable, array) pairs of GPT-OSS. Its columns of gate and up projection alternate."""
+    cfg, heads, experts = model.cfg, model.cfg.attention, model.cfg.experts
+    yield model.embedding.table, get("model.embed_tokens.weight")
+    yield model.head, get("lm_head.weight").T
+    yield model.norm.gain, get("model.norm.weight")
+
+    def split_heads(w):
+        return np.moveaxis(w, 0, -1).reshape(*w.shape[1:], heads.kv_heads, -1, heads.head_dim)
+
+    for position, layer in enumerate(model.stacks[0].layers):
+
+        def stack(name, convert=np.asarray, first=position // 2):
+            layers = range(first, cfg.layers, len(cfg.pattern) // 2)
+            return np.stack([convert(get(f"model.layers.{i}.{name}")) for i in layers])
+
+        mixer = layer.mixer
+        if position % 2 == 0:
+            names = [f"self_attn.{c}_proj" for c in "qkv"]
+            weights = [stack(f"{name}.weight", split_heads) for name in names]
+            biases = [stack(f"{name}.bias", split_heads) for name in names]
+            yield mixer.qkv, np.concatenate(weights, axis=3)
+            yield mixer.qkv_bias, np.concatenate(biases, axis=2)
+            out = stack("self_attn.o_proj.weight")
+            yield mixer.out, out.reshape(*out.shape[:2], heads.heads, heads.head_dim)
+            yield mixer.out_bias, stack("self_attn.o_proj.bias")
+            yield mixer.sinks, stack("self_attn.sinks")
+            yield layer.norm.gain, stack("input_layernorm.weight")
+            continue
+        yield mixer.router, stack("mlp.router.weight", np.transpose)
+        yield mixer.biases.router, stack("mlp.router.bias")
+        gate_up = stack("mlp.experts.gate_up_proj")
+        bias = stack("mlp.experts.gate_up_proj_bias")
+        halves = (experts.ffn, 2)
+        yield mixer.gate_up, gate_up.reshape(*gate_up.shape[:3], *halves).swapaxes(-1, -2)
+        yield mixer.biases.up, bias.reshape(*bias.shape[:2], *halves).swapaxes(-1, -2)
+        yield mixer.down, stack("mlp.experts.down_proj", lambda w: w.transpose(0, 2, 1))
+        yield mixer.biases.down, stack("mlp.experts.down_proj_bias")
+        yield layer.norm.gain, stack("post_attention_layernorm.weight")
+
+
 SCALING = RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=32)
 ROPE = Rope(base=500000.0, scaling=SCALING)
 NEMOTRON = {"activation": "relu2", "layers": 2, "rope": Rope(base=10000.0, fraction=0.5)}
@@ -173,7 +285,32 @@ QWEN3 = ModelConfig(
     ),
     experts=ExpertsConfig(count=8, top_k=3, ffn=24),
 )  # fmt: skip
+DEEPSEEK3 = ModelConfig(
+    family="test", size="tiny", layers=3, embed=32, vocabulary=64, pattern="L-LELE", norm_eps=1e-6,
+    latent_attention=LatentAttentionConfig(
+        heads=4, query_latent=24, kv_latent=16, head_dim=16, rope_dim=8, value_dim=12,
+        rope=Rope(base=1e4, yarn=Yarn(factor=8.0, original_context=32, fast=8.0)),
+    ),
+    mlp=MlpConfig(ffn=48),
+    experts=ExpertsConfig(
+        count=8, top_k=4, ffn=24, shared_ffn=24, router="sigmoid", bias_rate=1e-3, gate_scale=2.5,
+        groups=4, top_groups=2,
+    ),
+)  # fmt: skip
+GPT_OSS = ModelConfig(
+    family="test", size="tiny", layers=4, embed=32, vocabulary=64, pattern="WE*E",
+    attention=AttentionConfig(
+        heads=4, kv_heads=2, head_dim=16, window=8, sinks=True, biases=True,
+        rope=Rope(
+            base=150000.0, yarn=Yarn(factor=32.0, original_context=4096, rounded=False)
+        ),
+    ),
+    experts=ExpertsConfig(
+        count=8, top_k=3, ffn=24, activation="swiglu_clamped", biases=True, rank_capacity_factor=8
+    ),
+)  # fmt: skip
 CASES = {
+    "deepseek3": ("deepseek3", "", deepseek, DEEPSEEK3),
     "logits/plain": ("llama", "", transformer, config(layers=2, rope=Rope(base=10000.0))),
     "logits/scaled": (
         "llama", "", transformer, config(layers=2, rope=ROPE),
@@ -182,6 +319,7 @@ CASES = {
         "nemotron", "nemotron4/", transformer, config(**NEMOTRON, norm="layer1p"),
     ),
     "logits": ("qwen3", "", transformer, QWEN3),
+    "gpt_oss/logits": ("gpt_oss", "gpt_oss/", gpt_oss, GPT_OSS),
     "nemotronh/logits": ("nemotron", "nemotronh/", hybrid, config(**HYBRID)),
     "groups/logits": ("nemotron3", "groups/", hybrid, nemotron3(groups=4, top_groups=2)),
     "latent/logits": (

@@ -9,47 +9,117 @@ import pytest
 from arrays import EPS32, MESHES, attention_reference, on, put
 from tiny import tiny_run
 
+from jaxbench import mesh
 from jaxbench.errors import RecipeError
-from jaxbench.ops.attention import KERNELS, attend, blocks, choose
+from jaxbench.ops.attention import KERNELS, attend, blocks, choose, cudnn
+from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.settings import Execution
 
 RNG = np.random.default_rng(0)
 
 
+KINDS = {
+    "plain": {},
+    "capped": {"cap": 2.0},
+    "window": {"window": 5},
+    "sinks": {"sinks": True},
+    "window and sinks": {"window": 5, "sinks": True},
+}
+
+
 @pytest.mark.parametrize("mesh_name", MESHES)
-@pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "capped"])
-def test_attention_and_its_gradient(mesh_name, cap, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_and_its_gradient(mesh_name, kind, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 4)
-    q, k, v = (RNG.normal(size=(8, 16, heads, 8)) for heads in (8, 4, 4))
-    cotangent = RNG.normal(size=q.shape)
+    cap, window = (KINDS[kind].get(name) for name in ("cap", "window"))
+    inputs = [RNG.normal(size=(8, 16, heads, 8)) for heads in (8, 4, 4)]
+    cotangent = RNG.normal(size=inputs[0].shape)
+    if "sinks" in KINDS[kind]:
+        inputs.append(RNG.normal(size=8))
+    scores = Scores(scale=8**-0.5, cap=cap, window=window)
     kernel = "xla" if cap is None else "blocks"
 
-    def loss(q, k, v, cotangent):
-        return jnp.sum(attend(q, k, v, kernel, cap) * cotangent)
+    def attended(q, k, v, sinks=None):
+        # As a weight is used: marked so that its gradient stays local.
+        sinks = None if sinks is None else mesh.accumulating(sinks)
+        return attend(q, k, v, kernel, scores, sinks)
+
+    def loss(cotangent, *inputs):
+        return jnp.sum(attended(*inputs) * cotangent)
+
+    def exact(q, k, v, sinks=None):
+        return attention_reference(q, k, v, cap, window, sinks)
 
     with on(mesh_name):
         dims = "batch seq heads head_dim"
-        arrays = [put(x, dims) for x in (q, k, v, cotangent)]
-        out = jax.jit(attend, static_argnums=(3, 4))(*arrays[:3], kernel, cap)
-        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+        arrays = [put(x, dims) for x in inputs[:3]]
+        arrays += [put(x, "heads", mesh.VECTOR) for x in inputs[3:]]
+        out = jax.jit(attended)(*arrays)
+        argnums = range(1, 1 + len(arrays))
+        grads = jax.jit(jax.grad(loss, argnums=argnums))(put(cotangent, dims), *arrays)
     # Sums of at most 16 products of numbers around 1, and a softmax: a few dozen roundings.
-    np.testing.assert_allclose(out, attention_reference(q, k, v, cap), atol=50 * EPS32, rtol=0)
-    # The gradient along a random direction against central differences of the float64 reference.
-    directions = [RNG.normal(size=x.shape) for x in (q, k, v)]
+    np.testing.assert_allclose(out, exact(*inputs), atol=50 * EPS32, rtol=0)
+    # The gradient along random directions against central differences of the float64 reference: of
+    # all inputs together, and of the sinks alone, which are few.
     step = 1e-5
-    ends = [
-        np.sum(
-            attention_reference(
-                *(x + s * d for x, d in zip((q, k, v), directions, strict=True)), cap
-            )
-            * cotangent
+    moved = [RNG.normal(size=x.shape) for x in inputs]
+    alone = [np.zeros(x.shape) for x in inputs[:3]] + [RNG.normal(size=x.shape) for x in inputs[3:]]
+    for directions in (moved, alone) if "sinks" in KINDS[kind] else (moved,):
+        ends = [
+            np.sum(exact(*(x + s * d for x, d in zip(inputs, directions, strict=True))) * cotangent)
+            for s in (step, -step)
+        ]
+        terms = [np.asarray(g, np.float64) * d for g, d in zip(grads, directions, strict=True)]
+        along, size = (sum(f(t).sum() for t in terms) for f in (np.asarray, np.abs))
+        # One rounding of each term; the differences themselves are exact to 1e-9. A sink's gradient
+        # is a sum over 128 queries.
+        roundings = 1 if directions is moved else 30
+        difference = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(along, difference, atol=roundings * EPS32 * size, rtol=0)
+
+
+def test_sinks_beside_a_kernel_without_them():
+    """What `cudnn` computes from its kernels' output and softmax statistics, with kernels in
+    float64: the backward kernel takes the results that the sinks have changed for its own."""
+    q, k, v = (RNG.normal(size=(2, 16, 4, 8)) for _ in range(3))
+    sinks, d_out = RNG.normal(size=4), RNG.normal(size=q.shape)
+    visible = np.tril(np.ones((16, 16))) * (1 - np.tril(np.ones((16, 16)), -5))
+
+    def weights(statistics):
+        score = jnp.where(visible, jnp.einsum("BSNH,BTNH->BNST", q, k) * 8**-0.5, -jnp.inf)
+        score = (
+            score - (jax.nn.logsumexp(score, -1) if statistics is None else statistics)[..., None]
         )
-        for s in (step, -step)
-    ]
-    terms = [np.asarray(g, np.float64) * d for g, d in zip(grads, directions, strict=True)]
-    along, size = (sum(f(t).sum() for t in terms) for f in (np.asarray, np.abs))
-    # One rounding of each term; the differences themselves are exact to 1e-9.
-    np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * step), atol=EPS32 * size, rtol=0)
+        return jnp.exp(score)
+
+    def gradients(out, statistics, d_out):
+        p = weights(statistics)
+        d_p = jnp.einsum("BSNH,BTNH->BNST", d_out, v)
+        d_score = p * (d_p - jnp.sum(out * d_out, -1).swapaxes(1, 2)[..., None]) * 8**-0.5
+        return (
+            jnp.einsum("BNST,BTNH->BSNH", d_score, k),
+            jnp.einsum("BNST,BSNH->BTNH", d_score, q),
+            jnp.einsum("BNST,BSNH->BTNH", p, d_out),
+        )
+
+    def exact(q, k, v, sinks):
+        score = jnp.where(visible, jnp.einsum("BSNH,BTNH->BNST", q, k) * 8**-0.5, -jnp.inf)
+        sink = jnp.broadcast_to(sinks[:, None, None], (*score.shape[:3], 1))
+        p = jax.nn.softmax(jnp.concatenate([score, sink], -1))[..., :-1]
+        return jnp.einsum("BNST,BTNH->BSNH", p, v)
+
+    with jax.enable_x64(True):
+        q, k, v, sinks, d_out = map(jnp.asarray, (q, k, v, sinks, d_out))
+        score = jnp.where(visible, jnp.einsum("BSNH,BTNH->BNST", q, k) * 8**-0.5, -jnp.inf)
+        plain = jnp.einsum("BNST,BTNH->BSNH", weights(None), v)
+        out, statistics = cudnn.add_sinks(plain, jax.nn.logsumexp(score, -1), sinks)
+        expected, pull = jax.vjp(exact, q, k, v, sinks)
+        d_sinks = cudnn.gradient_of_sinks(out, statistics, sinks, d_out)
+        actual = *gradients(out, statistics, d_out), d_sinks
+        # Some steps are in fp32: one rounding of numbers around 1, and of sums over 32 queries.
+        np.testing.assert_allclose(out, expected, atol=4 * EPS32)
+        for gradient, reference in zip(actual, pull(d_out), strict=True):
+            np.testing.assert_allclose(gradient, reference, atol=100 * EPS32)
 
 
 def test_bf16_attention_rounds_no_more_than_its_dtype():
@@ -57,7 +127,7 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
         np.asarray(jnp.asarray(RNG.normal(size=(2, 16, h, 8)), jnp.bfloat16)) for h in (4, 2, 2)
     )
     with on("one device"):
-        out = attend(*(jnp.asarray(x) for x in (q, k, v)), "xla")
+        out = attend(*(jnp.asarray(x) for x in (q, k, v)), "xla", Scores(scale=8**-0.5))
     exact = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))
     # Weights and result are rounded to 8 bits each; scores and sums are fp32.
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=3 * 2**-8 * np.abs(v).max())
@@ -70,7 +140,7 @@ def test_capped_attention_needs_memory_linear_in_the_sequence():
         shapes = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (2, 1, 1)]
 
         def loss(q, k, v):
-            return jnp.sum(blocks.call(q, k, v, 30.0) ** 2)
+            return jnp.sum(blocks.call(q, k, v, Scores(scale=8**-0.5, cap=30.0)) ** 2)
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
@@ -92,7 +162,7 @@ def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
         (
             "model.attention.head_dim=100",
             "gpu",
-            "model.attention.head_dim = 100: cuDNN attention takes multiples of 8",
+            "heads of 100 features: cuDNN attention takes multiples of 8",
         ),
         ("model.attention.head_dim=264", "gpu", "up to 256; or execution.attention=xla"),
         ("batch.sequence_length=33", "gpu", "takes even lengths"),

@@ -10,7 +10,11 @@ from jaxbench.ops.blocks import apply_blocks
 
 
 def block(x, weights, constants, shared):
-    a, b = weights
+    return layer(x, (weights, constants, shared))
+
+
+def layer(x, operands):
+    (a, b), constants, shared = operands
     hidden = remat.save(jnp.tanh(x @ a), "hidden")
     y = x + (hidden * constants) @ b * shared
     return y, jnp.sum(hidden)
@@ -34,10 +38,19 @@ def of_scan(x, weights, constants, shared):
     return jnp.sum(y**2) + jnp.sum(aux**2)
 
 
-@pytest.mark.parametrize("saved", [None, frozenset(), frozenset({"hidden"})])
-def test_value_and_gradients_are_those_of_a_scan(saved, arguments):
-    def of_blocks(x, weights, constants, shared, filled=None):
-        y, aux, filled = apply_blocks(block, saved, x, weights, constants, shared, filled)
+def recomputed(saved, in_order=False):
+    body = remat.recomputed(layer, saved, in_order=in_order)
+    return lambda x, *operands: body(x, operands)
+
+
+@pytest.mark.parametrize(
+    ("saved", "in_order"),
+    [(None, False), (frozenset(), False), (frozenset(), True), (frozenset({"hidden"}), True)],
+)
+def test_value_and_gradients_are_those_of_a_scan(saved, in_order, arguments):
+    def of_blocks(*arguments):
+        body = recomputed(saved, in_order)
+        y, aux, filled = apply_blocks(body, *arguments, unrolled=saved is None)
         return jnp.sum(y**2) + jnp.sum(aux**2), filled
 
     gradients = jax.jit(jax.value_and_grad(of_blocks, argnums=(0, 1), has_aux=True))
@@ -55,8 +68,8 @@ def test_value_and_gradients_are_those_of_a_scan(saved, arguments):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again[1], grads))
 
 
-def test_a_filledholds_what_is_saved_and_no_weights(arguments):
-    _, _, filled = apply_blocks(block, frozenset({"hidden"}), *arguments)
+def test_a_stash_holds_what_is_saved_and_no_weights(arguments):
+    _, _, filled = apply_blocks(recomputed(frozenset({"hidden"})), *arguments)
     assert [slot.shape for slot in filled] == [(3, 4, 8), (3, 4, 6)]
 
 

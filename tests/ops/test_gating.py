@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench.models.layers import GATES
 from jaxbench.ops.duplicated import Duplicated, opaque_copy
 from jaxbench.ops.duplicated import single as single_result
-from jaxbench.ops.gating import gated
+from jaxbench.ops.gating import GATES, gated
 
 
 @pytest.fixture
@@ -17,19 +16,34 @@ def float64():
         yield
 
 
-def plain(activation, gate_up, weights):
-    hidden = activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
+FORMULAS = {
+    "silu": lambda g, u: g / (1 + jnp.exp(-g)) * u,
+    "gelu_tanh": lambda g, u: (
+        0.5 * g * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (g + 0.044715 * g**3))) * u
+    ),
+    "swiglu_clamped": lambda g, u: (
+        jnp.where(g > 7, 7.0, g) / (1 + jnp.exp(-1.702 * jnp.where(g > 7, 7.0, g)))
+        * (jnp.where(u > 7, 7.0, jnp.where(u < -7, -7.0, u)) + 1)
+    ),
+}  # fmt: skip
+
+
+def plain(formula, gate_up, weights):
+    hidden = formula(gate_up[..., 0, :], gate_up[..., 1, :])
     return hidden if weights is None else hidden * weights[..., None]
 
 
-@pytest.mark.parametrize("activation", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_value_and_gradients_are_those_of_the_formula(activation, weighted, float64):
+def test_value_and_gradients_are_those_of_the_formula(name, weighted, float64):
+    activation = GATES[name]
     k_x, k_weights, k_y = jax.random.split(jax.random.key(0), 3)
-    gate_up = jax.random.normal(k_x, (3, 5, 2, 7))
+    # Beyond the bounds of `swiglu_clamped` too.
+    scale = 4 if name == "swiglu_clamped" else 1
+    gate_up = scale * jax.random.normal(k_x, (3, 5, 2, 7))
     weights = jax.random.uniform(k_weights, (3, 5)) if weighted else None
     dy = jax.random.normal(k_y, (3, 5, 7))
-    expected, pull = jax.vjp(lambda *x: plain(activation, *x), gate_up, weights)
+    expected, pull = jax.vjp(lambda *x: plain(FORMULAS[name], *x), gate_up, weights)
     d_gate_up, d_weights = pull(dy)
 
     def single(x):

@@ -11,26 +11,38 @@ from jaxbench.ops import loss
 
 
 def reference(hidden, head, targets):
-    """Mean loss and its gradients, d logits = (softmax - one hot) / tokens."""
+    """Mean loss of tokens with a target, and gradients: d logits = (softmax - one hot) / tokens."""
     logits = hidden @ head
     exp = np.exp(logits - logits.max(-1, keepdims=True))
     p = exp / exp.sum(-1, keepdims=True)
-    picked = np.take_along_axis(p, targets[..., None], -1)
-    d_logits = (p - np.eye(head.shape[1])[targets]) / targets.size
-    return -np.log(picked).mean(), d_logits @ head.T, np.einsum("bsd,bsv->dv", hidden, d_logits)
+    picked = np.take_along_axis(p, targets[..., None], -1)[..., 0]
+    counts = targets != loss.MASKED
+    d_logits = (p - np.eye(head.shape[1])[targets]) * counts[..., None] / counts.sum()
+    return (
+        -np.log(picked)[counts].mean(),
+        d_logits @ head.T,
+        np.einsum("bsd,bsv->dv", hidden, d_logits),
+    )
 
 
-@pytest.mark.parametrize("chunk", [4, 2048])
+@pytest.mark.parametrize(
+    ("chunk", "stack", "masked"),
+    [(4, 2**33, True), (2048, 2**33, False), (4, 512, False)],
+    ids=["chunks", "one", "parts"],
+)
 @pytest.mark.parametrize("mesh_name", MESHES)
-def test_loss_and_gradients(mesh_name, chunk, monkeypatch):
+def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(loss, "STACK_BYTES", stack)
     rng = np.random.default_rng(1)
     hidden, head = rng.normal(size=(8, 16, 64)), rng.normal(size=(64, 24))
     targets = rng.integers(0, 24, size=(8, 16))
+    if masked:
+        targets[rng.random((8, 16)) < 0.3] = loss.MASKED
 
     def mean_loss(hidden, head, targets, scale=1.0):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return scale * loss.cross_entropy(hidden, head, targets)
+        return scale * loss.cross_entropy(hidden, head, targets, masked)
 
     with on(mesh_name):
         arrays = (
@@ -55,14 +67,19 @@ def test_a_share_of_the_loss_scales_bf16_gradients_without_bias(microbatches):
     draw = np.random.default_rng(0).normal
     with on("one device"):
         hidden, head = (jnp.asarray(draw(size=s), jnp.bfloat16) for s in ((2, 16, 64), (64, 24)))
-        _, residuals = loss._forward(hidden, head, jnp.zeros((2, 16), jnp.int32))
-        *scaled, _ = loss._backward(residuals, jnp.float32(1 / microbatches))
+        _, residuals = loss._forward(hidden, head, jnp.zeros((2, 16), jnp.int32), False, False)
+        *scaled, _ = loss._backward(False, False, residuals, jnp.float32(1 / microbatches))
     for gradient, whole in zip(scaled, residuals, strict=True):
         exact = np.asarray(whole).astype(np.float64) / microbatches
         ratio = np.vdot(np.asarray(gradient).astype(np.float64), exact) / np.vdot(exact, exact)
         # Entries are rounded by up to 2^-9 each, with either sign. In a sum over 1,500 of them that
         # leaves a standard deviation of 2^-9 / 40 at most: this is four of them.
         assert ratio == pytest.approx(1, abs=2**-9 / 10)
+
+
+def test_parts_of_a_stack_divide_its_chunks():
+    gib = 2**30
+    assert [loss._parts(20, size * gib) for size in (1, 8, 9, 17, 33, 500)] == [1, 1, 2, 4, 5, 20]
 
 
 def test_large_logits_do_not_overflow():

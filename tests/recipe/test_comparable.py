@@ -78,6 +78,20 @@ def test_a_row_is_compared_with_its_own_settings():
     assert reason == "model.layers is 62, the row has 126"
 
 
+def test_a_row_that_limits_its_experts_is_whole_and_another_limit_is_not():
+    """Super has a capacity on H100 alone."""
+    assert reasons("nemotron3_super_120b_a12b_bf16", 64) == []
+    assert reasons("nemotron3_super_120b_a12b_bf16", 64, gpu=GB200) == []
+    less = recipes.parse_overrides(["model.experts.capacity_factor=0.25"])
+    for name, gpus in (("nemotron3_super_120b_a12b_bf16", 64), ("grok1_314b_bf16", 512)):
+        whole, changed = (
+            recipes.resolve(recipes.load(name), gpus, overrides=texts) for texts in ((), less)
+        )
+        assert (whole.label, changed.label) == ("full", "proxy")
+        assert published.lookup(whole) is not None
+        assert published.lookup(changed) is None
+
+
 def test_a_recipe_file_of_a_user_is_compared_with_the_published_row(tmp_path):
     path = tmp_path / "mine.yaml"
     text = recipes.find("llama31_8b_fp8").read_text()

@@ -42,7 +42,7 @@ def test_every_count_has_a_row_or_one_line(name, gpu):
         share, theirs = run.batch.global_batch / gpus, source.batch.global_batch / source.gpus
         one_pass = run.microbatch * run.batch_ranks * run.parallelism.pipeline / gpus
         assert abs(share - theirs) <= one_pass / 2 or share == one_pass
-        state = derive.STATE_BYTES * flops.parameters(run.model)["total"]
+        state = (run.optimizer.state_bytes + 2) * flops.parameters(run.model)["total"]
         assert state / run.parallelism.ranks <= gpu.memory_limit
         assert published.lookup(run, gpu) is None
         (reason,) = published.differences(run, gpu.device)

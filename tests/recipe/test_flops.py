@@ -32,9 +32,12 @@ HELD = {recipe.model for recipe in recipes.load_all()}
         ("grok1_314b", 4, 21_255_936_000),
         ("grok1_314b", 2, 11_415_975_936),
         ("nemotron3_nano_30b_a3b", 52, 31_577_940_288),
-        ("nemotron3_super_120b_a12b", 88, 120_668_707_840),
+        ("nemotron3_super_120b_a12b", 88, 123_611_033_088),
         ("qwen3_30b_a3b", 48, 30_532_122_624),
         ("qwen3_235b_a22b", 94, 235_093_634_560),
+        ("deepseek3_671b", 61, 682_636_487_424),
+        ("gpt_oss_120b", 36, 116_829_156_672),
+        ("gpt_oss_20b", 24, 20_914_757_184),
     ],
 )
 def test_parameters(model, layers, count):
@@ -45,8 +48,12 @@ def test_parameters(model, layers, count):
     ("model", "length", "per_token"),
     [
         ("nemotron3_nano_30b_a3b", 8192, 22.278e9),
+        ("nemotron3_super_120b_a12b", 4096, 83.720e9),
+        ("nemotron3_super_120b_a12b", 8192, 84.727e9),
         ("qwen3_30b_a3b", 4096, 23.006e9),
         ("qwen3_235b_a22b", 4096, 148.035e9),
+        ("deepseek3_671b", 4096, 259.993e9),
+        ("gpt_oss_120b", 4096, 32.630e9),
     ],
 )
 def test_model_flops_of_megatron_bridge(model, length, per_token):
@@ -100,6 +107,21 @@ def test_model_flops(model, length, projections, scores, mlp, head, causal):
         "total": projections + scores + mlp + head,
     }
     assert flops.model_flops(MODELS[model], length, "causal")["total"] == causal
+
+
+@pytest.mark.parametrize("length", [64, 128, 200])
+def test_scores_within_a_window_are_counted_one_by_one(length):
+    """For each pair of two layers, of which one has a window of 128."""
+    cfg = MODELS["gpt_oss_120b"]
+    per_score = 12 * 18 * cfg.attention.heads * cfg.attention.head_dim
+    seen = sum(min(t + 1, 128) for t in range(length))
+    square = length * min(length, 128)
+    for convention, expected in (("full", square), ("causal", seen)):
+        other = length * length if convention == "full" else length * length // 2
+        if length <= 128 and convention == "causal":  # as without a window
+            expected = other
+        counts = flops.model_flops(cfg, length, convention)
+        assert counts["attention scores"] == per_score * (expected + other)
 
 
 def test_model_flops_of_nemotron():
@@ -246,5 +268,5 @@ def test_step_times_of_printed_rates():
 
 
 def test_all_rows_are_read():
-    assert len(published.rows()) == 106
+    assert len(published.rows()) == 113
     assert {code for row in published.rows() for code in row.errata} == set(published.ERRATA)

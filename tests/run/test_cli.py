@@ -239,7 +239,7 @@ def test_list_shows_every_row_and_published_step_time():
     assert re.search(r"llama31_405b_bf16 +256 full +126 .* 9\.484 s, 46\.7 % MFU, GB200", out)
     loaded = recipes.load_all()
     rows = [table for recipe in loaded for table in (recipe.rows, *recipe.gpu_rows.values())]
-    assert len(loaded) == 20
+    assert len(loaded) == 26
     assert len(out.splitlines()) == 1 + sum(map(len, rows))
 
 

@@ -360,3 +360,54 @@ def test_an_unknown_compiler_option_is_an_error_and_no_abort():
     changes = "execution.xla_flags=tuned,xla_gpu_graph_level=0", "model.layers=1"
     with pytest.raises(RunFailed, match="xla_gpu_graph_level was removed from XLA; use"):
         Compiled("llama31_8b_bf16", 8, *changes, "batch.sequence_length=256")
+
+
+def test_sinks_run_no_kernel_twice_and_windows_are_counted_as_such():
+    """GPT-OSS on one GPU: a layer of each kind, twice."""
+    row = Compiled("gpt_oss_120b_bf16", 1, "execution.remat=attention")
+    calls = row.program.custom_calls()
+    assert [calls[name] for name in cudnn.PRODUCTS] == [4, 4]
+    lengths = Counter()
+    for work, runs, _ in row.program.works():
+        if work.kind == "attention":
+            lengths[work.sizes[2]] += runs
+    assert lengths == {512: 4, 4096: 4}
+
+
+def test_layers_of_a_long_block_are_recomputed_one_at_a_time():
+    """Three blocks of 11 layers, 5 of them with experts, whose activations are the largest arrays.
+    What saves the input of each layer takes less than half the memory of what recomputes all 11 at
+    once."""
+    changes = (
+        "model.pattern=EM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM", "model.layers=33",
+        "model.prediction=null",
+        "execution.expert_parts=1",
+    )  # fmt: skip
+    by_policy = {
+        remat: Compiled("nemotron3_super_120b_a12b_bf16", 64, *changes, f"execution.remat={remat}")
+        for remat in ("full", "residual")
+    }
+    assert by_policy["residual"].peak_gib < by_policy["full"].peak_gib / 2
+    # Two further heads and applications of a block, one after the other: gradients of the head, the
+    # block's weights, and 8 GiB for the largest of them at once; unordered they take twice that.
+    predicting = Compiled(
+        "nemotron3_super_120b_a12b_bf16", 64, *changes[:2], changes[3], "execution.remat=residual"
+    )
+    print(predicting.peak_gib, by_policy["residual"].peak_gib)
+    assert predicting.peak_gib < by_policy["residual"].peak_gib + 8
+
+
+def test_experts_in_parts_hide_their_exchanges():
+    """Half of their bytes. Weights are gathered once, and their gradients scattered once."""
+    uncovered, of_weights = [], []
+    for parts in (1, 2):
+        row = Compiled(
+            "qwen3_30b_a3b_bf16", 16, "model.layers=2", f"execution.expert_parts={parts}"
+        )
+        timeline = schedule.Walk(row.program).under(schedule.Roofline(H100))
+        uncovered.append(timeline.uncovered_bytes)
+        kinds = "all-gather", "reduce-scatter"
+        of_weights.append(sum(c.bytes * c.count for c in row.collectives if c.kind in kinds))
+    # What is exposed beside them is the same: the first gather, the last scatter.
+    assert uncovered[1] <= 0.65 * uncovered[0]
+    assert of_weights[0] == of_weights[1]

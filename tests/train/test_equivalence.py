@@ -28,8 +28,8 @@ MODELS = {
         "model.attention.qk_norm=true",
         "model.norm_eps=1e-6",
     ),
-    # Nemotron 3: a router whose bias has the loads as its gradient, experts without gates in a
-    # latent space, a shared one.
+    # Nemotron 3 Super: a router whose bias has the loads as its gradient, experts without gates in
+    # a latent space, a shared one, a block that predicts two further tokens.
     "nemotron3": (
         "nemotronh_56b_bf16",
         "model.layers=8",
@@ -38,7 +38,16 @@ MODELS = {
         "model.experts={count: 8, top_k: 4, ffn: 24, activation: relu2, latent: 32}",
         "model.experts={shared_ffn: 48, router: sigmoid, gate_scale: 2.5, bias_rate: 0.001}",
         "model.experts={groups: 4, top_groups: 2, balance_loss: 0.1, rank_capacity_factor: 8}",
+        "model.prediction={pattern: '*E', depth: 2, loss: 0.3}",
         "execution.remat=residual,up:6,mamba",
+    ),
+    # DeepSeek-V3: latent attention, a dense layer first, and a block that predicts further tokens.
+    "deepseek3": ("deepseek3_671b_bf16", "model.experts.balance_loss=0.1"),
+    # GPT-OSS: windows, sinks and biases; alternating layers.
+    "gpt_oss": ("gpt_oss_120b_bf16",),
+    "gpt_oss, with a capacity": (
+        "gpt_oss_120b_bf16",
+        "model.experts={capacity_factor: 1.0, capacity_tokens: 8}",
     ),
     # Tied: gradients of the table come from both of its uses.
     "grok1, released": ("grok1_314b_bf16", *ORIGINAL),
@@ -74,14 +83,18 @@ CASES = [
     *(("qwen3", None, remat) for remat in REMAT),
     *(("nemotron3", mesh, None) for mesh in EXPERT),
     *(("nemotron3", None, remat) for remat in ("none", "full")),
+    *(("deepseek3", mesh, None) for mesh in EXPERT),
+    *(("deepseek3", None, remat) for remat in ("none", "full")),
+    *(("gpt_oss", mesh, None) for mesh in EXPERT),
+    *(("gpt_oss", None, remat) for remat in REMAT),
+    *(("gpt_oss, with a capacity", mesh, None) for mesh in (EXPERTS, CONTEXT)),
     *(("grok1, released", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
 ]
 """(model, mesh or None for one device, remat or None for the recipe's)."""
 
 QUICK = [
     ("llama", DENSE, None), ("llama", MIXED, None), ("llama", None, REMAT[2]),
-    ("llama", MIXED, "none"),
-    ("grok1, released", EXPERTS, "none"), ("nemotron3", CONTEXT, None),
+    ("llama", MIXED, "none"), ("deepseek3", CONTEXT, None),
 ]  # fmt: skip
 
 
@@ -110,6 +123,19 @@ def test_neither_loss_nor_gradients_change(case):
     # Gradients are sums over 256 tokens and some layers, in another order on each mesh; those of
     # decay rates are sums of terms of both signs.
     roundings = 300 if model in ("nemotronh", "nemotron3") else 200 if mesh else 50
+    assert_same(loss_and_gradients(run), one_device(model), roundings)
+
+
+PARTS = ("grok1", "nemotron3", "deepseek3", "gpt_oss")
+
+
+@pytest.mark.parametrize("model", slow_except(["gpt_oss"], PARTS))
+def test_experts_in_parts_of_a_microbatch_give_the_same_gradients(model):
+    family, *overrides = MODELS[model]
+    overrides += [*EXPERT[EXPERTS], "execution.expert_parts=2"]
+    run = tiny_run(*overrides, family=family, devices=8)
+    # Gradients of experts are sums of two products more, of those of a mesh.
+    roundings = 300 if model == "nemotron3" else 200
     assert_same(loss_and_gradients(run), one_device(model), roundings)
 
 

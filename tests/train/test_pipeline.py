@@ -12,6 +12,8 @@ from tiny import mesh_of, tiny_run, to_numpy
 from jaxbench.train.step import gradients
 
 LLAMA, NEMOTRON, GROK = "llama31_8b_bf16", "nemotron4_340b_bf16", "grok1_314b_bf16"
+DEEPSEEK = "deepseek3_671b_bf16"
+GPT_OSS = "gpt_oss_120b_bf16"
 
 CASES = {
     # two groups of microbatches, a layer in each stage
@@ -34,7 +36,21 @@ CASES = {
     "pipeline 2 x expert 2 x tensor 2, dropless": (
         GROK, 4, "attention,gate,up", "pipeline=2 virtual_stages=2 expert=2 tensor=2",
     ),
+    # A dense layer in front of the stages, multi-token prediction behind them, and biases of the
+    # router, whose gradients are loads; one block of padding.
+    "pipeline 2 x expert 2 x tensor 2, deepseek3": (
+        DEEPSEEK, 4, "latent,attention", "pipeline=2 virtual_stages=2 expert=2 tensor=2",
+    ),
+    "pipeline 2 x fsdp 2 x context 2, deepseek3": (
+        DEEPSEEK, 3, "full", "pipeline=2 fsdp=2 context=2",
+    ),
+    # Stages of two layers, of which one has a window; layers are recomputed one at a time, experts
+    # computed in two parts.
+    "pipeline 2 x expert 2 x context 2, gpt_oss": (
+        GPT_OSS, 4, "attention,residual", "pipeline=2 expert=2 context=2",
+    ),
 }  # fmt: skip
+DEEPSEEK_LAYERS = "model.pattern=L-LELELE", "model.experts.balance_loss=0.1"
 DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_factor=4"
 
 
@@ -87,8 +103,10 @@ def test_a_tied_head_soft_caps_and_scales():
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_a_pipeline_changes_neither_loss_nor_gradients(name):
     family, layers, remat, axes = CASES[name]
-    more = DROPLESS if "dropless" in name else ()
-    run = run_of(family, layers, remat, axes, "batch.microbatch=1", *more)
+    more = DROPLESS if "dropless" in name else DEEPSEEK_LAYERS if family == DEEPSEEK else ()
+    parts = 2 if family == GPT_OSS else 1
+    in_parts = f"batch.microbatch={parts}", f"execution.expert_parts={parts}"
+    run = run_of(family, layers, remat, axes, *in_parts, *more)
     assert run.mesh_text() == name.partition(",")[0]
     one = run_of(family, layers, remat, "", "batch.microbatch=4", *more, devices=1)
     # Gradients are sums over 512 tokens and some layers in another order, as in `test_train`.
@@ -115,12 +133,12 @@ def test_figures_of_the_routing_are_those_of_one_device():
         np.testing.assert_allclose(many[name], expected, rtol=1e-6, err_msg=name)
 
 
-def two_steps_in_fp8(axes, scaling):
+def two_steps_in_fp8(axes, scaling, family, layers, more):
     """(loss, gradients, histories after each) of two passes over one batch with the same weights:
     the second is scaled by what the first has seen."""
     run = run_of(
-        NEMOTRON, 3, "attention", axes, "batch.microbatch=1", "precision.dtype=fp8",
-        "precision.amax_history=4", f"precision.scaling={scaling}",
+        family, layers, "attention", axes, "batch.microbatch=1", "precision.dtype=fp8",
+        "precision.amax_history=4", f"precision.scaling={scaling}", *more,
     )  # fmt: skip
     with mesh_of(run):
         batch, state = sequences(run), new_state(run)
@@ -133,13 +151,21 @@ def two_steps_in_fp8(axes, scaling):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
-def test_fp8_is_that_of_no_pipeline(scaling):
+@pytest.mark.parametrize(
+    ("scaling", "model"),
+    [
+        ("delayed", (NEMOTRON, 3, ())),
+        ("current", (NEMOTRON, 3, ())),
+        ("delayed", (DEEPSEEK, 4, DEEPSEEK_LAYERS)),
+        ("current", (DEEPSEEK, 4, DEEPSEEK_LAYERS)),
+    ],
+)
+def test_fp8_is_that_of_no_pipeline(scaling, model):
     """With equal tensor ranks, whose partial sums are rounded to bf16; one layer of padding."""
     loss, grads, histories = two_steps_in_fp8(
-        "pipeline=2 virtual_stages=2 fsdp=2 tensor=2", scaling
+        "pipeline=2 virtual_stages=2 fsdp=2 tensor=2", scaling, *model
     )
-    expected = two_steps_in_fp8("fsdp=2 tensor=2", scaling)
+    expected = two_steps_in_fp8("fsdp=2 tensor=2", scaling, *model)
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert bool(histories[0]) == (scaling == "delayed")
     for actual, history in zip(histories, expected[2], strict=True):

@@ -129,10 +129,14 @@ def numpy_adamw(run, gradient_of, parameters, decayed, steps):
     return parameters
 
 
-@pytest.mark.parametrize("decay_vectors", slow_except([False], [False, True]))
-def test_three_steps_of_adamw(decay_vectors):
+@pytest.mark.parametrize(
+    ("decay_vectors", "moments"),
+    [(False, "fp32"), pytest.param(True, "fp32", marks=pytest.mark.slow), (False, "bf16")],
+)
+def test_three_steps_of_adamw(decay_vectors, moments):
     run = tiny_run(
         f"optimizer.decay_vectors={decay_vectors}",
+        f"optimizer.moments={moments}",
         "optimizer.learning_rate=0.01",
         "optimizer.warmup=0",
     )
@@ -165,6 +169,8 @@ def test_three_steps_of_adamw(decay_vectors):
         rounding = 10 * np.finfo(np.float32).eps * max(np.abs(g[name]).max() for g in all_grads)
         relative = rounding / (np.min([np.abs(g[name]) for g in all_grads], axis=0) + rounding)
         error = np.abs(end[name] - exact)
+        if moments == "bf16":  # three ratios of a moment and the root of one, each off by 2^-9
+            relative += 1.5 * 2**-9
         assert np.all(error <= 1e-6 + 3 * run.optimizer.learning_rate * relative), name
         assert np.abs(end[name] - start[name]).max() > 1e-3
 
@@ -191,7 +197,7 @@ def losses_on_one_batch(family, dtype):
 
 @pytest.mark.parametrize(
     "family",
-    slow_except(["llama31_8b_bf16", "nemotron3_nano_30b_a3b_bf16"], FAMILIES),
+    slow_except(["llama31_8b_bf16", "qwen3_30b_a3b_bf16"], FAMILIES),
 )
 def test_every_family_learns_one_batch_by_heart_in_bf16_and_fp8(family):
     curves = {dtype: losses_on_one_batch(family, dtype) for dtype in ("bf16", "fp8")}
@@ -277,6 +283,10 @@ def test_no_two_draws_share_a_key(monkeypatch):
     assert len(set(keys)) == len(keys)
 
 
+LONG_TRACES = ("nemotronh", "nemotron3", "deepseek3")
+"""Families whose rows take 20 s to trace."""
+
+
 def rows_to_trace():
     """One row of those that differ only in the sizes of the axes in use and in remat; slow but for
     the one with the most axes of each family."""
@@ -289,9 +299,10 @@ def rows_to_trace():
     for (_, axes, _), (run, recipe, row) in alike.items():
         family = run.model.family
         quick[family] = max(quick.get(family, (0, "")), (len(axes), f"{recipe.name}-{row}"))
-    for _, recipe, row in alike.values():
+    for run, recipe, row in alike.values():
         name = f"{recipe.name}-{row}"
-        marks = () if any(name == chosen for _, chosen in quick.values()) else pytest.mark.slow
+        chosen = quick[run.model.family][1] == name and run.model.family not in LONG_TRACES
+        marks = () if chosen else pytest.mark.slow
         yield pytest.param(recipe, row, id=name, marks=marks)
 
 
@@ -309,9 +320,12 @@ def test_rows_trace_at_their_full_size(recipe, row):
     assert figures["loss"].shape == ()
     parameters = sum(x.size for x in jax.tree.leaves(state.model))
     assert parameters == flops.parameters(run.model)["total"]
-    shards = run.parallelism.ranks
+    shards, latent = run.parallelism.ranks, run.model.latent_attention
+    # Weights from a latent are narrow, and not split over the ranks of experts.
+    narrow = (latent.query_latent, latent.kv_latent) if latent else ()
     for x in jax.tree.leaves(state.model):
         if x.size > run.model.layers * run.model.embed * (
             run.model.experts.count if run.model.experts else 1
         ):
-            assert np.prod(x.sharding.shard_shape(x.shape)) == x.size // shards
+            parts = shards // run.parallelism.expert if x.shape[1] in narrow else shards
+            assert np.prod(x.sharding.shard_shape(x.shape)) == x.size // parts

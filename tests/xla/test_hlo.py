@@ -88,6 +88,23 @@ def test_attention(program):
     assert program.custom_calls()["__cudnn$fmhaSoftmax"] == 1
 
 
+def test_a_window_counts_the_keys_of_its_tiles():
+    """Of 4096 tokens a query sees two tiles of 128, as on average in sequences of 512."""
+    options = '"sliding_window_length": 128, "max_seg_per_batch": 1'
+    text = (
+        PROGRAM.replace("[2,64,4,16]", "[2,4096,4,16]")
+        .replace("[2,64,2,16]", "[2,4096,2,16]")
+        .replace(
+            'custom_call_target="__cudnn$fmhaSoftmax"',
+            f'custom_call_target="__cudnn$fmhaSoftmax", backend_config={{{options}}}',
+        )
+    )
+    works = [work for work, *_ in hlo.Program.parse(text, RULES).works() if not work.backward]
+    (forward,) = [work for work in works if work.kind == "attention"]
+    assert forward.sizes == (16, 4, 512, 16)
+    assert forward.flops == 4 * 2 * 4 * 4096 * 512 * 16
+
+
 def test_collectives(program):
     found = {c.kind: c for c in collectives.find(program)}
     assert sorted(found) == ["all-gather", "all-reduce", "reduce-scatter"]

@@ -12,7 +12,9 @@ import jax
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.ops.attention import blocks, cudnn, plain
-from jaxbench.recipe.model import AttentionConfig, ModelConfig
+from jaxbench.ops.attention.scores import Scores
+from jaxbench.recipe.attention import Attention
+from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
 from jaxbench.xla.hlo import Rules
 
@@ -21,7 +23,8 @@ from jaxbench.xla.hlo import Rules
 class Kernel:
     """One way to compute attention.
 
-    `call` takes one device's query (`B S N H`), key and value (`B S K H`), and the soft cap.
+    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), and `Scores`;
+    one that is not `capped` also a sink of each head (`N`).
     `platforms` are those on which it runs (None: all); `capped` is true for a kernel of soft-capped
     scores. `rules` give the work of its custom calls, and a compiled step must contain all of these
     calls; a kernel without rules compiles to plain products. `refusal` returns why it cannot
@@ -29,11 +32,11 @@ class Kernel:
     policy saves as `attention`; if None, `call` names the results itself by `checkpoint_name`.
     """
 
-    call: Callable[[jax.Array, jax.Array, jax.Array, float | None], jax.Array]
+    call: Callable[..., jax.Array]
     platforms: tuple[str, ...] | None = None
     capped: bool = False
     rules: Rules = field(default_factory=dict)
-    refusal: Callable[[AttentionConfig, int], str | None] = lambda cfg, length: None
+    refusal: Callable[[Attention, int], str | None] = lambda cfg, length: None
     saved: str | None = None
 
 
@@ -65,7 +68,7 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
         raise RecipeError(
             f"execution.attention = {execution.attention} does not run on a {platform}"
         )
-    if cfg.attention and (refused := KERNELS[names[0]].refusal(cfg.attention, length)):
+    if cfg.attends and (refused := KERNELS[names[0]].refusal(cfg.attends, length)):
         raise RecipeError(f"{refused}; or execution.attention=xla")
     return names[0]
 
@@ -75,10 +78,11 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     kernel: str,
-    cap: float | None = None,
+    scores: Scores,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal grouped-query attention, `"batch seq heads head_dim"` in and out, scores scaled by
-    1/sqrt(head dim), and soft-capped if there is a `cap`, by one of `KERNELS`.
+    """Causal grouped-query attention, `"batch seq heads head_dim"` in and out, by one of `KERNELS`;
+    with `sinks`, `"heads"`, a logit of each head beside its scores.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
@@ -87,11 +91,22 @@ def attend(
     """
     context = mesh.axes("seq")
 
-    def local(q, k, v):
+    def local(q, k, v, *sinks):
         if context:
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
-        out = KERNELS[kernel].call(q, k, v, cap)
+        sinks = [_own_heads(s, q.shape[2]) for s in sinks]
+        out = KERNELS[kernel].call(q, k, v, scores, *sinks)
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out
 
     heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)
-    return mesh.on_each_device(local, heads)(query, key, value)
+    extra = () if sinks is None else (sinks,)
+    return mesh.on_each_device(local, heads)(query, key, value, *extra)
+
+
+def _own_heads(sinks: jax.Array, count: int) -> jax.Array:
+    """The sinks of the `count` heads that a device attends with, of those of its tensor rank."""
+    sinks = mesh.own_copy(sinks)
+    if not (context := mesh.axes("seq")):
+        return sinks
+    first = count * jax.lax.axis_index(context)
+    return jax.lax.dynamic_slice_in_dim(sinks, first, count)

@@ -12,9 +12,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
+
+from jaxbench.ops.attention.scores import Scores
 
 BLOCK = 512
 """Positions of a block: products of an efficient size, 48 MiB of fp32 scores for a sequence with
@@ -26,22 +27,22 @@ def call(
     query: Float[Array, "B S N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
-    cap: float,
+    scores: Scores,
 ) -> Float[Array, "B S N H"]:
-    """softmax(c tanh(z/c)) value with z = query key / sqrt(H) over positions up to the query's own.
+    """softmax(c tanh(z/c)) value with z = scale query key over positions up to the query's own.
 
     Scores, exponentials and sums are fp32; the operands of products keep their dtype. The output
     and its denominators are named `attention` for remat policies.
     """
-    return _forward(query, key, value, cap)[0]
+    return _forward(query, key, value, scores)[0]
 
 
-def _forward(query, key, value, cap):
+def _forward(query, key, value, scores):
     q = _grouped(query, key)
 
     def step(sums, pair):
         i, j = pair
-        exp, _ = _exponentials(q, key, i, j, cap)
+        exp, _ = _exponentials(q, key, i, j, scores)
         numerator = jnp.einsum("BKGQS,BSKH->BQKGH", exp.astype(value.dtype), _block(value, j),
                                preferred_element_type=jnp.float32)  # fmt: skip
         denominator = jnp.moveaxis(jnp.sum(exp, axis=-1), -1, 1)
@@ -54,7 +55,7 @@ def _forward(query, key, value, cap):
     return out, (query, key, value, out, denominator)
 
 
-def _backward(cap, residuals, cotangent):
+def _backward(scores, residuals, cotangent):
     query, key, value, out, denominator = residuals
     q, d_out = _grouped(query, key), _grouped(cotangent, key)
     # sum_s p_s dp_s, the same for all keys of a query.
@@ -63,7 +64,7 @@ def _backward(cap, residuals, cotangent):
 
     def step(sums, pair):
         i, j = pair
-        exp, slope = _exponentials(q, key, i, j, cap)
+        exp, slope = _exponentials(q, key, i, j, scores)
         share = exp / jnp.moveaxis(_block(denominator, i), 1, -1)[..., None]
         d_share = dot("BQKGH,BSKH->BKGQS", _block(d_out, i), _block(value, j))
         d_score = share * (d_share - jnp.moveaxis(_block(mean, i), 1, -1)[..., None]) * slope
@@ -75,7 +76,7 @@ def _backward(cap, residuals, cotangent):
 
     zeros = _zeros(q), _zeros(key), _zeros(value)
     (d_query, d_key, d_value), _ = jax.lax.scan(step, zeros, _pairs(query.shape[1]))
-    scale = query.shape[-1] ** -0.5
+    scale = scores.scale
     return (
         (scale * d_query).astype(query.dtype).reshape(query.shape),
         (scale * d_key).astype(key.dtype),
@@ -86,22 +87,25 @@ def _backward(cap, residuals, cotangent):
 call.defvjp(_forward, _backward)
 
 
-def _exponentials(q, key, i, j, cap):
+def _exponentials(q, key, i, j, scores):
     """exp of the capped scores of query block i and key block j (`"B K G Q S"`), zero above the
     diagonal; and the slope of the cap."""
     score = jnp.einsum("BQKGH,BSKH->BKGQS", _block(q, i), _block(key, j),
                        preferred_element_type=jnp.float32)  # fmt: skip
-    tanh = jnp.tanh(score * (q.shape[-1] ** -0.5 / cap))
+    tanh = jnp.tanh(score * (scores.scale / scores.cap))
     rows, columns = (jax.lax.broadcasted_iota(jnp.int32, score.shape[-2:], dim) for dim in (0, 1))
     visible = (i - j) * score.shape[-1] + rows >= columns
-    return jnp.where(visible, jnp.exp(cap * tanh), 0.0), 1 - tanh * tanh
+    return jnp.where(visible, jnp.exp(scores.cap * tanh), 0.0), 1 - tanh * tanh
 
 
 def _pairs(length: int) -> tuple[Array, Array]:
-    """(query block, key block) on and below the diagonal."""
-    blocks = length // _block_size(length)
-    i, j = np.tril_indices(blocks)
-    return jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)
+    """(query block, key block) on and below the diagonal, by rows."""
+    rows = jnp.arange(length // _block_size(length))
+    pair = jnp.arange(rows.size * (rows.size + 1) // 2)
+    # No constant array: JAX miscounts those in the derivative of a `jax.checkpoint` that prevents
+    # the common subexpressions of some arguments (`remat.recomputed`).
+    i = jnp.sum(pair[:, None] >= (rows + 1) * (rows + 2) // 2, axis=1, dtype=jnp.int32)
+    return i, pair - i * (i + 1) // 2
 
 
 def _block_size(length: int) -> int:

@@ -1,10 +1,39 @@
 """Attention in plain JAX: the reference for every other kernel, with scores for all pairs."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxbench.ops.attention.scores import Scores
 
-def call(query: jax.Array, key: jax.Array, value: jax.Array, cap: float | None) -> jax.Array:
-    """Attention of one device's heads over whole sequences."""
-    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
-    return checkpoint_name(out, "attention")
+
+def call(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of one device's heads over whole sequences. Values narrower than keys are padded,
+    which JAX asks for."""
+    width = value.shape[-1]
+    value = jnp.pad(value, [*[(0, 0)] * 3, (0, key.shape[-1] - width)])
+    attention = partial(jax.nn.dot_product_attention, scale=scores.scale, implementation="xla")
+    if sinks is None:
+        out = attention(query, key, value, is_causal=True, local_window_size=scores.local_window)
+    else:
+        key, value, bias, mask = _with_sinks(key, value, scores.window, sinks)
+        out = attention(query, key, value, bias=bias, mask=mask)
+    return checkpoint_name(out[..., :width], "attention")
+
+
+def _with_sinks(key, value, window, sinks):
+    """(keys, values, bias, mask) with a further key before the others, whose score is the sink and
+    whose value is zero."""
+    length, before = key.shape[1], [(0, 0), (1, 0), (0, 0), (0, 0)]
+    at, of = jnp.arange(length)[:, None], jnp.arange(-1, length)
+    visible = (of == -1) | (of <= at) & (of > at - (window or length))
+    bias = jnp.pad(sinks[None, :, None, None], [*[(0, 0)] * 3, (0, length)])
+    return jnp.pad(key, before), jnp.pad(value, before), bias, visible[None, None]

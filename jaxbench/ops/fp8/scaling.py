@@ -45,7 +45,7 @@ class Scaled:
 def products(block: nnx.Module) -> dict[str, Any]:
     """The weights of a block, or of stacked blocks, that multiply in FP8, by path; or their
     shapes."""
-    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=_is_variable)
+    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
     return {_name(path): w.get_value() for path, w in leaves if _is_marked(w)}
 
 
@@ -54,7 +54,8 @@ def product_name(stack: int, name: str) -> str:
     return f"stacks.{stack}.{name}"
 
 
-def _is_variable(node: object) -> bool:
+def is_variable(node: object) -> bool:
+    """Whether a node of a model's pytree is a variable."""
     return isinstance(node, nnx.Variable)
 
 
@@ -145,7 +146,7 @@ def attach(block: nnx.Module, scaled: Scaled) -> nnx.Module:
             precision=scaled.precision,
         )
 
-    return jax.tree_util.tree_map_with_path(convert, block, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(convert, block, is_leaf=is_variable)
 
 
 def update(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -31,8 +32,8 @@ from jaxbench.recipe.settings import Execution
 from jaxbench.xla.hlo import Rules
 
 __all__ = [
-    "BLOCK", "IMPLEMENTATIONS", "NONE", "Groups", "Implementation", "choose", "from_permuted",
-    "group", "to_permuted",
+    "BLOCK", "IMPLEMENTATIONS", "NONE", "Groups", "Implementation", "biased", "choose",
+    "from_permuted", "group", "to_permuted",
 ]  # fmt: skip
 
 
@@ -48,8 +49,8 @@ class Implementation:
 
     The product of FP8 operands is multiplied by a `scale`. Rows of padding are zeros in permuted
     results; among arriving ones they are undefined.
-    `refusal` returns why it cannot multiply by experts in a dtype on a platform, or None. `rules`
-    give the work of its custom calls, all of which a compiled step must contain.
+    `refusal` returns why it cannot multiply by a model's experts in a dtype on a platform, or None.
+    `rules` give the work of its custom calls, all of which a compiled step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
@@ -79,15 +80,15 @@ IMPLEMENTATIONS = {
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) -> str:
     """The name of the implementation that multiplies by a model's dropless experts in a dtype on a
-    platform. Raises RecipeError where the requested one, or every one, cannot."""
-    refusals = {name: i.refusal(cfg, dtype, platform) for name, i in IMPLEMENTATIONS.items()}
-    requested = execution.grouped_matmul
-    names = list(IMPLEMENTATIONS) if requested == "auto" else [requested]
-    for name in names:
-        if refusals[name] is None or not cfg.dropless:
+    platform; any without such experts. Raises RecipeError where the requested one, or every one,
+    cannot."""
+    requested, refusals = execution.grouped_matmul, []
+    for name in IMPLEMENTATIONS if requested == "auto" else (requested,):
+        refused = cfg.dropless and IMPLEMENTATIONS[name].refusal(cfg, dtype, platform)
+        if not refused:
             return name
-    reasons = "; ".join(f"{name} {refusals[name]}" for name in names)
-    raise RecipeError(f"execution.grouped_matmul = {requested}: {reasons}")
+        refusals.append(f"{name} {refused}")
+    raise RecipeError(f"execution.grouped_matmul = {requested}: {'; '.join(refusals)}")
 
 
 def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
@@ -100,6 +101,27 @@ def from_permuted(implementation: str, y: Duplicated, w: Weight, groups: Groups)
     """Permuted rows times the transposed weights of their groups, `[E, D, *N]`, in their order of
     arrival; else as `to_permuted`."""
     return _dot(_Products(implementation, into=False), y, w, groups)
+
+
+def biased(
+    y: Float[Array, "R *N"], bias: Float[Array, "E *N"], groups: Groups
+) -> Float[Array, "R *N"]:
+    """Permuted rows plus the biases of their groups, in fp32, returned in the dtype of `y`. Rows of
+    padding get them too.
+
+    Biases of blocks are a product with their groups, not a gather: its gradient is another one,
+    with the same order of sums in every run.
+    """
+
+    def local(y, bias, of_block):
+        bias = mesh.own_copy(bias, mesh.EXPERTS)
+        of = (of_block[:, None] == jnp.arange(bias.shape[0])).astype(bias.dtype)
+        of_blocks = jnp.tensordot(of, bias, 1, precision=jax.lax.Precision.HIGHEST)
+        blocks = y.reshape(-1, BLOCK, *y.shape[1:]).astype(jnp.float32)
+        return (blocks + of_blocks[:, None]).astype(y.dtype).reshape(y.shape)
+
+    spec = PartitionSpec(*mesh.partition(y))
+    return mesh.on_each_device(local, spec)(y, bias, groups.group)
 
 
 @dataclass(frozen=True)

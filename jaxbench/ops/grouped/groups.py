@@ -1,4 +1,5 @@
-"""The order of rows by group, as index maps: from counts alone, without a sort."""
+"""What all implementations share: the order of rows by group, as index maps from counts alone,
+without a sort; and the dtype of results."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -67,3 +68,8 @@ def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
     filled, rank = rank < ranks, jnp.minimum(rank, ranks - 1)
     row = jnp.where(filled, rank * slots + permuted - shift[rank, of_row], NONE)
     return Groups(row, place.reshape(-1), of_block, ends, expected)
+
+
+def result_dtype(x: Array) -> Any:
+    """The dtype of a result: that of the operands, or bf16 of FP8 ones."""
+    return jnp.bfloat16 if x.itemsize == 1 else x.dtype

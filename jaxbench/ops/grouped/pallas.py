@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups
-from jaxbench.ops.grouped.xla import result_dtype
+from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
 from jaxbench.ops.pallas import TARGET, Inputs, Launch, Output, call, product, work
 from jaxbench.recipe.model import ModelConfig
 
@@ -36,15 +35,12 @@ def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
     if dtype == "fp32":
         return "computes no fp32 products"
     experts, least = cfg.experts, min(TILES)
-    if experts is None:
-        return None
-    sizes = {"model.experts.ffn": experts.ffn}
-    name = "model.experts.latent" if experts.latent else "model.embed"
-    sizes[name] = experts.latent or cfg.embed
-    for name, size in sizes.items():
-        if size % least:
-            return f"needs {name} = {size} to be a multiple of {least}"
-    return None
+    assert experts is not None
+    width = "model.experts.latent" if experts.latent else "model.embed"
+    sizes = {"model.experts.ffn": experts.ffn, width: experts.latent or cfg.embed}
+    odd = (f"{name} = {size}" for name, size in sizes.items() if size % least)
+    first = next(odd, None)
+    return first and f"needs {first} to be a multiple of {least}"
 
 
 def to_permuted(

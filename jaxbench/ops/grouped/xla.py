@@ -5,13 +5,11 @@ weight. The reference, and what CPUs run.
 groups on H100 and B200.)
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups
+from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -43,11 +41,6 @@ def weights(
     blocks = _product("bRD,bRN->bDN", _blocks(_take(x, groups.row)), _blocks(y), scale)
     total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size, indices_are_sorted=True)
     return total.astype(result_dtype(x))
-
-
-def result_dtype(x: Array) -> Any:
-    """The dtype of a result: that of the operands, or bf16 of FP8 ones."""
-    return jnp.bfloat16 if x.itemsize == 1 else x.dtype
 
 
 def _product(equation: str, a: Array, b: Array, scale: Array | None) -> Array:

@@ -3,9 +3,10 @@
 A new family is a file with its `ModelConfig`s and a line here.
 """
 
-from jaxbench.recipe.families import grok, llama, nemotron, qwen
+from jaxbench.recipe.families import deepseek, gpt_oss, grok, llama, nemotron, qwen
 
 MODELS = {
     f"{cfg.family.replace('.', '')}_{cfg.size}": cfg
-    for cfg in (*llama.MODELS, *grok.MODELS, *nemotron.MODELS, *qwen.MODELS)
+    for family in (llama, grok, nemotron, qwen, deepseek, gpt_oss)
+    for cfg in family.MODELS
 }

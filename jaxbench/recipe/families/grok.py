@@ -9,7 +9,8 @@ initialised and trained is not public, so it takes the recipe's.
 
 from dataclasses import replace
 
-from jaxbench.recipe.model import AttentionConfig, ExpertsConfig, ModelConfig, Rope
+from jaxbench.recipe.attention import AttentionConfig, Rope
+from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 EXPERTS = ExpertsConfig(
     count=8,

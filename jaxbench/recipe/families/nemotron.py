@@ -8,13 +8,13 @@ recipes/nemotronh/h100.
 
 from dataclasses import replace
 
+from jaxbench.recipe.attention import AttentionConfig, Rope
 from jaxbench.recipe.model import (
-    AttentionConfig,
     ExpertsConfig,
     MambaConfig,
     MlpConfig,
     ModelConfig,
-    Rope,
+    PredictionConfig,
 )
 
 NEMOTRON4_340B = ModelConfig(
@@ -77,8 +77,8 @@ NEMOTRON3_SUPER_120B_A12B = replace(
         NANO_EXPERTS, count=512, top_k=22, ffn=2688, latent=1024, shared_ffn=5376, gate_scale=5.0
     ),
     mamba=MambaConfig(heads=128, head_dim=64, state=128, groups=8),
+    prediction=PredictionConfig(pattern="*E", depth=2, loss=0.3),
     init_std=0.014,
 )
-"""Without its multi-token prediction."""
 
 MODELS = (NEMOTRON4_340B, NEMOTRONH_56B, NEMOTRON3_NANO_30B_A3B, NEMOTRON3_SUPER_120B_A12B)

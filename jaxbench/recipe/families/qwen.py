@@ -8,7 +8,8 @@ recipes/qwen/h100/qwen3_moe.py.
 
 from dataclasses import replace
 
-from jaxbench.recipe.model import AttentionConfig, ExpertsConfig, ModelConfig, Rope
+from jaxbench.recipe.attention import AttentionConfig, Rope
+from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 ATTENTION = AttentionConfig(
     heads=32, kv_heads=4, head_dim=128, rope=Rope(base=1_000_000.0), qk_norm=True

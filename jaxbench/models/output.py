@@ -1,0 +1,104 @@
+"""Behind the last layer: final norm, head and loss, and multi-token prediction beside its block
+(DeepSeek-AI 2024, "DeepSeek-V3", section 2.2)."""
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxbench import mesh
+from jaxbench.models.layers import (
+    NORMS,
+    Embedding,
+    Hidden,
+    RoutingFigures,
+    Weight,
+    embed,
+    normal,
+    times_constant,
+)
+from jaxbench.ops import dense
+from jaxbench.ops.blocks import Stash
+from jaxbench.ops.loss import MASKED, cross_entropy
+from jaxbench.recipe.model import ModelConfig
+
+
+class Prediction(nnx.Module):
+    """The input of the block that predicts further tokens, W [norm(next embedding); norm(h)], and
+    the norm of its output, which is the next h. The product is in bf16 in FP8 runs too."""
+
+    def __init__(self, cfg: ModelConfig, *, key):
+        norm = NORMS[cfg.norm]
+        self.embedding_norm, self.hidden_norm, self.norm = norm(cfg), norm(cfg), norm(cfg)
+        shape = 2 * cfg.embed, cfg.embed
+        self.project = Weight(normal(key, cfg, "embed latent", shape, fan_in=2 * cfg.embed))
+
+    def __call__(self, embedded: Float[Array, "B S D"], hidden: Hidden) -> Hidden:
+        """The block's input from the embedding of the next tokens and the normed h."""
+        both = self.embedding_norm(embedded), self.hidden_norm(hidden)
+        x = jnp.concatenate(both, axis=-1)
+        return dense.dot("BSD,DL->BSL", x, self.project, "batch shard_seq latent")
+
+
+class Output(NamedTuple):
+    """Weights behind the last layer: final norm, head, and those of multi-token prediction beside
+    its block."""
+
+    norm: nnx.Module
+    head: Float[Array, "D V"]
+    prediction: Prediction | None
+
+
+def output_loss(
+    cfg: ModelConfig,
+    output: Output,
+    embedding: Embedding,
+    hidden: Float[Array, "B s D"],
+    tokens: Int[Array, "B S"],
+    targets: Int[Array, "B S"],
+    apply: Callable[[Hidden, Stash | None], tuple[Hidden, RoutingFigures, Stash]],
+    stashes: Sequence[Stash | None] = (),
+) -> tuple[Float[Array, ""], tuple[list[RoutingFigures], list[Stash]]]:
+    """(the mean cross entropy of the last layer's output, through final norm and head; (routing
+    figures, stash as written) of each further token).
+
+    The loss of further tokens adds its gradient, but not its value. `apply` computes the block that
+    predicts them.
+    """
+    norm, head, prediction = output
+    hidden = norm(hidden)
+    value = head_loss(cfg, head, hidden, targets)
+    if cfg.prediction is None or prediction is None:
+        return value, ([], [])
+    all_figures, written = [], []
+    further = jnp.zeros(())
+    for _, stash in zip_longest(range(cfg.prediction.depth), stashes):
+        tokens, targets = mesh.next_in_seq(tokens, 0), mesh.next_in_seq(targets, MASKED)
+        hidden, value, further = jax.lax.optimization_barrier((hidden, value, further))
+        embedded = embed(cfg, embedding, tokens, hidden.dtype)
+        x, figures, stash = apply(prediction(embedded, hidden), stash)
+        hidden = prediction.norm(x)
+        further += head_loss(cfg, head, hidden, targets, masked=True)
+        all_figures.append(figures)
+        written.append(stash)
+    further *= cfg.prediction.loss / cfg.prediction.depth
+    return value + (further - jax.lax.stop_gradient(further)), (all_figures, written)
+
+
+def head_loss(
+    cfg: ModelConfig,
+    head: Float[Array, "D V"],
+    hidden: Float[Array, "B s D"],
+    targets: Int[Array, "B S"],
+    masked: bool = False,
+) -> Float[Array, ""]:
+    """The mean cross entropy of a normed output through the head."""
+    hidden = mesh.gather_seq(times_constant(hidden, cfg.logit_scale))
+    # In order where XLA is known to leave the head's gradient to the end of the step: with several
+    # heads, each with gradients of all its logits, and behind a hybrid's long blocks.
+    in_order = cfg.prediction is not None or cfg.mamba is not None
+    return cross_entropy(hidden, head, targets, masked, in_order)

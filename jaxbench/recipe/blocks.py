@@ -1,0 +1,38 @@
+"""The layers of a model as repeating blocks: each is compiled once, its weights are stacked."""
+
+from functools import cache
+
+from jaxbench.recipe.model import ModelConfig
+
+
+def repeating_blocks(cfg: ModelConfig) -> list[tuple[str, int]]:
+    """Blocks as (layer pattern, number of repeats). In a pipeline the last ones are its stages."""
+    return cut(cfg.layer_patterns)
+
+
+def stacks(cfg: ModelConfig) -> list[tuple[str, int]]:
+    """Blocks of all stacks of weights: the repeating ones, and that of multi-token prediction."""
+    further = [(cfg.prediction.pattern, 1)] if cfg.prediction else []
+    return repeating_blocks(cfg) + further
+
+
+@cache
+def cut(layers: tuple[str, ...]) -> list[tuple[str, int]]:
+    """The patterns of layers as repeating blocks.
+
+    Of all ways, one with the fewest layers in its blocks, since each is compiled once, and then
+    with the fewest blocks: `M-M-M-M*-M-` ten times and `M-` four times for the 118 layers of
+    Nemotron-H 56B.
+    """
+    letters, size = "".join(layers), len(layers[0])
+    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(letters): (0, [])}
+    for start in reversed(range(0, len(letters), size)):
+        cuts = []
+        for length in range(size, len(letters) - start + 1, size):
+            block, stop = letters[start : start + length], start
+            while letters.startswith(block, stop):
+                stop += length
+                compiled, rest = best[stop]
+                cuts.append((compiled + length, [(block, (stop - start) // length), *rest]))
+        best[start] = min(cuts, key=lambda cut: (cut[0], len(cut[1])))
+    return best[0][1]

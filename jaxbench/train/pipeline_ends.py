@@ -1,0 +1,111 @@
+"""What a pipeline computes outside of its stages: in front of them the embedding and layers that
+are unlike the others, behind them final norm, head, loss and multi-token prediction.
+
+Each rank does so for one microbatch of every group, so that no rank has more to do than another.
+The weights are gathered on all ranks. Nothing is stashed: what is in front of the stages is
+computed again for its gradient.
+
+Arrays are local to a device, inside a `shard_map` (`mesh`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxbench.models.decoder import apply_block
+from jaxbench.models.layers import Embedding, ForwardContext, LayerOutput, embed
+from jaxbench.models.output import Output, output_loss
+from jaxbench.ops import fp8
+from jaxbench.ops.stash import add, read
+from jaxbench.recipe.model import ModelConfig
+
+
+class EndWeights(NamedTuple):
+    """Gathered weights of both ends: embedding, blocks in front of the stages, what is behind them,
+    the block of multi-token prediction."""
+
+    embedding: Embedding
+    first: list[Any]
+    output: Output
+    last: list[Any]
+
+    def plus(self, gradients: dict[str, Any]) -> "EndWeights":
+        """These sums of gradients with some added, by field."""
+        sums = {name: add(getattr(self, name), g) for name, g in gradients.items()}
+        return self._replace(**sums)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The computation outside of the stages, for this rank's microbatches.
+
+    `first` and `last` have the FP8 weights and scales of each block of the `weights`, or None.
+    `tokens` and `targets` are `[groups, batch, seq]`. Activations in `saved` are not recomputed.
+    """
+
+    cfg: ModelConfig
+    dtype: Any
+    ctx: ForwardContext
+    saved: frozenset[str] | None
+    weights: EndWeights
+    first: list[fp8.Scaled | None]
+    last: list[fp8.Scaled | None]
+    tokens: jax.Array
+    targets: jax.Array
+
+    @property
+    def observed(self) -> tuple[list, list]:
+        """Zeros whose gradients are the amax that FP8 observes in the first and last blocks."""
+        first, last = (
+            [None if s is None else s.observed for s in scales]
+            for scales in (self.first, self.last)
+        )
+        return first, last
+
+    def enter(self, group: Any) -> tuple[jax.Array, Callable]:
+        """(input of the first stage, VJP) of a group: it returns gradients of weights by field of
+        `EndWeights`, and observed amax."""
+
+        def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
+            tokens = read(self.tokens, group)
+            x = embed(self.cfg, weights["embedding"], tokens, self.dtype)
+            for layers in zip(weights["first"], all_observed, self.first, strict=True):
+                x, _ = self._block(*layers, x)
+            return x
+
+        return jax.vjp(function, self._fields("embedding", "first"), self.observed[0])
+
+    def leave(self, hidden: jax.Array, group: Any) -> tuple[Any, Callable, Any]:
+        """((loss, sum of balance losses), VJP, routing figures summed over sequences) of a group,
+        from the output of the last stage. The VJP returns the gradient of that output too."""
+        names = ("output", "last", "embedding") if self.last else ("output", "last")
+
+        def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
+            def apply(x: jax.Array, _: Any) -> tuple[jax.Array, Any, list]:
+                (layers,) = zip(weights["last"], all_observed, self.last, strict=True)
+                return *self._block(*layers, x), []
+
+            embedding = weights.get("embedding", self.weights.embedding)
+            batch = read(self.tokens, group), read(self.targets, group)
+            loss, (further, _) = output_loss(
+                self.cfg, weights["output"], embedding, hidden, *batch, apply
+            )
+            figures = [figures for layers in further for figures in layers]
+            balance = sum((jnp.sum(losses) for losses, _, _ in figures), jnp.zeros(()))
+            return (loss, balance), jax.tree.map(
+                lambda figure: jnp.sum(figure, axis=0).astype(jnp.float32), figures
+            )
+
+        weights = self._fields(*names)
+        return jax.vjp(function, weights, self.observed[1], hidden, has_aux=True)
+
+    def _fields(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self.weights, name) for name in names}
+
+    def _block(
+        self, block: Any, observed: Any, scaled: fp8.Scaled | None, x: jax.Array
+    ) -> LayerOutput:
+        return apply_block(block, observed, scaled, x, self.ctx, self.saved, in_order=True)
