@@ -48,7 +48,8 @@ class Watch:
 
         Steps are collective: while they complete, every rank lives. A rank that is silent meanwhile
         cannot write, and is not judged until it is heard again. Nor are unreadable ranks, for which
-        the clock stands still. Of ranks without progress those that are furthest behind are named.
+        the clock stands still. Of ranks without progress those that are furthest behind are named,
+        and their phase sets the limit: the others wait for them.
         """
         completed = max((_steps(beat)[1] for beat in beats), default=-1)
         if completed > self._completed:
@@ -71,11 +72,11 @@ class Watch:
         silent = [beat for beat in judged if now - self._heard[beat["rank"]][1] > self.timeout]
         if silent:
             return f"no sign of life for {self.timeout:g} s from {_describe(silent)}"
-        steady = all(b["phase"] == "training" and b["completed"] is not None for b in judged)
+        last = min(map(_steps, judged), default=None)
+        behind = [beat for beat in judged if _steps(beat) == last]
+        steady = all(b["phase"] == "training" and b["completed"] is not None for b in behind)
         limit = self.timeout * (1 if steady else SLOW)
         if judged and now - self._progress_at > limit:
-            last = min(map(_steps, judged))
-            behind = [beat for beat in judged if _steps(beat) == last]
             waiting = len(judged) - len(behind)
             return f"no progress within the time limit of {limit:g} s: {_describe(behind)}" + (
                 f"; {waiting} more wait" if waiting else ""

@@ -56,6 +56,9 @@ def run_steps(
         due = [pause for pause in pauses if pause.due(step, ending)]
         while queued and (due or ending or len(queued) > 1):
             yield completed(*queued.pop(0))
+        if due:
+            # Figures tell of the first device alone; a later one that hangs, hangs in training.
+            jax.block_until_ready(state)
         for pause in due:
             pause.act(step, state, ending)
         if ending:

@@ -65,8 +65,9 @@ def test_while_steps_complete_no_rank_is_dead():
         saves = {**steps, "beats": now, "phase": "saving"}
         assert watch.verdict([saves, mute], now) is None
     # It is heard again, and then silent while no step completes.
-    assert watch.verdict([{**saves, "beats": 295}, {**mute, "beats": 2}], 295) is None
-    assert watch.verdict([{**saves, "beats": 306}, {**mute, "beats": 2}], 306).startswith(
+    heard = {**saves, "rank": 1, "beats": 2}
+    assert watch.verdict([{**saves, "beats": 295}, heard], 295) is None
+    assert watch.verdict([{**saves, "beats": 306}, heard], 306).startswith(
         "no sign of life for 10 s from rank 1 on far"
     )
 
@@ -131,6 +132,21 @@ def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
     assert said == (
         "no progress within the time limit of 10 s: rank 1 on far (training, last completed "
         "step 2); 2 more wait"
+    )
+
+
+@pytest.mark.parametrize("phase", ["training", "saving"])
+def test_the_phase_of_the_rank_behind_sets_the_limit(phase):
+    """Whether it hangs in the step before a save that the others wait in, or is slow to save."""
+    watch = watchdog.Watch(processes=2, timeout=10, now=0)
+    others = {**BEAT, "rank": 1, "started": 4, "completed": 3, "phase": "saving"}
+    limit = 10 if phase == "training" else 10 * watchdog.SLOW
+    for now in range(limit + 1):
+        beats = [{**beat, "beats": now} for beat in ({**BEAT, "phase": phase}, others)]
+        assert watch.verdict(beats, now) is None
+    said = watch.verdict([{**beat, "beats": now + 1} for beat in beats], now + 1)
+    assert said.startswith(
+        f"no progress within the time limit of {limit} s: rank 0 on far ({phase}, "
     )
 
 

@@ -25,8 +25,8 @@ def cluster(tmp_path):
 
 def test_a_job_that_loses_the_network_says_so_and_comes_back(cluster, tmp_path):
     """A cut of two seconds is none. When connections are reset, processes notice at once; when what
-    is sent arrives no more, nobody is told: the watchdog ends the job, Slurm in 20 s the rest. No
-    cut falls into a save, which would have a verdict of its own, and later."""
+    is sent arrives no more, the watchdog ends the job, or JAX's coordination service where a save
+    was under way, whose time limit is longer; Slurm ends the rest in 20 s."""
     saving = ("--checkpoint-every", "40", "--restarts", "1", "--watchdog", str(WATCHDOG))
     number, folder = submit(cluster, tmp_path / "stage", *saving, **LONG)
     running(cluster, number, folder, 5)
@@ -43,10 +43,9 @@ def test_a_job_that_loses_the_network_says_so_and_comes_back(cluster, tmp_path):
     running(cluster, number, folder, resumed + 15)
     cluster.hosts.cut("data")
     wait(cluster, number, ended)
-    last = main_log(folder).splitlines()[-1]
+    last, (record, _) = main_log(folder).splitlines()[-1], read(folder)
     hung = (
         rf"failed: no progress within the time limit of {WATCHDOG} s: rank \d on n\d \(training, "
     )
-    assert re.match(hung, last), last
-    record, _ = read(folder)
-    assert (record["status"], record["cause"]) == ("failed", "hang")
+    assert re.match(hung if record["cause"] == "hang" else lost, last), last
+    assert (record["status"], record["cause"]) in {("failed", "hang"), ("failed", "network")}
