@@ -128,11 +128,11 @@ class Measured(Roofline):
         """Seconds of one run, alone."""
         if collective.crosses_domains(self.gpu):
             return self._between_domains(collective)
-        if collective.kind == "collective-permute":
+        if collective.like == "collective-permute":
             share = self.tables.values["nvlink", "direct"][(2,)]
             seconds = collective.bytes / (share * self.gpu.nvlink * 1e9)
             return START + RING_NVLINK + seconds
-        return self._inside(collective.kind, collective.group, buffer(collective))
+        return self._inside(collective.like, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
         """Seconds inside an NVLink domain, from the table of the largest measured group not larger
@@ -154,17 +154,17 @@ class Measured(Roofline):
         domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
         direct = self.gpu.nic * self.tables.values["network", "direct"][(2,)] * 1e9
-        if collective.kind == "collective-permute":
+        if collective.like == "collective-permute":
             return START + NETWORK + sent / direct
-        if collective.kind == "all-to-all":
+        if collective.like == "all-to-all":
             leaving = collective.bytes * (group - members) / group
             return START + NETWORK + leaving / direct
         latency = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
-        if collective.kind == "all-reduce":
+        if collective.like == "all-reduce":
             tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
             latency = STEPS["all-reduce"] * min(latency, tree)
         rate = self.gpu.nic * members * self._ring_share(domains) * 1e9
-        return START + latency + sent / min(rate, self._nvlink(collective.kind))
+        return START + latency + sent / min(rate, self._nvlink(collective.like))
 
     def _nvlink(self, kind: str) -> float:
         """Bytes per second that a GPU sends in a ring over NVLink: those of the largest transfer of
@@ -213,5 +213,5 @@ def padded(work: Work) -> tuple[int, int, int]:
 
 def buffer(collective: Collective) -> int:
     """Bytes of the whole gathered, scattered, reduced or exchanged array."""
-    scattered = collective.kind == "reduce-scatter"
+    scattered = collective.like == "reduce-scatter"
     return collective.bytes * (collective.group if scattered else 1)

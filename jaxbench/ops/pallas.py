@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from jaxbench.xla.hlo import Instruction, Scope, Work
+from jaxbench.xla.hlo import Work
+from jaxbench.xla.instruction import Instruction, Scope
 
 TARGET = "__gpu$xla.gpu.triton"
 """Target of the compiled calls."""

@@ -9,9 +9,13 @@ from functools import cache
 import numpy as np
 
 from jaxbench.hardware import Gpu
-from jaxbench.xla.hlo import SOURCE, Instruction, Program, Scope, ints
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import SOURCE, Instruction, Scope, ints
+from jaxbench.xla.rewrites import COLLECTIVES
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+ALIKE = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
+"""Kinds that send as much as another one: a ragged all-to-all what its result can hold, a broadcast
+in a ring as much as a gather of its result."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,11 @@ class Collective:
     others: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def like(self) -> str:
+        """The kind by which its bytes and time are counted."""
+        return ALIKE.get(self.kind, self.kind)
+
+    @property
     def group(self) -> int:
         """Number of devices in a group."""
         return len(self.devices)
@@ -42,7 +51,7 @@ class Collective:
             "reduce-scatter": self.bytes * (n - 1),
             "all-reduce": 2 * self.bytes * (n - 1) / n,
             "collective-permute": self.bytes,
-        }[self.kind]
+        }[self.like]
         return round(per_run * self.count)
 
     def crosses_domains(self, gpu: Gpu) -> bool:
@@ -65,7 +74,7 @@ class Collective:
         per_run, members = self.wire_bytes / self.count, self.domain_members(gpu)
         if not self.crosses_domains(gpu):
             rate = gpu.nvlink
-        elif self.kind == "all-to-all":
+        elif self.like == "all-to-all":
             per_run, rate = self.bytes * (self.group - members) / self.group, gpu.nic
         else:
             rate = min(gpu.nvlink, gpu.nic * members)
@@ -87,7 +96,7 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     """The collective whose result this instruction returns: a synchronous collective, or the
     `-done` of an asynchronous one. None for other instructions and for a single device."""
     kind = i.opcode.removesuffix("-done")
-    if kind not in KINDS:
+    if kind not in COLLECTIVES:
         return None
     start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
     devices, *others = groups(start.attributes)

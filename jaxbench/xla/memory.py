@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxbench.xla import hlo
-from jaxbench.xla.hlo import Instruction, Program, Scope
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root, shape_bytes
 
 FORWARDING = ("get-tuple-element", "bitcast", "copy")
 """Opcodes whose result is an operand, unchanged."""
@@ -102,8 +102,8 @@ class _BufferNames:
             scope = self.program.computations[i.callee("body") or ""]
         elif i.opcode != "parameter" or not i.shape.startswith("("):
             return None
-        root = hlo.root(scope)
-        return self._stack(scope[root.operands[index]], scope) if root.opcode == "tuple" else None
+        state = root(scope)
+        return self._stack(scope[state.operands[index]], scope) if state.opcode == "tuple" else None
 
     def origin(self, i: Instruction, scope: Scope) -> str:
         """Name of an array: a stack, the JAX operation or path in the train state, or that of the
@@ -111,7 +111,7 @@ class _BufferNames:
         while True:
             if stack := self._stack(i, scope):
                 return stack
-            source = i.attribute(hlo.SOURCE)
+            source = i.attribute(SOURCE)
             if source and not source.endswith("dynamic_update_slice"):
                 return readable(source, i.opcode)
             if i.opcode == "parameter":
@@ -132,7 +132,7 @@ class _BufferNames:
         caller, arguments = scope, i.operands
         if i.opcode.startswith("fusion"):
             scope = self.program.computations[i.callees[0][0]]
-            i = hlo.root(scope)
+            i = root(scope)
             i = scope[i.operands[index]] if i.opcode == "tuple" else i
             while i.opcode == "bitcast":
                 i = scope[i.operands[0]]
@@ -171,4 +171,4 @@ def _element_shape(i: Instruction, index: str) -> str:
 
 def _shape_of_size(i: Instruction, size: int) -> str:
     """The first array shape of that many bytes; empty without one."""
-    return next((shape for shape in _array_shapes(i) if hlo.shape_bytes(shape) == size), "")
+    return next((shape for shape in _array_shapes(i) if shape_bytes(shape) == size), "")

@@ -14,18 +14,17 @@ from dataclasses import dataclass, field, replace
 
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import Gpu
-from jaxbench.xla import collectives, hlo
+from jaxbench.xla import collectives
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import SOURCE, Instruction, Program, Scope, Work
+from jaxbench.xla.hlo import ALLOCATES, GEMM_CALLS, Program, Work
+from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root
+from jaxbench.xla.rewrites import COLLECTIVES
 
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
 }  # fmt: skip
 """Opcodes that launch no kernel."""
-
-ALLOCATES = "AllocateBuffer"
-"""Target of the custom call that allocates an uninitialised buffer."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -35,12 +34,13 @@ SCAN = "ssd.scan"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One run of a kernel: its work (fused work included), the bytes that it reads and writes, and
-    its JAX operation."""
+    """One run of a kernel: its work (fused work included), the bytes that it reads and writes, its
+    JAX operation, and the target of a custom call whose work is unknown."""
 
     works: tuple[Work, ...]
     bytes: int
     source: str
+    unknown: str = ""
 
     @property
     def part(self) -> str:
@@ -154,10 +154,11 @@ class Walk:
         key = computation, i.name
         if key not in self._kernels:
             kernel, scope = None, self.program.computations[computation]
-            if _launches(i) and i.opcode.removesuffix("-start") not in collectives.KINDS:
+            if _launches(i) and i.opcode.removesuffix("-start") not in COLLECTIVES:
                 works = tuple(_works(self.program, i, scope))
                 moved = traffic(self.program, i, scope)
-                kernel = Kernel(works, moved, i.attribute(SOURCE) or "")
+                unknown = i.target if self.program.without_rule(i) else ""
+                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown)
             self._kernels[key] = kernel
         return self._kernels[key]
 
@@ -242,7 +243,7 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     body = program.computations[i.callees[0][0]]
     parameters = [j.name for j in body.values() if j.opcode == "parameter"]
     read = sum(_read(name, body, list(body.values())) for name in parameters)
-    return read + _written(hlo.root(body), body)
+    return read + _written(root(body), body)
 
 
 def _read(name: str, body: Scope, users: list[Instruction]) -> int:
@@ -263,17 +264,17 @@ def _read(name: str, body: Scope, users: list[Instruction]) -> int:
     return min(total, body[name].bytes)
 
 
-def _written(root: Instruction, body: Scope) -> int:
+def _written(i: Instruction, body: Scope) -> int:
     """Bytes that a computation writes as its result."""
-    if root.opcode == "tuple":
-        return sum(_written(body[name], body) for name in root.operands)
-    if root.opcode == "bitcast":
-        return _written(body[root.operands[0]], body)
-    if root.opcode == "dynamic-update-slice":
-        return body[root.operands[1]].bytes
-    if root.target in hlo.GEMM_CALLS and root.shape.startswith("("):
-        return root.bytes - math.prod(root.arrays[-1][1])  # without its workspace, in bytes
-    return root.bytes
+    if i.opcode == "tuple":
+        return sum(_written(body[name], body) for name in i.operands)
+    if i.opcode == "bitcast":
+        return _written(body[i.operands[0]], body)
+    if i.opcode == "dynamic-update-slice":
+        return body[i.operands[1]].bytes
+    if i.target in GEMM_CALLS and i.shape.startswith("("):
+        return i.bytes - math.prod(i.arrays[-1][1])  # without its workspace, in bytes
+    return i.bytes
 
 
 def _bodies(i: Instruction) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ from jaxbench.errors import RunFailed
 from jaxbench.ops import fp8
 from jaxbench.train.program import RULES
 from jaxbench.xla import collectives, hlo
+from jaxbench.xla.instruction import DTYPE_BITS, Instruction
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -255,16 +256,16 @@ def test_a_loop_that_cannot_be_counted_is_an_error():
 )
 def test_bytes_of_a_shape(shape, size):
     """As the compiler's own argument sizes for these dtypes, on a CPU and for an absent B200."""
-    instruction = hlo.Instruction("x", shape, "parameter", ("0",), "")
+    instruction = Instruction("x", shape, "parameter", ("0",), "")
     assert instruction.bytes == size
 
 
 def test_every_dtype_of_the_installed_compiler_has_a_size():
     names = {name.lower().removesuffix("_type") for name in PrimitiveType.__members__}
-    assert names - {"primitive_type_invalid"} <= hlo.DTYPE_BITS.keys()
+    assert names - {"primitive_type_invalid"} <= DTYPE_BITS.keys()
 
 
 def test_an_unknown_dtype_is_an_error():
-    instruction = hlo.Instruction("x", "(f32[2], f5e2m2[8,4]{1,0})", "parameter", ("0",), "")
+    instruction = Instruction("x", "(f32[2], f5e2m2[8,4]{1,0})", "parameter", ("0",), "")
     with pytest.raises(RunFailed, match=r"unknown dtype f5e2m2 in f5e2m2\[8,4\]"):
         print(instruction.bytes)

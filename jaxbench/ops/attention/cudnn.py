@@ -14,7 +14,8 @@ from jaxbench.jax_internals import (
 from jaxbench.ops import latency
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.attention import Attention
-from jaxbench.xla.hlo import Instruction, Scope, Work
+from jaxbench.xla.hlo import Work
+from jaxbench.xla.instruction import Instruction, Scope
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax

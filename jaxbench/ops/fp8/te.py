@@ -21,7 +21,8 @@ from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.fp8.operand import Operand, Product, gathered
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import Precision
-from jaxbench.xla.hlo import Instruction, Program, Scope, Work
+from jaxbench.xla.hlo import Program, Work
+from jaxbench.xla.instruction import Instruction, Scope
 
 GEMM, QUANTIZE = "te_gemm_v2_ffi", "te_dbias_quantize_ffi"
 """Targets of its custom calls."""

@@ -1,0 +1,158 @@
+"""A line of HLO text: its shape, opcode, operands and attributes."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from jaxbench.errors import RunFailed
+
+DTYPE_BITS = {
+    **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
+    **dict.fromkeys(("f8e5m2", "f8e4m3", "f8e4m3fn", "f8e4m3b11fnuz", "f8e3m4"), 8),
+    **dict.fromkeys(("f8e5m2fnuz", "f8e4m3fnuz", "f8e8m0fnu", "f6e2m3fn", "f6e3m2fn"), 8),
+    "f4e2m1fn": 4, "pred": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+    "token": 0, "opaque": 0, "tuple": 0,
+}  # fmt: skip
+"""Bits of an element in memory, for every dtype of xla_data.proto. Dtypes of 4 bits and fewer are
+packed (layout `E(4)`), those of 6 bits and booleans take a byte."""
+
+TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
+"""Patterns of attributes: the target of a custom call, and the JAX operation of an instruction."""
+
+TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
+COUNTED = r'"counted_trips":\{"n":"(\d+)"'
+"""Patterns of a loop's attributes: the trip count that the compiler knows, and the one that
+`rewrites` adds where it does not."""
+
+LARGEST = r"largest_branch=%([\w.\-]+)"
+"""Pattern of the attribute by which `rewrites` names the branch of a conditional that counts."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of HLO: `name = shape opcode(operands), attributes`. The operand of a parameter is its
+    number, that of a scalar constant its value."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool = False
+
+    @property
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(dtype, dimensions) of each array in the shape; tuples are flattened."""
+        return arrays(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all arrays in the shape. Raises RunFailed for an unknown dtype."""
+        return shape_bytes(self.shape)
+
+    @property
+    def target(self) -> str:
+        """Target of a custom call; empty for other instructions."""
+        return self.attribute(TARGET) or ""
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression in the attributes."""
+        match = re.search(pattern, self.attributes)
+        return match.group(1) if match else None
+
+    def callee(self, role: str) -> str | None:
+        """Name of the computation that is called as `body`, `condition` or `calls`."""
+        return self.attribute(rf"\b{role}=%?([\w.\-]+)")
+
+    @property
+    def callees(self) -> list[tuple[str, int]]:
+        """Computations that are called, with their number of runs. The condition of a loop whose
+        trip count the compiler knows does not run: XLA counts the iterations on the host
+        (`WhileThunk::ExecuteOnStream`)."""
+        roles = ("calls", "body", "to_apply") if self.opcode == "call" else ("calls", "body")
+        names = [name for role in roles if (name := self.callee(role))]
+        chosen = self.attribute(LARGEST)
+        names += [chosen] if chosen else self.branches
+        found = [(name, self.trips) for name in names]
+        if (condition := self.callee("condition")) and not self.attribute(TRIP_COUNT):
+            found.append((condition, self.trips + 1))
+        return found
+
+    @property
+    def branches(self) -> list[str]:
+        """Computations of which a conditional runs one."""
+        if listed := self.attribute(r"branch_computations=\{([^}]*)\}"):
+            return re.findall(r"%?([\w.\-]+)", listed)
+        two = self.callee("true_computation"), self.callee("false_computation")
+        return [name for name in two if name]
+
+    @property
+    def trips(self) -> int:
+        """Trip count of a loop; 1 for any other instruction. Raises RunFailed where a loop has
+        none that can be evaluated."""
+        known = self.attribute(TRIP_COUNT) or self.attribute(COUNTED)
+        if self.opcode == "while" and known is None:
+            raise RunFailed(
+                f"FLOPs and bound of the compiled program cannot be counted: its loop {self.name} "
+                "has no trip count"
+            )
+        return int(known or 1)
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, dimensions) of each array in an HLO shape; tuples are flattened."""
+    return [(dtype, tuple(ints(dims))) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)]
+
+
+def shape_bytes(shape: str) -> int:
+    """Size of all arrays in an HLO shape. Raises RunFailed for an unknown dtype."""
+    total = 0
+    for dtype, dims in arrays(shape):
+        if dtype not in DTYPE_BITS:
+            array = f"{dtype}[{','.join(map(str, dims))}]"
+            raise RunFailed(f"the compiled program has the unknown dtype {dtype} in {array}")
+        total += math.ceil(DTYPE_BITS[dtype] * math.prod(dims) / 8)
+    return total
+
+
+Scope = dict[str, Instruction]
+"""A computation: its instructions by name, in the order of the schedule."""
+
+
+def root(scope: Scope) -> Instruction:
+    """The instruction whose value a computation returns, not always its last."""
+    return next(i for i in scope.values() if i.is_root)
+
+
+def ints(text: str | None) -> list[int]:
+    """The whole numbers in a text."""
+    return [int(d) for d in re.findall(r"\d+", text or "")]
+
+
+def parse_line(line: str) -> Instruction | None:
+    """The instruction of a line; None for a line that is none."""
+    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if not match:
+        return None
+    rest = line[match.end() :]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.index("(")
+    closing = _closing(rest, opening)
+    inside = rest[opening:closing]
+    numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
+    operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-]+)", inside)
+    root, name = match.groups()
+    return Instruction(
+        name, shape, rest[:opening], tuple(operands), rest[closing + 1 :], is_root=root is not None
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    """Index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for index in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")

@@ -1,0 +1,101 @@
+"""Rewrites of parsed instructions that XLA writes indirectly, so that each says what it runs: loops
+without a trip count, and collectives inside fusions or asynchronous wrappers."""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jaxbench.xla.instruction import TRIP_COUNT, Instruction, Scope, root
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+    "ragged-all-to-all", "collective-broadcast",
+)  # fmt: skip
+"""Opcodes of collectives."""
+
+SCALARS: dict[str, Callable[..., int]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne,
+    "copy": int, "bitcast": int, "convert": int,
+}  # fmt: skip
+"""Integer operations on induction variables by opcode; comparisons by their direction."""
+
+INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
+"""Pattern of a loop's attribute: the tuple index of its induction variable."""
+
+Computations = Mapping[str, Scope]
+
+
+def rewrite(computations: Computations) -> None:
+    """Rewrites all instructions in place."""
+    for scope in computations.values():
+        for i in scope.values():
+            if i.opcode == "while" and not i.attribute(TRIP_COUNT):
+                scope[i.name] = _with_trip_count(i, scope, computations)
+            elif i.opcode in ("fusion", "fusion-start", "async-start"):
+                scope[i.name] = _unwrapped(i, computations)
+            elif i.opcode.endswith(("-done", "-update")) and i.operands[0] in scope:
+                kind = scope[i.operands[0]].opcode.removesuffix("-start").removesuffix("-update")
+                scope[i.name] = replace(i, opcode=f"{kind}-{i.opcode.rpartition('-')[2]}")
+
+
+def _unwrapped(i: Instruction, computations: Computations) -> Instruction:
+    """The collective inside a fusion (a Triton collective) or an asynchronous wrapper, under the
+    name of its caller; of a wrapper of another operation that one; else the instruction itself."""
+    body = computations[i.callees[0][0]]
+    inner = next((j for j in body.values() if j.opcode in COLLECTIVES), None)
+    start = "-start" if i.opcode.endswith("-start") else ""
+    if inner is not None:
+        attributes = f"{inner.attributes}, {i.attributes.replace('calls=', 'wraps=')}"
+        return replace(i, opcode=inner.opcode + start, attributes=attributes)
+    if i.opcode == "async-start":
+        wrapped = root(body)
+        return replace(i, opcode=wrapped.opcode + start, attributes=wrapped.attributes)
+    return i
+
+
+def _with_trip_count(loop: Instruction, scope: Scope, computations: Computations) -> Instruction:
+    """A loop whose trip count a pass of the compiler has dropped, with the count found by stepping
+    its induction variable; unchanged where that cannot be evaluated."""
+    induction = loop.attribute(INDUCTION)
+    if induction is None:
+        return loop
+    condition, body = (computations[loop.callee(role) or ""] for role in ("condition", "body"))
+    index, trips = int(induction), 0
+
+    def evaluate(instruction: str, within: Scope, value: int) -> int:
+        return _evaluate(instruction, within, _reads(within, index, value), computations)
+
+    try:
+        value = _evaluate(scope[loop.operands[0]].operands[index], scope, {}, computations)
+        while evaluate(root(condition).name, condition, value):
+            value = evaluate(root(body).operands[index], body, value)
+            trips += 1
+    except (KeyError, IndexError):
+        return loop
+    return replace(loop, attributes=f'{loop.attributes} "counted_trips":{{"n":"{trips}"}}')
+
+
+def _evaluate(
+    name: str, scope: Scope, values: Mapping[str, int], computations: Computations
+) -> int:
+    """The integer that an instruction computes, with known values of others by name. Raises
+    KeyError where an operation is none of `SCALARS`."""
+    if name in values:
+        return values[name]
+    i = scope[name]
+    if i.opcode == "constant":
+        return int(i.operands[0])
+    operands = [_evaluate(operand, scope, values, computations) for operand in i.operands]
+    if i.opcode == "fusion":
+        inner = computations[i.callees[0][0]]
+        parameters = [j for j in inner.values() if j.opcode == "parameter"]
+        arguments = {j.name: operands[int(j.operands[0])] for j in parameters}
+        return _evaluate(root(inner).name, inner, arguments, computations)
+    return SCALARS[i.attribute(r"direction=(\w+)") or i.opcode](*operands)
+
+
+def _reads(scope: Scope, index: int, value: int) -> dict[str, int]:
+    """`value` by the name of each instruction that reads this element of the loop's state."""
+    elements = (i for i in scope.values() if i.opcode == "get-tuple-element")
+    return {i.name: value for i in elements if i.attribute(r"\bindex=(\d+)") == str(index)}
