@@ -3,7 +3,7 @@ steps: `docs/forecast.md`)."""
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.tables import Tables
@@ -23,7 +23,8 @@ class Forecast:
     `parts_s` add up to `step_s`: kernels by what they are, `launches`, what collectives beside
     kernels add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
     `outside` is the share of the kernels' seconds for which a shape lies outside the tables, whose
-    largest are `beyond`; `sources` says where each kind of table is from.
+    largest are `beyond`; `unknown` are the seconds, by bytes alone, of custom calls without a rule,
+    by target, and part of `outside`; `sources` says where each kind of table is from.
     """
 
     step_s: float
@@ -33,6 +34,7 @@ class Forecast:
     outside: float
     beyond: list[str]
     sources: dict[str, str]
+    unknown: dict[str, float] = field(default_factory=dict)
 
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
@@ -44,16 +46,18 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
-    beyond = _beyond(walk, costs["expected"])
+    beyond, unknown = _beyond(walk, costs["expected"]), _unknown(walk, costs["expected"])
     largest = sorted(beyond, key=lambda work: -beyond[work])
+    outside = sum(beyond.values()) + sum(unknown.values())
     return Forecast(
         step_s=expected.step_s,
         fast_s=steps["fast"].step_s,
         slow_s=steps["slow"].step_s,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
-        outside=sum(beyond.values()) / expected.kernel_s,
+        outside=outside / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
         sources=dict(tables.sources),
+        unknown=unknown,
     )
 
 
@@ -65,6 +69,15 @@ def _beyond(walk: Walk, costs: Measured) -> dict[Work, float]:
             if not costs.covers(work):
                 seconds[work] += costs.work(work) * runs
     return seconds
+
+
+def _unknown(walk: Walk, costs: Measured) -> dict[str, float]:
+    """Seconds per step of custom calls without a rule, those of the bytes that they move."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for _, kernel, runs in walk.kernels():
+        if kernel.unknown:
+            seconds[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
+    return dict(seconds)
 
 
 def _named(work: Work) -> str:

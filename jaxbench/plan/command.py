@@ -16,7 +16,7 @@ from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu
-from jaxbench.plan import candidates, driver, scaling, search, sweep, text
+from jaxbench.plan import candidates, driver, hlo, scaling, search, sweep, text
 from jaxbench.plan.absent import compile_only_devices, placed
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
@@ -32,6 +32,9 @@ KEYS = (
     "rates", "published",
 )  # fmt: skip
 """Fields that `--json` prints; `--dump` keeps all."""
+
+MODES = ("diff", "all", "hlo", "scaling", "search")
+"""Options that do another thing than to plan one row."""
 
 REMEDIES = 8
 """Candidates that are compiled, at most, in place of a row that does not fit."""
@@ -70,6 +73,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--diff", nargs=2, metavar=("A", "B"),
         help="what moved between two plans: JSON files of --dump, or rows with settings, as in "
         "'llama2_70b_bf16:64 execution.remat=full'",
+    )  # fmt: skip
+    add(
+        "--hlo", type=Path, metavar="FILE",
+        help="describe a compiled program of whatever code: text of compiled.as_text(), or the "
+        "program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
     )  # fmt: skip
     add("--all", action="store_true", help="plan every row of every recipe")
     add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
@@ -160,13 +168,15 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises RecipeError for options that are missing or exclude each other."""
-    modes = [f"--{name}" for name in ("diff", "all", "scaling", "search") if getattr(args, name)]
+    modes = [f"--{name}" for name in MODES if getattr(args, name)]
     if len(modes) > 1:
         raise RecipeError(f"{' and '.join(modes)}: one of them at a time")
     if modes and args.dump:
         raise RecipeError(f"--dump keeps a single plan; expected no {modes[0]}")
     ignored = [name for name in ("json", "set", "config", "gpus") if getattr(args, name)]
-    if ignored and (args.diff or args.all):
+    if args.hlo:
+        ignored = [name for name in ignored if name != "json"]
+    if ignored and (args.diff or args.all or args.hlo):
         raise RecipeError(f"{modes[0]} takes no --{ignored[0]}")
     if args.kernels:
         load(args.gpu, args.kernels)
@@ -176,7 +186,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.scaling and (not args.config or args.gpus is not None):
         raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
     if modes in ([], ["--search"]) and (not args.config or args.gpus is None):
-        raise RecipeError("--config and --gpus are needed (or --all, or --diff A B)")
+        raise RecipeError("--config and --gpus are needed (or --all, --hlo FILE, or --diff A B)")
 
 
 def plan_many(args: argparse.Namespace, target: Target) -> int:
@@ -221,6 +231,10 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
         gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
         check_arguments(args)
+        if args.hlo:
+            step = hlo.read(args.hlo, gpu, args.kernels)
+            print(json.dumps(asdict(step), indent=2) if args.json else hlo.report(step))
+            return 0
         if args.diff or args.all or args.scaling or args.search:
             return plan_many(args, Target(gpu, args.gpu, tuple(args.system), args.kernels))
         return plan_one(args, gpu)

@@ -6,7 +6,6 @@
 import json
 import math
 import tempfile
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
-from jaxbench.forecast.forecast import Forecast, forecast
+from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu
 from jaxbench.plan.absent import compile_only_devices, placed
-from jaxbench.plan.traffic import Traffic, axes_of, traffic
+from jaxbench.plan.step import Kernels, OtherKernels, Step, step_of
+from jaxbench.plan.traffic import Traffic, axes_of, system
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
@@ -28,12 +28,11 @@ from jaxbench.train.program import RULES, check_program, compile_program
 from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
 from jaxbench.versions import versions
-from jaxbench.xla import flags, memory, schedule
+from jaxbench.xla import flags, memory
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
-SHOWN_KERNELS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,25 +81,6 @@ class Flops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Launches per step of matrix products by dtype and of fused attention, both directions."""
-
-    gemm_bf16: int
-    gemm_fp8: int
-    attention: int
-
-
-@dataclass(kw_only=True)
-class OtherKernels:
-    """Kernels other than products and attention that come from one JAX operation: their seconds in
-    the bound, and launches, per step."""
-
-    source: str
-    seconds: float = 0.0
-    launches: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Throughput and model FLOPs utilisation of a step time, with full attention counted; `mfu` is
     None where the GPU's peak is unknown."""
@@ -123,11 +103,10 @@ class Pipelined:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Step):
     """The plan of a row; FLOPs and bytes are per device and step. `fits` covers the start too:
-    making or restoring the state needs no more than the step's arguments. `bound_parts_s` are
-    `compute` (products and attention), `memory` (other kernels) and `exposed` collectives. Keys of
-    `rates` are `bound`, `forecast` and `published`."""
+    making or restoring the state needs no more than the step's arguments. Keys of `rates` are
+    `bound`, `forecast` and `published`."""
 
     recipe: str
     row: str
@@ -144,19 +123,9 @@ class Plan:
     state_bytes: StateBytes
     largest_buffers: list[Buffer]
     flops: Flops
-    collectives: list[Traffic]
-    wire_bytes: int
-    uncovered_wire_bytes: int
-    kernels: Kernels
     stages: Pipelined | None
-    launches: int
-    other_kernels: list[OtherKernels]
     lower_s: float
     compile_s: float
-    bound_parts_s: dict[str, float]
-    bound_step_s: float
-    forecast_step_s: float
-    forecast: Forecast
     rates: dict[str, Rates]
     published: dict[str, Any] | None
 
@@ -205,14 +174,13 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     if dump is not None:
         (dump / "program.hlo.txt").write_text(text)
     program, size = Program.parse(text, RULES), Memory.of(compiled, gpu)
-    walk = schedule.Walk(program)
-    timeline = walk.under(schedule.Roofline(gpu))
-    expected = forecast(walk, gpu, tables, lambda c: axes_of(c, run))
-    times = {"bound": timeline.step_s, "forecast": expected.step_s}
+    step = step_of(program, gpu, tables, lambda c: axes_of(c, run))
+    times = {"bound": step.bound_step_s, "forecast": step.forecast_step_s}
     rates = {name: rates_of(run, gpu, seconds) for name, seconds in times.items()}
     if row := published.lookup(run, gpu):
         rates["published"] = rates_of(run, row.gpu, row.step_time_s)
     return Plan(
+        **vars(step),
         recipe=run.recipe,
         row=run.row,
         gpus=run.gpus,
@@ -228,28 +196,12 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         state_bytes=state,
         largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
         flops=compiled_flops(run, program),
-        collectives=traffic(run, gpu, timeline),
-        wire_bytes=sum(t.collective.wire_bytes for t in timeline.transfers),
-        uncovered_wire_bytes=timeline.uncovered_bytes,
-        kernels=kernel_launches(program),
         stages=stages(run),
-        launches=timeline.kernels,
-        other_kernels=other_kernels(walk, gpu),
         lower_s=lower_s,
         compile_s=compile_s,
-        bound_parts_s={**timeline.parts, "exposed": timeline.exposed_s},
-        bound_step_s=timeline.step_s,
-        forecast_step_s=expected.step_s,
-        forecast=expected,
         rates=rates,
         published=asdict(row) if row else None,
     )
-
-
-def system(gpu: Gpu) -> dict[str, Any]:
-    """The GPU's properties and links that decide a plan."""
-    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node", "domain")
-    return {name: getattr(gpu, name) for name in names}
 
 
 def state_bytes(run: Run) -> StateBytes:
@@ -296,30 +248,6 @@ def compiled_flops(run: Run, program: Program) -> Flops:
         compiled=compiled,
         recompute_ratio=compiled / full,
     )
-
-
-def kernel_launches(program: Program) -> Kernels:
-    """Launches of products and attention in a program."""
-    launches: Counter[str] = Counter()
-    for work, times, _ in program.works():
-        dtype = "fp8" if work.multiplied.startswith("f8") else work.multiplied
-        launches[dtype if work.kind == "product" else work.kind] += times
-    return Kernels(
-        gemm_bf16=launches["bf16"], gemm_fp8=launches["fp8"], attention=launches["attention"]
-    )
-
-
-def other_kernels(walk: schedule.Walk, gpu: Gpu) -> list[OtherKernels]:
-    """The JAX operations whose kernels other than products and attention take longest."""
-    roofline = schedule.Roofline(gpu)
-    sums: dict[str, OtherKernels] = {}
-    for _, kernel, runs in walk.kernels():
-        if not any(work.kind in ("product", "attention") for work in kernel.works):
-            source = memory.readable(kernel.source, "without a name")
-            line = sums.setdefault(source, OtherKernels(source=source))
-            line.seconds += sum(roofline.kernel(kernel).values()) * runs
-            line.launches += runs
-    return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]
 
 
 def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:

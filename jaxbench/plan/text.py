@@ -5,8 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import PACKAGE
 from jaxbench.plan.plan import Plan
+from jaxbench.plan.step import Step
 from jaxbench.recipe.published import ERRATA
 
 BAR = 30
@@ -54,17 +56,14 @@ def report(plan: Plan) -> str:
             *_buffers(plan, "    "),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
             f"{work.recompute_ratio:.3f} of the model's",
-            f"  kernels     {plan.kernels.gemm_bf16} bf16 products, {plan.kernels.gemm_fp8} fp8 "
-            f"products, {plan.kernels.attention} attention, {plan.launches} launches in all",
+            f"  kernels     {kernels(plan)}",
             *_pipeline(plan),
-            f"network     {gib(plan.wire_bytes)} sent per device and step; "
-            f"{gib(plan.uncovered_wire_bytes)} with no product or attention beside it",
-            *_collectives(plan),
+            *network(plan),
             f"bound       {plan.bound_step_s:.3f} s per step: products and attention "
             f"{parts['compute']:.3f}, other kernels {parts['memory']:.3f}, exposed "
             f"{parts['exposed']:.3f}; {_rates(plan, 'bound')}; the largest other kernels:",
-            *(f"  {k.seconds:.3f} s {k.launches:6}  {k.source}" for k in plan.other_kernels),
-            *_forecast(plan),
+            *other_kernels(plan),
+            *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
             *_published(plan),
         ]
     )
@@ -92,13 +91,32 @@ def _pipeline(plan: Plan) -> list[str]:
     ]
 
 
-def _collectives(plan: Plan) -> list[str]:
+def kernels(step: Step) -> str:
+    """The launches of a step."""
+    by = step.kernels
+    return (
+        f"{by.gemm_bf16} bf16 products, {by.gemm_fp8} fp8 products, {by.attention} attention, "
+        f"{step.launches} launches in all"
+    )
+
+
+def network(step: Step) -> list[str]:
+    """The collectives of a step."""
     where = {True: "across domains", False: "in NVLink domain"}
     return [
-        f"  {c.kind:18} {c.axes:16} {c.count:5} x {gib(c.bytes):>10} "
-        f"{where[c.across_domains]:16} {c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
-        for c in plan.collectives
+        f"network     {gib(step.wire_bytes)} sent per device and step; "
+        f"{gib(step.uncovered_wire_bytes)} with no product or attention beside it",
+        *(
+            f"  {c.kind:18} {c.axes:16} {c.count:5} x {gib(c.bytes):>10} "
+            f"{where[c.across_domains]:16} {c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
+            for c in step.collectives
+        ),
     ]
+
+
+def other_kernels(step: Step) -> list[str]:
+    """The largest kernels other than products and attention."""
+    return [f"  {k.seconds:.3f} s {k.launches:6}  {k.source}" for k in step.other_kernels]
 
 
 def _rates(plan: Plan, name: str) -> str:
@@ -107,14 +125,10 @@ def _rates(plan: Plan, name: str) -> str:
     return f"{rates.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {mfu}"
 
 
-def _forecast(plan: Plan) -> list[str]:
-    """The forecast and its parts, with bars."""
-    f = plan.forecast
+def forecast(f: Forecast, rates: str = "") -> list[str]:
+    """A forecast and its parts, with bars."""
     longest = max(f.parts_s.values())
-    lines = [
-        f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}; "
-        f"{_rates(plan, 'forecast')}"
-    ]
+    lines = [f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}{rates}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / longest)
         lines.append(f"  {name:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())

@@ -1,7 +1,9 @@
 """Collectives of a step, by kind and mesh axes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxbench.hardware import Gpu
 from jaxbench.recipe.settings import AXES, Run
@@ -24,13 +26,20 @@ class Traffic:
     exposed_s: float = 0.0
 
 
-def traffic(run: Run, gpu: Gpu, timeline: Schedule) -> list[Traffic]:
-    """Sums the collectives of a step, those that send most first."""
+def system(gpu: Gpu) -> dict[str, Any]:
+    """The GPU's properties and links that decide a plan."""
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node", "domain")
+    return {name: getattr(gpu, name) for name in names}
+
+
+def traffic(axes: Callable[[Collective], str], gpu: Gpu, timeline: Schedule) -> list[Traffic]:
+    """Sums the collectives of a step by kind and by what `axes` says they cross; those that send
+    most come first."""
     sums: dict[tuple[str, str], Traffic] = {}
     for t in timeline.transfers:
-        kind, axes = t.collective.kind, axes_of(t.collective, run)
-        crosses = t.collective.crosses_domains(gpu)
-        line = sums.setdefault((kind, axes), Traffic(kind=kind, axes=axes, across_domains=crosses))
+        kind, crossed = t.collective.kind, axes(t.collective)
+        new = Traffic(kind=kind, axes=crossed, across_domains=t.collective.crosses_domains(gpu))
+        line = sums.setdefault((kind, crossed), new)
         line.count += t.collective.count
         line.bytes += t.collective.wire_bytes
         line.least_s += t.seconds

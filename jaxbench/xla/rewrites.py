@@ -35,8 +35,16 @@ def rewrite(computations: Computations) -> None:
             elif i.opcode in ("fusion", "fusion-start", "async-start"):
                 scope[i.name] = _unwrapped(i, computations)
             elif i.opcode.endswith(("-done", "-update")) and i.operands[0] in scope:
-                kind = scope[i.operands[0]].opcode.removesuffix("-start").removesuffix("-update")
-                scope[i.name] = replace(i, opcode=f"{kind}-{i.opcode.rpartition('-')[2]}")
+                scope[i.name] = _completing(i, scope[i.operands[0]])
+
+
+def _completing(i: Instruction, before: Instruction) -> Instruction:
+    """The `-done` or `-update` of an asynchronous operation, named by the kind of its start, which
+    becomes its operand in place of an update."""
+    kind = before.opcode.removesuffix("-start").removesuffix("-update")
+    start = before.operands[0] if before.opcode.endswith("-update") else before.name
+    opcode = f"{kind}-{i.opcode.rpartition('-')[2]}"
+    return replace(i, opcode=opcode, operands=(start, *i.operands[1:]))
 
 
 def _unwrapped(i: Instruction, computations: Computations) -> Instruction:

@@ -269,3 +269,83 @@ def test_an_unknown_dtype_is_an_error():
     instruction = Instruction("x", "(f32[2], f5e2m2[8,4]{1,0})", "parameter", ("0",), "")
     with pytest.raises(RunFailed, match=r"unknown dtype f5e2m2 in f5e2m2\[8,4\]"):
         print(instruction.bytes)
+
+
+INDIRECT = """\
+HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
+
+%product (a: bf16[64,64]) -> bf16[64,64] {
+  %a = bf16[64,64]{1,0} parameter(0)
+  ROOT %dot = bf16[64,64]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%twice (b: bf16[64,64]) -> bf16[64,64] {
+  %b = bf16[64,64]{1,0} parameter(0)
+  %once = bf16[64,64]{1,0} call(%b), to_apply=%product
+  ROOT %again = bf16[64,64]{1,0} call(%once), to_apply=%product
+}
+
+%same (c: bf16[64,64]) -> bf16[64,64] {
+  %c = bf16[64,64]{1,0} parameter(0)
+  ROOT %copy = bf16[64,64]{1,0} copy(%c)
+}
+
+%scatter (d: f32[64,64]) -> f32[8,64] {
+  %d = f32[64,64]{1,0} parameter(0)
+  ROOT %inner = f32[8,64]{1,0} reduce-scatter(%d), replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%reduce (e: f32[64,64]) -> f32[64,64] {
+  %e = f32[64,64]{1,0} parameter(0)
+  %sum = f32[64,64]{1,0} all-reduce(%e), replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %scaled = f32[64,64]{1,0} add(%sum, %sum)
+}
+
+ENTRY %main (x: bf16[64,64], flag: pred[], i: s32[], y: f32[64,64]) -> bf16[64,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %flag = pred[] parameter(1)
+  %i = s32[] parameter(2)
+  %y = f32[64,64]{1,0} parameter(3)
+  %two = bf16[64,64]{1,0} conditional(%flag, %x, %x), true_computation=%same, \
+false_computation=%twice
+  %many = bf16[64,64]{1,0} conditional(%i, %two, %two, %two), \
+branch_computations={%same, %product, %same}
+  %start = ((f32[64,64]{1,0}), f32[8,64]{1,0}) async-start(%y), calls=%scatter
+  %update = ((f32[64,64]{1,0}), f32[8,64]{1,0}) async-update(%start)
+  %done = f32[8,64]{1,0} async-done(%update)
+  %fused = f32[64,64]{1,0} fusion(%y), kind=kCustom, calls=%reduce, \
+metadata={op_name="jit(step)/loss"}
+  %fused-start = ((f32[64,64]{1,0}), f32[64,64]{1,0}) fusion-start(%y), kind=kCustom, calls=%reduce
+  %fused-done = f32[64,64]{1,0} fusion-done(%fused-start)
+  %ragged = bf16[64,64]{1,0} ragged-all-to-all(%x, %x), replica_groups=[2,4]<=[8]
+  %sent = bf16[64,64]{1,0} collective-broadcast(%x), replica_groups=[2,4]<=[8]
+  %theirs = bf16[64,64]{1,0} custom-call(%x), custom_call_target="their_attention"
+  ROOT %sorted = bf16[64,64]{1,0} custom-call(%theirs), custom_call_target="__cub$DeviceRadixSort"
+}
+"""
+
+
+def test_conditionals_count_their_largest_branch_once():
+    program = hlo.Program.parse(INDIRECT, RULES)
+    assert program.flops() == {("product", "bf16"): 3 * 2 * 64**3}
+    assert program.assumed == [
+        "two: the largest of its 2 branches, twice", "many: the largest of its 3 branches, product",
+    ]  # fmt: skip
+    assert program.devices == 8
+
+
+def test_collectives_in_wrappers_and_fusions_are_counted():
+    found = collectives.find(hlo.Program.parse(INDIRECT, RULES))
+    assert [(c.name, c.kind, c.group, c.wire_bytes, c.source) for c in found] == [
+        ("done", "reduce-scatter", 8, 7 * 8 * 64 * 4, ""),
+        ("fused", "all-reduce", 4, 2 * 3 * 64 * 16 * 4, "jit(step)/loss"),
+        ("fused-done", "all-reduce", 4, 2 * 3 * 64 * 16 * 4, ""),
+        ("ragged", "ragged-all-to-all", 4, 3 * 64 * 16 * 2, ""),
+        ("sent", "collective-broadcast", 4, 3 * 64 * 16 * 2, ""),
+    ]
+
+
+def test_custom_calls_without_a_rule_are_known_by_name():
+    program = hlo.Program.parse(INDIRECT, RULES)
+    unknown = [i.target for i, _, _ in program.walk() if program.without_rule(i)]
+    assert unknown == ["their_attention"]

@@ -1,0 +1,156 @@
+"""`plan --hlo`: the step of a compiled program that is read from a file, of whatever code.
+
+The file has the text of `compiled.as_text()`, or is the program after optimizations that
+`--xla_dump_to` writes. Beside the latter lies the compiler's account of memory, which the text
+alone does not have.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxbench.errors import RecipeError
+from jaxbench.forecast.tables import load
+from jaxbench.hardware import Gpu
+from jaxbench.plan import text
+from jaxbench.plan.absent import placed
+from jaxbench.plan.step import Step, step_of
+from jaxbench.plan.traffic import system
+from jaxbench.train.program import RULES
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import root, shape_bytes
+
+MEMORY_REPORT = "-memory-usage-report.txt"
+"""End of the name of the compiler's account of memory, in place of the program's `.txt`."""
+
+UNKNOWN_LIMIT = 0.05
+"""Share of the kernels' time from which on unknown custom calls make a forecast none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HloStep(Step):
+    """The step of a program in a file; FLOPs and bytes are per device.
+
+    `peak` is that of the compiler's account beside the file, None without one; `outputs` are those
+    that take no argument's memory. `flops` are by kind and dtype. `assumed` says what was counted
+    otherwise than it may run.
+    """
+
+    file: str
+    target: str
+    system: dict[str, Any]
+    devices: int
+    arguments: int
+    outputs: int
+    peak: int | None
+    limit: int
+    flops: dict[str, int]
+    assumed: list[str]
+
+
+def read(path: Path, gpu: Gpu, kernels: Path | None) -> HloStep:
+    """The step of the program in a file on a GPU, with the measurements of `kernels`
+    (`forecast.tables`). Raises RecipeError if it holds no scheduled program or its devices do not
+    fill nodes, RunFailed for what cannot be read."""
+    try:
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--hlo: cannot read {path}: {error}") from error
+    program = Program.parse(content, RULES, strict=False)
+    if not program.entry or "is_scheduled=true" not in content:
+        raise RecipeError(
+            f"--hlo: {path} has no scheduled HLO; expected the text of compiled.as_text(), or "
+            "*_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR"
+        )
+    tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
+    parameters = [
+        i for i in program.computations[program.entry].values() if i.opcode == "parameter"
+    ]
+    return HloStep(
+        **vars(step_of(program, gpu, tables, crossed)),
+        file=str(path),
+        target=gpu.name.lower(),
+        system=system(gpu),
+        devices=program.devices,
+        arguments=sum(i.bytes for i in parameters),
+        outputs=_outputs(program, content),
+        peak=_peak(path),
+        limit=gpu.memory_limit,
+        flops={" ".join(key): count for key, count in program.flops().items()},
+        assumed=[*program.assumed, *_in_line(program)],
+    )
+
+
+def crossed(collective: Collective) -> str:
+    """The GPUs that a collective joins: `8 GPUs`, `16 GPUs, 8 apart`, or `pairs`."""
+    if collective.kind == "collective-permute":
+        return "pairs"
+    first, second, *_ = sorted(collective.devices)
+    apart = f", {second - first} apart" if second - first > 1 else ""
+    return f"{collective.group} GPUs{apart}"
+
+
+def _outputs(program: Program, content: str) -> int:
+    """Bytes of outputs without those that take the memory of arguments."""
+    result = root(program.computations[program.entry])
+    shapes = re.findall(r"\w+\[[\d,]*\]", result.shape)
+    aliases = re.search(r"input_output_alias=\{(.*?)\) \}", content.partition("\n")[0])
+    held = {
+        int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", aliases[1] if aliases else "")
+    }
+    return sum(shape_bytes(shape) for n, shape in enumerate(shapes) if n not in held)
+
+
+def _peak(path: Path) -> int | None:
+    """The compiler's account of memory beside a dumped program; None without one."""
+    report = path.with_name(path.name.removesuffix(".txt") + MEMORY_REPORT)
+    if not report.is_file():
+        return None
+    total = re.search(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
+    return int(total[1]) if total else None
+
+
+def _in_line(program: Program) -> list[str]:
+    """What is said of asynchronous kernels, which run beside others on a stream of their own."""
+    runs = sum(runs for i, _, runs in program.walk() if i.opcode == "fusion-start")
+    return [f"{runs} asynchronous kernels: counted in line with the others"] if runs else []
+
+
+def report(step: HloStep) -> str:
+    """The step as text."""
+    parts, forecast = step.bound_parts_s, step.forecast
+    share = sum(forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
+    compiled = ", ".join(f"{n / 1e12:.1f} {name}" for name, n in step.flops.items()) or "none"
+    lines = [
+        f"{step.file}: {step.devices} x {step.system['device']}",
+        "",
+        f"memory      {_memory(step)}",
+        f"work        TFLOP per device and step: {compiled}",
+        f"  kernels     {text.kernels(step)}",
+        *text.network(step),
+        f"bound       {step.bound_step_s:.3f} s per step: products and attention "
+        f"{parts.get('compute', 0):.3f}, other kernels {parts.get('memory', 0):.3f}, exposed "
+        f"{parts['exposed']:.3f}; the largest other kernels:",
+        *text.other_kernels(step),
+    ]
+    if share > UNKNOWN_LIMIT:
+        lines.append(
+            f"forecast    none: custom calls without a rule take at least {100 * share:.0f} % of "
+            "the step"
+        )
+    else:
+        lines += text.forecast(forecast)
+    runs = [f"{target}: at least {s:.3f} s, by its bytes" for target, s in forecast.unknown.items()]
+    for title, entries in (("without a rule", runs), ("assumed", step.assumed)):
+        lines += [title, *(f"  {entry}" for entry in entries)] if entries else []
+    return "\n".join(lines)
+
+
+def _memory(step: HloStep) -> str:
+    held = f"arguments {text.gib(step.arguments)}, other outputs {text.gib(step.outputs)}"
+    if step.peak is None:
+        return f"{held}; temporaries are not in this text, but beside a program of --xla_dump_to"
+    fits = "fits" if step.peak <= step.limit else "DOES NOT FIT"
+    return f"{fits}: peak {text.gib(step.peak)} of {text.gib(step.limit)} per device; {held}"

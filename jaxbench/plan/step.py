@@ -1,0 +1,95 @@
+"""The step of a compiled program, of this project or another: launches, collectives, bound and
+forecast."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxbench.forecast.forecast import Forecast, forecast
+from jaxbench.forecast.tables import Tables
+from jaxbench.hardware import Gpu
+from jaxbench.plan.traffic import Traffic, traffic
+from jaxbench.xla import memory
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.schedule import Roofline, Walk
+
+SHOWN_KERNELS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Launches per step of matrix products by dtype and of fused attention, both directions."""
+
+    gemm_bf16: int
+    gemm_fp8: int
+    attention: int
+
+
+@dataclass(kw_only=True)
+class OtherKernels:
+    """Kernels other than products and attention that come from one JAX operation: their seconds in
+    the bound, and launches, per step."""
+
+    source: str
+    seconds: float = 0.0
+    launches: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step on one device. `bound_parts_s` are `compute` (products and attention), `memory`
+    (other kernels) and `exposed` collectives."""
+
+    collectives: list[Traffic]
+    wire_bytes: int
+    uncovered_wire_bytes: int
+    kernels: Kernels
+    launches: int
+    other_kernels: list[OtherKernels]
+    bound_parts_s: dict[str, float]
+    bound_step_s: float
+    forecast_step_s: float
+    forecast: Forecast
+
+
+def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Step:
+    """The step of a program on a GPU; `axes` names what a collective crosses."""
+    walk = Walk(program)
+    bound, expected = walk.under(Roofline(gpu)), forecast(walk, gpu, tables, axes)
+    return Step(
+        collectives=traffic(axes, gpu, bound),
+        wire_bytes=sum(t.collective.wire_bytes for t in bound.transfers),
+        uncovered_wire_bytes=bound.uncovered_bytes,
+        kernels=kernel_launches(program),
+        launches=bound.kernels,
+        other_kernels=other_kernels(walk, gpu),
+        bound_parts_s={**bound.parts, "exposed": bound.exposed_s},
+        bound_step_s=bound.step_s,
+        forecast_step_s=expected.step_s,
+        forecast=expected,
+    )
+
+
+def kernel_launches(program: Program) -> Kernels:
+    """Launches of products and attention in a program."""
+    launches: Counter[str] = Counter()
+    for work, times, _ in program.works():
+        dtype = "fp8" if work.multiplied.startswith("f8") else work.multiplied
+        launches[dtype if work.kind == "product" else work.kind] += times
+    return Kernels(
+        gemm_bf16=launches["bf16"], gemm_fp8=launches["fp8"], attention=launches["attention"]
+    )
+
+
+def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
+    """The JAX operations whose kernels other than products and attention take longest."""
+    roofline = Roofline(gpu)
+    sums: dict[str, OtherKernels] = {}
+    for _, kernel, runs in walk.kernels():
+        if not any(work.kind in ("product", "attention") for work in kernel.works):
+            source = memory.readable(kernel.source, "without a name")
+            line = sums.setdefault(source, OtherKernels(source=source))
+            line.seconds += sum(roofline.kernel(kernel).values()) * runs
+            line.launches += runs
+    return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]

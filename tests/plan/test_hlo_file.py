@@ -1,0 +1,132 @@
+"""`plan --hlo`: a program of whatever code, read from a file."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import needs_compiler
+
+from jaxbench.hardware import H100
+from jaxbench.plan import command
+from jaxbench.plan.absent import compile_only_devices
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {2}: (1, {}, \
+must-alias) }, entry_computation_layout={()}, num_partitions=8
+
+%body (c: (f32[64], bf16[8192,8192])) -> (f32[64], bf16[8192,8192]) {
+  %c = (f32[64]{0}, bf16[8192,8192]{1,0}) parameter(0)
+  %v = f32[64]{0} get-tuple-element(%c), index=0
+  %w = bf16[8192,8192]{1,0} get-tuple-element(%c), index=1
+  %dot = bf16[8192,8192]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (f32[64]{0}, bf16[8192,8192]{1,0}) tuple(%v, %dot)
+}
+
+%condition (d: (f32[64], bf16[8192,8192])) -> pred[] {
+  %d = (f32[64]{0}, bf16[8192,8192]{1,0}) parameter(0)
+  %u = f32[64]{0} get-tuple-element(%d), index=0
+  ROOT %more = pred[] fusion(%u), kind=kLoop, calls=%test
+}
+
+%test (p: f32[64]) -> pred[] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[64], w: bf16[8192,8192]) -> (f32[64], f32[1024], bf16[64,8192]) {
+  %x = f32[64]{0} parameter(0)
+  %y = bf16[8192,8192]{1,0} parameter(1)
+  %state = (f32[64]{0}, bf16[8192,8192]{1,0}) tuple(%x, %y)
+  %loop = (f32[64]{0}, bf16[8192,8192]{1,0}) while(%state), condition=%condition, body=%body
+  %out = bf16[8192,8192]{1,0} get-tuple-element(%loop), index=1
+  %gathered = f32[1024]{0} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %attention = bf16[64,8192]{1,0} custom-call(%out), custom_call_target="their_attention"
+  ROOT %result = (f32[64]{0}, f32[1024]{0}, bf16[64,8192]{1,0}) tuple(%x, %gathered, %attention)
+}
+"""
+ATTENTION_S = 3e-6 + (8192 + 64) * 8192 * 2 / (0.8 * 3352e9)
+"""A launch, and bytes at 80 % of the memory's bandwidth."""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "step.txt"
+    path.write_text(PROGRAM)
+    return path
+
+
+def read(path, capsys, *options):
+    assert command.main(["--hlo", str(path), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_program_is_read(program, capsys):
+    found = read(program, capsys)
+    array = 8192 * 8192 * 2
+    assert (found["devices"], found["arguments"], found["outputs"]) == (8, 256 + array, 4096)
+    assert found["flops"] == {"product bf16": 2 * 8192**3}
+    assert found["assumed"] == ["loop: a loop without a trip count, counted once"]
+    (gather,) = found["collectives"]
+    assert (gather["kind"], gather["axes"], gather["count"]) == ("all-gather", "4 GPUs, 2 apart", 1)
+    assert found["forecast"]["unknown"]["their_attention"] == pytest.approx(ATTENTION_S, rel=1e-3)
+    assert found["peak"] is None
+    slower = read(program, capsys, "--system", "nvlink=45")
+    assert slower["bound_parts_s"]["exposed"] == pytest.approx(
+        10 * found["bound_parts_s"]["exposed"]
+    )
+
+
+def test_the_text_says_what_is_unknown(program, capsys):
+    assert command.main(["--hlo", str(program)]) == 0
+    text = capsys.readouterr().out
+    assert "temporaries are not in this text" in text
+    assert re.search(r"\n  their_attention: at least 0\.000 s, by its bytes\n", text)
+    assert "\n  loop: a loop without a trip count, counted once" in text
+    assert re.search(r"\nforecast    0\.00\d s per step", text)
+    # As large as the product, it makes the forecast none.
+    large = PROGRAM.replace("bf16[64,8192]{1,0} custom-call", "bf16[65536,8192]{1,0} custom-call")
+    program.write_text(large)
+    assert command.main(["--hlo", str(program)]) == 0
+    assert (
+        "\nforecast    none: custom calls without a rule take at least " in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ("# a document", (), "has no scheduled HLO; expected the text of compiled.as_text()"),
+        (PROGRAM.replace("is_scheduled=true, ", ""), (), "has no scheduled HLO"),
+        (PROGRAM.replace("partitions=8", "partitions=12"), (), "12 GPUs"),
+        (PROGRAM, ("--gpus", "8"), "--hlo takes no --gpus"),
+        (PROGRAM, ("--all",), "--all and --hlo: one of them at a time"),
+        (None, (), "cannot read"),
+    ],
+)
+def test_mistakes_are_one_line(content, options, said, tmp_path, capsys):
+    path = tmp_path / "step.txt"
+    if content is not None:
+        path.write_text(content)
+    assert command.main(["--hlo", str(path), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@needs_compiler
+def test_memory_beside_a_dumped_program(tmp_path, capsys):
+    """The compiler's account lies beside it, and is what the executable says."""
+    device = compile_only_devices(H100, 1)[0]
+    x = jax.ShapeDtypeStruct(
+        (4096, 4096), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)
+    )
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    step = jax.jit(lambda x: jnp.sort(jnp.tanh(x @ x) @ x, axis=0))
+    stats = step.lower(x).compile(compiler_options=options).memory_analysis()
+    (path,) = tmp_path.glob("*_gpu_after_optimizations.txt")
+    found = read(path, capsys)
+    assert (found["arguments"], found["outputs"]) == (4096**2 * 4, 4096**2 * 4)
+    used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    assert used <= found["peak"] < used + 4096
+    assert found["flops"] == {"product f32": 2 * 2 * 4096**3}
