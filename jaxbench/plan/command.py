@@ -72,7 +72,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--diff", nargs=2, metavar=("A", "B"),
         help="what moved between two plans: JSON files of --dump, or rows with settings, as in "
-        "'llama2_70b_bf16:64 execution.remat=full'",
+        "'llama2_70b_bf16:64 execution.remat=full'; or between two tables of --all (plan.csv), "
+        "with status 1 if a row got worse",
+    )  # fmt: skip
+    add(
+        "--percent", type=float, default=2.0,
+        help="change that --diff of two tables reports (default 2)",
     )  # fmt: skip
     add(
         "--hlo", type=Path, metavar="FILE",
@@ -191,6 +196,11 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def plan_many(args: argparse.Namespace, target: Target) -> int:
     """Runs `--diff`, `--all`, `--scaling` or `--search`."""
+    if args.diff and all(spec.endswith(".csv") for spec in args.diff):
+        before, after = map(Path, args.diff)
+        lines, worse = sweep.difference(before, after, args.percent)
+        print(lines)
+        return int(worse)
     if args.diff:
         plans = (plan_spec(spec, target.gpu, args.kernels) for spec in args.diff)
         print(text.difference(*plans))

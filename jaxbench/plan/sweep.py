@@ -1,4 +1,5 @@
-"""`python -m jaxbench.plan --all`: plans of every row of every recipe, and their tables."""
+"""`python -m jaxbench.plan --all`: plans of every row of every recipe, their tables, and what moved
+between two tables, as between two versions of jax."""
 
 import csv
 import sys
@@ -6,6 +7,7 @@ import time
 from io import StringIO
 from pathlib import Path
 
+from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.hardware import Gpu
 from jaxbench.plan.plan import Plan
@@ -16,6 +18,20 @@ from jaxbench.versions import versions
 
 MARK = "<!-- table -->"
 """The line of plan.md after which the table is replaced."""
+
+COMPARED = (
+    "peak GiB",
+    "wire GiB",
+    "uncovered GiB",
+    "exposed s",
+    "bound s",
+    "forecast s",
+    "launches",
+)
+"""Columns of a table in which more is worse."""
+
+LEAST = 0.05
+"""Change of a column, in its unit, that is never worth a line."""
 
 
 def rows(gpu: Gpu) -> list[Run]:
@@ -94,3 +110,40 @@ def write_tables(plans: list[Plan], failures: list[str], output: Path, target: T
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *(line.values() for line in table)])
     write_whole(output / "plan.csv", text.getvalue())
+
+
+def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
+    """What moved by more than `percent` between two tables (plan.csv), a line each, and whether
+    anything got worse: more of a column, a row that no longer fits, a row that is missing. Raises
+    RecipeError for a file that is no such table."""
+    old, new = _read_table(before), _read_table(after)
+    lines, worse = [], False
+    for row in old | new:
+        name = " ".join(row)
+        if row not in new or row not in old:
+            lines.append(f"{name}: only in {before if row in old else after}")
+            worse |= row in old
+            continue
+        if old[row]["fits"] != new[row]["fits"]:
+            lines.append(f"{name}: fits {old[row]['fits']} -> {new[row]['fits']}")
+            worse |= new[row]["fits"] != "yes"
+        for column in COMPARED:
+            x, y = float(old[row][column]), float(new[row][column])
+            if abs(y - x) > max(LEAST, abs(x) * percent / 100):
+                ratio = f", x {y / x:.3f}" if x else ""
+                lines.append(f"{name}: {column} {old[row][column]} -> {new[row][column]}{ratio}")
+                worse |= y > x
+    return "\n".join(lines or [f"no row moved by more than {percent:g} %"]), worse
+
+
+def _read_table(path: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """The lines of a table by recipe and GPUs."""
+    try:
+        with path.open(newline="") as file:
+            table = {(line["recipe"], line["GPUs"]): line for line in csv.DictReader(file)}
+        for line in table.values():
+            for column in COMPARED:
+                float(line[column])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise RecipeError(f"{path}: not a table of plan --all (plan.csv): {error}") from error
+    return table

@@ -28,3 +28,41 @@ def test_a_candidate_of_a_derived_row_is_the_same_to_its_process():
 def test_what_would_be_ignored_is_refused(option, capsys):
     assert command.main(["--all", *option]) == 2
     assert capsys.readouterr().err == f"error: --all takes no {option[0]}\n"
+
+
+TABLE = """\
+recipe,GPUs,mesh,peak GiB,fits,wire GiB,uncovered GiB,exposed s,bound s,forecast s,launches
+llama,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
+llama,16,fsdp 16,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
+grok,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ([("60.0", "61.0"), ("0.01", "0.04")], 0, "no row moved by more than 2 %\n"),
+        ([("16,60.0,yes", "16,75.0,NO")], 1,
+         "llama 16: fits yes -> NO\nllama 16: peak GiB 60.0 -> 75.0, x 1.250\n"),
+        ([("8,60.0,yes,10.0,0.0,0.01,1.000,1.200", "8,60.0,yes,10.0,0.0,0.01,1.000,1.100")], 0,
+         "llama 8: forecast s 1.200 -> 1.100, x 0.917\n"
+         "grok 8: forecast s 1.200 -> 1.100, x 0.917\n"),
+        ([("grok,8", "grok,4")], 1, "grok 8: only in {a}\ngrok 4: only in {b}\n"),
+    ],
+)  # fmt: skip
+def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys):
+    a, b, text = tmp_path / "a.csv", tmp_path / "b.csv", TABLE
+    for old, new in changes:
+        text = text.replace(old, new)
+    a.write_text(TABLE)
+    b.write_text(text)
+    assert command.main(["--diff", str(a), str(b)]) == status
+    assert capsys.readouterr().out == said.format(a=a, b=b)
+
+
+def test_what_is_no_table_is_one_line(tmp_path, capsys):
+    for text in ("recipe,GPUs\nllama,8\n", TABLE.replace("1000", "many")):
+        (tmp_path / "a.csv").write_text(text)
+        assert command.main(["--diff", str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "not a table of plan --all (plan.csv)" in line
