@@ -117,7 +117,7 @@ def _name(line: dict[str, Any]) -> str:
 
 
 def headline(runs: Sequence[PageRun]) -> str:
-    """Whether this cluster is as fast as it should be, in a sentence."""
+    """The page's conclusion in a sentence: is this cluster as fast as it should be?"""
     compared = [run for run in runs if run.comparable]
     if runs and all(run.smoke for run in runs):
         return "Smoke runs only. Nothing on this page is a benchmark result."
@@ -133,7 +133,7 @@ def headline(runs: Sequence[PageRun]) -> str:
 
 
 def details(page_run: PageRun) -> dict[str, Any]:
-    """What ran, exactly: the sections of the record as lines of text, and all of it as JSON."""
+    """The record in full: its sections as lines of text, and all of it as JSON."""
     run, line = page_run.result.run, page_run.line
     steps = sorted(run.steps.seconds.items())
     short = len(steps) <= MOST_STEPS

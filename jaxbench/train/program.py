@@ -95,11 +95,11 @@ def _products(run: Run, platform: str) -> str:
 
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
-    platform = mesh.platform()
+    model, platform = run.model, mesh.platform()
     requested = (
-        ("fused attention", run.model.attends, attention.KERNELS[_attention(run, platform)]),
-        ("a fused Mamba-2 scan", run.model.mamba, ssd.IMPLEMENTATIONS[_mamba2(run, platform)]),
-        ("grouped matmuls", run.model.dropless, grouped.IMPLEMENTATIONS[_grouped(run, platform)]),
+        ("fused attention", model.attention_mixer, attention.KERNELS[_attention(run, platform)]),
+        ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[_mamba2(run, platform)]),
+        ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[_grouped(run, platform)]),
     )
     expected = [(what, t) for what, present, kernel in requested if present for t in kernel.rules]
     in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
