@@ -289,9 +289,9 @@ def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
     return grad
 
 
-def own_copy(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
-    """A weight that is sharded over the axes `split` at most, as a local array inside a
-    `shard_map`; its gradient stays local."""
+def varying(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
+    """A local array inside a `shard_map`, cast to varying over all axes but `split`, which may
+    shard it: its gradient is not summed over them."""
     return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis not in split)), to="varying")
 
 

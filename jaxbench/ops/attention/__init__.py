@@ -106,7 +106,7 @@ def attend(
 
 def _own_heads(sinks: jax.Array, count: int) -> jax.Array:
     """The sinks of the `count` heads that a device computes, from those of its tensor rank."""
-    sinks = mesh.own_copy(sinks)
+    sinks = mesh.varying(sinks)
     if not (context := mesh.axes("seq")):
         return sinks
     first = count * jax.lax.axis_index(context)
