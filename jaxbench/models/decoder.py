@@ -220,14 +220,31 @@ def forward_context(
     cfg: ModelConfig, length: int, execution: Execution, precision: Precision
 ) -> ForwardContext:
     """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
-    platform, shard, mixer = mesh.platform(), length // mesh.ranks("seq"), cfg.attention_mixer
+    shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
     return ForwardContext(
         rotary=rotary_tables(mixer, length) if mixer else None,
-        kernel=attention.choose(execution, cfg, length, platform),
-        ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
-        grouped_matmul=grouped.choose(execution, cfg, precision.dtype, platform),
         expert_parts=execution.expert_parts,
+        **implementations(cfg, length, shards, execution, precision, mesh.platform()),
     )
+
+
+def implementations(
+    cfg: ModelConfig,
+    length: int,
+    shards: int,
+    execution: Execution,
+    precision: Precision,
+    platform: str,
+) -> dict[str, str]:
+    """The names of the implementations that compute a model on a platform, by their fields of
+    `ForwardContext`; a sequence of `length` tokens lies on `shards` ranks. Raises RecipeError where
+    a requested one cannot."""
+    dtype = precision.dtype
+    return {
+        "kernel": attention.choose(execution, cfg, length, platform),
+        "ssd": ssd.choose(execution, cfg, dtype, length // shards, platform),
+        "grouped_matmul": grouped.choose(execution, cfg, dtype, platform),
+    }
 
 
 def apply_block(

@@ -16,10 +16,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
 from jaxbench.recipe.verdict import PASS, SMOKE
 from jaxbench.report import formats, history, sections
-from jaxbench.report.compare import SECTIONS, flat
+from jaxbench.report.compare import SECTIONS
 from jaxbench.report.runs import Result
 from jaxbench.report.sections import PageRun
 
@@ -155,7 +156,7 @@ def details(page_run: PageRun) -> dict[str, Any]:
         "sections": [
             (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
             for part in SECTIONS
-            if (values := [*flat(part, run.record.get(part))])
+            if (values := [*flat(run.record.get(part), part)])
         ],
         "steps": " ".join(f"{seconds:.4g}" for _, seconds in steps) if short else None,
         "file": f"{name}.json.gz",
