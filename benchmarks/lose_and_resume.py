@@ -20,7 +20,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,11 +31,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import network
 import slurm
 
-ROOT = Path(__file__).parents[1]
-TINY = (
-    "model.layers=1", "model.embed=64", "model.mlp.ffn=64", "model.vocabulary=128",
-    "batch.sequence_length=32", "parallelism.fsdp=4",
-)  # fmt: skip
 STEPS, EVERY, LOSSES, RESTARTS, WATCHDOG = 120, 10, 3, 6, 10
 ALONE = r"rank \d on n\d: it lost the network or another process: .+"
 VERDICT = {
@@ -73,25 +67,15 @@ class Loser:
     """Submits jobs, and takes processes from them."""
 
     def __init__(self, cluster: slurm.Cluster, stage: Path, draw: random.Random):
-        self.cluster, self.draw = cluster, draw
-        self.environment = cluster.environment | {
-            "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "4", "GPUS_PER_NODE": "2",
-            "JAXBENCH_VENV": sys.prefix,
-        }  # fmt: skip
+        self.cluster, self.stage, self.draw = cluster, stage, draw
 
     def submit(self, saves: bool) -> tuple[str, Path]:
-        """(number, main log) of a rehearsal, as `launch/submit.sh` prints them."""
-        options = [part for text in TINY for part in ("--set", text)]
-        options += [f"--checkpoint-every={EVERY}", f"--restarts={RESTARTS}"] if saves else []
+        """(number, main log) of a rehearsal."""
+        options = [f"--checkpoint-every={EVERY}", f"--restarts={RESTARTS}"] if saves else []
         options += [f"--watchdog={WATCHDOG}", "--", f"--steps={STEPS}"]
         options += ["--checkpoint"] if saves else []
-        done = subprocess.run(
-            ["launch/submit.sh", "llama31_8b_bf16", "--cpu", *options], cwd=ROOT,
-            env=self.environment, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        match = re.fullmatch(r"job (\d+): .*\nwatch it: tail -F '?(.*?)'?\n", done.stdout)
-        assert match, done.stdout
-        return match[1], Path(match[2])
+        number, folder = slurm.submit(self.cluster, self.stage, *options)
+        return number, folder / f"log-jaxbench_llama31_8b_bf16_4_{number}.out"
 
     def wait(self, reached: Callable[[], bool], seconds: float = 240) -> None:
         """Polls until `reached()`; fails after `seconds`."""
@@ -106,7 +90,7 @@ class Loser:
 
     def ended(self, number: str) -> bool:
         """True if Slurm has ended a job."""
-        return self.cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
+        return slurm.ended(self.cluster.job(number))
 
     def losses(self, log: Path) -> list[float]:
         """Losses of all steps recorded so far."""

@@ -72,10 +72,10 @@ TINY_SAMPLE = Sample(
     rows=(64,), sizes=(64, 128), lengths=(64,), tokens=128, heads=2, head_dim=16,
     copied=(2**10, 2**12), sent=(2**12, 2**13),
 )  # fmt: skip
-"""Of a rehearsal on a CPU: whether all of it runs."""
+"""The sample of a rehearsal on a CPU, which only tries whether everything runs."""
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-"""Shape and dtype to an array of one GPU."""
+"""Function of a shape and dtype that describes an array on one GPU."""
 
 LARGEST = 2**31
 """Elements of a product's largest array."""
@@ -83,8 +83,9 @@ LARGEST = 2**31
 
 @dataclass(frozen=True)
 class Probe:
-    """A kernel to be measured: its line in the table, its function, and the shapes and dtypes of
-    its arguments. The time of `beside` is subtracted; None: that of an empty loop."""
+    """A kernel to measure: kind, name and sizes of its line in the table, its function, and shapes
+    and dtypes of the arguments. The time of a loop over `beside` is subtracted from that of a loop
+    over `function`; None for an empty loop."""
 
     kind: str
     name: str
@@ -121,7 +122,7 @@ def products(sample: Sample, array: Array) -> Iterator[Probe]:
 
 
 def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
-    """Causal attention; backward as what the gradients take beyond forward."""
+    """Causal attention, forward, and backward: the time of both passes without the forward one."""
     attend = attention.KERNELS[kernel].call
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -189,14 +190,14 @@ def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
 
 
 def measure(probe: Probe) -> float:
-    """Microseconds of a run, without what the loop around it takes."""
+    """Microseconds of one run of a kernel, without those of the loop around it."""
     beside = _microseconds(probe, probe.beside) if probe.beside else _loop()
     return max(_microseconds(probe, probe.function) - beside, LEAST)
 
 
 @cache
 def _loop() -> float:
-    """Microseconds of a run of nothing."""
+    """Microseconds of one iteration of an empty loop."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     nothing = (jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=device),)
     return _microseconds(Probe("", "", (), lambda x: x, nothing), lambda x: x)

@@ -1,20 +1,17 @@
-"""What goes wrong, in one line each: for the terminal, for run.json, and for whoever started it."""
+"""Errors that end a command, in one line each: for the terminal, for run.json and for launchers."""
 
 STATUS = {
-    "failed": 1,
-    "mistake": 2,
-    "numbers": 3,
-    "memory": 4,
-    "storage": 5,
-    "gpu": 6,
-    "network": 7,
-    "lost": 8,
+    "failed": 1,  # anything else, which a restart would not mend
+    "mistake": 2,  # a user's
+    "numbers": 3,  # an implausible loss, gradient or rate
+    "memory": 4,  # no more memory on a device
+    "storage": 5,  # files that cannot be read or written
+    "gpu": 6,  # a GPU that fails
+    "network": 7,  # a process of another host, or the network to it, is lost
+    "lost": 8,  # a process of this host is lost
 }
-"""Causes of a failure, and the exit status by which launchers tell them apart: an implausible loss,
-gradient or rate, a device without room, files that cannot be written or read, a GPU that
-fails, another process or the way to it that is gone, a process of this host that is gone. `failed`
-is all else that restarting would not mend. `launch/verdict.py` imports this with Pythons from 3.7
-on."""
+"""Exit status by cause of a failure; launchers tell causes apart by it. `launch/verdict.py` imports
+this with Pythons from 3.7 on."""
 
 
 class RecipeError(ValueError):

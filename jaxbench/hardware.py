@@ -33,14 +33,14 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{device}"
 """
-"""XLA's description of a GPU, a text proto (`GpuTargetConfigProto`). What is not left open here is
-the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/target_config/specs)."""
+"""XLA's description of a GPU, a text proto (`GpuTargetConfigProto`). What is written
+out here is the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/target_config/specs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What the compiler is told of a chip beside its memory: major compute capability, cores
-    (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
+    """Properties of a chip that the compiler needs, beside its memory: major compute capability,
+    cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
 
     capability: int
     cores: int
@@ -119,7 +119,7 @@ H100 = Gpu(
     nic=50.0,
     chip=HOPPER,
 )
-"""What the published rows were measured on."""
+"""The GPU of most published rows."""
 
 GPUS = (
     Gpu(name="A100", tflops={"bf16": 312.0}),
@@ -175,7 +175,7 @@ one 400 Gb/s adapter (ConnectX-7) per GPU (NVIDIA DGX B200 and GB200 NVL72 data 
 where a GB200 has ConnectX-8: `--system nic=100`."""
 
 PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.chip}
-"""Those that programs can be compiled for without having one, by the name that a user gives."""
+"""GPUs for which programs can be compiled without having one, by the name that a user gives."""
 
 
 def identify(device: str) -> Gpu | None:
@@ -186,7 +186,7 @@ def identify(device: str) -> Gpu | None:
 
 
 NULL = "null GPUs: nothing here is a measurement"
-"""What is said of every figure of a device that `is_null`."""
+"""Remark beside every figure of a device that `is_null`."""
 
 
 def is_null(device: str) -> bool:

@@ -104,9 +104,9 @@ def cudnn_attention_backward(
     """The gradients of query, key and value by cuDNN's backward kernel, given the results of the
     forward kernel.
 
-    The kernel makes the weights again from the logarithms of denominators. With those of a softmax
-    that has terms beside the keys, and with its output, it is exact for that softmax; public JAX
-    gives it the forward kernel's own alone.
+    The kernel recomputes softmax weights as exp(score - log denominator). If denominators and
+    output are those of a softmax with a further term, such as an attention sink, its gradients are
+    exactly that softmax's. Public JAX passes it nothing but the forward kernel's own results.
     """
     out, statistics = results
     query, key, value = fused_attention_stablehlo._dot_product_attention_bwd_p_wrapper.bind(

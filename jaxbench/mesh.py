@@ -84,8 +84,8 @@ VECTOR = {
     "head_dim": None, "groups": TENSOR, "inner": None, "taps": None, "experts": EXPERTS,
     "part": None, "expert_ffn": None, "router": None,
 }  # fmt: skip
-"""Norm gains, biases, attention sinks, and parameters of a Mamba-2 group per head and channel: as
-they are used at rest too. They are small, and gathering them would cost a collective's latency per
+"""Norm gains, biases, attention sinks, and parameters of a Mamba-2 group per head and channel. They
+are at rest as in use: they are small, and gathering them would cost a collective's latency per
 layer."""
 
 ACTIVATION = {
@@ -196,8 +196,9 @@ def scatter_seq(y: jax.Array) -> jax.Array:
 
 
 def pinned(x: jax.Array) -> jax.Array:
-    """`x` and its cotangent in the partition of its type. Shardy may otherwise move that of a
-    neighbour to it, and then refuses a product whose result is unreduced."""
+    """The identity, as a `shard_map` that fixes the partition of `x` and of its cotangent to that
+    of its type. Otherwise Shardy may propagate another one from neighbouring operations, and then
+    refuses a product whose result is unreduced."""
     return on_each_device(lambda x: x, PartitionSpec(*partition(x)))(x)
 
 
@@ -208,7 +209,7 @@ def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
 
 
 def next_in_seq(x: jax.Array, last: int) -> jax.Array:
-    """The next element for each one of `"batch seq"`, and `last` behind the last one."""
+    """Elements of `"batch seq"` shifted by one: the next element for each, `last` for the last."""
     ranks = jax.sharding.get_abstract_mesh().shape[CONTEXT]
     to_rank_before = [(i + 1, i) for i in range(ranks - 1)]
 
@@ -226,14 +227,14 @@ def whole_seq(length: int) -> int:
 
 
 def indices(dim: str, count: int) -> jax.Array:
-    """The indices, among those of all devices, of the `count` elements along a logical dimension of
-    a device's part of an activation; inside a `shard_map`."""
+    """The global indices along a logical dimension of the `count` elements that a device holds of
+    an activation; inside a `shard_map`."""
     first = count * jax.lax.axis_index(split) if (split := axes(dim)) else 0
     return first + jax.numpy.arange(count)
 
 
 def _hidden_seq() -> tuple[str, ...]:
-    """Axes over which sequences are split, if types do not show it."""
+    """Axes over which sequences are split inside a `shard_map`, where types do not name them."""
     return axes("shard_seq") if manual() else ()
 
 
@@ -288,15 +289,15 @@ def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
     return grad
 
 
-def own_copy(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
-    """A weight that is sharded over the axes `split` at most, as a local array inside a
-    `shard_map`; its gradient stays local."""
+def varying(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
+    """A local array inside a `shard_map`, cast to varying over all axes but `split`, which may
+    shard it: its gradient is not summed over them."""
     return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis not in split)), to="varying")
 
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
-    """An `accumulating` array with another table's sharding, resharded as a weight of dimensions
-    `dims`."""
+    """An `accumulating` array, such as the transposed embedding table, resharded as a weight of
+    dimensions `dims`."""
     return jax.sharding.reshard(
         w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced))
     )

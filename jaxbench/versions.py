@@ -1,4 +1,4 @@
-"""Which program this is: the versions and the commit that decide what is computed."""
+"""The identity of this program: the versions and the commit that decide what is computed."""
 
 import hashlib
 import importlib.metadata

@@ -7,9 +7,9 @@ own requeues too; STATUS is the exit status of `srun`; SEEN is the number of lin
 that earlier starts wrote. Prints the last line of the main log, and writes the same into
 `run.json`. Exit status 75: requeue the job.
 
-What Slurm did to the job goes first (`SLURM`). Else the first rank that failed decides (`RULES`):
-`run.sh` records its exit status, and later failures are consequences. Runs outside of containers
-with any Python from 3.7 on.
+If Slurm ended the job, that is the reason (`SLURM`). Otherwise the first rank that failed decides
+(`RULES`): `run.sh` records its exit status, and later failures are consequences. Runs outside of
+containers, with any Python from 3.7 on.
 """
 
 import glob
@@ -34,8 +34,7 @@ SLURM = (
     ("srun: error: Node failure on", "lost a node"),
     ("DUE TO TIME LIMIT", "time limit"),
 )
-"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each tells."""
-
+"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each stands for."""
 
 KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
 NETWORK = "{where}: it lost the network or another process: "
@@ -61,13 +60,14 @@ RULES = (
     (ABORTED, "rank", GLOO, "failed", "network", NETWORK + "{quote}", YES),
     (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
 )  # fmt: skip
-"""The first line that applies: by the exit status of the first rank that failed (None: any) and a
-pattern in the last line of the watchdog or in the rank's own log.
+"""The first rule that matches gives the verdict: exit status of the first rank that failed (None:
+any), and a pattern in the watchdog's last line or in the log of that rank.
 
-The watchdog kills the ranks of its host, and one of these may be the first that is recorded. If
-the watchdog names this very rank, it was lost before, or JAX aborted it before it was missed. JAX
-aborts a rank when the coordinator or the network to it is gone, and when others give no sign of
-life, whose numbers follow, one a line. Gloo aborts it when a connection is lost.
+A watchdog that ends a job kills the ranks of its host, so the first failed rank may be one that it
+killed; its last line then has the cause. If that line names the failed rank itself, the rank was
+lost, or aborted by JAX, before the watchdog acted. JAX aborts a rank when the coordinator, or the
+network to it, is gone, and when other ranks are silent, whose numbers follow in its message, one a
+line. Gloo aborts it when a connection is lost.
 """
 
 
@@ -116,7 +116,7 @@ def lines_of(folder, rank, start, seen):
 
 
 def message(lines):
-    """The line by which a rank tells its failure, without the recipe that a failed run names."""
+    """The line of a rank's log that says why it failed, without the name of the recipe."""
     for pattern in (r"error: ", r"failed: ", r"[\w.]*(Error|Exception|Failed)\b"):
         matches = [line for line in lines[-200:] if re.match(pattern, line)]
         if matches:

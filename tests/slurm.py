@@ -6,13 +6,21 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import quick
+from commands import ROOT
 from network import Hosts, Started
 
 HOSTS = Path("/etc/hosts")
+TINY = (
+    "--set", "model.layers=1", "--set", "model.embed=64", "--set", "model.mlp.ffn=64", "--set",
+    "model.vocabulary=128", "--set", "batch.sequence_length=32", "--set", "parallelism.fsdp=4",
+)  # fmt: skip
+"""Settings of a job on four devices that starts in seconds."""
+
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
 
@@ -166,3 +174,32 @@ PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
     def log(self) -> str:
         """All logs of the daemons."""
         return "\n".join(path.read_text() for path in self.folder.glob("slurm*.log"))
+
+
+def submit(cluster: Cluster, stage: Path, *options: str, **variables: str) -> tuple[str, Path]:
+    """(job id, run folder) of a job that `launch/submit.sh` submits: two processes on each node."""
+    done = subprocess.run(
+        ["launch/submit.sh", "configs/llama31_8b_bf16.yaml", "--cpu", *TINY, *options],
+        cwd=ROOT, capture_output=True, text=True,
+        env=cluster.environment | {
+            "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "4", "GPUS_PER_NODE": "2",
+            "JAXBENCH_VENV": sys.prefix, "HF_TOKEN": "hf_secret", **variables,
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    number, folder = done.stdout.splitlines()[0].removeprefix("job ").split(": ")
+    return number, Path(folder)
+
+
+def wait(cluster, number, condition, seconds=150) -> dict[str, str]:
+    """Waits for a condition on what Slurm says about a job; returns that."""
+    end = time.monotonic() + seconds
+    while not condition(job := cluster.job(number)):
+        assert time.monotonic() < end, (job, cluster.log()[-3000:])
+        time.sleep(0.3)
+    return job
+
+
+def ended(job: dict[str, str]) -> bool:
+    """True for a job that has ended, by what Slurm says about it."""
+    return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")

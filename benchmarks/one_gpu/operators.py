@@ -100,8 +100,8 @@ def attentions(ctx: Context) -> Iterator[Case]:
 class OneProduct(nnx.Module):
     """A block with a single weight."""
 
-    def __init__(self, kernel):
-        self.w = Weight(kernel, fp8=True)
+    def __init__(self, weight):
+        self.w = Weight(weight, fp8=True)
 
 
 def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array:

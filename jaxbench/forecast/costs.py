@@ -1,4 +1,5 @@
-"""The cost model of measured kernels and links; that of the bound is `xla.schedule.Roofline`."""
+"""The forecast's cost model, of measured kernels and links; the bound's is
+`xla.schedule.Roofline`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Kernel, Roofline, peak
 
 TILE = (128, 128, 64)
-"""Of a product on Hopper's tensor cores, in elements along m, n and k: sizes are padded to it."""
+"""Tile of a product on Hopper's tensor cores, in elements along m, n and k: sizes are padded to
+it."""
 
 MICRO = 1e-6
 
 START, RING_NVLINK, TREE_NVLINK, NETWORK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO, 14.0 * MICRO
-"""Latency with the protocol for large messages: of a start, of each step of a ring and of a tree
-over NVLink, and of each step between domains. These are the constants by which NCCL itself chooses
+"""Latencies of NCCL's protocol for large messages: a collective's start, each step of a ring and of
+a tree over NVLink, each step between domains. NCCL chooses its algorithms by these constants
 (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
@@ -43,7 +45,8 @@ other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On an H100
 
 
 class Measured(Roofline):
-    """Times by tables, on a GPU whose links may be others than those that were measured."""
+    """The cost model of a forecast: times from tables, scaled where the GPU's links are not those
+    that were measured."""
 
     def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions):
         super().__init__(gpu, conditions.slowdown)
@@ -77,7 +80,7 @@ class Measured(Roofline):
         return "fp8" if work.multiplied.startswith("f8") else "bf16"
 
     def covers(self, work: Work) -> bool:
-        """Whether the tables reach as far as what a kernel computes."""
+        """True if the tables cover the sizes of a kernel's work."""
         if work.kind == "product":
             return self.products[self.dtype(work)].covers(self._as_measured(work))
         if work.kind != "attention":
@@ -194,10 +197,10 @@ class Measured(Roofline):
 
 
 STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
-"""How often a ring goes around."""
+"""Passes around the ring that each kind of collective makes."""
 
 LEAST_SHARE = 0.1
-"""Of a NIC's rate: the least that is extrapolated."""
+"""Least share of a NIC's rate that is extrapolated."""
 
 FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
 """FLOPs of attention for each score and element of a head: two products forward; four backward,

@@ -1,5 +1,5 @@
-"""A forecast: the real schedule under measured times (`docs/design/forecast.md`; beside published
-steps: `docs/forecast.md`)."""
+"""A forecast: the compiled schedule under measured times (`docs/design/forecast.md`; compared with
+published steps in `docs/forecast.md`)."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -22,12 +22,12 @@ def between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 class Grid:
-    """Times at all combinations of some sizes along each dimension, or at nearly all: what is
-    missing is taken from the nearest smaller sizes, in proportion.
+    """Times on a grid of sizes, one axis for each dimension. A missing point is scaled in
+    proportion from the nearest smaller one.
 
-    A kernel's time is nearly affine in each of its sizes (so much per tile, and a start), so it is
-    interpolated multilinearly. Below the first size the line goes on, since what a kernel takes to
-    start does not shrink; above the last, time grows as the size does.
+    A kernel's time is nearly affine in each of its sizes (a start, and so much per tile), so it is
+    interpolated multilinearly. Below the first size it is extrapolated linearly, since the start
+    does not shrink; above the last it grows in proportion.
     """
 
     def __init__(self, times: Mapping[Sizes, float]):
@@ -39,7 +39,7 @@ class Grid:
         return tuple(sorted(set(sizes)) for sizes in zip(*self.times, strict=True))
 
     def covers(self, sizes: Sizes) -> bool:
-        """Whether sizes lie inside the grid."""
+        """True for sizes inside the grid."""
         return all(a[0] <= s <= a[-1] for s, a in zip(sizes, self.axes, strict=True))
 
     def at(self, sizes: Sizes) -> float:

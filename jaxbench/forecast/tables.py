@@ -1,4 +1,4 @@
-"""What was measured of a GPU and its links: small CSV files, sources in their first lines.
+"""Measurements of a GPU and its links: small CSV files, sources in their first lines.
 
 A line is a kind, a name, sizes joined by `x`, and what was measured, in microseconds unless the
 kind says otherwise:
@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "network": (("ring", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
-"""Of each kind its names, and the least of its sizes."""
+"""Names of each kind, and the least value of each of its sizes."""
 
 Sizes = tuple[int, ...]
 Times = dict[Sizes, float]
@@ -40,13 +40,13 @@ Times = dict[Sizes, float]
 
 @dataclass(frozen=True)
 class Tables:
-    """Values by (kind, name) and sizes; `sources` says where they are from, by both together."""
+    """Values by (kind, name) and sizes; `sources` has their files by `"kind name"`."""
 
     values: Mapping[tuple[str, str], Mapping[Sizes, float]]
     sources: Mapping[str, str]
 
     def names(self, kind: str) -> set[str]:
-        """What there is of a kind."""
+        """The names of a kind that were measured."""
         return {name for known, name in self.values if known == kind}
 
 
@@ -54,7 +54,8 @@ class Tables:
 def load(gpu: str, file: Path | None = None) -> Tables:
     """The tables of a GPU in the package; those in `file` take precedence.
 
-    Raises RecipeError for a GPU without tables, and for a file that is none or is of another GPU.
+    Raises RecipeError for a GPU without tables, and for a file that is no table or that of another
+    GPU.
     """
     packaged = FOLDER / f"{gpu}.csv"
     if not packaged.is_file():
@@ -78,8 +79,8 @@ def load(gpu: str, file: Path | None = None) -> Tables:
 
 
 def _beside(kind: str, packaged: Times, user: Times) -> Times:
-    """What of the package's values stays beside a user's: collectives among other numbers of GPUs,
-    and what a kernel takes to start, which `calibrate` does not measure."""
+    """The package's values that remain beside a user's of the same kind: collectives of other
+    numbers of GPUs, and the start of a kernel (0 bytes), which `calibrate` does not measure."""
     if kind == "collective":
         groups = {sizes[0] for sizes in user}
         return {sizes: time for sizes, time in packaged.items() if sizes[0] not in groups}

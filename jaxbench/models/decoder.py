@@ -65,7 +65,7 @@ class Residual(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The mixers of the layers that repeat together; of a transformer usually one layer's two."""
+    """The mixers of a layer pattern that repeats; in a transformer usually the two of one layer."""
 
     def __init__(self, cfg: ModelConfig, pattern: str, *, key):
         keys = jax.random.split(key, len(pattern))
@@ -87,8 +87,8 @@ class Block(nnx.Module):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of a stack that are computed alike: index of the stack, the blocks,
-    activations saved (None: all), and whether their products stay in bf16 in an FP8 run."""
+    """Consecutive blocks of a stack with the same settings: index of the stack, which of its
+    blocks, saved activations (None: all), and whether products stay in bf16 in an FP8 run."""
 
     stack: int
     repeats: slice
@@ -159,7 +159,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Hidden, RoutingFigures, Stash]:
         """(output, routing figures, stash as written) of the blocks of a segment."""
 
-        # XLA unrolls a loop over one block: its passes are in one computation.
+        # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = segment.repeats.stop - segment.repeats.start == 1
 
         def apply(x, weights, scales, rotary):
@@ -187,8 +187,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
         """(mean cross entropy over all tokens in nats, (routing figures, stashes as written)).
 
-        The load-balance losses of all layers, and the loss of further tokens, add their gradient,
-        but not their value.
+        The load-balance losses, and the loss of multi-token prediction, contribute gradients, but
+        are not part of the value.
         """
         count = len(segments(self.cfg, execution, precision))
         main, further = stashes[:count], stashes[count:]
@@ -219,15 +219,32 @@ class Decoder(nnx.Module):
 def forward_context(
     cfg: ModelConfig, length: int, execution: Execution, precision: Precision
 ) -> ForwardContext:
-    """The context of a forward pass over sequences of a length, on the current mesh."""
-    platform, shard = mesh.platform(), length // mesh.ranks("seq")
+    """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
+    shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
     return ForwardContext(
-        rotary=rotary_tables(cfg.attends, length) if cfg.attends else None,
-        kernel=attention.choose(execution, cfg, length, platform),
-        ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
-        grouped_matmul=grouped.choose(execution, cfg, precision.dtype, platform),
+        rotary=rotary_tables(mixer, length) if mixer else None,
         expert_parts=execution.expert_parts,
+        **implementations(cfg, length, shards, execution, precision, mesh.platform()),
     )
+
+
+def implementations(
+    cfg: ModelConfig,
+    length: int,
+    shards: int,
+    execution: Execution,
+    precision: Precision,
+    platform: str,
+) -> dict[str, str]:
+    """The names of the implementations that compute a model on a platform, by their fields of
+    `ForwardContext`; a sequence of `length` tokens lies on `shards` ranks. Raises RecipeError where
+    a requested one cannot."""
+    dtype = precision.dtype
+    return {
+        "kernel": attention.choose(execution, cfg, length, platform),
+        "ssd": ssd.choose(execution, cfg, dtype, length // shards, platform),
+        "grouped_matmul": grouped.choose(execution, cfg, dtype, platform),
+    }
 
 
 def apply_block(
@@ -240,14 +257,14 @@ def apply_block(
     *,
     in_order: bool = False,
 ) -> LayerOutput:
-    """One block; in an FP8 run with its scales, and the zeros `observed` whose gradients are the
-    observed amax (`fp8.Scaled.observed`).
+    """One block under a remat policy; in an FP8 run with its scales, and the zeros `observed` whose
+    gradients are the observed amax (`fp8.Scaled.observed`).
 
-    `saved` and `in_order` are those of `remat.recomputed`. With `in_order` the gradient of x comes
-    after those of the block's weights. Where a block has more than two layers, and saves their
-    inputs, these are recomputed one at a time, in order: each in the backward pass after the
-    gradients of the weights of the layer two further on, so that those of one layer, and their
-    reduce-scatter, may run beside the next.
+    `saved` and `in_order` are those of `remat.recomputed`; with `in_order` the gradient of x is
+    available only once those of the block's weights are. A block of more than two layers whose
+    inputs are saved (`residual`) is recomputed layer by layer. The backward pass goes through the
+    layers from the last to the first; the recomputation of layer i waits for the weight gradients
+    of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap with it.
     """
     operands = block, observed, scales, ctx.rotary
 

@@ -84,7 +84,7 @@ class Mamba2(nnx.Module):
         projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
 
         def local(projected, groups):
-            parameters = jax.tree.map(mesh.own_copy, ssd.Parameters.of(groups))
+            parameters = jax.tree.map(mesh.varying, ssd.Parameters.of(groups))
             y = mixer(self.dims, mesh.axes("seq"), projected, parameters)
             return y.reshape(*y.shape[:2], -1)
 

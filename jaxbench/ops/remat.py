@@ -20,13 +20,13 @@ def save(x: jax.Array, name: str) -> jax.Array:
 
 
 def recomputed(body: Callable, saved: frozenset[str] | None, *, in_order: bool = False) -> Callable:
-    """`body(x, operands)` recomputed in the backward pass, except for the activations in `saved`;
-    None saves everything.
+    """`body(x, operands)` under `jax.checkpoint`: the activations in `saved` are kept for the
+    backward pass, the others recomputed; None keeps everything.
 
-    With `in_order` its recomputation starts when the cotangent of its output has come: XLA would
-    otherwise take it for the computation of the forward pass, where both are in one loop body, or
-    recompute several bodies before it goes back through the last. Operands, the weights, wait for
-    nothing: they may be gathered before.
+    With `in_order` an optimization barrier on `x` delays the recomputation until the cotangent of
+    the output is known. Without it XLA merges forward pass and recomputation where both are in one
+    loop body, or recomputes several bodies ahead of their backward passes; either keeps activations
+    in memory. The `operands`, weights, have no barrier, so that they can be gathered early.
 
     `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`), which
     its backward kernel needs.
@@ -46,14 +46,16 @@ def recomputed(body: Callable, saved: frozenset[str] | None, *, in_order: bool =
 
 @jax.custom_vjp
 def signal_gradients(weights: Any, x: Array) -> tuple[Any, Array]:
-    """The arguments; the gradient of `x`, any array, comes after those of the weights."""
+    """The identity. In the backward pass the gradient of `x`, any array, is available only once
+    those of the weights are."""
     return weights, x
 
 
 @jax.custom_vjp
 def await_gradients(x: Array, signal: Array) -> tuple[Array, Array]:
-    """The arguments; the gradient of `x` comes after that of `signal`, a zero, which is added to it
-    since XLA removes from an optimization barrier what is not used behind it."""
+    """The identity. In the backward pass the gradient of `x` waits for that of `signal`, a scalar
+    from `signal_gradients`, which is zero and is added to it: an optimization barrier would not do,
+    since XLA drops its operands whose results are unused."""
     return x, signal
 
 

@@ -167,9 +167,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def distance(a: Run, b: Run) -> int:
-    """The number of settings in which two layouts differ: prime factors of the mesh on another
-    axis, microbatch, and virtual stages of equally long pipelines; its parts where these are equal,
-    since a microbatch and a mesh decide which parts there are."""
+    """The number of changes between two layouts: one for each prime factor of an axis size that
+    moves to another axis, one for the microbatch, one for the virtual stages if the pipelines have
+    equally many ranks. `expert_parts` counts only between layouts equal in all these, since mesh
+    and microbatch decide which numbers of parts are possible."""
     sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
     moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
     p, q = a.parallelism, b.parallelism

@@ -26,13 +26,6 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
 
-KEYS = (
-    "recipe", "gpus", "target", "fits", "parameters", "bytes_per_device", "flops", "collectives",
-    "kernels", "stages", "lower_s", "compile_s", "bound_step_s", "forecast_step_s", "forecast",
-    "rates", "published",
-)  # fmt: skip
-"""Fields that `--json` prints; `--dump` keeps all."""
-
 MODES = ("diff", "all", "hlo", "scaling", "search")
 """Options that do another thing than to plan one row."""
 
@@ -68,7 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--remedy", action=argparse.BooleanOptionalAction, default=True,
         help="compile settings that may help where a row does not fit (default: yes)",
     )  # fmt: skip
-    add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the whole plan")
+    add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
     add(
         "--diff", nargs=2, metavar=("A", "B"),
         help="what moved between two plans: JSON files of --dump, or rows with settings, as in "
@@ -144,14 +137,6 @@ def plan_spec(spec: str, gpu: Gpu, kernels: Path | None) -> Plan:
     return make_plan(run, gpu, kernels=kernels)
 
 
-def public(plan: Plan) -> dict[str, Any]:
-    """The fields that `--json` prints."""
-    names = ("kind", "axes", "count", "bytes", "exposed_s")
-    values = asdict(plan)
-    chosen = {key: values[key] for key in KEYS} | {"label": plan.settings["label"]}
-    return chosen | {"collectives": [{n: c[n] for n in names} for c in values["collectives"]]}
-
-
 def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
     """Compiles candidates of a search until one fits; yields a line for each."""
     searching = search.Search(run, gpu)
@@ -223,7 +208,7 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     plan = make_plan(run, gpu, args.dump, args.kernels)
     if args.dump:
         write_json(args.dump / "plan.json", asdict(plan))
-    print(json.dumps(public(plan), indent=2) if args.json else text.report(plan))
+    print(json.dumps(asdict(plan), indent=2) if args.json else text.report(plan))
     if not plan.fits:
         print(text.too_big(plan), file=sys.stderr)
     if not plan.fits and args.remedy:

@@ -257,7 +257,7 @@ def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
 
 
 def grows(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
-    """The part that is longer by most than in other `parts`, and by how much."""
+    """(name, seconds) of the part that exceeds the same one of other `parts` by most."""
     longer = {name: value - others.get(name, 0.0) for name, value in seconds.items()}
     return max(longer.items(), key=lambda part: part[1])
 

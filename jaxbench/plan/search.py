@@ -1,9 +1,9 @@
-"""`python -m jaxbench.plan --search`: compiles other meshes, microbatches, their parts for experts,
-and remat policies of a row.
+"""`python -m jaxbench.plan --search`: compiles a row with other meshes, microbatches,
+`expert_parts` and remat policies.
 
-A local search, which begins with the row and goes on with the neighbours of the best candidate so
-far (`candidates.distance` 1). Each has the remat policy that recomputes least in the memory limit,
-estimated from the peak of a compiled candidate. Step times are those of compiled plans alone.
+A local search: it begins with the row and continues with the neighbours of the best candidate so
+far (`candidates.distance` 1). Each gets the remat policy that recomputes least within the memory
+limit, as estimated from the peak of a compiled candidate. Step times are of compiled plans only.
 """
 
 import json
@@ -38,8 +38,8 @@ WORTH = 0.99
 """Another remat policy is compiled if expected below this share of the best step."""
 
 CAUTION = 0.95
-"""Share of the memory limit that a new layout may be expected to take: its estimate is a few GiB
-off."""
+"""Share of the memory limit that the estimate for a new layout may reach: it is off by a few
+GiB."""
 
 REASON_WIDTH = 70
 """Characters of a reason in the table; `--json` has all of it."""
@@ -47,8 +47,8 @@ REASON_WIDTH = 70
 
 @dataclass(frozen=True)
 class Outcome:
-    """A tried candidate: seconds and peak bytes, infinite where there is no plan, since compiling
-    failed with the error."""
+    """The result of a candidate: seconds and peak bytes, infinite if compiling failed with
+    `error`."""
 
     seconds: float = math.inf
     peak: float = math.inf
@@ -92,9 +92,9 @@ class Search:
         return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
 
     def _next(self, batch: list[Run]) -> Run | None:
-        """The candidate to add to a batch, of another layout than all in it: the best layout with
-        another policy, then its neighbours; until a candidate fits any layout, those first that are
-        expected to fit with full remat. None where none is worth compiling."""
+        """The next candidate for a batch, of a layout that is not in it: the best layout so far
+        with another remat policy, then its neighbours. While no candidate fits, any layout, first
+        those that are expected to fit with full remat. None if none is worth compiling."""
         best = self.best()
         centre = best or min(self.tried, key=lambda run: self.tried[run].peak)
         taken = {layout(run) for run in batch}
@@ -111,8 +111,8 @@ class Search:
         return None
 
     def _with_policy(self, run: Run, centre: Run) -> Run | None:
-        """A layout with the policy that repeats least in the memory there is; None where it was
-        tried, or cannot be faster than the best candidate."""
+        """The layout with the remat policy that recomputes least of those expected to fit; None if
+        that was tried already, or is not expected to be faster than the best candidate."""
         same = [other for other in self.tried if layout(other) == layout(run)]
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
@@ -125,14 +125,15 @@ class Search:
         new = max(fitting, key=spared, default=None)
         if new is None or new in self.tried:
             return None
-        # What it repeats less than a compiled one of its layout shortens the step by so much.
+        # Recomputing a smaller share of the model's FLOPs than a compiled candidate of this layout
+        # shortens the step by the difference of the shares.
         expected = [self.tried[o].seconds * (1 + spared(o) - spared(new)) for o in compiled]
         worth = not expected or best is None or min(expected) < self.tried[best].seconds * WORTH
         return new if worth else None
 
     def _peak(self, run: Run, compiled: list[Run]) -> float:
-        """The expected peak of a candidate: that of the compiled one that is most alike, and the
-        difference in `candidates.memory`."""
+        """The expected peak of a candidate: that of the compiled one with the nearest estimate
+        (`candidates.memory`), plus the difference between the estimates."""
         base = min(compiled, key=lambda other: abs(memory(other) - memory(run)))
         peak = self.tried[base].peak
         return memory(run) + (peak - memory(base) if peak < math.inf else 0)
@@ -178,7 +179,7 @@ def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as
 
 
 def _resolved(recipe: Recipe, run: Run, row: Run) -> Run:
-    """A candidate as `--set` entries give it, those of the user first."""
+    """A candidate resolved from its `--set` entries, those of the user first."""
     overrides = recipes.parse_overrides([*row.overrides, *candidates.changes(run, row)])
     return recipes.resolve(recipe, row.gpus, overrides=overrides)
 

@@ -9,6 +9,7 @@ from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import PACKAGE
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.step import Step
+from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
 
 BAR = 30
@@ -180,16 +181,7 @@ def difference(a: Plan, b: Plan) -> str:
 
 def _values(plan: Plan) -> dict[str, Any]:
     """The numbers and texts of a plan by dotted names; collectives by kind and axes."""
-    values: dict[str, Any] = {}
-
-    def flatten(prefix: str, fields: dict[str, Any]) -> None:
-        for name, value in fields.items():
-            if isinstance(value, dict):
-                flatten(f"{prefix}{name}.", value)
-            else:
-                values[prefix + name] = value
-
-    flatten("", {name: value for name, value in asdict(plan).items() if name not in IGNORED})
+    values = dict(flat({n: value for n, value in asdict(plan).items() if n not in IGNORED}))
     for c in plan.collectives:
         for name in ("count", "bytes", "exposed_s"):
             values[f"{c.kind} over {c.axes}: {name}"] = getattr(c, name)

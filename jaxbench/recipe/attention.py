@@ -185,11 +185,6 @@ class LatentAttentionConfig:
         )
 
     @property
-    def kv_heads(self) -> int:
-        """Key and value heads."""
-        return self.heads
-
-    @property
     def window(self) -> None:
         """It has no window."""
 

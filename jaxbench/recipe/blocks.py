@@ -18,19 +18,19 @@ def stacks(cfg: ModelConfig) -> list[tuple[str, int]]:
 
 @cache
 def cut(layers: tuple[str, ...]) -> list[tuple[str, int]]:
-    """The patterns of layers as repeating blocks.
+    """Layer patterns split into repeating blocks, (pattern, repeats).
 
-    Of all ways, one with the fewest layers in its blocks, since each is compiled once, and then
-    with the fewest blocks: `M-M-M-M*-M-` ten times and `M-` four times for the 118 layers of
-    Nemotron-H 56B.
+    Each block is compiled once, so the split is one with the fewest layers in all of its blocks,
+    and among these with the fewest blocks: `M-M-M-M*-M-` ten times, then `M-` four times, for the
+    118 layers of Nemotron-H 56B.
     """
-    letters, size = "".join(layers), len(layers[0])
-    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(letters): (0, [])}
-    for start in reversed(range(0, len(letters), size)):
+    pattern, size = "".join(layers), len(layers[0])
+    best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(pattern): (0, [])}
+    for start in reversed(range(0, len(pattern), size)):
         cuts = []
-        for length in range(size, len(letters) - start + 1, size):
-            block, stop = letters[start : start + length], start
-            while letters.startswith(block, stop):
+        for length in range(size, len(pattern) - start + 1, size):
+            block, stop = pattern[start : start + length], start
+            while pattern.startswith(block, stop):
                 stop += length
                 compiled, rest = best[stop]
                 cuts.append((compiled + length, [(block, (stop - start) // length), *rest]))

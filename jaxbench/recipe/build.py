@@ -23,6 +23,15 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
                 yield from setting_names(option, f"{prefix}{name}.")
 
 
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of all values in nested mappings, without None."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{name}.{key}" if name else key)
+    elif value is not None:
+        yield name, value
+
+
 def differing(
     settings: dict[str, Any], other: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:

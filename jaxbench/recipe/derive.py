@@ -71,7 +71,7 @@ def extend(
 
 
 def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -> str:
-    """What is wrong with a count that no row can be derived for."""
+    """The reason why no row can be derived for a count."""
     if gpu and whole_nodes and gpu.spread(gpus) is None:
         domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
         return f"they do not fill nodes of {gpu.node}{domains}"
@@ -80,8 +80,9 @@ def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -
 
 
 def base(recipe: Recipe, gpus: int) -> int:
-    """The row to derive from: the largest that is smaller, else the smallest. That of one GPU holds
-    other work, and is taken where there is no other. Raises RecipeError where there is none."""
+    """The row to derive from: the largest with fewer GPUs, else the smallest. The row of one GPU,
+    which has fewer layers, is taken only if there is no other. Raises RecipeError for a recipe
+    without rows."""
     counts = sorted(n for n in recipe.rows if isinstance(n, int) and n not in recipe.derived)
     counts = [n for n in counts if n > 1] or counts
     if not counts:

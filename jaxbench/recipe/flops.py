@@ -17,8 +17,8 @@ counts S x W, and `causal` those that are not masked. `published` follows the so
 formula."""
 
 COUNTED_CHUNK = 128
-"""Tokens of a chunk in the Mamba-2 scan as it is counted: Megatron's default, which the published
-runs left as it is. Ours may be computed in others (`recipe.model.SSD_CHUNK`)."""
+"""Chunk length for which the FLOPs of the Mamba-2 scan are counted, in tokens: Megatron's default,
+which the published runs use. Ours may be computed in other chunks (`recipe.model.SSD_CHUNK`)."""
 
 NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
@@ -95,7 +95,7 @@ def _expert_biases(embed: int, mixer: ExpertsConfig) -> int:
 
 
 def _weights_beside_experts(embed: int, mixer: ExpertsConfig) -> int:
-    """Of what all tokens pass: the latent projections and the shared expert."""
+    """Weights that all tokens pass: the latent projections and the shared expert."""
     shared = _mlp_weights(embed, mixer.shared) if mixer.shared else 0
     return 2 * embed * (mixer.latent or 0) + shared
 
@@ -120,12 +120,12 @@ def _mamba_rest(m: MambaConfig) -> int:
 def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict[str, int]:
     """Training FLOPs of one sequence by component; `total` is their sum.
 
-    Per token a weight costs 2 FLOPs forward and 4 backward. Scores (QK^T and PV) cost 2 S heads
-    per token forward and feature of keys and of values, with the `full` matrix. Multi-token
-    prediction counts as often as it is applied, with the head. Of the experts those count that a
-    token chooses, dropped or not, and the shared one. The Mamba-2 scan is counted in chunks of
-    `COUNTED_CHUNK`, which both conventions take as square; its convolution and the decay of states
-    between chunks are not counted.
+    Per token a weight costs 2 FLOPs forward and 4 backward. Attention scores (QK^T and PV) cost,
+    per token forward, 2 S heads (key head dim + value head dim) with the `full` matrix. Multi-token
+    prediction, with its use of the head, counts as often as it is applied. A token's `top_k`
+    experts count, even where it is dropped, and the shared one. The Mamba-2 scan is counted in
+    chunks of `COUNTED_CHUNK`, whose square matrices every convention counts in full; its
+    convolution and the decay of states between chunks are not counted.
     """
     embed, per_weight = cfg.embed, 6 * length
     depth = cfg.prediction.depth if cfg.prediction else 0
@@ -157,7 +157,7 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
 
 
 def _twice_scores(mixer: Attention, length: int, convention: str) -> int:
-    """Twice the number of a head's scores in a sequence by a convention."""
+    """Twice the number of scores that a convention counts per head and sequence."""
     causal, window = convention == "causal", min(mixer.window or length, length)
     if window == length:
         return length * length * (1 if causal else 2)

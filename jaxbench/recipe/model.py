@@ -1,7 +1,7 @@
 """The architecture of a model: everything in which the families differ.
 
-A *layer* is what the publication counts as one. It holds one mixer (hybrids) or two (transformers:
-attention, then a feed-forward mixer), each described by a dataclass with its dimensions.
+A *layer* is what the model's publication counts as one. It has one mixer in hybrids, in
+transformers two: attention, then a feed-forward mixer. A dataclass holds the dimensions of each.
 """
 
 import math
@@ -13,11 +13,11 @@ from jaxbench.recipe.attention import Attention, AttentionConfig, LatentAttentio
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 
 SSD_CHUNK = 256
-"""Tokens of a chunk in XLA's Mamba-2 scan. It decides the work and the rounding, not the result:
-twice Megatron's default, so half as many states between chunks and larger products in them."""
+"""Chunk length of XLA's Mamba-2 scan, in tokens. It affects speed and rounding only. Twice
+Megatron's default: half as many states between chunks, and larger products."""
 
 MAX_LAYERS = 1_000
-"""Far above any model's; it bounds the search for repeating groups of layers."""
+"""Most layers of a model, far more than any has: it bounds the search for repeating blocks."""
 
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
@@ -168,18 +168,18 @@ Kind = TypeVar(
     "Kind", AttentionConfig, LatentAttentionConfig, MlpConfig, ExpertsConfig, MambaConfig
 )
 
-LETTERS = {
+SYMBOLS = {
     "*": "attention", "W": "attention", "L": "latent_attention", "-": "mlp", "E": "experts",
     "M": "mamba",
 }  # fmt: skip
-"""The field of `ModelConfig` that describes a mixer, by its letter in a pattern (Megatron's, with
-W for attention within a window and L for latent attention)."""
+"""The field of `ModelConfig` that describes a mixer, by its symbol in a layer pattern: Megatron's
+symbols, and W for sliding-window and L for latent attention."""
 
 
-def check_letters(name: str, pattern: str) -> None:
-    """Raises RecipeError unless a pattern has letters, all of them known."""
-    unknown = "".join(sorted(set(pattern) - set(LETTERS)))[:1]
-    require(not unknown, f"{name}: {unknown!r} is none of the letters {' '.join(LETTERS)}")
+def check_pattern(name: str, pattern: str) -> None:
+    """Raises RecipeError unless a layer pattern has symbols, all of them known."""
+    unknown = "".join(sorted(set(pattern) - set(SYMBOLS)))[:1]
+    require(not unknown, f"{name}: {unknown!r} is none of the letters {' '.join(SYMBOLS)}")
     require(bool(pattern), f"{name}: expected a letter for each mixer; it has none")
 
 
@@ -190,7 +190,7 @@ class PredictionConfig:
     of the next token; applied again, from its own output, the token after that."""
 
     pattern: str
-    """mixers of the block, by letters as in `model.pattern`"""
+    """layer pattern of the block, as `model.pattern`"""
     depth: int = 1
     """further tokens that are predicted, each by the same block"""
     loss: float = 0.1
@@ -198,7 +198,7 @@ class PredictionConfig:
 
     def __post_init__(self) -> None:
         positive("model.prediction.", self, "depth", "loss")
-        check_letters("model.prediction.pattern", self.pattern)
+        check_pattern("model.prediction.pattern", self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> "ModelConfig":
-        """The model without limits on the tokens of experts, which its runs may set differently."""
+        """The model without the limits on the tokens of experts, in which its runs may differ."""
         if self.experts is None:
             return self
         tokens, factor = ExpertsConfig.capacity_tokens, ExpertsConfig.rank_capacity_factor
@@ -258,7 +258,7 @@ class ModelConfig:
 
     @property
     def layer_patterns(self) -> tuple[str, ...]:
-        """The letters of each layer."""
+        """The part of the layer pattern of each layer: a symbol for each of its mixers."""
         size = 1 if "M" in self.pattern else 2
         layers = [self.pattern[i : i + size] for i in range(0, len(self.pattern), size)]
         return tuple(islice(cycle(layers), self.layers))
@@ -266,25 +266,25 @@ class ModelConfig:
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         """The description of every mixer, in order."""
-        return tuple(self.mixer(letter) for letter in "".join(self.layer_patterns))
+        return tuple(self.mixer(symbol) for symbol in "".join(self.layer_patterns))
 
     @property
     def predicting(self) -> tuple[Mixer, ...]:
         """The description of every mixer of the block that predicts further tokens."""
         return tuple(map(self.mixer, self.prediction.pattern)) if self.prediction else ()
 
-    def mixer(self, letter: str) -> Mixer:
-        """The description of the mixers that a letter stands for."""
-        mixer = getattr(self, LETTERS[letter])
-        return replace(mixer, window=None) if letter == "*" and mixer.window else mixer
+    def mixer(self, symbol: str) -> Mixer:
+        """The description of the mixers of a symbol."""
+        mixer = getattr(self, SYMBOLS[symbol])
+        return replace(mixer, window=None) if symbol == "*" and mixer.window else mixer
 
     def each(self, kind: type[Kind]) -> list[Kind]:
         """The descriptions of all mixers of a kind, in order."""
         return [mixer for mixer in self.mixers if isinstance(mixer, kind)]
 
     @property
-    def attends(self) -> Attention | None:
-        """The description of its attention; None without."""
+    def attention_mixer(self) -> Attention | None:
+        """The description of attention, latent or not; None in a model without."""
         return self.attention or self.latent_attention
 
     @property
@@ -304,7 +304,7 @@ class ModelConfig:
 
     @property
     def dropless(self) -> bool:
-        """Whether it has experts without a capacity."""
+        """True for experts without a capacity."""
         return self.experts is not None and self.experts.capacity_factor is None
 
     def __post_init__(self) -> None:
@@ -315,7 +315,7 @@ class ModelConfig:
         require(
             self.layers <= MAX_LAYERS, f"model.layers = {self.layers} must be at most {MAX_LAYERS}"
         )
-        check_letters("model.pattern", self.pattern)
+        check_pattern("model.pattern", self.pattern)
         size = len(self.pattern)
         require(
             size <= MAX_LAYERS and (size % 2 == 0 or "M" in self.pattern),
@@ -323,20 +323,20 @@ class ModelConfig:
             f"it has {size}",
         )
         used = self.pattern + (self.prediction.pattern if self.prediction else "")
-        for letter, name in LETTERS.items():
+        for symbol, name in SYMBOLS.items():
             require(
-                getattr(self, name) is not None or letter not in used,
-                f"model.pattern with {letter} needs model.{name}",
+                getattr(self, name) is not None or symbol not in used,
+                f"model.pattern with {symbol} needs model.{name}",
             )
         require(
             self.attention is None or self.latent_attention is None,
             "model has both attention and latent_attention, whose positions differ; expected one",
         )
-        for name in LETTERS.values():
-            letters = [letter for letter, of in LETTERS.items() if of == name]
+        for name in SYMBOLS.values():
+            symbols = [symbol for symbol, field in SYMBOLS.items() if field == name]
             require(
-                getattr(self, name) is None or set(letters) & set(used),
-                f"model.{name} needs {' or '.join(letters)} in model.pattern; expected null",
+                getattr(self, name) is None or set(symbols) & set(used),
+                f"model.{name} needs {' or '.join(symbols)} in model.pattern; expected null",
             )
         window = self.attention and self.attention.window
         require(

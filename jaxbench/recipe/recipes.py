@@ -80,7 +80,7 @@ class Override:
 
 
 def config_folder() -> Path:
-    """Where the recipes lie: inside an installed package, or beside it in a source tree."""
+    """The folder of recipes: inside an installed package, or beside it in a source tree."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 PASS: Final = 0.95
-"""Of the published throughput: the least that passes."""
+"""Least share of the published throughput that passes."""
 
 SMOKE: Final = (
     "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
 )
-"""What the log of a smoke run begins with."""
+"""First line of the log of a smoke run."""
 
 Name = Literal["pass", "slow", "failed", "incomplete", "not comparable"]
 
@@ -27,7 +27,7 @@ class Verdict:
 
     @property
     def bad(self) -> bool:
-        """Whether `report` exits with status 1."""
+        """True if `report` exits with status 1."""
         return self.name in ("slow", "failed", "incomplete")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which steps of a run count, and their spread."""
+"""The steps of a run that count, and the spread of their times."""
 
 import math
 import statistics
@@ -9,7 +9,8 @@ PUBLISHED: Final = (11, 44)
 step instead."""
 
 WINDOWS = {"published": PUBLISHED, "newer": (35, 44)}
-"""By name: that of the releases in configs/published.csv, and that of the source's later ones."""
+"""Windows by name: `published` is that of the releases in configs/published.csv, `newer` that of
+the source's later releases."""
 
 
 def window(steps: int) -> tuple[int, int]:
@@ -20,7 +21,8 @@ def window(steps: int) -> tuple[int, int]:
 
 
 def too_short(steps: int) -> list[str]:
-    """Why a run of so many steps cannot stand beside published ones; nothing if it can."""
+    """The reason why a run of so many steps is not comparable with published ones; none if it
+    is."""
     first, last = PUBLISHED
     reason = f"{steps} iterations: the published means are of iterations {first} to {last}"
     return [] if steps > last else [reason]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxbench.errors import RecipeError
+from jaxbench.recipe.build import flat
 from jaxbench.report.runs import Result
 
 DRAWS = 4000
@@ -117,19 +118,7 @@ def _outcome(low: float, high: float, threshold: float) -> Outcome:
 
 def differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
     """(field, value in A, value in B) where two records differ, except variables of a job."""
-    left, right = (
-        {name: value for part in SECTIONS for name, value in flat(part, r.run.record.get(part))}
-        for r in (a, b)
-    )
+    left, right = (dict(flat({part: r.run.record.get(part) for part in SECTIONS})) for r in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):
             yield name, left.get(name), right.get(name)
-
-
-def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of nested objects by dotted keys: `flags.compiler_options.xla_some`."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from flat(f"{prefix}.{key}", inner)
-    elif value is not None:
-        yield prefix, value

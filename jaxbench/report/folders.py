@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,12 @@ def read(folder: Path) -> RunData:
     return run
 
 
-def _positive(value: Any) -> float:
-    if not quantity(value):
-        raise TypeError(f"{value} is no figure")
-    return quantity(value)
-
-
 def _run(folder: Path, record: dict[str, Any]) -> RunData:
     recipe, status, device = record["recipe"], record["status"], record["hardware"]["device"]
     batch, dtype = recipe["batch"], str(recipe["precision"]["dtype"])
-    published = record["published"]
+    published, positive = record["published"], partial(quantity, zero=False)
     if published is not None:
-        published["step_time_s"] = _positive(published["step_time_s"])
+        published["step_time_s"] = positive(published["step_time_s"])
         published["errata"] = [str(code) for code in published.get("errata") or []]
     gpu = hardware.identify(device)
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
@@ -66,12 +61,12 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         path=folder,
         source="jaxbench",
         recipe=f"{recipe['recipe']}:{recipe['row']}",
-        gpus=int(_positive(recipe["gpus"])),
+        gpus=int(positive(recipe["gpus"])),
         dtype=dtype,
         label=str(record["label"]),
         steps=Steps(expected=int(recipe["steps"])),
         model=titled(f"{recipe['model']['family']} {recipe['model']['size']}", gpu),
-        tokens=int(_positive(batch["global_batch"]) * _positive(batch["sequence_length"])),
+        tokens=int(positive(batch["global_batch"]) * positive(batch["sequence_length"])),
         flops=_flops(record.get("summary")),
         peak_tflops=hardware.peak_tflops(device, dtype),
         published=published,

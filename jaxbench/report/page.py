@@ -16,10 +16,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
 from jaxbench.recipe.verdict import PASS, SMOKE
 from jaxbench.report import formats, history, sections
-from jaxbench.report.compare import SECTIONS, flat
+from jaxbench.report.compare import SECTIONS
 from jaxbench.report.runs import Result
 from jaxbench.report.sections import PageRun
 
@@ -117,7 +118,7 @@ def _name(line: dict[str, Any]) -> str:
 
 
 def headline(runs: Sequence[PageRun]) -> str:
-    """Whether this cluster is as fast as it should be, in a sentence."""
+    """The page's conclusion in a sentence: is this cluster as fast as it should be?"""
     compared = [run for run in runs if run.comparable]
     if runs and all(run.smoke for run in runs):
         return "Smoke runs only. Nothing on this page is a benchmark result."
@@ -133,7 +134,7 @@ def headline(runs: Sequence[PageRun]) -> str:
 
 
 def details(page_run: PageRun) -> dict[str, Any]:
-    """What ran, exactly: the sections of the record as lines of text, and all of it as JSON."""
+    """The record in full: its sections as lines of text, and all of it as JSON."""
     run, line = page_run.result.run, page_run.line
     steps = sorted(run.steps.seconds.items())
     short = len(steps) <= MOST_STEPS
@@ -155,7 +156,7 @@ def details(page_run: PageRun) -> dict[str, Any]:
         "sections": [
             (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
             for part in SECTIONS
-            if (values := [*flat(part, run.record.get(part))])
+            if (values := [*flat(run.record.get(part), part)])
         ],
         "steps": " ".join(f"{seconds:.4g}" for _, seconds in steps) if short else None,
         "file": f"{name}.json.gz",

@@ -91,10 +91,11 @@ class PlannedStep:
     peak_memory: float | None
 
 
-def quantity(value: Any) -> float:
-    """A recorded time, rate or size as a float. Raises TypeError for anything implausible."""
+def quantity(value: Any, *, zero: bool = True) -> float:
+    """A recorded time, rate or size as a float. Raises TypeError for anything implausible, for 0
+    unless `zero`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 <= value < LARGEST):
+    if not (number and 0 <= value < LARGEST and (zero or value)):
         raise TypeError(f"{str(value)[:20]} is no figure")
     return float(value)
 

@@ -1,4 +1,4 @@
-"""Reports errors of a step while the main thread is blocked."""
+"""Errors of a step on a GPU, reported while the main thread is blocked."""
 
 import threading
 import time
@@ -8,17 +8,18 @@ from typing import Any
 import jax
 
 PATIENCE_S = 5.0
-"""Time without another launch after which the last one's results are awaited on every GPU, and time
-in which the main thread may act on an error itself."""
+"""Seconds without a launch after which the results of the last one are awaited on every GPU; and
+seconds that the main thread has to handle an error itself before `fail` is called."""
 
 
 def watched_launches(program: Callable, fail: Callable[[Exception], None]) -> Callable:
-    """Returns the program of a step such that `fail` is called, in another thread, with the error
-    of a step if the main thread does not act on it.
+    """The program of a step, whose launches are watched: if the main thread does not handle the
+    error of a step, another thread calls `fail` with it.
 
-    When one GPU of a process fails, collectives on the others wait for it for ever. So does the
-    main thread if it awaits a result of theirs, or launches the next step: XLA launches a program
-    on all GPUs together. The error is in the failed GPU's shard of the last results.
+    When one GPU of a process fails, collectives on the others wait for it forever. The main thread
+    then blocks when it awaits a result of theirs, and when it launches the next step, since XLA
+    launches a program on all GPUs together. Awaiting the failed GPU's shard of the last results
+    raises the error.
     """
     if jax.local_device_count() == 1 or jax.default_backend() != "gpu":
         return program

@@ -128,7 +128,7 @@ def interrupted(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> 
 
 def end(recorder: Recorder, beat: Heartbeat, code: int, status: str, reason: str,
         cause: str | None = None) -> None:  # fmt: skip
-    """Ends the process here, whatever its main thread does, with a complete record."""
+    """Ends the process at once, even with a blocked main thread, with a complete record."""
     try:
         beat.end()  # first, so that the watchdog does not record an end of its own
         recorder.finish(status, reason, cause)
@@ -175,8 +175,8 @@ class Attempt:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> tuple[str, str, str]:
-        """Status, reason and cause of an error; prints its traceback if the cause is unknown. Of
-        the others the library's message says all."""
+        """Status, reason and cause of an error. Prints the traceback only of an unknown cause: for
+        a known one the library's message is enough."""
         reason, cause, own = one_line(error), cause_of(error), isinstance(error, RunFailed)
         if own:
             reason = str(error)

@@ -20,8 +20,8 @@ def tokens_before(x: Float[Array, "B S C"], count: int, context: Axes) -> Float[
 def entering(
     log: Float[Array, "B H"], left: Float[Array, "B H P N"], context: Axes
 ) -> Float[Array, "B H P N"]:
-    """The state before the first token of this shard. `left` is the shard's end state from a zero
-    start, `log` the logarithm of its total decay."""
+    """The state before the first token of this rank's shard. `left` is the state at the shard's end
+    if it were zero at its start, `log` the logarithm of the shard's total decay."""
     shards = (jax.lax.all_gather(z, context, axis=1) for z in (log, left))
     rank = jax.lax.axis_index(context)
     return jax.lax.dynamic_index_in_dim(scan_states(*shards), rank, axis=1, keepdims=False)
@@ -33,8 +33,8 @@ def scan_states(
     """The state before each of K consecutive parts of a sequence, zero before the first; `log` and
     `left` of each part as in `entering`.
 
-    One product with the decays between parts instead of K dependent steps, whose launches would
-    take longer. A part's contribution to a state is rounded once, whatever the distance.
+    A single product with the decays between parts: K dependent steps would take longer to launch.
+    Each part's contribution to a state is rounded once, however far apart they are.
     """
     padded = jnp.pad(jnp.moveaxis(log, 1, 2), ((0, 0), (0, 0), (1, 0)))
     decay = segment_decay(padded)[..., :-1, 1:].astype(left.dtype)
@@ -45,7 +45,7 @@ def scan_states(
 def end_state(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> tuple[Float[Array, "B H"], Float[Array, "B H P N"]]:
-    """The logarithm of the total decay of K parts, and the state at their end from zero."""
+    """(logarithm of the total decay, end state) of K parts, if the state is zero at their start."""
     total = jnp.cumsum(log, axis=1)
     to_end = jnp.exp(total[:, -1:] - total).astype(left.dtype)
     exact = jax.lax.Precision.HIGHEST

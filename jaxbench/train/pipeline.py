@@ -1,10 +1,10 @@
 """Loss and gradients of a step with a pipeline: one SPMD program in which ranks differ by their
 actions (`pipeline_schedule`), not by their code.
 
-State, optimizer and checkpoints have no stages: at rest every weight is sharded over `pipeline` as
-over `fsdp`. Inside one `shard_map` over all axes each rank gathers its layers (`stages`) and what
-is outside of the stages (`pipeline_ends`), runs the schedule (`pipeline_rank`), and scatters its
-gradients.
+State, optimizer and checkpoints know no stages: at rest every weight is sharded over `pipeline` as
+over `fsdp`. Inside one `shard_map` over all axes each rank gathers the weights of its layers
+(`stages`) and of the ends (`pipeline_ends`), runs the schedule (`pipeline_rank`), and
+reduce-scatters its gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,9 +74,9 @@ def accumulate(
 class _Pipeline:
     """The program of a pipeline around its schedule: gathers before it, scatters after it.
 
-    Which dimensions of weights are gathered is taken from their types here, outside the
-    `shard_map`, inside which arrays are local and their types name no axes. The stack of index
-    `staged` is computed by the stages, the others at the pipeline's ends.
+    The constructor reads off the types of weights which dimensions are gathered: inside the
+    `shard_map` arrays are local, and their types name no axes. The stack of index `staged` is
+    computed by the stages, the others at the pipeline's ends.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class _Pipeline:
     def on_rank(
         self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any, rotary: Any
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
-        """On one device: (loss, gradients at rest of stacks, embedding and what is behind them,
-        observed amax, routing figures)."""
+        """On one device: (loss, gradients at rest of (stacks, embedding, output layers), observed
+        amax, routing figures)."""
         *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
         stacked, structure = jax.tree.flatten(weights.stacks[self.staged])
         dims, ctx = self.stack_dims[self.staged], self.ctx._replace(rotary=rotary)
@@ -208,7 +208,7 @@ class _Pipeline:
             return jax.lax.psum(jax.vmap(send)(figure[:-1]), axes)
 
         def of_microbatches(figure: jax.Array) -> jax.Array:
-            """Figures `[groups, ..]` of this rank's microbatch of each group."""
+            """Figures of all microbatches, from `[groups, ..]`: this rank's one of each group."""
             own = jnp.arange(ranks) == rank
             own = own.reshape(1, ranks, *(1 for _ in figure.shape[1:]))
             spread = jnp.where(own, figure[:, None], 0.0).reshape(-1, 1, *figure.shape[1:])
@@ -229,7 +229,7 @@ def _at(index: int, stacked: jax.Array) -> jax.Array:
 
 
 def _stack(blocks: list[Any], axis: int = 0) -> Any:
-    """One tree of arrays with the blocks along a dimension of their own."""
+    """The trees of all blocks as one, their arrays stacked along `axis`."""
     return jax.tree.map(lambda *arrays: jnp.stack(arrays, axis), *blocks)
 
 

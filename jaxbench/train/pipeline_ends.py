@@ -1,9 +1,9 @@
-"""What a pipeline computes outside of its stages: in front of them the embedding and layers that
-are unlike the others, behind them final norm, head, loss and multi-token prediction.
+"""The ends of a pipeline, outside of its stages: in front of them the embedding and layers that are
+unlike the others, behind them final norm, head, loss and multi-token prediction.
 
-Each rank does so for one microbatch of every group, so that no rank has more to do than another.
-The weights are gathered on all ranks. Nothing is stashed: what is in front of the stages is
-computed again for its gradient.
+Each rank computes them for one microbatch of every group, so that all ranks have equal work. The
+weights are gathered on all ranks. No residuals are stashed: the backward pass of the front computes
+it again.
 
 Arrays are local to a device, inside a `shard_map` (`mesh`).
 """
@@ -24,8 +24,8 @@ from jaxbench.recipe.model import ModelConfig
 
 
 class EndWeights(NamedTuple):
-    """Gathered weights of both ends: embedding, blocks in front of the stages, what is behind them,
-    the block of multi-token prediction."""
+    """Gathered weights of both ends: embedding, blocks in front of the stages, output layers behind
+    them, block of multi-token prediction."""
 
     embedding: Embedding
     first: list[Any]
@@ -33,7 +33,7 @@ class EndWeights(NamedTuple):
     last: list[Any]
 
     def plus(self, gradients: dict[str, Any]) -> "EndWeights":
-        """These sums of gradients with some added, by field."""
+        """These sums of gradients, with `gradients` added to the fields that it names."""
         sums = {name: add(getattr(self, name), g) for name, g in gradients.items()}
         return self._replace(**sums)
 
@@ -66,8 +66,8 @@ class Ends:
         return first, last
 
     def enter(self, group: Any) -> tuple[jax.Array, Callable]:
-        """(input of the first stage, VJP) of a group: it returns gradients of weights by field of
-        `EndWeights`, and observed amax."""
+        """(input of the first stage, VJP) of a group. The VJP returns gradients of weights by field
+        of `EndWeights`, and the observed amax."""
 
         def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
             tokens = read(self.tokens, group)

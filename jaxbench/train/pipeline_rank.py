@@ -4,11 +4,11 @@ In a schedule step a rank computes one model chunk forward for one microbatch an
 another, and sends both results to its neighbours. Embedding and loss are outside of the stages:
 each rank embeds, and takes the loss of, one microbatch of every group.
 
-Between these ranks and the first and last stage hidden states travel in rings: each rank holds one,
-and passes it to the rank before it in every schedule step. The first stage, on rank 0, takes the
-inputs of a group in P steps, as they pass; the last stage puts its outputs into another ring in P
-steps, so that each is where its loss is taken when the group is complete. Their gradients travel
-likewise.
+Hidden states travel between these ranks and the first and last stage in rings: each rank holds one,
+and passes it to the rank before it in every schedule step. The first stage, on rank 0, takes the P
+inputs of a group from the ring in P consecutive steps; the last stage puts its outputs into another
+ring in P steps, such that each reaches the rank that takes its loss when the group is complete.
+Their gradients travel likewise.
 
 The collectives of a step overlap with the products of the other direction. Memory for activations
 does not grow with the number of microbatches: a stash holds the residuals of chunks in flight, and
@@ -42,18 +42,20 @@ from jaxbench.train.stages import Stages
 class Carry:
     """State of one rank between two schedule steps.
 
-    `x` and `dy` have arrived from the neighbours. `inputs` and `d_inputs` are the rings of inputs
-    of the first stage and of their gradients, `outputs` that of outputs of the last stage and,
-    after the loss, of their gradients. `next_input` is this rank's input of the next group, which
-    enters the ring when the group begins; `d_input` its gradient of the last group whose gradients
-    have all returned; `d_output` what has arrived in the ring of outputs, before an output took its
-    place. `stash` holds (residuals, input) of model chunks between their forward and backward
-    actions.
+    - `x`, `dy`: the hidden state and the gradient received from the neighbours
+    - `inputs`, `d_inputs`, `outputs`: this rank's places in the rings of inputs of the first stage,
+      of their gradients, and of outputs of the last stage or, after the loss, of their gradients
+    - `next_input`: this rank's input of the next group, put into `inputs` when that group begins
+    - `d_input`: the gradient of this rank's input in the last group whose gradients have all
+      returned
+    - `d_output`: `outputs` as received from the ring, before an output of the last stage replaced
+      it: on the last rank the gradient of that stage's next backward action
+    - `stash`: (residuals, input) of model chunks between their forward and backward actions
 
     The rest are sums: the loss; gradients of the blocks `[chunks, ..]` and of the weights of both
     ends (`Ends`); the amax that FP8 observes in them; and routing figures `[microbatches + 1,
-    chunks, size]`, whose last entry absorbs those of idle actions, and `[groups]` of multi-token
-    prediction.
+    chunks, size]`, whose last entry takes those of idle actions, and of multi-token prediction
+    `[groups]`.
     """
 
     x: jax.Array
@@ -78,9 +80,9 @@ class Carry:
 class Rank:
     """Weights and data of one rank, and its computation.
 
-    `blocks` are those of a model chunk, gathered, each `[chunks, ..]`: with one chunk XLA slices
-    nothing. `scaled` has the FP8 weights and scales of each, or None. Activations in `saved` are
-    not recomputed. Gradients are summed in `sum_dtype`.
+    `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`: a list,
+    so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales of each,
+    or None. Activations in `saved` are not recomputed. Gradients are summed in `sum_dtype`.
     """
 
     run: Run
@@ -194,8 +196,7 @@ class Rank:
         return replace(carry, next_input=self.ends.enter(group)[0])
 
     def _embed_back(self, carry: Carry, group: Any) -> Carry:
-        """Adds a group's gradients of what is in front of the stages, once all its input gradients
-        have returned."""
+        """Adds a group's gradients of the weights in front of the stages, from its `d_input`."""
         d_weights, amax = self.ends.enter(group)[1](carry.d_input)
         first, last = carry.ends_observed
         return replace(
@@ -205,8 +206,8 @@ class Rank:
         )
 
     def _losses(self, carry: Carry, group: Any) -> Carry:
-        """Adds a group's loss and its gradients, once all outputs are where their losses are taken.
-        The gradients begin their way back to the last rank, which needs that of rank 0 first."""
+        """Adds a group's loss and its gradients, once every rank has the output whose loss it has.
+        The ring then brings the outputs' gradients to the last rank, that of rank 0 first."""
         (loss, _), pull, figures = self.ends.leave(carry.outputs, group)
         share = jnp.full_like(loss, 1 / self._groups)
         d_weights, amax, dx = pull((share, self._d_balance))
@@ -222,7 +223,7 @@ class Rank:
         )
 
     def _to_rank_before(self, x: jax.Array) -> jax.Array:
-        """A step of a ring."""
+        """Sends to the rank before: a step of a ring."""
         ranks = self.stages.ranks
         return jax.lax.ppermute(x, mesh.PIPELINE, [((i + 1) % ranks, i) for i in range(ranks)])
 
@@ -243,7 +244,7 @@ class Rank:
     def _forward(self, carry: Carry, action: dict[str, jax.Array]) -> Carry:
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
         microbatch, chunk = action["microbatch"], action["chunk"]
-        inputs = jnp.where(action["turns"], carry.next_input, carry.inputs)
+        inputs = jnp.where(action["new_group"], carry.next_input, carry.inputs)
         x = jnp.where((rank == 0) & (chunk == 0), inputs, carry.x)
         (y, _), vjp, figures = self._vjp(x, chunk=chunk)
         saved, expected = residuals(vjp), residuals(self._types[0])
@@ -285,22 +286,22 @@ class Rank:
             carry,
             dy=self._to_rank_before(dx),
             d_inputs=jnp.where(leaves, dx, d_inputs),
-            d_input=jnp.where(action["turns"], d_inputs, carry.d_input),
+            d_input=jnp.where(action["new_group"], d_inputs, carry.d_input),
             d_blocks=add(carry.d_blocks, d_layers, chunk),
             observed=maximum(carry.observed, unless_idle(list(amax)), chunk),
         )
 
     @property
     def _d_balance(self) -> jax.Array:
-        """The cotangent of a sequence's load-balance loss, over the ranks of the sequence: the loss
-        is a sum over them, whose transpose is a sum again."""
+        """The cotangent of a sequence's load-balance loss, divided by the number of ranks that hold
+        the sequence: the loss is a `psum` over them, whose transpose is a `psum` again."""
         p, coefficient = self.run.parallelism, self.run.model.balance_loss
         return jnp.float32(coefficient / self.run.batch.global_batch / (p.context * p.tensor))
 
     def _arguments(self, chunk: Any) -> tuple[Any, Any, Any]:
-        """Arguments of a model chunk beside the hidden state: its blocks, each with zeros for the
-        amax that FP8 observes; their scales; the rotary tables. They are sliced outside of the
-        differentiated function, so that the stash holds none of them."""
+        """Arguments of a model chunk other than the hidden state: its blocks, each with zeros whose
+        gradients are the amax observed in FP8; their scales; the rotary tables. They are sliced
+        outside of the differentiated function, so that they are no residuals."""
         layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
         return list(zip(layers, observed, strict=True)), scales, self.ctx.rotary
@@ -312,8 +313,9 @@ class Rank:
 
 
 _after = jax.lax.optimization_barrier
-"""Arrays of which the first is sent after the others have come. XLA would otherwise leave a ring's
-transfers to the end of a schedule step, where no product hides them."""
+"""`_after((y, *received))` returns its arrays, `y` only once the others have been received. So `y`
+is sent after the transfers of the rings, which XLA would otherwise leave to the end of a schedule
+step, where no product hides them."""
 
 
 def _compute(

@@ -26,14 +26,15 @@ class Actions:
     chunk (virtual stage of the rank), the stash slot of its residuals, and whether the rank is
     busy. An idle rank computes on whatever its buffers hold, and its results are dropped.
 
-    `turns` marks the steps, equal on all ranks, in which rank 0 begins a further group forward, or
-    in which the gradients of a group have all returned: its last action was in the step before."""
+    `new_group` marks, equally on all ranks, the steps in which rank 0 has just finished a group and
+    begins the next, if any: forward its inputs enter the pipeline, backward the gradients of the
+    finished one have all left it."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
     slot: np.ndarray
     busy: np.ndarray
-    turns: np.ndarray
+    new_group: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,23 @@ class Schedule:
 
 
 def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
-    """The schedule of a number of microbatches that `ranks` divides."""
+    """The schedule of a training step; `ranks` must divide `microbatches`."""
     assert microbatches % ranks == 0
     period = ranks * virtual_stages
     warmup = period + ranks - 1
     step = np.arange(warmup + virtual_stages * microbatches + ranks - 1)[:, None]
     rank = np.arange(ranks)
 
-    def actions(turn: np.ndarray, order: np.ndarray) -> Actions:
-        """Actions in one direction: `turn` `[steps, ranks]` is the index of a rank's action, idle
-        if out of range; `order` has its virtual stages in the order in which they run."""
-        busy = (turn >= 0) & (turn < virtual_stages * microbatches)
-        group, position = np.divmod(np.where(busy, turn, 0), period)
+    def actions(index: np.ndarray, order: np.ndarray) -> Actions:
+        """Actions in one direction: `index` `[steps, ranks]` counts a rank's actions, idle if out
+        of range; `order` has its virtual stages in the order in which they run."""
+        busy = (index >= 0) & (index < virtual_stages * microbatches)
+        group, position = np.divmod(np.where(busy, index, 0), period)
         microbatch = group * ranks + position % ranks
-        turns = np.repeat((turn[:, :1] > 0) & (turn[:, :1] % period == 0), ranks, axis=1)
+        first = index[:, :1]
+        new_group = np.repeat((first > 0) & (first % period == 0), ranks, axis=1)
         slot = np.zeros_like(microbatch)
-        return Actions(microbatch, order[position // ranks], slot, busy, turns)
+        return Actions(microbatch, order[position // ranks], slot, busy, new_group)
 
     order = np.arange(virtual_stages)
     forward = actions(step - rank, order)

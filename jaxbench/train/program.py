@@ -10,7 +10,7 @@ import jax
 from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
 from jaxbench.jax_internals import attention_for_mesh
-from jaxbench.models.decoder import segments
+from jaxbench.models.decoder import implementations, segments
 from jaxbench.ops import attention, fp8, grouped
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.recipe.blocks import repeating_blocks
@@ -65,20 +65,19 @@ def check_run(run: Run, platform: str) -> None:
     """Raises RecipeError for a request of the run that the platform cannot fulfil."""
     flags.options(run, platform)
     fp8.choose(run.precision, platform)
-    _mamba2(run, platform)
-    _attention(run, platform)
-    _grouped(run, platform)
+    _implementations(run, platform)
 
 
 def kernels(run: Run) -> dict[str, str]:
     """Implementations of attention, Mamba-2, dropless experts and products on the current mesh, for
     the record."""
     platform = mesh.platform()
-    by = {"attention": _attention(run, platform)}
+    chosen = _implementations(run, platform)
+    by = {"attention": chosen["kernel"]}
     if run.model.each(MambaConfig):
-        by["Mamba-2"] = _mamba2(run, platform)
+        by["Mamba-2"] = chosen["ssd"]
     if run.model.dropless:
-        by["dropless experts"] = _grouped(run, platform)
+        by["dropless experts"] = chosen["grouped_matmul"]
     return by | {"products": _products(run, platform)}
 
 
@@ -95,11 +94,12 @@ def _products(run: Run, platform: str) -> str:
 
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
-    platform = mesh.platform()
+    model, platform = run.model, mesh.platform()
+    chosen = _implementations(run, platform)
     requested = (
-        ("fused attention", run.model.attends, attention.KERNELS[_attention(run, platform)]),
-        ("a fused Mamba-2 scan", run.model.mamba, ssd.IMPLEMENTATIONS[_mamba2(run, platform)]),
-        ("grouped matmuls", run.model.dropless, grouped.IMPLEMENTATIONS[_grouped(run, platform)]),
+        ("fused attention", model.attention_mixer, attention.KERNELS[chosen["kernel"]]),
+        ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen["ssd"]]),
+        ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen["grouped_matmul"]]),
     )
     expected = [(what, t) for what, present, kernel in requested if present for t in kernel.rules]
     in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
@@ -114,17 +114,9 @@ def check_program(compiled: Any, run: Run) -> None:
         _check_fp8(program, run)
 
 
-def _attention(run: Run, platform: str) -> str:
-    return attention.choose(run.execution, run.model, run.batch.sequence_length, platform)
-
-
-def _mamba2(run: Run, platform: str) -> str:
-    length = run.batch.sequence_length // run.parallelism.context
-    return ssd.choose(run.execution, run.model, run.precision.dtype, length, platform)
-
-
-def _grouped(run: Run, platform: str) -> str:
-    return grouped.choose(run.execution, run.model, run.precision.dtype, platform)
+def _implementations(run: Run, platform: str) -> dict[str, str]:
+    length, shards = run.batch.sequence_length, run.parallelism.context
+    return implementations(run.model, length, shards, run.execution, run.precision, platform)
 
 
 def _check_fp8(program: Program, run: Run) -> None:

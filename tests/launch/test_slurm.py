@@ -7,22 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import slurm
 from commands import ROOT, read
+from slurm import TINY, ended, submit, wait
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
 
-TINY = (
-    "model.layers=1", "model.embed=64", "model.mlp.ffn=64", "model.vocabulary=128",
-    "batch.sequence_length=32", "parallelism.fsdp=4",
-)  # fmt: skip
 STEPS = 80
 TOLERANCE = 1e-3
 """Four processes add up in another order than four devices of one: roundings of bf16."""
@@ -39,35 +35,6 @@ def stage(tmp_path_factory):
     return tmp_path_factory.mktemp("slurm") / 'my stage\'s "1"'
 
 
-def submit(cluster, stage, *options, **variables):
-    """(job id, run folder) of a submitted job."""
-    overrides = [part for text in TINY for part in ("--set", text)]
-    done = subprocess.run(
-        ["launch/submit.sh", "configs/llama31_8b_bf16.yaml", "--cpu", *overrides, *options],
-        cwd=ROOT, capture_output=True, text=True,
-        env=cluster.environment | {
-            "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "4", "GPUS_PER_NODE": "2",
-            "JAXBENCH_VENV": sys.prefix, "HF_TOKEN": "hf_secret", **variables,
-        },
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    number, folder = done.stdout.splitlines()[0].removeprefix("job ").split(": ")
-    return number, Path(folder)
-
-
-def wait(cluster, number, condition, seconds=150):
-    """Waits for a condition on what Slurm says about the job."""
-    end = time.monotonic() + seconds
-    while not condition(job := cluster.job(number)):
-        assert time.monotonic() < end, (job, cluster.log()[-3000:])
-        time.sleep(0.3)
-    return job
-
-
-def ended(job):
-    return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-
 def main_log(folder):
     return next(folder.glob("log-jaxbench_*.out")).read_text()
 
@@ -82,8 +49,7 @@ def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     subprocess.run(
         [ROOT / "launch/run.sh", "--config", "configs/llama31_8b_bf16.yaml", "--cpu-devices", "4",
-         "--steps", str(STEPS), "--output", folder,
-         *(part for text in TINY for part in ("--set", text))],
+         "--steps", str(STEPS), "--output", folder, *TINY],
         cwd=ROOT, check=True, capture_output=True, env=os.environ | {"JAXBENCH_VENV": sys.prefix},
     )  # fmt: skip
     return [step["loss"] for step in steps_of(folder)]

@@ -97,14 +97,9 @@ def test_a_pipeline_is_described():
 
 
 @needs_compiler
-def test_json_has_the_documented_keys(planned):
-    found = json.loads((planned[1] / "printed.json").read_text())
-    assert tuple(found) == (*command.KEYS, "label")
-    assert set(found["bytes_per_device"]) == {"arguments", "temporaries", "peak", "limit"}
-    assert set(found["flops"]) == {"model_causal", "model_full", "compiled", "recompute_ratio"}
-    assert set(found["kernels"]) == {"gemm_bf16", "gemm_fp8", "attention"}
-    entry = {"kind", "axes", "count", "bytes", "exposed_s"}
-    assert all(set(c) == entry for c in found["collectives"])
+def test_json_prints_what_dump_keeps(planned):
+    printed, kept = (planned[1] / name for name in ("printed.json", "plan.json"))
+    assert json.loads(printed.read_text()) == json.loads(kept.read_text())
 
 
 @needs_compiler
@@ -124,36 +119,6 @@ def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, caps
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert command.main(ROW) == 2
     assert capsys.readouterr().err == f"error: plan needs the compiler for GPUs: {absent.INSTALL}\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--config", ROW[1]], "--config and --gpus are needed"),
-        ([*ROW[:3], "9"], "they do not fill nodes of 8; the nearest counts that work: 8 and 16"),
-        (
-            [*ROW, "--system", "nic=fast"],
-            "--system nic=fast: expected nvlink=N, nic=N, node=N or domain=N",
-        ),
-        ([*ROW, "--system", "node=7"], "a domain of 8 GPUs is not one of nodes of 7"),
-        (
-            [*ROW, "--system", "node=7", "--system", "domain=7"],
-            "the nearest that do: 14 and 21",
-        ),
-        (
-            [*ROW, "--set", "model.attention.head_dim=100"],
-            "cuDNN attention takes multiples of 8 up to 256",
-        ),
-        (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
-    """Without the compiler for GPUs too."""
-    monkeypatch.setattr(absent, "installed", lambda module: False)
-    assert command.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 @needs_compiler

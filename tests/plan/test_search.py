@@ -13,7 +13,7 @@ from cases import slow_except
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, candidates, command, processes, scaling, search
+from jaxbench.plan import candidates, command, processes, scaling, search
 from jaxbench.plan.candidates import least_state
 from jaxbench.plan.plan import parts, read
 from jaxbench.plan.search import Outcome, Search
@@ -257,29 +257,6 @@ def test_scaling_compares_rows_of_one_model():
     runs, left_out = scaling.rows(recipes.load("llama2_70b_fp8"), [])
     assert [run.gpus for run in runs] == [64, 128, 256, 512, 1024, 2048]
     assert left_out == ["1 GPU: another model, 4 layers on 4096 tokens: not compared"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--search", "--all"], "--all and --search: one of them at a time"),
-        (["--search"], "--config and --gpus are needed"),
-        (["--search", "--limit", "0"], "--limit = 0 must be above 0"),
-        (["--limit", "3"], "--limit is for --search"),
-        (["--scaling"], "--scaling needs --config"),
-        (["--scaling", "--config", "llama2_70b_fp8", "--gpus", "64"], "no --gpus"),
-        (["--search", "--dump", "x"], "--dump keeps a single plan"),
-        (["--search", "--config", "llama2_70b_fp8", "--gpus", "9"], "do not fill nodes of 8"),
-        (["--scaling", "--config", "llama2_70b_fp8", "--set", "parallelism.tensor=3"], "must div"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
-    """Without the compiler for GPUs too."""
-    monkeypatch.setattr(absent, "installed", lambda module: False)
-    assert command.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,13 @@ from jaxbench.xla.hlo import Rules
 class Kernel:
     """One way to compute attention.
 
-    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), and `Scores`;
-    one that is not `capped` also a sink of each head (`N`).
-    `platforms` are those on which it runs (None: all); `capped` is true for a kernel of soft-capped
-    scores. `rules` give the work of its custom calls, and a compiled step must contain all of these
-    calls; a kernel without rules compiles to plain products. `refusal` returns why it cannot
-    compute a model at a sequence length, or None. `saved` is the primitive whose results a remat
-    policy saves as `attention`; if None, `call` names the results itself by `checkpoint_name`.
+    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and,
+    if not `capped`, optional sinks (`N`). `platforms` are those on which it runs (None: all);
+    `capped` is true for a kernel of soft-capped scores. `rules` give the work of its custom calls,
+    and a compiled step must contain all of these calls; a kernel without rules compiles to plain
+    products. `refusal` returns why it cannot compute a model at a sequence length, or None. `saved`
+    is the primitive whose results a remat policy saves as `attention`; if None, `call` names the
+    results itself by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
@@ -68,7 +68,8 @@ def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -
         raise RecipeError(
             f"execution.attention = {execution.attention} does not run on a {platform}"
         )
-    if cfg.attends and (refused := KERNELS[names[0]].refusal(cfg.attends, length)):
+    mixer = cfg.attention_mixer
+    if mixer and (refused := KERNELS[names[0]].refusal(mixer, length)):
         raise RecipeError(f"{refused}; or execution.attention=xla")
     return names[0]
 
@@ -81,8 +82,8 @@ def attend(
     scores: Scores,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal grouped-query attention, `"batch seq heads head_dim"` in and out, by one of `KERNELS`;
-    with `sinks`, `"heads"`, a logit of each head beside its scores.
+    """Causal grouped-query attention by one of `KERNELS`, `"batch seq heads head_dim"` in and out;
+    `sinks`, `"heads"`, are a further logit of each head's softmax.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
@@ -104,8 +105,8 @@ def attend(
 
 
 def _own_heads(sinks: jax.Array, count: int) -> jax.Array:
-    """The sinks of the `count` heads that a device attends with, of those of its tensor rank."""
-    sinks = mesh.own_copy(sinks)
+    """The sinks of the `count` heads that a device computes, from those of its tensor rank."""
+    sinks = mesh.varying(sinks)
     if not (context := mesh.axes("seq")):
         return sinks
     first = count * jax.lax.axis_index(context)

@@ -25,16 +25,16 @@ MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 """Supported head dims on Hopper and later: multiples of the second up to the first."""
 
 PRODUCTS = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
-"""Targets of the compiled calls, with how many products each has of the width of keys, and as many
-of that of values: QK^T and PV forward, and two gradients of both backward. The scores that the
-backward kernel computes again are not counted."""
+"""Targets of the custom calls, and how many matrix products each has over the head dim of keys, and
+again over that of values: forward QK^T and PV; backward dQ and dK, dP and dV. The scores that the
+backward kernel recomputes are not counted."""
 
 
 WINDOW = r'"sliding_window_length":\s*"?(\d+)'
-"""Pattern of a compiled call's attribute: its window, 0 without."""
+"""Pattern of the sliding window in a call's attributes; 0 without one."""
 
 TILE = 128
-"""Keys and queries of a tile of the kernels' work: a window is in whole tiles."""
+"""Keys, and queries, of a tile of the kernels: they compute a window in whole tiles."""
 
 
 def call(
@@ -55,11 +55,11 @@ def call(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _with_sinks(query, key, value, sinks, scale, window):
-    """Attention with sinks, which the kernels lack.
+    """Attention with sinks, which the kernels do not have.
 
-    A sink s beside scores of the logarithmic sum l scales the output by exp(l) / (exp(l) + exp(s))
-    = sigmoid(l - s). The backward kernel takes log(exp(l) + exp(s)) and the scaled output for the
-    results of its forward kernel.
+    With l the log-sum-exp of a query's scores, a sink s scales the output by
+    exp(l) / (exp(l) + exp(s)) = sigmoid(l - s). The backward kernel is given log(exp(l) + exp(s))
+    and the scaled output in place of the results of the forward kernel.
     """
     return _forward_with_sinks(query, key, value, sinks, scale, window)[0]
 
@@ -82,7 +82,7 @@ _with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
 def add_sinks(
     out: Float[Array, "B S N H"], statistics: Float[Array, "B N S"], sinks: Float[Array, " N"]
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
-    """(output, logarithm of the denominators) of a softmax that has sinks beside the scores."""
+    """(output, log-sum-exp) of a softmax over the scores and a sink, from those without sinks."""
     share = jax.nn.sigmoid(statistics - sinks[:, None]).swapaxes(1, 2)
     scaled = (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
     return scaled, jnp.logaddexp(statistics, sinks[:, None])
@@ -94,8 +94,8 @@ def gradient_of_sinks(
     sinks: Float[Array, " N"],
     d_out: Float[Array, "B S N H"],
 ) -> Float[Array, " N"]:
-    """Minus the sum over queries of a sink's weight times d_out . out, with results of
-    `add_sinks`."""
+    """The gradient of each sink: minus the sum over queries of the sink's softmax weight times
+    (d_out . out). `out` and `statistics` are results of `add_sinks`."""
     weight = jnp.exp(sinks[:, None] - statistics).swapaxes(1, 2)
     products = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     return -jnp.sum(weight * products, axis=(0, 1))
@@ -115,8 +115,11 @@ def refusal(cfg: Attention, length: int) -> str | None:
 
 
 def work(i: Instruction, scope: Scope) -> Work:
-    """Counted unmasked: 2 B N S^2 H for each product. A window counts as so many sequences, of so
-    many tokens, that a query sees as many keys as the tiles of its window have."""
+    """Work of a call: 2 B N S^2 H FLOPs per product, without subtracting the causal mask.
+
+    A sliding window counts as more, but shorter sequences with as many tokens in all, so short that
+    under a causal mask a query sees on average as many keys as the tiles of its window have.
+    """
     dtype, (batch, length, heads, head_dim) = scope[i.operands[0]].arrays[0]
     _, (_, key_length, _, value_dim) = scope[i.operands[2]].arrays[0]
     tokens = batch * length

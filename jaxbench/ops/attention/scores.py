@@ -1,4 +1,4 @@
-"""How attention weighs keys."""
+"""Attention scores: scale, soft cap and sliding window."""
 
 from dataclasses import dataclass
 

@@ -55,7 +55,7 @@ def product_name(stack: int, name: str) -> str:
 
 
 def is_variable(node: object) -> bool:
-    """Whether a node of a model's pytree is a variable."""
+    """True for a node of a model's pytree that is a variable."""
     return isinstance(node, nnx.Variable)
 
 

@@ -52,7 +52,7 @@ def refusal(precision: Precision, platform: str) -> str | None:
 
 
 def takes(product: Product) -> bool:
-    """True for products that it has: not the batched products of experts."""
+    """True for the products that it can compute: all but the batched ones of experts."""
     return product.experts is None
 
 
@@ -85,11 +85,11 @@ def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, x, kernel, observed, stored, scale_inv):
-    return _forward(product, x, kernel, observed, stored, scale_inv)[0]
+def _dot(product, x, weight, observed, stored, scale_inv):
+    return _forward(product, x, weight, observed, stored, scale_inv)[0]
 
 
-def _forward(product, x, kernel, observed, stored, scale_inv):
+def _forward(product, x, weight, observed, stored, scale_inv):
     dims, delayed = mesh.gathered_dims(stored), observed is not None
 
     def local(x, stored, scale_inv):
@@ -188,9 +188,9 @@ def _quantized(
         )
     with sharding.global_shard_guard(sharding.MeshResource()), empty_arrays_from(x):
         scaled = cpp_extensions.quantize(x, quantizer)
-    # Its kernel returns the amax; its fallback on a CPU does not.
-    kernel = cpp_extensions.quantization.QuantizePrimitive.enabled()
-    return scaled.data, scaled.scale_inv[0], scaled.amax[0] if kernel else amax_of(x)
+    # Its GPU kernel returns the amax; its fallback on a CPU does not.
+    on_gpu = cpp_extensions.quantization.QuantizePrimitive.enabled()
+    return scaled.data, scaled.scale_inv[0], scaled.amax[0] if on_gpu else amax_of(x)
 
 
 def _mode(delayed: bool) -> Any:

@@ -29,11 +29,11 @@ def dot(product: Product, x: Duplicated, w: Operand, groups: Any = None) -> Dupl
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, x, kernel, observed, stored, scale_inv, groups):
-    return _forward(product, x, kernel, observed, stored, scale_inv, groups)[0]
+def _dot(product, x, weight, observed, stored, scale_inv, groups):
+    return _forward(product, x, weight, observed, stored, scale_inv, groups)[0]
 
 
-def _forward(product, x, kernel, observed, stored, scale_inv, groups):
+def _forward(product, x, weight, observed, stored, scale_inv, groups):
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
 
     def local(x, stored, scale_inv, groups):
@@ -54,8 +54,9 @@ def _forward(product, x, kernel, observed, stored, scale_inv, groups):
 def _backward(product, residuals, dy):
     quantized, amax, stored, scale_inv, observed, groups = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
-    # An amax taken later would keep the bf16 gradient alive. Where layers exchange activations
-    # between ranks, it costs more to delay the gradients that these exchanges wait for.
+    # The barrier takes the amax no later than the FP8 gradient, so that the bf16 one can be freed.
+    # With tensor or context parallelism it would delay gradients that are sent to other ranks,
+    # which costs more.
     together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
     def local(dy, quantized, amax, stored, scale_inv, groups):

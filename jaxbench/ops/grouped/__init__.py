@@ -114,7 +114,7 @@ def biased(
     """
 
     def local(y, bias, of_block):
-        bias = mesh.own_copy(bias, mesh.EXPERTS)
+        bias = mesh.varying(bias, mesh.EXPERTS)
         of = (of_block[:, None] == jnp.arange(bias.shape[0])).astype(bias.dtype)
         of_blocks = jnp.tensordot(of, bias, 1, precision=jax.lax.Precision.HIGHEST)
         blocks = y.reshape(-1, BLOCK, *y.shape[1:]).astype(jnp.float32)
