@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -53,17 +54,18 @@ class Figure:
     def run(self) -> Run:
         """The row to compare with, at the figure's global batch if the row's mesh can have it."""
         recipe = recipes.load(self.recipe).on(hardware.PLANNED[self.gpu])
-        run = recipes.resolve(recipe, self.gpus)
-        changes = self.settings.split()
-        if self.whole and run.label == "proxy":
-            changes.append(f"model.layers={MODELS[recipe.model].layers}")
-        if self.batch not in (None, run.batch.global_batch):
-            changes.append(f"batch.global_batch={self.batch}")
-        try:
-            overrides = recipes.parse_overrides(changes)
+
+        def changed(*changes: str) -> Run:
+            overrides = recipes.parse_overrides([*self.settings.split(), *changes])
             return recipes.resolve(recipe, self.gpus, overrides=overrides)
-        except RecipeError:
-            return run
+
+        run = changed()
+        layers = MODELS[recipe.model].layers
+        work = [f"model.layers={layers}"] if self.whole and run.model.layers != layers else []
+        if self.batch not in (None, run.batch.global_batch):
+            with suppress(RecipeError):
+                return changed(*work, f"batch.global_batch={self.batch}")
+        return changed(*work)
 
 
 def table_figures() -> list[Figure]:
