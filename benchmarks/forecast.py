@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,8 @@ ANCHORS = Path(__file__).with_name("anchors.csv")
 @dataclass(frozen=True)
 class Figure:
     """A published rate in tokens per second and GPU, with its parallelism and source. `whole`: the
-    figure is of the whole model, even where the recipe's row has fewer layers."""
+    figure is of the whole model, even where the recipe's row has fewer layers. `settings` are those
+    in which its work differs from the row's, as for --set, with spaces between them."""
 
     recipe: str
     gpu: str
@@ -47,21 +49,23 @@ class Figure:
     source: str
     batch: int | None = None
     whole: bool = False
+    settings: str = ""
 
     def run(self) -> Run:
         """The row to compare with, at the figure's global batch if the row's mesh can have it."""
         recipe = recipes.load(self.recipe).on(hardware.PLANNED[self.gpu])
-        run = recipes.resolve(recipe, self.gpus)
-        changes = []
-        if self.whole and run.label == "proxy":
-            changes.append(f"model.layers={MODELS[recipe.model].layers}")
-        if self.batch not in (None, run.batch.global_batch):
-            changes.append(f"batch.global_batch={self.batch}")
-        try:
-            overrides = recipes.parse_overrides(changes)
+
+        def changed(*changes: str) -> Run:
+            overrides = recipes.parse_overrides([*self.settings.split(), *changes])
             return recipes.resolve(recipe, self.gpus, overrides=overrides)
-        except RecipeError:
-            return run
+
+        run = changed()
+        layers = MODELS[recipe.model].layers
+        work = [f"model.layers={layers}"] if self.whole and run.model.layers != layers else []
+        if self.batch not in (None, run.batch.global_batch):
+            with suppress(RecipeError):
+                return changed(*work, f"batch.global_batch={self.batch}")
+        return changed(*work)
 
 
 def table_figures() -> list[Figure]:
@@ -107,7 +111,7 @@ def later_figures() -> list[Figure]:
                 batch = int(line["global_batch"]) if line["global_batch"] else None
                 figures.append(
                     Figure(name, line["gpu"], int(line["gpus"]), rate, line["layout"],
-                           line["source"], batch, whole=True)
+                           line["source"], batch, whole=True, settings=line["settings"])
                 )  # fmt: skip
     return figures
 

@@ -42,7 +42,7 @@ FAMILIES = {
         "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
         "execution.remat=attention,residual,mamba",
     ),
-    "deepseek3_671b_bf16": (
+    "deepseek_v3_bf16": (
         "model.layers=3", "model.pattern=L-LELE", "model.mlp.ffn=96", "model.attention=null",
         "model.latent_attention={heads: 8, query_latent: 32, kv_latent: 16}",
         "model.latent_attention={head_dim: 8, rope_dim: 8, value_dim: 8}",

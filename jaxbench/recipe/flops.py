@@ -156,6 +156,13 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     return {**flops, "total": sum(flops.values())}
 
 
+def causal_without_router(cfg: ModelConfig, length: int) -> int:
+    """Training FLOPs of one sequence by the `causal` count, without the router: the formula of
+    several sources."""
+    causal = model_flops(cfg, length, "causal")
+    return causal["total"] - causal.get("router", 0)
+
+
 def _twice_scores(mixer: Attention, length: int, convention: str) -> int:
     """Twice the number of scores that a convention counts per head and sequence."""
     causal, window = convention == "causal", min(mixer.window or length, length)

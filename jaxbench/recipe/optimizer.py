@@ -8,11 +8,13 @@ from jaxbench.recipe.checks import not_negative, positive
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW with betas 0.9 and 0.95, weight decay 0.1 and clipping at global norm 1, as in every
-    published benchmark. `train.optimizer` has the formulas of the schedules."""
+    """AdamW with betas 0.9 and 0.95 and clipping at global norm 1, as in every published benchmark.
+    `train.optimizer` has the formulas of the schedules."""
 
-    schedule: Literal["maxtext", "megatron"]
-    """linear warm-up and cosine decay, by MaxText's or Megatron's formula"""
+    schedule: Literal["cosine", "megatron", "wsd"]
+    """linear warm-up, then `cosine` decay as in MaxText and Megatron Core, or as in NeMo's
+    `megatron` recipes, whose warm-up starts above 0; `wsd` is that of Nemotron 3 Super, which
+    decays with the root of the time"""
     learning_rate: float
     """peak learning rate"""
     final_learning_rate: float
@@ -21,6 +23,8 @@ class Optimizer:
     """steps of warm-up, or a fraction of the run if below 1"""
     eps: float
     """epsilon of AdamW"""
+    weight_decay: float = 0.1
+    """weight decay, of which the learning rate is a factor"""
     decay_vectors: bool
     """weight decay of norm gains too, as in MaxText"""
     constant: int = 0
@@ -36,8 +40,9 @@ class Optimizer:
     def __post_init__(self) -> None:
         positive("optimizer.", self, "eps")
         not_negative(
-            "optimizer.", self, "learning_rate", "final_learning_rate", "warmup", "constant"
-        )
+            "optimizer.", self, "learning_rate", "final_learning_rate", "warmup", "weight_decay",
+            "constant",
+        )  # fmt: skip
 
     def warmup_steps(self, steps: int) -> int:
         """Length of the warm-up in a run of `steps`."""

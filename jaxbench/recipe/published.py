@@ -4,6 +4,7 @@ A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state 
 1979 TFLOP/s (2450 and 4900 on GB200) and their own, often rounded, model FLOPs. Where a printed
 figure does not follow from what its source states, the row carries an erratum code (`ERRATA`); the
 printed figure is kept, and the code says how to reproduce it (`tests/recipe/test_flops.py` does).
+Where a source prints TFLOP/s instead, MFU is those over the peak.
 """
 
 import csv
@@ -15,10 +16,9 @@ from typing import Any
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops, recipes
-from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.build import differing
-from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import MambaConfig, ModelConfig
+from jaxbench.recipe.families import MODELS, SOURCE_FLOPS
+from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Run
 
 ERRATA = {
@@ -30,6 +30,8 @@ ERRATA = {
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
     "FULL": "MFU is that of the full count, 1/1.17 of what the formula of release 24.11 gives",
     "HALF": "tokens/s and days are those of half the global batch",
+    "OVER": "model FLOPs take Nano's Mamba-2 to be 5376 wide instead of 4096",
+    "OLD": "MFU is that of an older count: experts without a gate, attention without windows",
     "RATE": "the source prints tokens/s alone, some in whole samples/s; the step is computed",
 }
 
@@ -197,49 +199,7 @@ def _work(run: Run) -> dict[str, Any]:
 
 
 def source_flops(cfg: ModelConfig, length: int) -> float:
-    """Model FLOPs of one sequence by the formula of the model's source, unrounded.
-
-    Llama: S (12 L h^2 (1 + kv/heads + S/h) + 18 L f h + 6 V h), which counts what
-    `flops.model_flops` counts in full.
-
-    Grok-1: S (12 L h^2 (1 + kv/heads + S/h/2) + 18 L f h k + 6 V h), the causal count without the
-    router, as for Qwen3 and GPT-OSS.
-
-    DeepSeek-V3: the same count, and 6 S for each gain of the norms of latents and in front of
-    multi-token prediction's block.
-
-    Nemotron-4: S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h). Its first term takes keys and values to
-    be as wide as queries: 17 % above the full count.
-
-    Nemotron-H: the full count, with the scan in chunks of 256.
-
-    Nemotron 3: the causal count without the router and the projection of multi-token prediction,
-    and of a Mamba-2 mixer 3 S (2 h (2 d + 2 g n + heads) + 7 d n + 2 d h) with d = 2 h whatever its
-    width, which for Nano is 1.5 times as much (Megatron-Bridge, training/utils/flop_utils.py).
-    """
-    full = flops.model_flops(cfg, length, "full")
-    if cfg.family == "deepseek3":
-        causal = flops.model_flops(cfg, length, "causal")
-        depth = cfg.prediction.depth if cfg.prediction else 0
-        mixers = (*cfg.mixers, *depth * cfg.predicting)
-        attention = [m for m in mixers if isinstance(m, LatentAttentionConfig)]
-        norms = sum(m.query_latent + m.kv_latent for m in attention) + 3 * depth * cfg.embed
-        return causal["total"] - causal["router"] + 6 * length * norms
-    if cfg.family in ("grok1", "qwen3", "gpt_oss"):
-        causal = flops.model_flops(cfg, length, "causal")
-        return causal["total"] - causal["router"]
-    if cfg.family == "nemotron4":
-        wider = sum((a.heads - a.kv_heads) * a.head_dim for a in cfg.each(AttentionConfig))
-        return full["total"] + 6 * length * 2 * cfg.embed * wider
-    if cfg.family == "nemotron3":
-        causal, h = flops.model_flops(cfg, length, "causal"), cfg.embed
-        left_out = ("router", "prediction", "mamba projections", "mamba scan")
-        return causal["total"] - sum(causal.get(name, 0) for name in left_out) + sum(
-            3 * length * (2 * h * (4 * h + 2 * m.groups * m.state + m.heads) + 14 * h * m.state
-                          + 4 * h * h)
-            for m in cfg.each(MambaConfig)
-        )  # fmt: skip
-    if mamba := cfg.each(MambaConfig):
-        scans = sum(flops.scan_flops(m, length, 256) for m in mamba)
-        return full["total"] - full["mamba scan"] + scans
-    return full["total"]
+    """Model FLOPs of one sequence by the formula of the model's source, unrounded: the family's
+    own, or the full count."""
+    formula = SOURCE_FLOPS.get(cfg.family)
+    return formula(cfg, length) if formula else flops.model_flops(cfg, length, "full")["total"]

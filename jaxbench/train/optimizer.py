@@ -18,8 +18,7 @@ Tree = TypeVar("Tree")
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with betas 0.9/0.95, decay 0.1, and clipping at global
-    norm 1.
+    """AdamW (Loshchilov and Hutter 2019) with betas 0.9/0.95 and clipping at global norm 1.
 
     Vectors (norm gains) are decayed only where the source does so.
     """
@@ -31,8 +30,9 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
         )
 
     adamw = optax.adamw(
-        learning_rate(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=0.1, mask=decayed
-    )
+        learning_rate(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=cfg.weight_decay,
+        mask=decayed,
+    )  # fmt: skip
     if cfg.moments == "bf16":
         adamw = kept_in_bf16(adamw)
     return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw)
@@ -86,19 +86,25 @@ def learning_rate(cfg: Optimizer, steps: int):
     """Learning rate as a function of the 0-based step t, warm-up W, run length T, peak and final
     rate.
 
-    MaxText and Megatron decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2. MaxText
-    warms up from 0 as peak t/W (max_utils.py at 02a8f5c), Megatron from its first step as
-    peak (t + 1)/(W + 1), up to and including t = W. A schedule with a constant tail of C steps
-    warms up from 0 as peak t/W, and its decay ends at T - C (NeMo's lr_scheduler.py at d2b2155).
+    MaxText (max_utils.py at 02a8f5c) and Megatron Core (optimizer_param_scheduler.py at d98e8a6)
+    warm up from 0 as peak t/W, and decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2.
+    NeMo warms up from its first step as peak (t + 1)/(W + 1), up to and including t = W, but with a
+    constant tail of C steps as peak t/W, and its decay ends at T - C (lr_scheduler.py at d2b2155).
+    Nemotron 3 Super's WSD leaves the length of its decay at T, so that nothing is constant: behind
+    the warm-up it is final + (peak - final)(1 - sqrt(t/T)) (Megatron Core's `minus_sqrt`).
     """
     peak, final, warmup = cfg.learning_rate, cfg.final_learning_rate, cfg.warmup_steps(steps)
 
     def rate(t):
         t = jnp.asarray(t, jnp.float32)
-        progress = jnp.clip((t - warmup) / max(steps - cfg.constant - warmup, 1), 0.0, 1.0)
-        cosine = final + (peak - final) * 0.5 * (1 + jnp.cos(math.pi * progress))
+        if cfg.schedule == "wsd":
+            part = 1 - jnp.sqrt(jnp.minimum(t / steps, 1.0))
+        else:
+            progress = jnp.clip((t - warmup) / max(steps - cfg.constant - warmup, 1), 0.0, 1.0)
+            part = 0.5 * (1 + jnp.cos(math.pi * progress))
+        decayed = final + (peak - final) * part
         if cfg.schedule == "megatron" and not cfg.constant:
-            return jnp.where(t <= warmup, peak * (t + 1) / (warmup + 1), cosine)
-        return jnp.where(t < warmup, peak * t / max(warmup, 1), cosine)
+            return jnp.where(t <= warmup, peak * (t + 1) / (warmup + 1), decayed)
+        return jnp.where((t <= warmup) & (warmup > 0), peak * t / max(warmup, 1), decayed)
 
     return rate

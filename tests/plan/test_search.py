@@ -42,7 +42,7 @@ def row(name, gpus, *changes):
     ("name", "gpus"),
     [("llama2_70b_fp8", 64), ("llama31_405b_bf16", 32), ("grok1_314b_bf16", 64),
      ("nemotron4_340b_fp8", 128), ("nemotronh_56b_bf16", 32), ("llama31_8b_bf16", 1),
-     ("deepseek3_671b_bf16", 1024)],
+     ("deepseek_v3_bf16", 1024)],
 )  # fmt: skip
 def test_the_row_is_among_what_may_be_chosen(name, gpus):
     run = row(name, gpus)

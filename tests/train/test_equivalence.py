@@ -42,7 +42,7 @@ MODELS = {
         "execution.remat=residual,up:6,mamba",
     ),
     # DeepSeek-V3: latent attention, a dense layer first, and a block that predicts further tokens.
-    "deepseek3": ("deepseek3_671b_bf16", "model.experts.balance_loss=0.1"),
+    "deepseek3": ("deepseek_v3_bf16", "model.experts.balance_loss=0.1"),
     # GPT-OSS: windows, sinks and biases; alternating layers.
     "gpt_oss": ("gpt_oss_120b_bf16",),
     "gpt_oss, with a capacity": (

@@ -12,7 +12,7 @@ from tiny import mesh_of, tiny_run, to_numpy
 from jaxbench.train.step import gradients
 
 LLAMA, NEMOTRON, GROK = "llama31_8b_bf16", "nemotron4_340b_bf16", "grok1_314b_bf16"
-DEEPSEEK = "deepseek3_671b_bf16"
+DEEPSEEK = "deepseek_v3_bf16"
 GPT_OSS = "gpt_oss_120b_bf16"
 
 CASES = {

@@ -124,7 +124,7 @@ def numpy_adamw(run, gradient_of, parameters, decayed, steps):
             m[k] = 0.9 * m[k] + 0.1 * g
             v[k] = 0.95 * v[k] + 0.05 * g**2
             m_hat, v_hat = m[k] / (1 - 0.9 ** (t + 1)), v[k] / (1 - 0.95 ** (t + 1))
-            decay = 0.1 * parameters[k] if decayed[k] else 0.0
+            decay = cfg.weight_decay * parameters[k] if decayed[k] else 0.0
             parameters[k] = parameters[k] - lr * (m_hat / (np.sqrt(v_hat) + cfg.eps) + decay)
     return parameters
 
@@ -136,6 +136,7 @@ def numpy_adamw(run, gradient_of, parameters, decayed, steps):
 def test_three_steps_of_adamw(decay_vectors, moments):
     run = tiny_run(
         f"optimizer.decay_vectors={decay_vectors}",
+        "optimizer.weight_decay=0.2",
         f"optimizer.moments={moments}",
         "optimizer.learning_rate=0.01",
         "optimizer.warmup=0",
@@ -220,6 +221,13 @@ def test_every_family_learns_one_batch_by_heart_in_bf16_and_fp8(family):
         ("llama2_70b_bf16", 0, 0.0),
         ("llama2_70b_bf16", 5, 3e-5),
         ("llama2_70b_bf16", 49, 3e-6 + 2.7e-5 * 0.5 * (1 + np.cos(np.pi * 44 / 45))),
+        ("deepseek_v3_bf16", 0, 0.0),
+        ("deepseek_v3_bf16", 10, 3e-4),
+        ("deepseek_v3_bf16", 30, 1.65e-4),
+        ("nemotron3_super_120b_a12b_bf16", 4, 4.5e-4 * 0.4),
+        ("nemotron3_super_120b_a12b_bf16", 10, 4.5e-4),
+        ("nemotron3_super_120b_a12b_bf16", 11, 4.5e-6 + 4.455e-4 * (1 - np.sqrt(0.22))),
+        ("nemotron3_super_120b_a12b_bf16", 50, 4.5e-6),
     ],
 )
 def test_schedule(name, step, rate):
@@ -283,7 +291,7 @@ def test_no_two_draws_share_a_key(monkeypatch):
     assert len(set(keys)) == len(keys)
 
 
-LONG_TRACES = ("nemotronh", "nemotron3", "deepseek3")
+LONG_TRACES = ("nemotronh", "nemotron3", "deepseek")
 """Families whose rows take 20 s to trace."""
 
 

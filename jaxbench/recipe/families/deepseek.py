@@ -5,12 +5,13 @@ Dimensions: the model's public config.json, confirmed by the published counts of
 067f987, recipes/deepseek/h100/deepseek_v3.py.
 """
 
+from jaxbench.recipe import flops
 from jaxbench.recipe.attention import LatentAttentionConfig, Rope, Yarn
 from jaxbench.recipe.model import ExpertsConfig, MlpConfig, ModelConfig, PredictionConfig
 
-DEEPSEEK3_671B = ModelConfig(
-    family="deepseek3",
-    size="671b",
+DEEPSEEK_V3 = ModelConfig(
+    family="deepseek",
+    size="v3",
     layers=61,
     embed=7168,
     vocabulary=129280,
@@ -45,4 +46,17 @@ DEEPSEEK3_671B = ModelConfig(
     norm_eps=1e-6,
     init_std=0.006,
 )
-MODELS = (DEEPSEEK3_671B,)
+MODELS = (DEEPSEEK_V3,)
+
+
+def source_flops(cfg: ModelConfig, length: int) -> float:
+    """The causal count without the router, and 6 S for each gain of the norms of latents and in
+    front of multi-token prediction's block."""
+    depth = cfg.prediction.depth if cfg.prediction else 0
+    mixers = (*cfg.mixers, *depth * cfg.predicting)
+    attention = [m for m in mixers if isinstance(m, LatentAttentionConfig)]
+    norms = sum(m.query_latent + m.kv_latent for m in attention) + 3 * depth * cfg.embed
+    return flops.causal_without_router(cfg, length) + 6 * length * norms
+
+
+SOURCE_FLOPS = {"deepseek": source_flops}

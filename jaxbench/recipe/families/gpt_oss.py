@@ -8,6 +8,7 @@ perf_recipes/gpt_oss. No load-balance loss.
 
 from dataclasses import replace
 
+from jaxbench.recipe import flops
 from jaxbench.recipe.attention import AttentionConfig, Rope, Yarn
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
@@ -45,3 +46,4 @@ GPT_OSS_120B = ModelConfig(
 )
 GPT_OSS_20B = replace(GPT_OSS_120B, size="20b", layers=24, experts=replace(EXPERTS, count=32))
 MODELS = (GPT_OSS_120B, GPT_OSS_20B)
+SOURCE_FLOPS = {"gpt_oss": flops.causal_without_router}

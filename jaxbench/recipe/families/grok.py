@@ -9,6 +9,7 @@ initialised and trained is not public, so it takes the recipe's.
 
 from dataclasses import replace
 
+from jaxbench.recipe import flops
 from jaxbench.recipe.attention import AttentionConfig, Rope
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
@@ -51,3 +52,5 @@ GROK1_ORIGINAL = replace(
     logit_scale=0.5773502691896257,
 )
 MODELS = (GROK1, GROK1_ORIGINAL)
+SOURCE_FLOPS = {"grok1": flops.causal_without_router}
+"""S (12 L h^2 (1 + kv/heads + S/h/2) + 18 L f h k + 6 V h)."""

@@ -8,6 +8,7 @@ recipes/nemotronh/h100.
 
 from dataclasses import replace
 
+from jaxbench.recipe import flops
 from jaxbench.recipe.attention import AttentionConfig, Rope
 from jaxbench.recipe.model import (
     ExpertsConfig,
@@ -82,3 +83,38 @@ NEMOTRON3_SUPER_120B_A12B = replace(
 )
 
 MODELS = (NEMOTRON4_340B, NEMOTRONH_56B, NEMOTRON3_NANO_30B_A3B, NEMOTRON3_SUPER_120B_A12B)
+
+
+def nemotron4_flops(cfg: ModelConfig, length: int) -> float:
+    """S (24 L h^2 + 12 L h S + 48 L h^2 + 6 V h), whose first term takes keys and values to be as
+    wide as queries: 17 % above the full count."""
+    wider = sum((a.heads - a.kv_heads) * a.head_dim for a in cfg.each(AttentionConfig))
+    full = flops.model_flops(cfg, length, "full")["total"]
+    return full + 6 * length * 2 * cfg.embed * wider
+
+
+def nemotronh_flops(cfg: ModelConfig, length: int) -> float:
+    """The full count, with the scan in chunks of 256."""
+    full = flops.model_flops(cfg, length, "full")
+    scans = sum(flops.scan_flops(m, length, 256) for m in cfg.each(MambaConfig))
+    return full["total"] - full.get("mamba scan", 0) + scans
+
+
+def nemotron3_flops(cfg: ModelConfig, length: int) -> float:
+    """The causal count without the router and the projection of multi-token prediction, and of a
+    Mamba-2 mixer 3 S (2 h (2 d + 2 g n + heads) + 7 d n + 2 d h) with d = 2 h whatever its width,
+    which for Nano is 1.27 times its count (Megatron-Bridge, training/utils/flop_utils.py)."""
+    causal, h = flops.model_flops(cfg, length, "causal"), cfg.embed
+    left_out = ("router", "prediction", "mamba projections", "mamba scan")
+    return causal["total"] - sum(causal.get(name, 0) for name in left_out) + sum(
+        3 * length * (2 * h * (4 * h + 2 * m.groups * m.state + m.heads) + 14 * h * m.state
+                      + 4 * h * h)
+        for m in cfg.each(MambaConfig)
+    )  # fmt: skip
+
+
+SOURCE_FLOPS = {
+    "nemotron4": nemotron4_flops,
+    "nemotronh": nemotronh_flops,
+    "nemotron3": nemotron3_flops,
+}

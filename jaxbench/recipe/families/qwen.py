@@ -8,6 +8,7 @@ recipes/qwen/h100/qwen3_moe.py.
 
 from dataclasses import replace
 
+from jaxbench.recipe import flops
 from jaxbench.recipe.attention import AttentionConfig, Rope
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
@@ -41,3 +42,4 @@ QWEN3_235B_A22B = replace(
     experts=replace(EXPERTS, ffn=1536),
 )
 MODELS = (QWEN3_30B_A3B, QWEN3_235B_A22B)
+SOURCE_FLOPS = {"qwen3": flops.causal_without_router}
