@@ -22,8 +22,8 @@ from jaxbench.cluster import heartbeat
 from jaxbench.files import write_json
 
 SMALL = 64
-"""Processes of the largest job that is polled more often than heartbeats are written: a larger one
-costs a shared file system 2048 reads in 10 s."""
+"""Most processes whose heartbeats are read more often than they are written; with 2048 processes a
+shared file system has 2048 reads in 10 s as it is."""
 
 SLOW = 10
 """Factor on the timeout for the first step, which makes communicators, and for phases other than
@@ -46,10 +46,11 @@ class Watch:
     ) -> str | None:
         """The reason to end the job, with ranks and their last steps; None while there is none.
 
-        Steps are collective: while they complete, every rank lives. A rank that is silent meanwhile
-        cannot write, and is not judged until it is heard again. Nor are unreadable ranks, for which
-        the clock stands still. Of ranks without progress those that are furthest behind are named,
-        and their phase sets the limit: the others wait for them.
+        Steps are collective: while they complete, every rank is alive. So a rank that is silent
+        meanwhile cannot write its heartbeat, and is ignored until it writes again. Ranks whose file
+        cannot be read are ignored as well, and do not count as silent. If there is no progress, the
+        ranks that are furthest behind are named, and their phase decides how long they may take:
+        the others wait for them.
         """
         completed = max((_steps(beat)[1] for beat in beats), default=-1)
         if completed > self._completed:
@@ -180,7 +181,9 @@ def main() -> int:
     parser.add_argument("timeout", type=float)
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # for the job, which is watched until it has stopped
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # meant for the job, which is watched until it has stopped
     watch = Watch(args.processes, args.timeout, time.monotonic())
     reader, problem = Reader(args.beats, args.processes), ""
     small = args.processes <= SMALL

@@ -186,7 +186,7 @@ class LatentAttentionConfig:
 
     @property
     def window(self) -> None:
-        """It has no window."""
+        """None: there is no sliding window."""
 
     @property
     def rotated(self) -> int:

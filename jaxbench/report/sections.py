@@ -16,7 +16,8 @@ SIGMAS, MARGIN = 3.0, 0.01
 and this share above the median of its window."""
 
 SPAN = 0.03
-"""Half the least height of a step-time chart, as a share of the mean: a quiet run looks quiet."""
+"""Half the least height of a step-time chart, as a share of the mean, so that small variations look
+small."""
 
 NAMED_OUTLIERS, NAMED_RANKS = 5, 3
 

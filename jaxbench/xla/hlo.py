@@ -29,8 +29,9 @@ TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
 TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
 COUNTED = r'"counted_trips":\{"n":"(\d+)"'
 INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
-"""Patterns of a loop's attributes: the trip count that the compiler knows, the one that is found
-here where it does not, and the tuple index of its induction variable."""
+"""Patterns of a loop's attributes: the trip count by the compiler; the one that
+`Program._with_trip_count` adds where the compiler gives none; the tuple index of the induction
+variable."""
 
 SCALARS: dict[str, Callable[..., int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,

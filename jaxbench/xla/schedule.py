@@ -200,7 +200,8 @@ class Walk:
 
 
 def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
-    """Seconds that collectives, running for another `busy_s`, add to kernels of `kernel_s`."""
+    """Seconds by which kernels of `kernel_s` take longer, if collectives run for the first `busy_s`
+    and slow down what overlaps with them."""
     overlap = min(max(busy_s, 0.0), kernel_s * slowdown)
     return overlap * (1 - 1 / slowdown)
 
@@ -230,7 +231,7 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     """Bytes that a kernel reads and writes: each operand and result once, without workspaces of
     products.
 
-    Of an operand that is only sliced the slice counts, of an array that is updated in place the
+    An operand that is only sliced counts as its slice, an array that is updated in place as its
     update. `Work.bytes` takes precedence.
     """
     work = program.work(i, scope)
