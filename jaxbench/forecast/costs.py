@@ -182,9 +182,10 @@ class Measured(Roofline):
         return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches: interpolated over the
-        logarithm of the number of domains, extrapolated from the last two points of the table, and
-        at least `LEAST_SHARE`; in an untuned network at most what was measured in one."""
+        """The share of the NICs' rate that a ring over domains reaches: the table's, interpolated
+        over the logarithm of the number of domains. Beyond the table it is extrapolated from the
+        last two points, to `LEAST_SHARE` at least; an untuned network has at most the share that
+        was measured in one."""
         table = self.tables.values["network", "ring"]
         points = sorted((log(sizes[0]), share) for sizes, share in table.items())
         x = log(domains)

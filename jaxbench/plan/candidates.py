@@ -200,8 +200,9 @@ def with_policies(run: Run, fixed: str | None = None) -> list[Run]:
 
 
 def policies(run: Run) -> Iterator[str]:
-    """Remat policies of a model: `full`, outside a pipeline `none`, attention with any set of the
-    other `GROUPS`, and these with one more group in some eighths of the layers."""
+    """Remat policies to try: `full`; `none` outside a pipeline; attention saved together with any
+    subset of the other `GROUPS`; and such a set with one more group saved in some eighths of the
+    layers."""
     yield "full"
     if run.parallelism.pipeline == 1:
         yield "none"
