@@ -53,9 +53,9 @@ class ReservedJson:
 
     def __init__(self, path: Path):
         self.path, self._reserve = path, path.with_name(f".{path.name}.reserve")
-        self._keep_room()
+        self._allocate()
 
-    def _keep_room(self) -> None:
+    def _allocate(self) -> None:
         with self._reserve.open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
@@ -67,8 +67,8 @@ class ReservedJson:
             file.truncate()
         os.replace(self._reserve, self.path)
         with contextlib.suppress(OSError):  # the next write tries again
-            self._keep_room()
+            self._allocate()
 
     def close(self) -> None:
-        """Gives the room back."""
+        """Deletes the reserve."""
         self._reserve.unlink(missing_ok=True)

@@ -31,15 +31,15 @@ training: compiling, loading, saving."""
 
 
 class Watch:
-    """Judges heartbeats seen over time; all times are in seconds of one clock."""
+    """The verdict on a job by its heartbeats over time; all times are in seconds of one clock."""
 
     def __init__(self, processes: int, timeout: float, now: float):
         self.processes, self.timeout = processes, timeout
         self._completed, self._completed_at = -1, now
         self._progress: dict[int, tuple] = {}
         self._progress_at = now
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._mute: set[int] = set()
+        self._last_beat: dict[int, tuple[int, float]] = {}
+        self._cannot_write: set[int] = set()
 
     def verdict(
         self, beats: list[dict[str, Any]], now: float, unreadable: Collection[int] = ()
@@ -62,23 +62,25 @@ class Watch:
             self._progress, self._progress_at = self._progress | progress, now
         for beat in beats:
             rank = beat["rank"]
-            if rank in unreadable or self._heard.get(rank, (None,))[0] != beat["beats"]:
-                self._heard[rank] = beat["beats"], now
-                self._mute.discard(rank)
-            elif self._completed_at - self._heard[rank][1] > self.timeout:
-                self._mute.add(rank)
+            if rank in unreadable or self._last_beat.get(rank, (None,))[0] != beat["beats"]:
+                self._last_beat[rank] = beat["beats"], now
+                self._cannot_write.discard(rank)
+            elif self._completed_at - self._last_beat[rank][1] > self.timeout:
+                self._cannot_write.add(rank)
         if idle_s <= self.timeout:
             return None
-        judged = [b for b in readable if b["phase"] != "ended" and b["rank"] not in self._mute]
-        silent = [beat for beat in judged if now - self._heard[beat["rank"]][1] > self.timeout]
+        live = [
+            b for b in readable if b["phase"] != "ended" and b["rank"] not in self._cannot_write
+        ]
+        silent = [b for b in live if now - self._last_beat[b["rank"]][1] > self.timeout]
         if silent:
             return f"no sign of life for {self.timeout:g} s from {_describe(silent)}"
-        last = min(map(_steps, judged), default=None)
-        behind = [beat for beat in judged if _steps(beat) == last]
+        last = min(map(_steps, live), default=None)
+        behind = [beat for beat in live if _steps(beat) == last]
         steady = all(b["phase"] == "training" and b["completed"] is not None for b in behind)
         limit = self.timeout * (1 if steady else SLOW)
-        if judged and now - self._progress_at > limit:
-            waiting = len(judged) - len(behind)
+        if live and now - self._progress_at > limit:
+            waiting = len(live) - len(behind)
             return f"no progress within the time limit of {limit:g} s: {_describe(behind)}" + (
                 f"; {waiting} more wait" if waiting else ""
             )

@@ -28,7 +28,8 @@ a tree over NVLink, each step between domains. NCCL chooses its algorithms by th
 @dataclass(frozen=True)
 class Conditions:
     """Effects that tables of single kernels do not have: `slowdown` is the factor on a kernel's
-    time beside a collective; `tuned` is true for rings as fast as in a tuned network."""
+    time that overlaps with a collective; `tuned` is true for rings as fast as in a tuned
+    network."""
 
     slowdown: float
     tuned: bool = True
@@ -39,9 +40,9 @@ CONDITIONS = {
     "fast": Conditions(slowdown=1.0),
     "slow": Conditions(slowdown=1.40, tuned=False),
 }
-"""Scenarios of a forecast. Kernels beside a collective were 18.9 % slower on average and 40 % at
-most, on H100 and other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On an H100
-clocks fell from 1980 to 1575 MHz (deepseek-ai/DeepGEMM issue 120)."""
+"""Scenarios of a forecast. Kernels that overlap with a collective were 18.9 % slower on average and
+40 % at most, on H100 and other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On
+an H100 clocks fell from 1980 to 1575 MHz (deepseek-ai/DeepGEMM issue 120)."""
 
 
 class Measured(Roofline):

@@ -288,7 +288,7 @@ def stages(run: Run) -> Pipelined | None:
 
 
 def compiled_flops(run: Run, program: Program) -> Flops:
-    """FLOPs of a compiled program beside those of its model."""
+    """FLOPs of a compiled program and of its model."""
     share = run.batch.global_batch / run.gpus
     full, compiled = model_flops(run, "full") * share, sum(program.flops().values())
     return Flops(

@@ -204,7 +204,7 @@ def ranks(run: PageRun) -> dict[str, Any] | None:
 
 
 def waterfall(run: PageRun) -> dict[str, Any] | None:
-    """The parts of a planned step, one after the other, beside the measured step; None without a
+    """The parts of a planned step, one after the other, and the measured step; None without a
     plan or a measured step."""
     plan, mean = run.result.run.plan, run.result.mean_s
     if plan is None or mean is None:

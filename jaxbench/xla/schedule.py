@@ -75,7 +75,7 @@ class Roofline:
 @dataclass(frozen=True)
 class Transfer:
     """A collective with its time. `seconds` and `exposed_s` are per step; `covered` is true where a
-    matrix product or attention is scheduled beside it."""
+    matrix product or attention overlaps with it."""
 
     collective: Collective
     seconds: float
@@ -116,7 +116,7 @@ class Schedule:
 
     @property
     def uncovered_bytes(self) -> int:
-        """Wire bytes of collectives with no matrix product or attention beside them."""
+        """Wire bytes of collectives that no matrix product or attention overlaps."""
         return sum(t.collective.wire_bytes for t in self.transfers if not t.covered)
 
     def add(self, body: "Schedule", times: int) -> None:
