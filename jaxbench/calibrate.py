@@ -84,15 +84,15 @@ LARGEST = 2**31
 @dataclass(frozen=True)
 class Probe:
     """A kernel to measure: kind, name and sizes of its line in the table, its function, and shapes
-    and dtypes of the arguments. The time of a loop over `beside` is subtracted from that of a loop
-    over `function`; None for an empty loop."""
+    and dtypes of the arguments. The time of a loop over `baseline` is subtracted from that of a
+    loop over `function`; None for an empty loop."""
 
     kind: str
     name: str
     sizes: Sizes
     function: Callable[..., Any]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
-    beside: Callable[..., Any] | None = None
+    baseline: Callable[..., Any] | None = None
 
 
 def probes(sample: Sample, kernel: str, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
@@ -137,7 +137,7 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
         shape = (sizes[0], length, sample.heads, sample.head_dim)
         arrays = (array(shape, jnp.bfloat16),) * 3
         yield Probe("attention", "forward", sizes, call, arrays)
-        yield Probe("attention", "backward", sizes, backward, arrays, beside=call)
+        yield Probe("attention", "backward", sizes, backward, arrays, baseline=call)
 
 
 def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
@@ -191,8 +191,8 @@ def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
 
 def measure(probe: Probe) -> float:
     """Microseconds of one run of a kernel, without those of the loop around it."""
-    beside = _microseconds(probe, probe.beside) if probe.beside else _loop()
-    return max(_microseconds(probe, probe.function) - beside, LEAST)
+    baseline = _microseconds(probe, probe.baseline) if probe.baseline else _loop()
+    return max(_microseconds(probe, probe.function) - baseline, LEAST)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Errors that end a command, in one line each: for the terminal, for run.json and for launchers."""
 
 STATUS = {
-    "failed": 1,  # anything else, which a restart would not mend
+    "failed": 1,  # anything else; a restart would not help
     "mistake": 2,  # a user's
     "numbers": 3,  # an implausible loss, gradient or rate
     "memory": 4,  # no more memory on a device

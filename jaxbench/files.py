@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 RESERVE_BYTES = 2**18
-"""Room for a record: several times what the largest one takes."""
+"""Disk space reserved for a record: several times the size of the largest one."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -27,8 +27,8 @@ def _json(content: Any) -> str:
 
 
 class Lines:
-    """A text file that is written line by line and unbuffered: a write that fails, fails at once,
-    and leaves nothing behind to fail later."""
+    """A text file that is written line by line without a buffer, so that an error is raised by the
+    write that fails, not later."""
 
     def __init__(self, path: Path):
         self._file = path.open("ab", buffering=0)
@@ -45,30 +45,30 @@ class Lines:
 
 
 class ReservedJson:
-    """A JSON file that can be replaced whole on a full disk, because room is kept for it.
+    """A JSON file that can be replaced whole on a full disk, because space is reserved for it.
 
-    The room is a file of its own, `.<name>.reserve`. Writing takes it, and makes another one
-    afterwards where it can.
+    The reserve is a file of its own, `.<name>.reserve`. A write goes into it and renames it; then a
+    new one is allocated if possible.
     """
 
     def __init__(self, path: Path):
         self.path, self._reserve = path, path.with_name(f".{path.name}.reserve")
-        self._keep_room()
+        self._allocate()
 
-    def _keep_room(self) -> None:
+    def _allocate(self) -> None:
         with self._reserve.open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
     def write(self, content: Any) -> None:
-        """Replaces the content. Raises OSError where there is no room, not even kept."""
+        """Replaces the content. Raises OSError if even the reserved space is gone."""
         descriptor = os.open(self._reserve, os.O_WRONLY | os.O_CREAT, 0o666)
         with open(descriptor, "wb") as file:
             file.write(_json(content).encode())
             file.truncate()
         os.replace(self._reserve, self.path)
-        with contextlib.suppress(OSError):  # none now; the next write may find some again
-            self._keep_room()
+        with contextlib.suppress(OSError):  # the next write tries again
+            self._allocate()
 
     def close(self) -> None:
-        """Gives the room back."""
+        """Deletes the reserve."""
         self._reserve.unlink(missing_ok=True)

@@ -39,7 +39,7 @@ out here is the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/targ
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Properties of a chip that the compiler needs, beside its memory: major compute capability,
+    """Properties of a chip that the compiler needs, besides its memory: major compute capability,
     cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
 
     capability: int
@@ -186,7 +186,7 @@ def identify(device: str) -> Gpu | None:
 
 
 NULL = "null GPUs: nothing here is a measurement"
-"""Remark beside every figure of a device that `is_null`."""
+"""Remark on every figure of a device that `is_null`."""
 
 
 def is_null(device: str) -> bool:

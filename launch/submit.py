@@ -70,7 +70,7 @@ class Job:
         return []
 
     def remarks(self) -> list[str]:
-        """What a reader of the result should know."""
+        """Remarks for a reader of the result."""
         if self.run.row == recipes.SMOKE or not published.differences(self.run, self.gpu.device):
             return []
         row = f"{self.run.recipe} on {self.run.gpus} {self.gpu.name}s"

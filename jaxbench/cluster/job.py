@@ -25,7 +25,7 @@ def join() -> None:
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
     and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
     """
-    # JAX's service would catch SIGTERM without an effect until `Signals` takes it over.
+    # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
     jax.config.update("jax_enable_preemption_service", False)
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
@@ -80,7 +80,7 @@ def gather(name: str, value: Any) -> list[Any]:
 
 
 def all_agree(name: str, agrees: bool) -> bool:
-    """Returns in every process whether all processes agree."""
+    """Returns in every process True if all processes agree."""
     answers = gather(name, agrees)
     return broadcast(f"{name} agreed", lambda: all(answers))
 

@@ -22,8 +22,8 @@ from jaxbench.cluster import heartbeat
 from jaxbench.files import write_json
 
 SMALL = 64
-"""Processes of the largest job that is polled more often than heartbeats are written: a larger one
-costs a shared file system 2048 reads in 10 s."""
+"""Most processes whose heartbeats are read more often than they are written; with 2048 processes a
+shared file system has 2048 reads in 10 s as it is."""
 
 SLOW = 10
 """Factor on the timeout for the first step, which makes communicators, and for phases other than
@@ -31,25 +31,26 @@ training: compiling, loading, saving."""
 
 
 class Watch:
-    """Judges heartbeats seen over time; all times are in seconds of one clock."""
+    """The verdict on a job by its heartbeats over time; all times are in seconds of one clock."""
 
     def __init__(self, processes: int, timeout: float, now: float):
         self.processes, self.timeout = processes, timeout
         self._completed, self._completed_at = -1, now
         self._progress: dict[int, tuple] = {}
         self._progress_at = now
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._mute: set[int] = set()
+        self._last_beat: dict[int, tuple[int, float]] = {}
+        self._cannot_write: set[int] = set()
 
     def verdict(
         self, beats: list[dict[str, Any]], now: float, unreadable: Collection[int] = ()
     ) -> str | None:
         """The reason to end the job, with ranks and their last steps; None while there is none.
 
-        Steps are collective: while they complete, every rank lives. A rank that is silent meanwhile
-        cannot write, and is not judged until it is heard again. Nor are unreadable ranks, for which
-        the clock stands still. Of ranks without progress those that are furthest behind are named,
-        and their phase sets the limit: the others wait for them.
+        Steps are collective: while they complete, every rank is alive. So a rank that is silent
+        meanwhile cannot write its heartbeat, and is ignored until it writes again. Ranks whose file
+        cannot be read are ignored as well, and do not count as silent. If there is no progress, the
+        ranks that are furthest behind are named, and their phase decides how long they may take:
+        the others wait for them.
         """
         completed = max((_steps(beat)[1] for beat in beats), default=-1)
         if completed > self._completed:
@@ -61,23 +62,25 @@ class Watch:
             self._progress, self._progress_at = self._progress | progress, now
         for beat in beats:
             rank = beat["rank"]
-            if rank in unreadable or self._heard.get(rank, (None,))[0] != beat["beats"]:
-                self._heard[rank] = beat["beats"], now
-                self._mute.discard(rank)
-            elif self._completed_at - self._heard[rank][1] > self.timeout:
-                self._mute.add(rank)
+            if rank in unreadable or self._last_beat.get(rank, (None,))[0] != beat["beats"]:
+                self._last_beat[rank] = beat["beats"], now
+                self._cannot_write.discard(rank)
+            elif self._completed_at - self._last_beat[rank][1] > self.timeout:
+                self._cannot_write.add(rank)
         if idle_s <= self.timeout:
             return None
-        judged = [b for b in readable if b["phase"] != "ended" and b["rank"] not in self._mute]
-        silent = [beat for beat in judged if now - self._heard[beat["rank"]][1] > self.timeout]
+        live = [
+            b for b in readable if b["phase"] != "ended" and b["rank"] not in self._cannot_write
+        ]
+        silent = [b for b in live if now - self._last_beat[b["rank"]][1] > self.timeout]
         if silent:
             return f"no sign of life for {self.timeout:g} s from {_describe(silent)}"
-        last = min(map(_steps, judged), default=None)
-        behind = [beat for beat in judged if _steps(beat) == last]
+        last = min(map(_steps, live), default=None)
+        behind = [beat for beat in live if _steps(beat) == last]
         steady = all(b["phase"] == "training" and b["completed"] is not None for b in behind)
         limit = self.timeout * (1 if steady else SLOW)
-        if judged and now - self._progress_at > limit:
-            waiting = len(judged) - len(behind)
+        if live and now - self._progress_at > limit:
+            waiting = len(live) - len(behind)
             return f"no progress within the time limit of {limit:g} s: {_describe(behind)}" + (
                 f"; {waiting} more wait" if waiting else ""
             )
@@ -180,7 +183,9 @@ def main() -> int:
     parser.add_argument("timeout", type=float)
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # for the job, which is watched until it has stopped
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # meant for the job, which is watched until it has stopped
     watch = Watch(args.processes, args.timeout, time.monotonic())
     reader, problem = Reader(args.beats, args.processes), ""
     small = args.processes <= SMALL

@@ -27,8 +27,9 @@ a tree over NVLink, each step between domains. NCCL chooses its algorithms by th
 
 @dataclass(frozen=True)
 class Conditions:
-    """Effects outside tables of single kernels: the slowdown beside a collective, and whether rings
-    between domains are as fast as in a tuned network."""
+    """Effects that tables of single kernels do not have: `slowdown` is the factor on a kernel's
+    time that overlaps with a collective; `tuned` is true for rings as fast as in a tuned
+    network."""
 
     slowdown: float
     tuned: bool = True
@@ -39,9 +40,9 @@ CONDITIONS = {
     "fast": Conditions(slowdown=1.0),
     "slow": Conditions(slowdown=1.40, tuned=False),
 }
-"""By name. Kernels beside a collective were 18.9 % slower on average and 40 % at most, on H100 and
-other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On an H100 clocks fell from
-1980 to 1575 MHz (deepseek-ai/DeepGEMM issue 120)."""
+"""Scenarios of a forecast. Kernels that overlap with a collective were 18.9 % slower on average and
+40 % at most, on H100 and other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On
+an H100 clocks fell from 1980 to 1575 MHz (deepseek-ai/DeepGEMM issue 120)."""
 
 
 class Measured(Roofline):
@@ -60,8 +61,8 @@ class Measured(Roofline):
         return {name: Grid(self.tables.values["product", name]) for name in names}
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
-        """A product or attention as measured, and never faster than the bytes that it moves;
-        others by their bytes."""
+        """Seconds of a kernel by part. A product or attention takes its measured time, at least the
+        time to move its bytes; another kernel takes the latter."""
         start, moving = self._memory(kernel.bytes)
         if not kernel.works:
             return {"launches": start, kernel.part: moving} if kernel.bytes else {}
@@ -90,8 +91,8 @@ class Measured(Roofline):
         return min(lengths) <= length <= max(lengths) and head_dim in head_dims
 
     def _as_measured(self, work: Work) -> tuple[int, int, int]:
-        """m, n and k of a product; m and n swapped where the table reaches only that, since the
-        transposed product is the same work."""
+        """m, n and k of a product; with m and n swapped if only then the table covers them, since
+        the transposed product is the same work."""
         m, n, k = padded(work)
         grid = self.products[self.dtype(work)]
         return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
@@ -138,9 +139,9 @@ class Measured(Roofline):
         return self._inside(collective.like, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Seconds inside an NVLink domain, from the table of the largest measured group not larger
-        than this one. Beyond it a byte takes as long, and each further GPU adds the latency of a
-        step to a ring, none to an all-to-all, which has no steps."""
+        """Seconds inside an NVLink domain, from the times of the largest measured group that is not
+        larger than this one. A larger group has the same time per byte sent; in a ring each further
+        GPU adds the latency of a step. An all-to-all has no steps."""
         times = self.tables.values["collective", kind]
         known = max((n for n, _ in times if n <= group), default=min(n for n, _ in times))
         points = sorted((b, time) for (n, b), time in times.items() if n == known)
@@ -150,9 +151,9 @@ class Measured(Roofline):
         return measured * share * self._slower + further * RING_NVLINK
 
     def _between_domains(self, collective: Collective) -> float:
-        """Rings that pass through all members of a domain before they leave it, and of a small
-        all-reduce trees; an all-to-all sends each byte to its receiver, and what leaves the domain
-        does so over one adapter."""
+        """Seconds between domains. Rings pass through all members of a domain before they leave it;
+        a small all-reduce uses trees. A permute and an all-to-all send directly to the receiver,
+        each GPU over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
@@ -178,13 +179,14 @@ class Measured(Roofline):
 
     @property
     def _slower(self) -> float:
-        """By how much NVLink is slower than where the tables were measured."""
+        """Factor by which NVLink is slower than on the GPU of the tables."""
         return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches: interpolated over the
-        logarithm of the number of domains, extrapolated from the last two points of the table, and
-        at least `LEAST_SHARE`; in an untuned network at most what was measured in one."""
+        """The share of the NICs' rate that a ring over domains reaches: the table's, interpolated
+        over the logarithm of the number of domains. Beyond the table it is extrapolated from the
+        last two points, to `LEAST_SHARE` at least; an untuned network has at most the share that
+        was measured in one."""
         table = self.tables.values["network", "ring"]
         points = sorted((log(sizes[0]), share) for sizes, share in table.items())
         x = log(domains)

@@ -20,8 +20,8 @@ class Forecast:
     """Forecast seconds of a step: `step_s` is expected, `fast_s` and `slow_s` under the other
     scenarios of `costs.CONDITIONS`.
 
-    `parts_s` add up to `step_s`: kernels by what they are, `launches`, what collectives beside
-    kernels add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
+    `parts_s` add up to `step_s`: kernels by what they are, `launches`, what overlapping
+    collectives add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
     `outside` is the share of the kernels' seconds for which a shape lies outside the tables, whose
     largest are `beyond`; `unknown` are the seconds, by bytes alone, of custom calls without a rule,
     by target, and part of `outside`; `sources` says where each kind of table is from.

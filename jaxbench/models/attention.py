@@ -69,7 +69,7 @@ class Attention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         context = attention.attend(query, key, value, ctx.kernel, self.scores, sinks)
         y = mesh.scatter_seq(dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed"))
-        # After the sum over tensor ranks: once.
+        # Added after the sum over tensor ranks, so that it is added once.
         return y if self.out_bias is None else dense.biased(y, self.out_bias[...]), ()
 
 
@@ -81,8 +81,8 @@ class LatentAttention(nnx.Module):
 
     The projections of the hidden state are one weight: query latent, key and value latent, rotary
     key. They work on 1/tensor of the sequence, so tensor ranks exchange latents instead of the
-    wider hidden state. Saved for the backward pass is `latent`, before the norms; queries, keys and
-    values are as large as in ordinary attention, and two products away.
+    wider hidden state. Remat policies can save `latent`, before the norms: small, and queries, keys
+    and values, which are as large as in ordinary attention, follow from it by two products.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: LatentAttentionConfig, *, key):

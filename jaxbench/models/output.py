@@ -1,4 +1,4 @@
-"""Behind the last layer: final norm, head and loss, and multi-token prediction beside its block
+"""The output of a model: final norm, head, loss, and multi-token prediction except its block
 (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2)."""
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Prediction(nnx.Module):
 
 
 class Output(NamedTuple):
-    """Weights behind the last layer: final norm, head, and those of multi-token prediction beside
+    """Weights behind the last layer: final norm, head, and those of multi-token prediction except
     its block."""
 
     norm: nnx.Module
@@ -66,8 +66,8 @@ def output_loss(
     """(the mean cross entropy of the last layer's output, through final norm and head; (routing
     figures, stash as written) of each further token).
 
-    The loss of further tokens adds its gradient, but not its value. `apply` computes the block that
-    predicts them.
+    The loss of further tokens contributes gradients, but is not part of the value. `apply` computes
+    the block that predicts them.
     """
     norm, head, prediction = output
     hidden = norm(hidden)
@@ -98,7 +98,7 @@ def head_loss(
 ) -> Float[Array, ""]:
     """The mean cross entropy of a normed output through the head."""
     hidden = mesh.gather_seq(times_constant(hidden, cfg.logit_scale))
-    # In order where XLA is known to leave the head's gradient to the end of the step: with several
-    # heads, each with gradients of all its logits, and behind a hybrid's long blocks.
+    # XLA is known to leave the head's gradient to the end of the step where the head is applied
+    # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None
     return cross_entropy(hidden, head, targets, masked, in_order)

@@ -37,7 +37,7 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
 
     dimension_numbers = positions(summed), positions(batch)
     if batch and mesh.platform() == "cpu":
-        # Where the sum is not over the last dimension of `a`, XLA adds up in bf16 there.
+        # On a CPU XLA adds up in bf16 if the sum is not over the last dimension of `a`.
         wide = [x.astype(jnp.float32) for x in (a, b)]
         return jax.lax.dot_general(wide[0], wide[1], dimension_numbers, **options).astype(a.dtype)
     return jax.lax.dot_general(a, b, dimension_numbers, **options)

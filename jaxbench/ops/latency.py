@@ -9,6 +9,6 @@ from jaxbench import hardware
 
 def of_product(flops: int, dtype: str) -> AbstractContextManager:
     """Marks the custom calls traced inside with the time of these FLOPs at the H100's peak for
-    `bf16` or `fp8`, so that the scheduler places collectives beside them."""
+    `bf16` or `fp8`, so that the scheduler overlaps collectives with them."""
     least_ns = flops / (hardware.H100.tflops[dtype] * 1e3)
     return set_xla_metadata(latency_metadata=str(round(least_ns)))

@@ -1,13 +1,15 @@
 """Cross entropy over a vocabulary that may be sharded, fused with the head's matrix product.
 
 The head is the widest layer (128k columns), and the fp32 logits of all tokens would be the largest
-array of the step. Tokens are taken in chunks: the fp32 logits of one chunk, its loss, and at once
-the gradient of its logits. Those gradients are stacked in bf16 for all tokens (2 bytes x tokens x
-columns of a device: 4.2 GB for Grok-1 on 8 GPUs), so that the head's gradient is one product over
-all of them: an fp32 sum `[D, V]` that every chunk reads and writes would move 8 D V bytes per 2048
-tokens instead of 4 V bytes per token, D / 1024 times as many. So logits are computed once, and the
-backward pass only scales both gradients. A stack beyond `STACK_BYTES` is made in parts, one after
-the other, and the head's gradient is an fp32 sum over these.
+array of the step. So tokens are processed in chunks: the fp32 logits of a chunk, its loss, and at
+once the gradient of its logits. The forward pass thus computes all gradients, logits are computed
+once, and the backward pass only scales the gradients.
+
+The logit gradients of all chunks are stacked in bf16 (4.2 GB for Grok-1 on 8 GPUs), and the head's
+gradient is one product over the stack. The alternative, an fp32 sum `[D, V]` over chunks, would
+read and write 8 D V bytes per chunk of 2048 tokens; the stack costs 4 V bytes per token, 1024 / D
+of that. A stack larger than `STACK_BYTES` is made and multiplied in parts, and the head's gradient
+is the fp32 sum over the parts.
 """
 
 from functools import partial
@@ -21,7 +23,7 @@ from jaxbench import mesh
 from jaxbench.ops.stash import scan_allocated
 
 MASKED = -1
-"""Target of a token that counts nothing."""
+"""Target of a token that is left out of the loss."""
 
 CHUNK_TOKENS = 2048
 """Tokens per chunk: enough for an efficient product, 1 GB of fp32 logits at 128k columns."""
@@ -39,8 +41,9 @@ def cross_entropy(
     in_order: bool = False,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32.
-    With `masked`, over those whose target is not `MASKED`; with `in_order` the loss comes after
-    both gradients, which XLA may otherwise leave, with the stack, to the end of the step.
+    With `masked` the mean is over tokens whose target is not `MASKED`. With `in_order` the loss is
+    available only once both gradients are: XLA may otherwise compute them at the end of the step,
+    and keep the stack until then.
 
     `hidden` is `"batch seq embed"`, `head` a weight at rest `"embed vocab"`, `targets` `"batch
     seq"`, other sequences on each rank of `SEQUENCES`.
@@ -144,8 +147,8 @@ def _local(
 
 
 def _parts(chunks: int, size: int) -> int:
-    """The fewest parts of equally many chunks whose share of `size` bytes is at most `STACK_BYTES`;
-    at most one for each chunk."""
+    """The least number of parts, each of equally many chunks, such that each has at most
+    `STACK_BYTES` of the stack's `size` bytes; at most the number of chunks."""
     least = min(-(-size // STACK_BYTES), chunks)
     return next(n for n in range(max(least, 1), chunks + 1) if chunks % n == 0)
 

@@ -1,11 +1,12 @@
 """Calls of kernels: arrays by name, their cost, and differences of Pallas between versions of JAX.
 
 The kernels are written for Pallas's Triton backend, which JAX announces to remove in favour of
-Mosaic GPU. A port changes this: a kernel's loads and stores become copies to shared memory
-(`plgpu.copy_gmem_to_smem`), its products `plgpu.wgmma` into accumulators, under
-`LoweringSemantics.Lane`, as `pl.kernel` with this grid; the mathematics, the order of kernels and
-all that is outside of them stay. Blocks are copied whole there: an output that fills some columns
-needs a block of those columns. XLA sums dt a if `lax.cumsum` cannot be lowered.
+Mosaic GPU. In a port each kernel becomes a `pl.kernel` with the same grid, under
+`LoweringSemantics.Lane`: its loads and stores become copies to shared memory
+(`plgpu.copy_gmem_to_smem`), its products `plgpu.wgmma` into accumulators. There blocks are copied
+whole, so an output that fills some columns of an array needs a block of exactly those columns. If
+`lax.cumsum` cannot be lowered there, XLA has to compute the running sums of dt a before the kernel.
+The mathematics, the order of kernels and all code outside of them stay.
 """
 
 import json

@@ -51,8 +51,8 @@ maximum = partial(merge, jnp.maximum)
 def allocate(types: Any, *slots: int) -> Any:
     """Uninitialised arrays `[*slots, ..]` for a tree of `jax.ShapeDtypeStruct`.
 
-    Each device allocates its own part, since XLA partitions no allocation. Zeros would be written,
-    and two of one shape are one constant, which XLA copies.
+    Each device allocates its own part, since XLA does not partition an allocation. Zeros instead
+    would have to be written, and XLA would make zeros of equal shape one constant and copy it.
     """
 
     def allocated(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -83,7 +83,8 @@ def read_isolated(tree: Any, index: int) -> Any:
 def unstack(tree: Any) -> list:
     """All entries of leaves `[slots, ..]`, each by `read_isolated`.
 
-    Their gradients are stacked. JAX would add up one stack per entry, zeros but for that entry.
+    The backward pass stacks the gradients of the entries. JAX's own rule would make a stack of
+    each, zero but for one entry, and add these up.
     """
     return [read_isolated(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
 
@@ -91,7 +92,7 @@ def unstack(tree: Any) -> list:
 def stack(entries: list) -> Any:
     """The entries stacked on a new first dimension, each written into allocated memory.
 
-    A concatenation would sum a gradient that is still unreduced over its ranks.
+    A concatenation of arrays that are unreduced over ranks would sum them over these ranks.
     """
     stacked = allocate(jax.eval_shape(lambda entry: entry, entries[0]), len(entries))
     for index, entry in enumerate(entries):

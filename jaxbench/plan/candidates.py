@@ -1,5 +1,5 @@
-"""Candidates of a search: the row with another mesh, microbatch, number of its parts or remat
-policy, as far as `recipe.settings` allows it, with the memory that each is expected to take.
+"""Candidates of a search: the row with another mesh, microbatch, `expert_parts` or remat policy, as
+far as `recipe.settings` allows it, and an estimate of the memory of each.
 
 The *layout* of a candidate is everything but its remat policy.
 """
@@ -36,10 +36,11 @@ BF16 = 2
 """Bytes of a bf16 number."""
 
 WORKSPACE = 3
-"""Live copies of a layer's gathered weights and activations: its own, prefetched, gradients."""
+"""Copies of a layer's gathered weights and activations that are in memory at a time: of the layer,
+of the next one, which is prefetched, and gradients."""
 
 UNROLLED = 0.1
-"""Share of a step that is assumed to be saved at most by unrolled layers, which copy no stash and
+"""Largest share of a step that unrolled layers are assumed to save, since they copy no stash and
 gather weights once."""
 
 
@@ -102,7 +103,7 @@ parameters = cache(flops.parameters)
 
 
 def layout(run: Run) -> tuple[tuple[int, ...], int, int, int]:
-    """Mesh, virtual stages, microbatch and its parts."""
+    """Mesh, virtual stages, microbatch and `expert_parts`."""
     stages, parts = run.parallelism.virtual_stages, run.execution.expert_parts
     return run.mesh_shape, stages, run.microbatch, parts
 
@@ -143,7 +144,7 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
 
 
 def _expert_parts(row: Run, p: Parallelism, fixed: frozenset[str]) -> set[int]:
-    """The numbers of parts that are tried: 1, 2 and the row's where tokens are exchanged."""
+    """The values of `expert_parts` to try: 1, 2 and the row's if ranks exchange tokens, else 1."""
     own = row.execution.expert_parts
     if "execution.expert_parts" in fixed:
         return {own}
@@ -199,8 +200,9 @@ def with_policies(run: Run, fixed: str | None = None) -> list[Run]:
 
 
 def policies(run: Run) -> Iterator[str]:
-    """Remat policies of a model: `full`, outside a pipeline `none`, attention with any set of the
-    other `GROUPS`, and these with one more group in some eighths of the layers."""
+    """Remat policies to try: `full`; `none` outside a pipeline; attention saved together with any
+    subset of the other `GROUPS`; and such a set with one more group saved in some eighths of the
+    layers."""
     yield "full"
     if run.parallelism.pipeline == 1:
         yield "none"
@@ -224,8 +226,8 @@ def _saved(run: Run, name: str) -> float:
 
 
 def spared(run: Run) -> float:
-    """FLOPs that the remat policy does not repeat, as a share of the model's; `UNROLLED` more
-    where layers are unrolled."""
+    """FLOPs that the remat policy need not recompute, as a share of the model's, plus `UNROLLED`
+    for unrolled layers."""
     length = run.batch.sequence_length
     every = activations(run.model, length)
     kept = sum(_saved(run, name) * activation.flops for name, activation in every.items())
@@ -234,8 +236,8 @@ def spared(run: Run) -> float:
 
 
 def least_state(run: Run) -> float:
-    """Lower bound of the bytes of train state and gradients on a device: weights are split over all
-    ranks at most, and clipping needs all gradients at once."""
+    """Lower bound of the bytes of train state and gradients on a device: both split over all ranks
+    of a model copy. Clipping needs all gradients at once."""
     per_parameter = run.optimizer.state_bytes + run.gradient_bytes
     return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
 

@@ -71,8 +71,8 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of one device and step. `recompute_ratio` is compiled over `model_full`, since compiled
-    attention is counted unmasked too."""
+    """FLOPs of one device and step. `recompute_ratio` is `compiled` over `model_full`: both count
+    attention without its causal mask."""
 
     model_causal: float
     model_full: float
@@ -164,7 +164,8 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     gpu = placed(gpu, run.gpus)
     absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(gpu, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
-        # Products get the workspaces of autotuned ones; by default, without a GPU, 4 MiB.
+        # Without autotuning, products get workspaces as large as autotuned ones have on a GPU; the
+        # compiler's default for an absent GPU would be 4 MiB.
         options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
         compiled, lower_s, compile_s = compile_program(run, options)
         check_program(compiled, run)
@@ -239,7 +240,7 @@ def stages(run: Run) -> Pipelined | None:
 
 
 def compiled_flops(run: Run, program: Program) -> Flops:
-    """FLOPs of a compiled program beside those of its model."""
+    """FLOPs of a compiled program and of its model."""
     share = run.batch.global_batch / run.gpus
     full, compiled = model_flops(run, "full") * share, sum(program.flops().values())
     return Flops(
@@ -266,8 +267,9 @@ def parts(plan: Plan) -> dict[str, float]:
     """The parts of the forecast step in seconds, with products split into those of the model,
     `recompute`, and the `bubble` of a pipeline.
 
-    Idle ranks compute too, on stale data: the bubble is a share of all products. `recompute` is the
-    rest beyond the model's FLOPs, padding included. FLOPs of every dtype count as equally long.
+    Idle ranks of a pipeline compute too, on stale data: the bubble is a share of all products.
+    `recompute` is the rest of the products beyond the model's FLOPs, with those of padding. A FLOP
+    counts as equally long in every dtype.
     """
     others = dict(plan.forecast.parts_s)
     total, idle = others.pop("products", 0.0), plan.stages.bubble if plan.stages else 0.0

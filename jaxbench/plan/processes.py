@@ -29,7 +29,7 @@ from jaxbench.xla import flags
 
 CACHE = Path("results", "plan")
 PROCESS_BYTES = 5 * 2**30
-"""Memory that one process may need: the compiler's for the largest rows, with room."""
+"""Memory that one process may need: the compiler's for the largest rows, and a margin."""
 
 ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Failed)): .")
 """Start of the line that gives the reason of a failed process."""

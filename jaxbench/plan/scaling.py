@@ -68,9 +68,9 @@ def rows(recipe: Recipe, changes: list[str]) -> tuple[list[Run], list[str]]:
 
 
 def figures(plan: Plan, first: Plan) -> dict[str, Any]:
-    """The figures of a row beside the smallest one. `parts_s` are per step, `for_same_tokens_s` per
-    as many tokens as a GPU has in a step of the smallest row; `grows` is the part that is longer
-    there by most."""
+    """The figures of a row, compared with the smallest one. `parts_s` are of a step;
+    `for_same_tokens_s` are `parts_s` scaled to the tokens per GPU of a step of the smallest row;
+    `grows` is the part whose scaled time exceeds that of the smallest row by most."""
     rate, first_rate = _rate(plan), _rate(first)
     same = first_rate * first.forecast_step_s / (rate * plan.forecast_step_s)
     scaled = {name: same * seconds for name, seconds in parts(plan).items()}

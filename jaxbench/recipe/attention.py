@@ -108,7 +108,7 @@ class AttentionConfig:
     """positions that a query sees, its own included, in mixers `W` of the pattern (sliding window;
     Beltagy et al. 2020)"""
     sinks: bool = False
-    """a learned logit of each head beside its scores, whose share of the softmax attends to nothing
+    """a further learned logit in each head's softmax, whose share attends to nothing
     (attention sinks; OpenAI 2025, "gpt-oss")"""
     biases: bool = False
     """biases of queries, keys, values and the output projection"""
@@ -186,7 +186,7 @@ class LatentAttentionConfig:
 
     @property
     def window(self) -> None:
-        """It has no window."""
+        """None: there is no sliding window."""
 
     @property
     def rotated(self) -> int:

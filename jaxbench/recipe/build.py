@@ -35,8 +35,8 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def differing(
     settings: dict[str, Any], other: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, other value) of settings as plain values that both have and that differ; the
-    names of those in settings have dots."""
+    """(dotted name, value, other value) of the settings that are in both nested mappings and
+    differ."""
     for name, value in settings.items():
         if isinstance(value, dict) and isinstance(other.get(name), dict):
             yield from differing(value, other[name], f"{prefix}{name}.")

@@ -70,7 +70,7 @@ def _attention_norms(mixer: Attention) -> int:
 
 
 def _prediction_weights(cfg: ModelConfig) -> int:
-    """The projection of the hidden state beside the next token's embedding."""
+    """The projection of the next token's embedding concatenated with the hidden state."""
     return 2 * cfg.embed**2 if cfg.prediction else 0
 
 

@@ -122,7 +122,7 @@ def load(config: str | Path) -> Recipe:
 
 
 def _rows(rows: Any, where: str) -> dict[int | str, dict]:
-    """A table of rows, checked but for what they hold."""
+    """A table of rows with checked names; their settings are checked by `resolve`."""
     if not isinstance(rows, dict) or not rows:
         raise RecipeError(f"{where} must map GPU counts and 'smoke' to settings")
     for name, row in rows.items():

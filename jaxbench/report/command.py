@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxbench.report`: runs beside what is published for them, and an
+"""The command line of `python -m jaxbench.report`: runs compared with published ones, and an
 exit status for CI."""
 
 import argparse
@@ -63,7 +63,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 LOG_SUFFIXES = (".out", ".log", ".txt")
 OTHER_LOGS = ("sbatch_", "vboost")
-"""Beginnings of the names of other logs beside those of runs."""
+"""Beginnings of the names of other logs than those of runs."""
 
 CHECKPOINTS = "checkpoints"
 

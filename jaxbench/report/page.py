@@ -25,7 +25,7 @@ from jaxbench.report.runs import Result
 from jaxbench.report.sections import PageRun
 
 SYMBOLS = {"pass": "✓", "slow": "▼", "failed": "✕", "incomplete": "…", "not comparable": "–"}
-"""Symbols of verdicts, beside their names."""
+"""Symbols that are shown with the names of verdicts."""
 
 COLUMNS = {
     "gpus": "GPUs", "step_time_s": "Step, s", "tokens_per_s_per_gpu": "Tokens/s/GPU",

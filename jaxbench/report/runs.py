@@ -28,9 +28,9 @@ Repeats = Literal["never", "redrawn", "processes"]
 class Steps:
     """Seconds of each iteration, and inconsistencies among them.
 
-    `expected` is the planned number of iterations, None where unknown. `repeats` says when an
-    iteration may be logged more than once: `redrawn` by a progress bar, whose last state counts, or
-    once by each of several `processes`, of which the first counts.
+    `expected` is the planned number of iterations, None where unknown. `repeats` says why an
+    iteration may be logged more than once: `redrawn` by a progress bar (its last line counts), or
+    logged by each of several `processes` (the first line counts).
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -105,9 +105,9 @@ class RunData:
     """Everything known about a run.
 
     `source` is the kind of log or record, `model` family and size. `flops` are the model's per step
-    and GPU, by convention; `published` is the published row. Bytes are of one GPU. `dated` is
-    "record", or "file time" where `started` is only the file's. `record` holds run.json and
-    environment.json, or the fields that a log declares.
+    and GPU, by convention; `published` is the published row. Bytes are of one GPU. `dated` says
+    where `started` is from: "record", or "file time". `record` holds run.json and environment.json,
+    or the fields that a log declares.
     """
 
     path: Path

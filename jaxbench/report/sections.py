@@ -16,7 +16,8 @@ SIGMAS, MARGIN = 3.0, 0.01
 and this share above the median of its window."""
 
 SPAN = 0.03
-"""Half the least height of a step-time chart, as a share of the mean: a quiet run looks quiet."""
+"""Half the least height of a step-time chart, as a share of the mean, so that small variations look
+small."""
 
 NAMED_OUTLIERS, NAMED_RANKS = 5, 3
 
@@ -203,7 +204,7 @@ def ranks(run: PageRun) -> dict[str, Any] | None:
 
 
 def waterfall(run: PageRun) -> dict[str, Any] | None:
-    """The parts of a planned step, one after the other, beside the measured step; None without a
+    """The parts of a planned step, one after the other, and the measured step; None without a
     plan or a measured step."""
     plan, mean = run.result.run.plan, run.result.mean_s
     if plan is None or mean is None:

@@ -265,7 +265,7 @@ def _one_line(what: str, hint: Callable[[], str] = lambda: "") -> Iterator[None]
 
 @functools.cache
 def _silence() -> None:
-    """Stops the pages that are printed about an error beside raising it: Orbax logs one, and Python
+    """Suppresses long messages about errors that are raised as well: Orbax logs one, and Python
     prints one for each coroutine that Orbax drops when an array fails."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

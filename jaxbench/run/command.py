@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         run, prepared = prepare(find_run(args, recipe, overrides), args)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        # All processes leave in order if all have an error; not if one alone has, as on a node
-        # without GPUs.
+        # If all processes have an error, each exits in order. If only some have, as on a node
+        # without GPUs, they must not wait for the others.
         return session.leave(STATUS[cause_of(error)], wait=job.barrier("refused", 5))
     if prepared is None:
         print(f"nothing to do: the run in {args.output} is completed")

@@ -6,7 +6,7 @@ from typing import Any
 from jaxbench.recipe.settings import Run
 
 ROUNDING = 0.5
-"""Nats by which bf16 and FP8 may move a mean loss: many times what they were seen to, 0.01."""
+"""Nats by which bf16 and FP8 may change a mean loss; no change above 0.01 was measured."""
 
 SIGMAS = 6
 """Standard deviations of a mean over random tokens that are allowed."""
@@ -26,8 +26,8 @@ def first_loss(run: Run) -> tuple[float, float]:
 
 
 def problem(run: Run, step: dict[str, Any], initial: bool) -> str | None:
-    """Why the figures of a step cannot be right; None if they may be. `initial` is the first step
-    from the initial weights."""
+    """Reason why the figures of a step cannot be right; None if they may be. `initial` is the first
+    step from the initial weights."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(step[name]):
             return f"{name} is {step[name]} at step {step['step']}"
@@ -43,8 +43,9 @@ def problem(run: Run, step: dict[str, Any], initial: bool) -> str | None:
 
 
 def rate_problem(summary: dict[str, Any]) -> str | None:
-    """Why a run's rate cannot be right; None if it may be, or if the device's peak is unknown. Only
-    the causal count has no FLOPs that a kernel may leave out."""
+    """Reason why a run's rate cannot be right; None if it may be, or if the device's peak is
+    unknown. It takes the causal count: a kernel need not compute the masked scores of the others.
+    """
     mfu = summary.get("summary", {}).get("mfu", {}).get("causal")
     if mfu is None or mfu <= 1:
         return None

@@ -198,11 +198,11 @@ def coverage(profile: bytes, program: jax.stages.Compiled) -> float:
     """The share of a program's custom calls and asynchronous starts that a profile names: GPU
     kernels, matrix products and collectives.
 
-    XLA ignores silently a profile of another program, or an empty one. It looks for the name of an
-    instruction, and then for that of the one that an `async-start` wraps, which is the name that a
-    profile has (openxla/xla, xla/service/profile_guided_latency_estimator.cc). The profile is a
-    serialized protocol buffer: a name is 0x0A, its length in one byte or two, and its bytes; 0x11
-    begins the cost behind it.
+    XLA silently ignores an empty profile, and one of another program. It looks an instruction up by
+    its name, and an `async-start` also by the name of the instruction that it wraps, which is the
+    one in a profile (openxla/xla, xla/service/profile_guided_latency_estimator.cc). The profile is
+    a serialized protocol buffer: a name is 0x0A, its length in one byte or two, and its bytes; 0x11
+    begins the cost that follows.
     """
     profiled = set(re.findall(rb"\n(?:[\x80-\xff].|.)([\w.\-]+)\x11", profile, re.DOTALL))
     covered = [any(name.encode() in profiled for name in names) for names in kernel_names(program)]

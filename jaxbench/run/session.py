@@ -87,8 +87,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         "not_comparable_because": reasons,
         "recipe": recipes.describe(run),
         "hardware": devices,
-        # From rank 0: part of the identity of cached programs, and one question to git, not
-        # thousands.
+        # Of rank 0 for all: they identify cached programs, and only one process then runs git.
         "versions": job.broadcast("versions", versions),
         "flags": {
             "compiler_options": flags.options(run, devices["platform"]),

@@ -79,9 +79,9 @@ def scan(
     Four products per chunk, with operands in the dtype of `x` and sums in fp32 (Dao and Gu 2024,
     section 6): c b^T under the decay between its tokens; that times x; the state at the end of a
     chunk that starts from zero; and the contribution of the state before a chunk to its tokens.
-    Their results, states included, are in the dtype of `x` too, except c b^T, which is fp32: half
-    the bytes, for a rounding of operands of the next product (errors: `docs/design/scan.md`). `dt`
-    and `a` are fp32, `a` is negative.
+    Their results, states included, are in the dtype of `x` too, except c b^T, which is fp32. In
+    bf16 that halves their bytes; they are rounded once more, as operands of the next product would
+    be (errors: `docs/design/scan.md`). `dt` and `a` are fp32, `a` is negative.
     """
     batch, length = dt.shape[:2]
     size = min(SSD_CHUNK, length)
@@ -106,8 +106,8 @@ def states_before(
 ) -> Float[Array, "B K H P N"]:
     """The state before each chunk; `log` and `left` of each as in `context.entering`.
 
-    First those of a shard that starts from zero, then the state before the shard, decayed to each
-    of its chunks.
+    The sum of the states of a shard that starts from zero, and of the state before the shard,
+    decayed up to each chunk.
     """
     states = scan_states(log, left)
     if not context:

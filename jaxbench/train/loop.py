@@ -57,7 +57,8 @@ def run_steps(
         while queued and (due or ending or len(queued) > 1):
             yield completed(*queued.pop(0))
         if due:
-            # Figures tell of the first device alone; a later one that hangs, hangs in training.
+            # Figures are of the first device alone. Waiting for all here makes a device that hangs
+            # do so in the phase `training`.
             jax.block_until_ready(state)
         for pause in due:
             pause.act(step, state, ending)

@@ -52,14 +52,14 @@ matrix products of this layer. Two iterations per loop body avoid copies of the 
 """
 
 UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
-"""In place of `PIPELINED` for hybrids. They scan blocks of many layers, which hide each other's
+"""Replaces `PIPELINED` for hybrids. They scan blocks of many layers, which hide each other's
 collectives; a second block per loop body would only take memory."""
 
 UNROLLED: Options = UNPIPELINED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
-"""In place of `PIPELINED` without remat, where layers are unrolled (`ops.blocks`). The scheduler
-sees the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the
-times of other choices). Pipelined over microbatches, all layers' weights would be gathered at the
-end of the previous microbatch."""
+"""Replaces `PIPELINED` without remat, where layers are unrolled (`ops.blocks`). The scheduler sees
+the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the times
+of other choices). Pipelined over microbatches, all layers' weights would be gathered at the end of
+the previous microbatch."""
 
 IN_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Part of `tuned` in FP8. XLA merges small products that share an operand, and does not recognise

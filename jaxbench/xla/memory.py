@@ -1,6 +1,6 @@
 """The largest buffers of a compiled program at its memory peak, by readable names.
 
-XLA dumps, beside the program, the values that are live at the peak. Their names come from the
+XLA dumps the values that are live at the peak. Their names come from the
 program's text: an argument is named by its path in the train state, another array by its JAX
 operation, and a residual stack of a scan by the operation that it stacks.
 """

@@ -75,7 +75,7 @@ class Roofline:
 @dataclass(frozen=True)
 class Transfer:
     """A collective with its time. `seconds` and `exposed_s` are per step; `covered` is true where a
-    matrix product or attention is scheduled beside it."""
+    matrix product or attention overlaps with it."""
 
     collective: Collective
     seconds: float
@@ -116,7 +116,7 @@ class Schedule:
 
     @property
     def uncovered_bytes(self) -> int:
-        """Wire bytes of collectives with no matrix product or attention beside them."""
+        """Wire bytes of collectives that no matrix product or attention overlaps."""
         return sum(t.collective.wire_bytes for t in self.transfers if not t.covered)
 
     def add(self, body: "Schedule", times: int) -> None:
@@ -201,7 +201,8 @@ class Walk:
 
 
 def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
-    """Seconds that collectives, running for another `busy_s`, add to kernels of `kernel_s`."""
+    """Seconds by which kernels of `kernel_s` take longer, if collectives run for the first `busy_s`
+    and slow down what overlaps with them."""
     overlap = min(max(busy_s, 0.0), kernel_s * slowdown)
     return overlap * (1 - 1 / slowdown)
 
@@ -231,7 +232,7 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     """Bytes that a kernel reads and writes: each operand and result once, without workspaces of
     products.
 
-    Of an operand that is only sliced the slice counts, of an array that is updated in place the
+    An operand that is only sliced counts as its slice, an array that is updated in place as its
     update. `Work.bytes` takes precedence.
     """
     work = program.work(i, scope)

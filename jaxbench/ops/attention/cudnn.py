@@ -102,7 +102,7 @@ def gradient_of_sinks(
 
 
 def refusal(cfg: Attention, length: int) -> str | None:
-    """Why the kernels cannot compute an attention mixer; None if they can."""
+    """Reason why the kernels cannot compute an attention mixer; None if they can."""
     for width in cfg.score_widths:
         if width % HEAD_DIM_STEP or width > MAX_HEAD_DIM:
             return (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scores of query and key, and the keys that a query sees, beside the causal mask.
+    """The scores of query and key, and the keys that a query sees apart from the causal mask.
 
     `scale` is the factor of their product; a `cap` c then bounds a score z to c tanh(z / c).
     With a `window` a query sees that many positions at most, its own included.

@@ -33,8 +33,8 @@ fit a program's registers and, with its operands, shared memory (213 of 227 KiB)
 
 
 def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
-    """Why the kernels cannot compute mixers in a dtype, on `length` tokens of a sequence; None if
-    they can."""
+    """Reason why the kernels cannot compute mixers in a dtype, on `length` tokens of a sequence;
+    None if they can."""
     for name in ("head_dim", "state"):
         size = getattr(mamba, name)
         if size < LEAST or not _power_of_two(size):
@@ -62,8 +62,8 @@ def mixer(
     parameters: Parameters,
     tuning: Tuning = DEFAULT,
 ) -> Float[Array, "B S G F"]:
-    """`ssd.Implementation.mixer`. The backward pass starts from the inputs and recomputes the rest;
-    only then does the scan write the states that its gradients need."""
+    """`ssd.Implementation.mixer`. Its residuals are the inputs: the backward pass recomputes the
+    rest, with a scan that also writes the states that its gradients need."""
     return _mixer(dims, context, tuning, projected, parameters)
 
 

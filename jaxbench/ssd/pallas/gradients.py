@@ -126,9 +126,9 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
 
 
 def _gradient_of_bc(name, kernel, blocks: OfChunk, u, dt, a, dy, du, states, **outputs: Output):
-    """`gradient`, which is du with the columns of b or c filled in, and other `outputs` of the
-    kernel: for c `started`, the first term of dT by block of state columns. `states` are those
-    before the chunks, or the gradients of those after."""
+    """Fills the columns of b (or c) in du, which is returned as `gradient`, with the kernel's other
+    `outputs`: that of c has `started`, the first term of dT, by block of state columns. `states`
+    are for c the states before the chunks, for b the gradients of those after them."""
     batch, length, groups, _ = u.shape
     dims, size = blocks.dims, blocks.tuning.chunk
     # Every program recomputes the scores.

@@ -13,7 +13,8 @@ class Tuning:
     (`benchmarks/one_gpu/mixers.py` has others).
 
     The scan goes through a sequence in chunks of `chunk` tokens, its forward pass in parts of
-    `part`; states are kept once per chunk. Gradients of b and c are made for `columns` at a time.
+    `part`; a state is written per chunk. A program of the gradients of b and c computes `columns`
+    columns of the state.
     """
 
     chunk: int = 128
