@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxbench.recipe.checks import not_negative, positive
+from jaxbench.recipe.checks import not_negative, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class Optimizer:
             "optimizer.", self, "learning_rate", "final_learning_rate", "warmup", "weight_decay",
             "constant",
         )  # fmt: skip
+        require(
+            self.schedule != "wsd" or not self.constant,
+            f"optimizer.constant = {self.constant}: the schedule wsd has no constant tail; expected 0",
+        )
 
     def warmup_steps(self, steps: int) -> int:
         """Length of the warm-up in a run of `steps`."""

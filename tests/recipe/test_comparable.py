@@ -25,6 +25,7 @@ def reasons(config, row, *texts, gpu=H100):
         ("precision.margin=1", "is 1, the row has 0"),
         ("optimizer.learning_rate=0", "is 0.0, the row has 0.0003"),
         ("optimizer.schedule=cosine", "is cosine, the row has megatron"),
+        ("optimizer.weight_decay=0.033", "is 0.033, the row has 0.1"),
         ("optimizer.decay_vectors=true", "is True, the row has False"),
         ("batch.global_batch=256", "is 256, the row has 128"),
         ("batch.sequence_length=4096", "is 4096, the row has 8192"),
