@@ -95,20 +95,27 @@ def balance_shares(
 
 
 def random_logits(
-    logits: Float[Array, "B S E"], router: Float[Array, "D E"]
+    logits: Float[Array, "B S E"],
+    router: Float[Array, "D E"],
+    first_sequence: Int[Array, ""] | int = 0,
+    depth: int = 0,
 ) -> Float[Array, "B S E"]:
     """Standard normal numbers in place of the logits, with the gradient of the logits: what
     Megatron calls forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py).
     The loads of experts are multinomial.
 
-    The numbers depend on the token's position and sequence in the microbatch, on any mesh alike,
-    and on the layer and step by the bits of the router's weights.
+    The numbers depend on the token's position, on the number of its sequence, counted from
+    `first_sequence` over all steps, so that any mesh and any division into microbatches has the
+    same; on the layer by the bits of the router's weights, and on `depth`, which counts the layers
+    before with the same ones.
     """
 
-    def local(logits, router):
-        bits = jax.lax.bitcast_convert_type(router[0, :2], jnp.uint32)
-        key = jax.random.wrap_key_data(bits, impl="threefry2x32")
+    def local(logits, router, first):
+        corners = jnp.stack([router[0, 0], router[-1, -1]])
+        seed, more = jax.lax.bitcast_convert_type(corners, jnp.uint32)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), more), depth)
         sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
+        sequences += first
 
         def draw(sequence, token):
             of_token = jax.random.fold_in(jax.random.fold_in(key, sequence), token)
@@ -117,7 +124,8 @@ def random_logits(
         return jax.vmap(lambda s: jax.vmap(lambda t: draw(s, t))(tokens))(sequences)
 
     spec = PartitionSpec(*mesh.partition(logits))
-    drawn = mesh.on_each_device(local, spec, check_vma=False)(logits, jax.lax.stop_gradient(router))
+    draw = mesh.on_each_device(local, spec, check_vma=False)
+    drawn = draw(logits, jax.lax.stop_gradient(router), jnp.asarray(first_sequence))
     return drawn + (logits - jax.lax.stop_gradient(logits))
 
 

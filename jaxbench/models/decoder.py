@@ -137,11 +137,12 @@ class Decoder(nnx.Module):
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
         stashes: Sequence[Stash | None] = (),
+        first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Hidden, list[RoutingFigures], list[Stash]]:
         """(output of the last layer, routing figures of each segment, stash of each segment as
         written); `scaled` has the FP8 weights and scales of each stack in an FP8 run."""
         x = embed(self.cfg, self.embedding, tokens, self.dtype)
-        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision)
+        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision, first_sequence)
         all_figures, written = [], []
         for segment, stash in zip_longest(segments(self.cfg, execution, precision), stashes):
             x, figures, stash = self.apply(segment, x, ctx, scaled, stash)
@@ -162,8 +163,8 @@ class Decoder(nnx.Module):
         # XLA unrolls a loop over one block: its passes are in one computation.
         single = segment.repeats.stop - segment.repeats.start == 1
 
-        def apply(x, weights, scales, rotary):
-            here = ctx._replace(rotary=rotary)
+        def apply(x, weights, scales, arrays):
+            here = ctx.with_arrays(arrays)
             x, figures = apply_block(*weights, scales, x, here, segment.saved, in_order=single)
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
@@ -173,7 +174,7 @@ class Decoder(nnx.Module):
         )
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
-            apply, x, weights, scales, ctx.rotary, stash, unrolled=segment.saved is None
+            apply, x, weights, scales, ctx.arrays, stash, unrolled=segment.saved is None
         )
 
     def loss(
@@ -184,21 +185,27 @@ class Decoder(nnx.Module):
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
         stashes: Sequence[Stash | None] = (),
+        first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
-        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written)).
+        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written));
+        `first_sequence` is that of `ForwardContext`.
 
         The load-balance losses of all layers, and the loss of further tokens, add their gradient,
         but not their value.
         """
         count = len(segments(self.cfg, execution, precision))
         main, further = stashes[:count], stashes[count:]
-        hidden, layers, written = self.hidden(tokens, execution, precision, scaled, main)
-        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision)
+        hidden, layers, written = self.hidden(
+            tokens, execution, precision, scaled, main, first_sequence
+        )
+        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision, first_sequence)
         segment = prediction_segment(self.cfg, execution)
 
-        def apply(x: Hidden, stash: Stash | None) -> tuple[Hidden, RoutingFigures, Stash]:
+        def apply(
+            x: Hidden, depth: int, stash: Stash | None
+        ) -> tuple[Hidden, RoutingFigures, Stash]:
             assert segment is not None
-            return self.apply(segment, x, ctx, scaled, stash)
+            return self.apply(segment, x, ctx._replace(depth=depth), scaled, stash)
 
         output = Output(self.norm, self.head_weight(), self.prediction)
         value, (figures, stashes) = output_loss(
@@ -217,7 +224,11 @@ class Decoder(nnx.Module):
 
 
 def forward_context(
-    cfg: ModelConfig, length: int, execution: Execution, precision: Precision
+    cfg: ModelConfig,
+    length: int,
+    execution: Execution,
+    precision: Precision,
+    first_sequence: Int[Array, ""] | int = 0,
 ) -> ForwardContext:
     """The context of a forward pass over sequences of a length, on the current mesh."""
     platform, shard = mesh.platform(), length // mesh.ranks("seq")
@@ -227,6 +238,7 @@ def forward_context(
         ssd=ssd.choose(execution, cfg, precision.dtype, shard, platform),
         grouped_matmul=grouped.choose(execution, cfg, precision.dtype, platform),
         expert_parts=execution.expert_parts,
+        first_sequence=first_sequence,
     )
 
 
@@ -249,12 +261,12 @@ def apply_block(
     gradients of the weights of the layer two further on, so that those of one layer, and their
     reduce-scatter, may run beside the next.
     """
-    operands = block, observed, scales, ctx.rotary
+    operands = block, observed, scales, ctx.arrays
 
-    def attached(block, observed, scales, rotary) -> tuple[Block, ForwardContext]:
+    def attached(block, observed, scales, arrays) -> tuple[Block, ForwardContext]:
         if scales is not None:
             block = fp8.attach(block, replace(scales, observed=observed))
-        return block, ctx._replace(rotary=rotary)
+        return block, ctx.with_arrays(arrays)
 
     def whole(x: Hidden, operands: tuple) -> LayerOutput:
         weights, *rest = operands

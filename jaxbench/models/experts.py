@@ -75,7 +75,7 @@ class Experts(nnx.Module):
         if mixer.latent:
             dims, outer = "embed latent", (cfg.embed, mixer.latent)
             into = normal(k_into, cfg, dims, outer, fan_in=cfg.embed)
-            out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent)
+            out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent, residual=True)
             self.into_latent, self.out_of_latent = Weight(into, fp8=True), Weight(out_of, fp8=True)
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
@@ -92,7 +92,8 @@ class Experts(nnx.Module):
         if self.biases is not None:
             logits = dense.shift(logits, self.biases.router[...])
         if self.cfg.routing == "random":
-            logits = routing.random_logits(logits, self.router[...])
+            place = ctx.first_sequence, ctx.depth
+            logits = routing.random_logits(logits, self.router[...], *place)
         logits = save(logits, SMALL)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)

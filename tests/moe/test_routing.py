@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import slow_except
 from experts import reference, tiny_grok
-from steps import loss_and_gradients, new_state, same_sequences
+from steps import assert_same, loss_and_gradients, new_state, same_sequences
 from tiny import mesh_of
 
 from jaxbench import mesh
@@ -242,8 +242,55 @@ def test_random_logits():
     tokens = drawn[0].reshape(-1, 64)
     assert np.abs(np.corrcoef(tokens) - np.eye(len(tokens))).max() < 6 / 8
     with mesh_of(tiny_grok()):
-        other = routing.random_logits(logits, router.at[0, 0].add(1.0))
-    assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
+        for place in ((router.at[0, 0].add(1.0),), (router, 8), (router, 0, 1)):
+            other = np.asarray(routing.random_logits(logits, *place))
+            assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
+        later = routing.random_logits(logits, router, 4)
+        one_expert = routing.random_logits(logits[..., :1], router[:, :1])
+    np.testing.assert_array_equal(later[:4], drawn[0][4:])
+    assert abs(np.asarray(one_expert).std() - 1) < 0.2
+
+
+RANDOM = (
+    "model.experts.routing=random", "model.prediction={pattern: LE, depth: 2, loss: 0.3}",
+    "model.layers=5", "model.pattern=L-LELELELE", "batch.microbatch=8",
+    "precision.accumulate=fp32",
+)  # fmt: skip
+MESHES = {
+    "microbatches": (1, "batch.microbatch=2"),
+    "no remat": (1, "execution.remat=none"),
+    "expert, context and tensor": (8, *ALL_AXES, "batch.microbatch=2"),
+    "pipeline": (2, "parallelism.pipeline=2", "batch.microbatch=2"),
+    "interleaved pipeline": (
+        8, "parallelism.pipeline=2", "parallelism.virtual_stages=2", "parallelism.expert=2",
+        "batch.microbatch=1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["microbatches", "interleaved pipeline"], MESHES), ids=str
+)
+def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
+    """Other draws for each sequence of a step, and the same ones however the batch is divided: each
+    expert has as many tokens, and all gradients are equal but for the order of sums."""
+    devices, *axes = MESHES[name]
+    family = {"family": "deepseek3_671b_bf16"}
+    expected = same_sequences(tiny_grok(*RANDOM, **family))
+    actual = same_sequences(tiny_grok(*RANDOM, *axes, devices=devices, **family))
+    loads = [key for key in expected[1] if "mixer" in key and ".bias" in key]
+    assert len(loads) == 2
+    for key in loads:
+        np.testing.assert_array_equal(actual[1][key], expected[1][key])
+    assert_same(actual, expected, 400)
+
+
+def test_every_application_of_a_shared_block_draws_anew():
+    """Two equal draws would give each expert of multi-token prediction an even number of tokens."""
+    _, grads = same_sequences(tiny_grok(*RANDOM, family="deepseek3_671b_bf16"))
+    (*_, load) = (g for key, g in grads.items() if "mixer" in key and ".bias" in key)
+    assert load.sum() == 2 * 8 * 32 * 4
+    assert np.any(load % 2)
 
 
 @pytest.mark.parametrize("scaling", slow_except(["current"], ["current", "delayed"]))
