@@ -135,8 +135,9 @@ def balance_loss(
     """(load-balance loss, assignments of each expert) of each sequence, before any are dropped.
 
     The loss is E sum_e F_e P_e, with F_e expert e's share of the assignments and P_e the mean of
-    its probability (`balance_shares`; Fedus et al. 2021; Megatron takes it for each sequence). It
-    is 1 when both are uniform; only P carries a gradient.
+    its probability (`balance_shares`; Fedus et al. 2021), both over the sequence or, with `balance:
+    microbatch`, over the sequences of its data-parallel rank. It is 1 when both are uniform; only P
+    carries a gradient.
     """
     length = mesh.whole_seq(experts.shape[1])
 
@@ -148,7 +149,18 @@ def balance_loss(
     load = loads(experts)
     share = (load if counted is experts else loads(counted)) / (length * cfg.top_k)
     mean = mesh.sum_seq(probability) / length
+    if cfg.balance == "microbatch":
+        share, mean = _mean_of_rank(share), _mean_of_rank(mean)
     return cfg.count * jnp.sum(share * mean, axis=-1), load
+
+
+def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    """The mean over the sequences of a device, for each of them."""
+
+    def local(x):
+        return jnp.broadcast_to(jnp.mean(x, axis=0), x.shape)
+
+    return mesh.on_each_device(local, PartitionSpec(*mesh.partition(x)))(x)
 
 
 Figures = dict[str, Array]

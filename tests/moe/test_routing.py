@@ -97,6 +97,22 @@ def test_gradients_against_finite_differences():
         )
 
 
+@pytest.mark.parametrize("axis", slow_except(["pipeline"], ["data", "pipeline"]))
+def test_balance_loss_of_a_microbatch_on_a_mesh(axis):
+    """Two data-parallel ranks have the loss of two microbatches, and a pipeline has it too."""
+    microbatch = "model.experts.balance=microbatch"
+    settings = "model.experts.balance_loss=0.1", "batch.microbatch=4", "execution.remat=attention"
+    axes = "parallelism.context=2", "parallelism.tensor=2"
+    axes += ("parallelism.pipeline=2",) if axis == "pipeline" else ()
+    family = {"family": "qwen3_30b_a3b_bf16"}
+    expected = same_sequences(tiny_grok(microbatch, *settings, **family))
+    actual = same_sequences(tiny_grok(microbatch, *settings, *axes, devices=8, **family))
+    assert_same(actual, expected, 400)
+    _, of_sequences = same_sequences(tiny_grok(*settings, **family))
+    (router,) = (name for name in of_sequences if ".router" in name)
+    assert np.abs(of_sequences[router] - expected[1][router]).max() > 1e-4
+
+
 @pytest.mark.slow
 def test_accumulation_and_balance_loss():
     """The reported loss is the cross entropy; the load-balance loss changes gradients alone."""
@@ -201,6 +217,25 @@ def test_one_expert_that_gets_all(factor):
         out[:, :kept], expected[:, :kept], atol=200 * EPS32 * np.abs(expected).max()
     )
     assert not np.any(out[:, kept:])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_logits_in_the_dtype_of_the_router(dtype):
+    """Expert 1 has the larger logits by 2^-10, which bf16 does not hold: of equal ones the first is
+    chosen. In an fp32 run the hidden state has no other dtype."""
+    run = tiny_grok("model.experts.top_k=1", f"model.experts.router_dtype={dtype}", *DROPLESS)
+    with mesh_of(run):
+        layer = jax.jit(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))()
+        router = np.zeros((64, 8), np.float32)
+        router[0, :2] = 1, 1 + 2**-10
+        layer.router[...] = jnp.asarray(router)
+        for hidden in (jnp.bfloat16, jnp.float32):
+            layer.gate_up[...], layer.down[...] = (
+                w[...].astype(hidden) for w in (layer.gate_up, layer.down)
+            )
+            _, ((_, load, _),) = layer(jnp.ones((8, 32, 64), hidden), SHARED)
+            chosen = 0 if (dtype, hidden) == ("bf16", jnp.bfloat16) else 1
+            assert np.all(np.asarray(load) == 32 * np.eye(8)[chosen])
 
 
 def test_overrides_that_cannot_be():

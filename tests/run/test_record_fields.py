@@ -8,8 +8,8 @@ from commands import ROOT, TINY, read, run
 OPAQUE = ("recipe", "versions", "published", "flags.compiler_options")
 """Whose content other documents describe."""
 
-OTHER_RUNS = {"pgle", "kernels.Mamba-2"}
-"""Fields of runs on GPUs, and of hybrids."""
+OTHER_RUNS = {"pgle", "kernels.Mamba-2", "summary.tokens_dropped"}
+"""Fields of runs on GPUs, of hybrids, and with experts."""
 
 
 def fields(value, name=""):
