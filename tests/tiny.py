@@ -29,7 +29,7 @@ FAMILIES = {
     ),
     "qwen3_30b_a3b_bf16": (
         "model.layers=2", "model.experts={count: 8, top_k: 2, ffn: 48, rank_capacity_factor: 8}",
-        "execution.remat=attention,residual:1",
+        "model.experts.balance=sequence", "execution.remat=attention,residual:1",
     ),
     "gpt_oss_120b_bf16": (
         "model.layers=4", "model.attention={window: 8}",
@@ -50,7 +50,8 @@ FAMILIES = {
         "model.experts={rank_capacity_factor: 8}", "execution.remat=latent,attention,residual",
     ),
 }  # fmt: skip
-"""Recipes whose smoke row is shrunk, and how. Nemotron-H's pattern is two blocks, each repeated
+"""Recipes whose smoke row is shrunk, and how. Qwen3's balance loss is of each sequence, whatever a
+microbatch is. Nemotron-H's pattern is two blocks, each repeated
 twice."""
 
 

@@ -95,20 +95,27 @@ def balance_shares(
 
 
 def random_logits(
-    logits: Float[Array, "B S E"], router: Float[Array, "D E"]
+    logits: Float[Array, "B S E"],
+    router: Float[Array, "D E"],
+    first_sequence: Int[Array, ""] | int = 0,
+    depth: int = 0,
 ) -> Float[Array, "B S E"]:
     """Standard normal numbers in place of the logits, with the gradient of the logits: what
     Megatron calls forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py).
     The loads of experts are multinomial.
 
-    The numbers depend on the token's position and sequence in the microbatch, on any mesh alike,
-    and on the layer and step by the bits of the router's weights.
+    The numbers depend on the token's position, on the number of its sequence, counted from
+    `first_sequence` over all steps, so that any mesh and any division into microbatches has the
+    same; on the layer by the bits of the router's weights, and on `depth`, which counts the layers
+    before with the same ones.
     """
 
-    def local(logits, router):
-        bits = jax.lax.bitcast_convert_type(router[0, :2], jnp.uint32)
-        key = jax.random.wrap_key_data(bits, impl="threefry2x32")
+    def local(logits, router, first):
+        corners = jnp.stack([router[0, 0], router[-1, -1]])
+        seed, more = jax.lax.bitcast_convert_type(corners, jnp.uint32)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), more), depth)
         sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
+        sequences += first
 
         def draw(sequence, token):
             of_token = jax.random.fold_in(jax.random.fold_in(key, sequence), token)
@@ -117,7 +124,8 @@ def random_logits(
         return jax.vmap(lambda s: jax.vmap(lambda t: draw(s, t))(tokens))(sequences)
 
     spec = PartitionSpec(*mesh.partition(logits))
-    drawn = mesh.on_each_device(local, spec, check_vma=False)(logits, jax.lax.stop_gradient(router))
+    draw = mesh.on_each_device(local, spec, check_vma=False)
+    drawn = draw(logits, jax.lax.stop_gradient(router), jnp.asarray(first_sequence))
     return drawn + (logits - jax.lax.stop_gradient(logits))
 
 
@@ -127,8 +135,9 @@ def balance_loss(
     """(load-balance loss, assignments of each expert) of each sequence, before any are dropped.
 
     The loss is E sum_e F_e P_e, with F_e expert e's share of the assignments and P_e the mean of
-    its probability (`balance_shares`; Fedus et al. 2021; Megatron takes it for each sequence). It
-    is 1 when both are uniform; only P carries a gradient.
+    its probability (`balance_shares`; Fedus et al. 2021), both over the sequence or, with `balance:
+    microbatch`, over the sequences of its data-parallel rank. It is 1 when both are uniform; only P
+    carries a gradient.
     """
     length = mesh.whole_seq(experts.shape[1])
 
@@ -140,7 +149,18 @@ def balance_loss(
     load = loads(experts)
     share = (load if counted is experts else loads(counted)) / (length * cfg.top_k)
     mean = mesh.sum_seq(probability) / length
+    if cfg.balance == "microbatch":
+        share, mean = _mean_of_rank(share), _mean_of_rank(mean)
     return cfg.count * jnp.sum(share * mean, axis=-1), load
+
+
+def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    """The mean over the sequences of a device, for each of them."""
+
+    def local(x):
+        return jnp.broadcast_to(jnp.mean(x, axis=0), x.shape)
+
+    return mesh.on_each_device(local, PartitionSpec(*mesh.partition(x)))(x)
 
 
 Figures = dict[str, Array]

@@ -137,11 +137,12 @@ class Decoder(nnx.Module):
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
         stashes: Sequence[Stash | None] = (),
+        first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Hidden, list[RoutingFigures], list[Stash]]:
         """(output of the last layer, routing figures of each segment, stash of each segment as
         written); `scaled` has the FP8 weights and scales of each stack in an FP8 run."""
         x = embed(self.cfg, self.embedding, tokens, self.dtype)
-        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision)
+        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision, first_sequence)
         all_figures, written = [], []
         for segment, stash in zip_longest(segments(self.cfg, execution, precision), stashes):
             x, figures, stash = self.apply(segment, x, ctx, scaled, stash)
@@ -162,8 +163,8 @@ class Decoder(nnx.Module):
         # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = segment.repeats.stop - segment.repeats.start == 1
 
-        def apply(x, weights, scales, rotary):
-            here = ctx._replace(rotary=rotary)
+        def apply(x, weights, scales, arrays):
+            here = ctx.with_arrays(arrays)
             x, figures = apply_block(*weights, scales, x, here, segment.saved, in_order=single)
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
@@ -173,7 +174,7 @@ class Decoder(nnx.Module):
         )
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
-            apply, x, weights, scales, ctx.rotary, stash, unrolled=segment.saved is None
+            apply, x, weights, scales, ctx.arrays, stash, unrolled=segment.saved is None
         )
 
     def loss(
@@ -184,21 +185,27 @@ class Decoder(nnx.Module):
         precision: Precision,
         scaled: Sequence[fp8.Scaled] = (),
         stashes: Sequence[Stash | None] = (),
+        first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
-        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written)).
+        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written));
+        `first_sequence` is that of `ForwardContext`.
 
         The load-balance losses, and the loss of multi-token prediction, contribute gradients, but
         are not part of the value.
         """
         count = len(segments(self.cfg, execution, precision))
         main, further = stashes[:count], stashes[count:]
-        hidden, layers, written = self.hidden(tokens, execution, precision, scaled, main)
-        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision)
+        hidden, layers, written = self.hidden(
+            tokens, execution, precision, scaled, main, first_sequence
+        )
+        ctx = forward_context(self.cfg, tokens.shape[1], execution, precision, first_sequence)
         segment = prediction_segment(self.cfg, execution)
 
-        def apply(x: Hidden, stash: Stash | None) -> tuple[Hidden, RoutingFigures, Stash]:
+        def apply(
+            x: Hidden, depth: int, stash: Stash | None
+        ) -> tuple[Hidden, RoutingFigures, Stash]:
             assert segment is not None
-            return self.apply(segment, x, ctx, scaled, stash)
+            return self.apply(segment, x, ctx._replace(depth=depth), scaled, stash)
 
         output = Output(self.norm, self.head_weight(), self.prediction)
         value, (figures, stashes) = output_loss(
@@ -217,14 +224,22 @@ class Decoder(nnx.Module):
 
 
 def forward_context(
-    cfg: ModelConfig, length: int, execution: Execution, precision: Precision
+    cfg: ModelConfig,
+    length: int,
+    execution: Execution,
+    precision: Precision,
+    first_sequence: Int[Array, ""] | int = 0,
 ) -> ForwardContext:
     """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
     shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
+    chosen = implementations(cfg, length, shards, execution, precision, mesh.platform())
     return ForwardContext(
         rotary=rotary_tables(mixer, length) if mixer else None,
+        kernel=chosen["kernel"],
+        ssd=chosen["ssd"],
+        grouped_matmul=chosen["grouped_matmul"],
         expert_parts=execution.expert_parts,
-        **implementations(cfg, length, shards, execution, precision, mesh.platform()),
+        first_sequence=first_sequence,
     )
 
 
@@ -266,12 +281,12 @@ def apply_block(
     layers from the last to the first; the recomputation of layer i waits for the weight gradients
     of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap with it.
     """
-    operands = block, observed, scales, ctx.rotary
+    operands = block, observed, scales, ctx.arrays
 
-    def attached(block, observed, scales, rotary) -> tuple[Block, ForwardContext]:
+    def attached(block, observed, scales, arrays) -> tuple[Block, ForwardContext]:
         if scales is not None:
             block = fp8.attach(block, replace(scales, observed=observed))
-        return block, ctx._replace(rotary=rotary)
+        return block, ctx.with_arrays(arrays)
 
     def whole(x: Hidden, operands: tuple) -> LayerOutput:
         weights, *rest = operands

@@ -56,7 +56,7 @@ class Experts(nnx.Module):
     def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
         k_router, k_up, k_down, k_shared, k_into, k_out_of, k_bias = jax.random.split(key, 7)
         self.cfg, self.gated = mixer, mixer.matrices == 3
-        # Replicated, in fp32: a gather of so small a matrix would cost its latency.
+        # Replicated: a gather of so small a matrix would cost its latency.
         dims, outer = "router_embed router", (cfg.embed, mixer.count)
         self.router = nnx.Param(normal(k_router, cfg, dims, outer, fan_in=cfg.embed))
         zeros = jnp.zeros(mixer.count, out_sharding=mesh.spec("router", mesh.WEIGHT))
@@ -75,24 +75,27 @@ class Experts(nnx.Module):
         if mixer.latent:
             dims, outer = "embed latent", (cfg.embed, mixer.latent)
             into = normal(k_into, cfg, dims, outer, fan_in=cfg.embed)
-            out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent)
+            out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent, residual=True)
             self.into_latent, self.out_of_latent = Weight(into, fp8=True), Weight(out_of, fp8=True)
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         """The sum over chosen experts and the shared one, `"batch shard_seq embed"` in and out; and
         each sequence's load-balance loss, assignments of each expert, and dropped assignments."""
+        dtype = jnp.float32 if self.cfg.router_dtype == "fp32" else x.dtype
         logits = jnp.einsum(
             "BSD,DE->BSE",
-            x.astype(jnp.float32),
-            self.router[...],
+            x.astype(dtype),
+            self.router[...].astype(dtype),
             precision=jax.lax.Precision.HIGHEST,
             out_sharding=mesh.spec("batch shard_seq assignment", mesh.ACTIVATION),
         )
         if self.biases is not None:
-            logits = dense.shift(logits, self.biases.router[...])
+            logits = dense.biased(logits, self.biases.router[...])
+        logits = logits.astype(jnp.float32)
         if self.cfg.routing == "random":
-            logits = routing.random_logits(logits, self.router[...])
+            place = ctx.first_sequence, ctx.depth
+            logits = routing.random_logits(logits, self.router[...], *place)
         logits = save(logits, SMALL)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)

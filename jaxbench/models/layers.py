@@ -36,14 +36,27 @@ LayerOutput = tuple[Hidden, RoutingFigures]
 
 class ForwardContext(NamedTuple):
     """Arguments of every layer in a forward pass: rotary tables, the names of the attention kernel
-    and of the implementations of Mamba-2 mixers and of grouped matmuls, and
-    `Execution.expert_parts`."""
+    and of the implementations of Mamba-2 mixers and of grouped matmuls, `Execution.expert_parts`;
+    and for draws of routing the number of the microbatch's first sequence, counted from the first
+    step, and how many times the block of multi-token prediction was applied before."""
 
     rotary: Rotary | None
     kernel: str
     ssd: str
     grouped_matmul: str
     expert_parts: int = 1
+    first_sequence: Int[Array, ""] | int = 0
+    depth: int = 0
+
+    @property
+    def arrays(self) -> tuple:
+        """The fields that are arrays, for functions that must not close over them."""
+        return self.rotary, self.first_sequence
+
+    def with_arrays(self, arrays: tuple) -> "ForwardContext":
+        """This context with other `arrays`."""
+        rotary, first_sequence = arrays
+        return self._replace(rotary=rotary, first_sequence=first_sequence)
 
 
 class Weight(nnx.Param):

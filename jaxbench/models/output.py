@@ -60,14 +60,14 @@ def output_loss(
     hidden: Float[Array, "B s D"],
     tokens: Int[Array, "B S"],
     targets: Int[Array, "B S"],
-    apply: Callable[[Hidden, Stash | None], tuple[Hidden, RoutingFigures, Stash]],
+    apply: Callable[[Hidden, int, Stash | None], tuple[Hidden, RoutingFigures, Stash]],
     stashes: Sequence[Stash | None] = (),
 ) -> tuple[Float[Array, ""], tuple[list[RoutingFigures], list[Stash]]]:
     """(the mean cross entropy of the last layer's output, through final norm and head; (routing
     figures, stash as written) of each further token).
 
     The loss of further tokens contributes gradients, but is not part of the value. `apply` computes
-    the block that predicts them.
+    the block that predicts them, given how many times it was applied before.
     """
     norm, head, prediction = output
     hidden = norm(hidden)
@@ -76,11 +76,11 @@ def output_loss(
         return value, ([], [])
     all_figures, written = [], []
     further = jnp.zeros(())
-    for _, stash in zip_longest(range(cfg.prediction.depth), stashes):
+    for depth, stash in zip_longest(range(cfg.prediction.depth), stashes):
         tokens, targets = mesh.next_in_seq(tokens, 0), mesh.next_in_seq(targets, MASKED)
         hidden, value, further = jax.lax.optimization_barrier((hidden, value, further))
         embedded = embed(cfg, embedding, tokens, hidden.dtype)
-        x, figures, stash = apply(prediction(embedded, hidden), stash)
+        x, figures, stash = apply(prediction(embedded, hidden), depth, stash)
         hidden = prediction.norm(x)
         further += head_loss(cfg, head, hidden, targets, masked=True)
         all_figures.append(figures)

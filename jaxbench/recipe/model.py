@@ -64,6 +64,8 @@ class ExpertsConfig:
     router: Literal["topk_softmax", "softmax_topk", "sigmoid"] = "topk_softmax"
     """gates of the chosen experts: softmax over the chosen logits; the largest of the softmax over
     all; or the sigmoid of each, over their sum (DeepSeek-AI 2024, "DeepSeek-V3")"""
+    router_dtype: Literal["fp32", "bf16"] = "fp32"
+    """of the router's product; `bf16` is that of the hidden state. All behind it is in fp32"""
     gate_scale: float = 1.0
     """factor of the gates"""
     groups: int = 1
@@ -77,6 +79,10 @@ class ExpertsConfig:
     2024, auxiliary-loss-free load balancing)"""
     balance_loss: float = 0.0
     """coefficient of the load-balance loss"""
+    balance: Literal["sequence", "microbatch"] = "sequence"
+    """tokens whose loads and mean probabilities the load-balance loss multiplies: those of a
+    sequence, or of all sequences that a data-parallel rank computes at once (Megatron's
+    `seq_aux_loss` and `aux_loss`)"""
     capacity_factor: float | None = None
     """capacity of an expert over its fair share of every `capacity_tokens` tokens; beyond it those
     with the smallest gates are dropped. `null` limits no expert (dropless), only what a rank sends

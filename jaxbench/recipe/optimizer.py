@@ -45,7 +45,7 @@ class Optimizer:
         )  # fmt: skip
         require(
             self.schedule != "wsd" or not self.constant,
-            f"optimizer.constant = {self.constant}: the schedule wsd has no constant tail; expected 0",
+            f"optimizer.constant = {self.constant}: wsd has no constant tail; expected 0",
         )
 
     def warmup_steps(self, steps: int) -> int:

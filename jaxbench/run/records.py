@@ -170,8 +170,11 @@ class Recorder:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        figures = self.summary()
+        reasons = [*self.record["not_comparable_because"], *summary.dropped(self.run, figures)]
+        figures |= {"comparable": not reasons, "not_comparable_because": reasons}
         try:
-            self.add(status=status, reason=reason, cause=cause, **self.summary())
+            self.add(status=status, reason=reason, cause=cause, **figures)
         finally:
             for line in (
                 *summary.lines(self.record, self.steps),

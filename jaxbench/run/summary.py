@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxbench.recipe import flops
+from jaxbench.recipe.model import ExpertsConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.verdict import Verdict, judge
@@ -21,8 +22,11 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
         return {}
     step_time_s = spread([step["step_time_s"] for step in counted])
     losses = [step["loss"] for step in steps]
+    shares = [step["tokens_dropped"] for step in counted if "tokens_dropped" in step]
+    dropped = {"tokens_dropped": round(sum(shares) * assignments(run))} if shares else {}
     return {
         "summary": {
+            **dropped,
             "window": [counted[0]["step"], counted[-1]["step"]],
             "step_time_s": {**step_time_s, "last": steps[-1]["step_time_s"]},
             **throughput(run, step_time_s["mean"], peak),
@@ -34,6 +38,24 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
             "ln_vocabulary": math.log(run.model.vocabulary),
         },
     }
+
+
+def assignments(run: Run) -> int:
+    """Assignments of tokens to experts in a step, over all layers."""
+    model, applications = run.model, run.model.prediction.depth if run.model.prediction else 0
+    mixers = [*model.mixers, *(applications * model.predicting)]
+    experts = [mixer.top_k for mixer in mixers if isinstance(mixer, ExpertsConfig)]
+    return run.tokens_per_step * sum(experts)
+
+
+def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
+    """Why a run whose dropless experts dropped tokens cannot stand beside others, from its
+    `summary`; nothing if they dropped none."""
+    count = figures.get("summary", {}).get("tokens_dropped", 0)
+    if not (run.model.dropless and count):
+        return []
+    first, last = figures["summary"]["window"]
+    return [f"dropless experts dropped {count} assignments in steps {first} to {last}"]
 
 
 def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
@@ -97,6 +119,7 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
             f"  throughput  {s['tokens_per_s_per_gpu']:.1f} tokens/s per device, "
             f"{s['tokens_per_s']:.1f} in all",
             *(_rate_line(s, convention) for convention in flops.CONVENTIONS),
+            *_dropped_line(s, recipe),
             f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
             f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
         ]
@@ -110,6 +133,13 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
     elif record["label"] == "full":
         text.append("  published   nothing for this row")
     return [*text, f"  verdict     {verdict(record, steps)}"]
+
+
+def _dropped_line(summary: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
+    if not summary.get("tokens_dropped"):
+        return []
+    kind = "dropless" if recipe["model"]["experts"]["capacity_factor"] is None else "by capacity"
+    return [f"  dropped     {summary['tokens_dropped']} assignments to experts ({kind})"]
 
 
 def _rate_line(summary: dict[str, Any], convention: str) -> str:

@@ -39,6 +39,7 @@ def accumulate(
     scaled: list[fp8.Scaled],
     tokens: jax.Array,
     targets: jax.Array,
+    first_sequences: jax.Array,
     run: Run,
     sum_dtype: Any,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
@@ -46,7 +47,8 @@ def accumulate(
     with the types of one forward and backward pass without a pipeline.
 
     `weights` come from `mesh.accumulating`, `scaled` from `fp8.with_observed`; `tokens` and
-    `targets` are `"microbatch batch seq"`. Gradients are summed in `sum_dtype`.
+    `targets` are `"microbatch batch seq"`, `first_sequences` those of each microbatch
+    (`ForwardContext`). Gradients are summed in `sum_dtype`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
     ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
@@ -58,7 +60,7 @@ def accumulate(
     out_specs = PartitionSpec(), d_parts, observed, PartitionSpec()
     run_all = jax.shard_map(pipeline.on_rank, out_specs=out_specs, check_vma=False)
     loss, (d_stacks, embedding, output), observed, figures = run_all(
-        weights, head, scaled, tokens, targets, ctx.rotary
+        weights, head, scaled, tokens, targets, first_sequences, ctx.rotary
     )
     grads = jax.tree.map(lambda w: w, weights)
     grads.stacks, grads.embedding = d_stacks, embedding
@@ -95,8 +97,9 @@ class _Pipeline:
         ]
 
     def on_rank(
-        self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any, rotary: Any
-    ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
+        self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any,
+        first_sequences: Any, rotary: Any,
+    ) -> tuple[jax.Array, Any, list[jax.Array], Any]:  # fmt: skip
         """On one device: (loss, gradients at rest of (stacks, embedding, output layers), observed
         amax, routing figures)."""
         *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
@@ -107,6 +110,7 @@ class _Pipeline:
         )
         prediction = _each(mesh.gather, weights.prediction, self.prediction_dims)
         output = Output(weights.norm, mesh.gather(head, self.head_dims), prediction)
+        first_sequences = first_sequences.reshape(self.stages.ranks, -1)
         rank = Rank(
             run=self.run,
             stages=self.stages,
@@ -122,12 +126,14 @@ class _Pipeline:
                 last=last_scales,
                 tokens=tokens,
                 targets=targets,
+                first_sequences=first_sequences[jax.lax.axis_index(mesh.PIPELINE)],
             ),
             blocks=self._of_chunk(
                 jax.tree.unflatten(structure, map(self.stages.gather_layers, stacked, dims))
             ),
             scaled=self._of_chunk(self._bring_scaled(scaled[self.staged]) if scaled else None),
             ctx=ctx,
+            first_sequences=first_sequences,
         )
         carry = rank.run_schedule()
         d_blocks = _stack(carry.d_blocks, axis=1)

@@ -43,7 +43,8 @@ class Ends:
     """The computation outside of the stages, for this rank's microbatches.
 
     `first` and `last` have the FP8 weights and scales of each block of the `weights`, or None.
-    `tokens` and `targets` are `[groups, batch, seq]`. Activations in `saved` are not recomputed.
+    `tokens` and `targets` are `[groups, batch, seq]`, `first_sequences` `[groups]`. Activations in
+    `saved` are not recomputed.
     """
 
     cfg: ModelConfig
@@ -55,6 +56,7 @@ class Ends:
     last: list[fp8.Scaled | None]
     tokens: jax.Array
     targets: jax.Array
+    first_sequences: jax.Array
 
     @property
     def observed(self) -> tuple[list, list]:
@@ -73,7 +75,7 @@ class Ends:
             tokens = read(self.tokens, group)
             x = embed(self.cfg, weights["embedding"], tokens, self.dtype)
             for layers in zip(weights["first"], all_observed, self.first, strict=True):
-                x, _ = self._block(*layers, x)
+                x, _ = self._block(*layers, x, self.ctx)
             return x
 
         return jax.vjp(function, self._fields("embedding", "first"), self.observed[0])
@@ -84,9 +86,12 @@ class Ends:
         names = ("output", "last", "embedding") if self.last else ("output", "last")
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
-            def apply(x: jax.Array, _: Any) -> tuple[jax.Array, Any, list]:
+            first_sequence = read(self.first_sequences, group)
+
+            def apply(x: jax.Array, depth: int, _: Any) -> tuple[jax.Array, Any, list]:
                 (layers,) = zip(weights["last"], all_observed, self.last, strict=True)
-                return *self._block(*layers, x), []
+                ctx = self.ctx._replace(first_sequence=first_sequence, depth=depth)
+                return *self._block(*layers, x, ctx), []
 
             embedding = weights.get("embedding", self.weights.embedding)
             batch = read(self.tokens, group), read(self.targets, group)
@@ -106,6 +111,6 @@ class Ends:
         return {name: getattr(self.weights, name) for name in names}
 
     def _block(
-        self, block: Any, observed: Any, scaled: fp8.Scaled | None, x: jax.Array
+        self, block: Any, observed: Any, scaled: Any, x: jax.Array, ctx: ForwardContext
     ) -> LayerOutput:
-        return apply_block(block, observed, scaled, x, self.ctx, self.saved, in_order=True)
+        return apply_block(block, observed, scaled, x, ctx, self.saved, in_order=True)

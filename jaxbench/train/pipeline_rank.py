@@ -83,6 +83,7 @@ class Rank:
     `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`: a list,
     so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales of each,
     or None. Activations in `saved` are not recomputed. Gradients are summed in `sum_dtype`.
+    `first_sequences` are those of all microbatches (`ForwardContext`), `[ranks, groups]`.
     """
 
     run: Run
@@ -93,6 +94,7 @@ class Rank:
     blocks: list[Any]
     scaled: list[fp8.Scaled | None]
     ctx: ForwardContext
+    first_sequences: jax.Array
 
     def run_schedule(self) -> Carry:
         """Runs all actions of a training step: warm-up, steady state, cool-down.
@@ -188,7 +190,7 @@ class Rank:
     @cached_property
     def _types(self) -> tuple[Any, Any]:
         """Types of the VJP of a model chunk and of its routing figures."""
-        _, *types = jax.eval_shape(partial(self._vjp, chunk=0), self._x)
+        _, *types = jax.eval_shape(partial(self._vjp, chunk=0, microbatch=0), self._x)
         return tuple(types)
 
     def _embed(self, carry: Carry, group: Any) -> Carry:
@@ -246,7 +248,7 @@ class Rank:
         microbatch, chunk = action["microbatch"], action["chunk"]
         inputs = jnp.where(action["new_group"], carry.next_input, carry.inputs)
         x = jnp.where((rank == 0) & (chunk == 0), inputs, carry.x)
-        (y, _), vjp, figures = self._vjp(x, chunk=chunk)
+        (y, _), vjp, figures = self._vjp(x, chunk=chunk, microbatch=microbatch)
         saved, expected = residuals(vjp), residuals(self._types[0])
         assert [r.shape for r in saved] == [r.shape for r in expected]
         y, passed, arrived = _after((y, self._to_rank_before(inputs), carry.outputs))
@@ -276,7 +278,8 @@ class Rank:
             return unless_idle(g) if isinstance(g, LoadBias) else g
 
         chunk_residuals, x = saved
-        vjp = restore_vjp(self._types[0], chunk_residuals, [*self._arguments(chunk), x])
+        arguments = [*self._arguments(chunk, action["microbatch"]), x]
+        vjp = restore_vjp(self._types[0], chunk_residuals, arguments)
         d_layers, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
         d_layers, amax = zip(*d_layers, strict=True)
         d_layers = jax.tree.map(loads_unless_idle, list(d_layers), is_leaf=is_variable)
@@ -298,18 +301,20 @@ class Rank:
         p, coefficient = self.run.parallelism, self.run.model.balance_loss
         return jnp.float32(coefficient / self.run.batch.global_batch / (p.context * p.tensor))
 
-    def _arguments(self, chunk: Any) -> tuple[Any, Any, Any]:
+    def _arguments(self, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """Arguments of a model chunk other than the hidden state: its blocks, each with zeros whose
-        gradients are the amax observed in FP8; their scales; the rotary tables. They are sliced
+        gradients are the amax observed in FP8; their scales; the context's arrays. They are sliced
         outside of the differentiated function, so that they are no residuals."""
         layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
-        return list(zip(layers, observed, strict=True)), scales, self.ctx.rotary
+        group, rank = jnp.divmod(microbatch, self.stages.ranks)
+        ctx = self.ctx._replace(first_sequence=self.first_sequences[rank, group])
+        return list(zip(layers, observed, strict=True)), scales, ctx.arrays
 
-    def _vjp(self, x: jax.Array, *, chunk: Any) -> tuple[Any, Any, Any]:
+    def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """((hidden state, sum of balance losses), VJP, routing figures) of a model chunk."""
-        function = partial(_compute, ctx=self.ctx._replace(rotary=None), saved=self.saved)
-        return jax.vjp(function, *self._arguments(chunk), x, has_aux=True)
+        function = partial(_compute, ctx=self.ctx.with_arrays((None, 0)), saved=self.saved)
+        return jax.vjp(function, *self._arguments(chunk, microbatch), x, has_aux=True)
 
 
 _after = jax.lax.optimization_barrier
@@ -319,11 +324,11 @@ step, where no product hides them."""
 
 
 def _compute(
-    layers: Any, scales: Any, rotary: Any, x: jax.Array, *, ctx: ForwardContext, saved: Any
+    layers: Any, scales: Any, arrays: Any, x: jax.Array, *, ctx: ForwardContext, saved: Any
 ) -> Any:
     """A model chunk, as in `Rank._vjp`."""
 
-    ctx, balance, sums = ctx._replace(rotary=rotary), jnp.zeros(()), []
+    ctx, balance, sums = ctx.with_arrays(arrays), jnp.zeros(()), []
     for (block, observed), scaled in zip(layers, scales, strict=True):
         x, figures = apply_block(block, observed, scaled, x, ctx, saved)
         balance += sum(jnp.sum(losses) for losses, _, _ in figures)

@@ -15,7 +15,7 @@ from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import LoadBias, Weight
 from jaxbench.ops import fp8
 from jaxbench.ops.fp8.scaling import is_variable
-from jaxbench.ops.stash import allocate
+from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
 from jaxbench.train import data, pipeline
 from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
@@ -89,9 +89,10 @@ def gradients(
     weights = compute_weights(state.model, DTYPES[precision.dtype])
     scaled = fp8.scale(weights.stacks, state.fp8, precision)
 
-    def share_of_loss(weights, observed, stashes, *batch):
+    def share_of_loss(weights, observed, stashes, tokens, targets, first_sequence):
+        scales = fp8.with_observed(scaled, observed)
         loss, (figures, stashes) = weights.loss(
-            *batch, run.execution, precision, fp8.with_observed(scaled, observed), stashes
+            tokens, targets, run.execution, precision, scales, stashes, first_sequence
         )
         share = partial(jax.tree.map, lambda value: value / run.accumulation)
         return share(loss), (share(figures), stashes)
@@ -109,22 +110,29 @@ def gradients(
         return (total, jax.tree.map(jnp.maximum, amax, observed), stashes), None
 
     dtype = DTYPES[precision.accumulate]
+    batches = tokens, targets, first_sequences(state, tokens)
     if run.parallelism.pipeline > 1:
         scaled = fp8.with_observed(scaled, fp8.zero_observed(state.fp8))
-        total, observed = pipeline.accumulate(weights, scaled, tokens, targets, run, dtype)
+        total, observed = pipeline.accumulate(weights, scaled, *batches, run, dtype)
     elif run.accumulation == 1:
-        total, observed, _ = one_microbatch((tokens[0], targets[0]))
+        total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        (values, _), _, stashes = jax.eval_shape(one_microbatch, (tokens[0], targets[0]))
+        (values, _), _, stashes = jax.eval_shape(one_microbatch, read(batches, 0))
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
             jax.tree.map(partial(zero_gradient, dtype=dtype), weights, is_leaf=is_variable),
         )
         start = zeros, fp8.zero_observed(state.fp8), allocate(stashes)
-        (total, observed, _), _ = jax.lax.scan(accumulate, start, (tokens, targets))
+        (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
     grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
     return values, grads, fp8.update(state.fp8, weights.stacks, observed)
+
+
+def first_sequences(state: State, tokens: jax.Array) -> jax.Array:
+    """The number of each microbatch's first sequence, counted from the first step."""
+    count, sequences, _ = tokens.shape
+    return (state.step * count + jnp.arange(count)) * sequences
 
 
 def zero_gradient(variable: nnx.Variable, dtype) -> nnx.Variable:

@@ -1,5 +1,7 @@
 """Routers and their biases against an independent one of plain numpy."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from experts import tiny_grok
 from tiny import mesh_of
 
+from jaxbench import mesh
 from jaxbench.experts import routing
 from jaxbench.models.layers import LoadBias
 from jaxbench.recipe.model import ExpertsConfig
@@ -24,7 +27,7 @@ ROUTERS = {
 
 
 def by_hand(logits, bias, cfg):
-    """(gates over all experts, loads, balance loss) of one sequence, token by token."""
+    """(gates over all experts, loads, balance loss) of tokens, one by one."""
     exponential = np.exp(logits - logits.max(-1, keepdims=True))
     softmax = exponential / exponential.sum(-1, keepdims=True)
     sigmoid = 1 / (1 + np.exp(-logits))
@@ -83,6 +86,39 @@ def test_router(name):
     np.testing.assert_allclose(gates, [e[0] for e in expected], rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(load, sum(e[1] for e in expected))
     np.testing.assert_allclose(losses, [e[2] for e in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("router", ["topk_softmax", "sigmoid"])
+def test_balance_loss_of_a_microbatch(router):
+    """Of all sequences that a rank computes at once, with its gradient; with one each it is that of
+    the sequence."""
+    cfg = ExpertsConfig(count=16, top_k=4, ffn=8, router=router, balance="microbatch")
+    logits = RNG.normal(size=(4, 32, 16)) + np.linspace(-1, 1, 4 * 16).reshape(4, 1, 16)
+
+    def losses(logits, cfg=cfg):
+        return routing.balance_loss(logits, routing.choose(logits, cfg)[1], cfg)[0]
+
+    for devices, groups in ((1, logits.reshape(1, -1, 16)), (2, logits.reshape(2, -1, 16))):
+        with mesh_of(tiny_grok(devices=devices)):
+            spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
+            placed = jax.device_put(jnp.asarray(logits, jnp.float32), spec)
+            grad = jax.jit(jax.grad(lambda logits: jnp.mean(losses(logits))))(placed)
+            actual = np.asarray(jax.jit(losses)(placed))
+        expected = [by_hand(x, 0.0, cfg)[2] for x in groups]
+        np.testing.assert_allclose(actual, np.repeat(expected, 4 // devices), rtol=1e-5)
+        # Along a direction in which no token changes its experts.
+        direction, ends = RNG.normal(size=logits.shape), []
+        for step in (1e-7, -1e-7):
+            moved = (logits + step * direction).reshape(groups.shape)
+            ends.append(np.mean([by_hand(x, 0.0, cfg)[2] for x in moved]))
+        along = np.sum(np.asarray(grad, np.float64) * direction)
+        # fp32 rounding of 2048 terms; the differences lose half of float64's digits.
+        scale = np.abs(np.asarray(grad) * direction).sum()
+        assert along == pytest.approx((ends[0] - ends[1]) / 2e-7, abs=1e-5 * scale)
+    with mesh_of(tiny_grok()):
+        each = losses(jnp.asarray(logits, jnp.float32), replace(cfg, balance="sequence"))
+        one = [losses(jnp.asarray(x[None], jnp.float32))[0] for x in logits]
+    np.testing.assert_allclose(one, each, rtol=1e-6)
 
 
 def test_biases_after_20_steps_are_those_of_numpy():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import slow_except
 from experts import reference, tiny_grok
-from steps import loss_and_gradients, new_state, same_sequences
+from steps import assert_same, loss_and_gradients, new_state, same_sequences
 from tiny import mesh_of
 
 from jaxbench import mesh
@@ -95,6 +95,22 @@ def test_gradients_against_finite_differences():
         np.testing.assert_allclose(
             terms.sum(), (ends[0] - ends[1]) / 2e-7, atol=50 * EPS32 * np.abs(terms).sum()
         )
+
+
+@pytest.mark.parametrize("axis", slow_except(["pipeline"], ["data", "pipeline"]))
+def test_balance_loss_of_a_microbatch_on_a_mesh(axis):
+    """Two data-parallel ranks have the loss of two microbatches, and a pipeline has it too."""
+    microbatch = "model.experts.balance=microbatch"
+    settings = "model.experts.balance_loss=0.1", "batch.microbatch=4", "execution.remat=attention"
+    axes = "parallelism.context=2", "parallelism.tensor=2"
+    axes += ("parallelism.pipeline=2",) if axis == "pipeline" else ()
+    family = {"family": "qwen3_30b_a3b_bf16"}
+    expected = same_sequences(tiny_grok(microbatch, *settings, **family))
+    actual = same_sequences(tiny_grok(microbatch, *settings, *axes, devices=8, **family))
+    assert_same(actual, expected, 400)
+    _, of_sequences = same_sequences(tiny_grok(*settings, **family))
+    (router,) = (name for name in of_sequences if ".router" in name)
+    assert np.abs(of_sequences[router] - expected[1][router]).max() > 1e-4
 
 
 @pytest.mark.slow
@@ -203,6 +219,25 @@ def test_one_expert_that_gets_all(factor):
     assert not np.any(out[:, kept:])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_logits_in_the_dtype_of_the_router(dtype):
+    """Expert 1 has the larger logits by 2^-10, which bf16 does not hold: of equal ones the first is
+    chosen. In an fp32 run the hidden state has no other dtype."""
+    run = tiny_grok("model.experts.top_k=1", f"model.experts.router_dtype={dtype}", *DROPLESS)
+    with mesh_of(run):
+        layer = jax.jit(lambda: Experts(run.model, run.model.experts, key=jax.random.key(0)))()
+        router = np.zeros((64, 8), np.float32)
+        router[0, :2] = 1, 1 + 2**-10
+        layer.router[...] = jnp.asarray(router)
+        for hidden in (jnp.bfloat16, jnp.float32):
+            layer.gate_up[...], layer.down[...] = (
+                w[...].astype(hidden) for w in (layer.gate_up, layer.down)
+            )
+            _, ((_, load, _),) = layer(jnp.ones((8, 32, 64), hidden), SHARED)
+            chosen = 0 if (dtype, hidden) == ("bf16", jnp.bfloat16) else 1
+            assert np.all(np.asarray(load) == 32 * np.eye(8)[chosen])
+
+
 def test_overrides_that_cannot_be():
     for text, message in (
         (
@@ -242,8 +277,55 @@ def test_random_logits():
     tokens = drawn[0].reshape(-1, 64)
     assert np.abs(np.corrcoef(tokens) - np.eye(len(tokens))).max() < 6 / 8
     with mesh_of(tiny_grok()):
-        other = routing.random_logits(logits, router.at[0, 0].add(1.0))
-    assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
+        for place in ((router.at[0, 0].add(1.0),), (router, 8), (router, 0, 1)):
+            other = np.asarray(routing.random_logits(logits, *place))
+            assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
+        later = routing.random_logits(logits, router, 4)
+        one_expert = routing.random_logits(logits[..., :1], router[:, :1])
+    np.testing.assert_array_equal(later[:4], drawn[0][4:])
+    assert abs(np.asarray(one_expert).std() - 1) < 0.2
+
+
+RANDOM = (
+    "model.experts.routing=random", "model.prediction={pattern: LE, depth: 2, loss: 0.3}",
+    "model.layers=5", "model.pattern=L-LELELELE", "batch.microbatch=8",
+    "precision.accumulate=fp32",
+)  # fmt: skip
+MESHES = {
+    "microbatches": (1, "batch.microbatch=2"),
+    "no remat": (1, "execution.remat=none"),
+    "expert, context and tensor": (8, *ALL_AXES, "batch.microbatch=2"),
+    "pipeline": (2, "parallelism.pipeline=2", "batch.microbatch=2"),
+    "interleaved pipeline": (
+        8, "parallelism.pipeline=2", "parallelism.virtual_stages=2", "parallelism.expert=2",
+        "batch.microbatch=1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(["microbatches", "interleaved pipeline"], MESHES), ids=str
+)
+def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
+    """Other draws for each sequence of a step, and the same ones however the batch is divided: each
+    expert has as many tokens, and all gradients are equal but for the order of sums."""
+    devices, *axes = MESHES[name]
+    family = {"family": "deepseek3_671b_bf16"}
+    expected = same_sequences(tiny_grok(*RANDOM, **family))
+    actual = same_sequences(tiny_grok(*RANDOM, *axes, devices=devices, **family))
+    loads = [key for key in expected[1] if "mixer" in key and ".bias" in key]
+    assert len(loads) == 2
+    for key in loads:
+        np.testing.assert_array_equal(actual[1][key], expected[1][key])
+    assert_same(actual, expected, 400)
+
+
+def test_every_application_of_a_shared_block_draws_anew():
+    """Two equal draws would give each expert of multi-token prediction an even number of tokens."""
+    _, grads = same_sequences(tiny_grok(*RANDOM, family="deepseek3_671b_bf16"))
+    (*_, load) = (g for key, g in grads.items() if "mixer" in key and ".bias" in key)
+    assert load.sum() == 2 * 8 * 32 * 4
+    assert np.any(load % 2)
 
 
 @pytest.mark.parametrize("scaling", slow_except(["current"], ["current", "delayed"]))

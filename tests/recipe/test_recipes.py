@@ -252,7 +252,10 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         (["optimizer.learning_rate=-1"], "learning_rate = -1.0 must not be negative"),
         (["optimizer.warmup=.inf"], "optimizer.warmup = inf: expected a finite number"),
         (["optimizer.eps=0"], "optimizer.eps = 0.0 must be above 0"),
-        (["optimizer.schedule=wsd", "optimizer.constant=5"], "optimizer.constant = 5: the schedule"),
+        (
+            ["optimizer.schedule=wsd", "optimizer.constant=5"],
+            "optimizer.constant = 5: the schedule",
+        ),
         (["precision.margin=99"], "precision.margin = 99 must be at most 16"),
         (
             [

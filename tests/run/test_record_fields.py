@@ -8,8 +8,8 @@ from commands import ROOT, TINY, read, run
 OPAQUE = ("recipe", "versions", "published", "flags.compiler_options")
 """Whose content other documents describe."""
 
-OTHER_RUNS = {"pgle", "kernels.Mamba-2", "kernels.dropless experts"}
-"""Fields of runs on GPUs, of hybrids, and of dropless experts."""
+OTHER_RUNS = {"pgle", "kernels.Mamba-2", "kernels.dropless experts", "summary.tokens_dropped"}
+"""Fields of runs on GPUs, of hybrids, of dropless experts, and with experts."""
 
 
 def fields(value, name=""):

@@ -147,6 +147,33 @@ def test_a_run_that_fails_before_its_first_step_still_has_a_record(tmp_path, cap
     assert "failed: llama31_8b_bf16, row smoke (smoke): out of memory" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dropless", [True, False])
+def test_what_dropless_experts_drop_is_said_and_not_comparable(dropless, tmp_path, capsys):
+    """A share of 2^-16 in two of the four steps of the window. 512 sequences of 32 tokens go to 2
+    experts in each of 2 layers, and in each of 2 applications of the block behind them."""
+    capacity = () if dropless else ("model.experts={capacity_factor: 1.0, capacity_tokens: 8}",)
+    prediction = "model.prediction={pattern: '*E', depth: 2, loss: 0.3}"
+    run = tiny_run(
+        prediction, "batch.global_batch=512", *capacity, family="qwen3_30b_a3b_bf16", steps=8
+    )
+    assert summary.assignments(run) == 512 * 32 * 2 * (2 + 2) == 2**17
+    for shares, count in (([0.0] * 8, 0), ([0.5, *[0.0] * 4, 2**-16, 2**-16, 0.0], 4)):
+        recorder = Recorder(tmp_path, run, record_of(run) | {"not_comparable_because": []})
+        for step, share in enumerate(shares):
+            recorder.step(STEP | {"step": step, "tokens_dropped": share})
+        recorder.finish("completed", None, None)
+        written, out = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
+        assert written["summary"]["tokens_dropped"] == count
+        reason = f"dropless experts dropped {count} assignments in steps 4 to 7"
+        expected = [reason] if count and dropless else []
+        assert written["not_comparable_because"] == expected
+        assert written["comparable"] == (not expected)
+        assert (f"verdict     not comparable: {reason}" in out) == bool(expected)
+        kind = "dropless" if dropless else "by capacity"
+        said = f"  dropped     {count} assignments to experts ({kind})\n"
+        assert (said in out) == (count > 0)
+
+
 FULL_DISK = Path(__file__).with_name("full_disk.py")
 
 

@@ -3,7 +3,7 @@
 Dimensions, sinks, biases and activation: Hugging Face transformers, models/gpt_oss, which is the
 released model, confirmed by the published counts of parameters (116.83B and 20.91B) and of FLOPs;
 window and routing: NVIDIA-NeMo/Megatron-Bridge at commit 067f987, models/gpt_oss and
-perf_recipes/gpt_oss. No load-balance loss.
+perf_recipes/gpt_oss, which leave `moe_router_dtype` unset. No load-balance loss.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ EXPERTS = ExpertsConfig(
     ffn=2880,
     activation="swiglu_clamped",
     biases=True,
+    router_dtype="bf16",
     routing="random",
     rank_capacity_factor=1.1,
 )

@@ -3,7 +3,8 @@
 Dimensions: the models' public config.json, confirmed by the published counts of parameters (30.5B,
 3.3B active; 235B, 22B active) and of FLOPs; norms, biases and initialisation:
 NVIDIA-NeMo/Megatron-Bridge at commit 067f987, models/qwen/qwen3_moe_bridge.py and
-recipes/qwen/h100/qwen3_moe.py.
+recipes/qwen/h100/qwen3_moe.py; the router's dtype: no recipe that is published sets
+`moe_router_dtype`.
 """
 
 from dataclasses import replace
@@ -18,7 +19,14 @@ ATTENTION = AttentionConfig(
 # With random routing and experts on 8 ranks, each sends another 4096 +- 58 tokens of a sequence: a
 # tenth more is 7 standard deviations.
 EXPERTS = ExpertsConfig(
-    count=128, top_k=8, ffn=768, balance_loss=1e-3, routing="random", rank_capacity_factor=1.1
+    count=128,
+    top_k=8,
+    ffn=768,
+    router_dtype="bf16",
+    balance_loss=1e-3,
+    balance="microbatch",
+    routing="random",
+    rank_capacity_factor=1.1,
 )
 
 QWEN3_30B_A3B = ModelConfig(
