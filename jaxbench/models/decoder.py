@@ -223,8 +223,8 @@ def forward_context(
     shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
     return ForwardContext(
         rotary=rotary_tables(mixer, length) if mixer else None,
-        expert_parts=execution.expert_parts,
         **implementations(cfg, length, shards, execution, precision, mesh.platform()),
+        expert_parts=execution.expert_parts,
     )
 
 

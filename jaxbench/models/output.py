@@ -66,8 +66,8 @@ def output_loss(
     """(the mean cross entropy of the last layer's output, through final norm and head; (routing
     figures, stash as written) of each further token).
 
-    The loss of further tokens contributes gradients, but is not part of the value. `apply` computes
-    the block that predicts them.
+    The loss of further tokens adds its gradient, but not its value. `apply` computes the block that
+    predicts them.
     """
     norm, head, prediction = output
     hidden = norm(hidden)

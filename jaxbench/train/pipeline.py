@@ -97,8 +97,8 @@ class _Pipeline:
     def on_rank(
         self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any, rotary: Any
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
-        """On one device: (loss, gradients at rest of (stacks, embedding, output layers), observed
-        amax, routing figures)."""
+        """On one device: (loss, gradients at rest of stacks, embedding and what is behind them,
+        observed amax, routing figures)."""
         *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
         stacked, structure = jax.tree.flatten(weights.stacks[self.staged])
         dims, ctx = self.stack_dims[self.staged], self.ctx._replace(rotary=rotary)

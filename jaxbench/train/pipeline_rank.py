@@ -80,9 +80,9 @@ class Carry:
 class Rank:
     """Weights and data of one rank, and its computation.
 
-    `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`: a list,
-    so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales of each,
-    or None. Activations in `saved` are not recomputed. Gradients are summed in `sum_dtype`.
+    `blocks` are those of a model chunk, gathered, each `[chunks, ..]`: with one chunk XLA slices
+    nothing. `scaled` has the FP8 weights and scales of each, or None. Activations in `saved` are
+    not recomputed. Gradients are summed in `sum_dtype`.
     """
 
     run: Run
@@ -299,9 +299,9 @@ class Rank:
         return jnp.float32(coefficient / self.run.batch.global_batch / (p.context * p.tensor))
 
     def _arguments(self, chunk: Any) -> tuple[Any, Any, Any]:
-        """Arguments of a model chunk other than the hidden state: its blocks, each with zeros whose
-        gradients are the amax observed in FP8; their scales; the rotary tables. They are sliced
-        outside of the differentiated function, so that they are no residuals."""
+        """Arguments of a model chunk beside the hidden state: its blocks, each with zeros for the
+        amax that FP8 observes; their scales; the rotary tables. They are sliced outside of the
+        differentiated function, so that the stash holds none of them."""
         layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
         return list(zip(layers, observed, strict=True)), scales, self.ctx.rotary
