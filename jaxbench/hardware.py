@@ -4,7 +4,7 @@ A new GPU is a new entry in `GPUS`. Entries without `chip` are known by their pe
 runs on them, `plan` cannot compile for them.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
@@ -46,9 +46,6 @@ class Chip:
     cores: int
     l2: int
     clock: float
-
-
-HOPPER = Chip(capability=9, cores=132, l2=52428800, clock=1.98)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,23 +114,14 @@ H100 = Gpu(
     bandwidth=3352.32,
     nvlink=450.0,
     nic=50.0,
-    chip=HOPPER,
+    chip=Chip(capability=9, cores=132, l2=52428800, clock=1.98),
 )
 """The GPU of most published rows."""
 
 GPUS = (
     Gpu(name="A100", tflops={"bf16": 312.0}),
     H100,
-    Gpu(
-        name="H200",
-        tflops={"bf16": 989.0, "fp8": 1979.0},
-        device="NVIDIA H200",
-        memory=151397597184,
-        bandwidth=4800.0,
-        nvlink=450.0,
-        nic=50.0,
-        chip=HOPPER,
-    ),
+    replace(H100, name="H200", device="NVIDIA H200", memory=151397597184, bandwidth=4800.0),
     # The Hopper chips with less power, on cards: the published figures are not theirs.
     Gpu(name="H100 PCIe", tflops={"bf16": 756.5, "fp8": 1513.0}),
     Gpu(name="H100 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),

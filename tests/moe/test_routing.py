@@ -310,7 +310,7 @@ def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
     """Other draws for each sequence of a step, and the same ones however the batch is divided: each
     expert has as many tokens, and all gradients are equal but for the order of sums."""
     devices, *axes = MESHES[name]
-    family = {"family": "deepseek3_671b_bf16"}
+    family = {"family": "deepseek_v3_bf16"}
     expected = same_sequences(tiny_grok(*RANDOM, **family))
     actual = same_sequences(tiny_grok(*RANDOM, *axes, devices=devices, **family))
     loads = [key for key in expected[1] if "mixer" in key and ".bias" in key]
@@ -322,7 +322,7 @@ def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
 
 def test_every_application_of_a_shared_block_draws_anew():
     """Two equal draws would give each expert of multi-token prediction an even number of tokens."""
-    _, grads = same_sequences(tiny_grok(*RANDOM, family="deepseek3_671b_bf16"))
+    _, grads = same_sequences(tiny_grok(*RANDOM, family="deepseek_v3_bf16"))
     (*_, load) = (g for key, g in grads.items() if "mixer" in key and ".bias" in key)
     assert load.sum() == 2 * 8 * 32 * 4
     assert np.any(load % 2)

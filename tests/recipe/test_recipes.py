@@ -254,7 +254,7 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         (["optimizer.eps=0"], "optimizer.eps = 0.0 must be above 0"),
         (
             ["optimizer.schedule=wsd", "optimizer.constant=5"],
-            "optimizer.constant = 5: the schedule",
+            "optimizer.constant = 5: wsd has no constant tail",
         ),
         (["precision.margin=99"], "precision.margin = 99 must be at most 16"),
         (
