@@ -170,27 +170,27 @@ def capacity_routes(
 
     Slots are ordered by expert, group of tokens, and gate.
     """
-    k, capacity = cfg.top_k, cfg.capacity
+    capacity = cfg.capacity
     assert capacity is not None
-    chosen = experts.reshape(-1, cfg.capacity_tokens, k, 1) == jnp.arange(cfg.count)
-    gate = gates.reshape(-1, cfg.capacity_tokens, k, 1)
-    score = jnp.max(jnp.where(chosen, gate, -1.0), axis=2).swapaxes(1, 2)
-    groups = score.shape[0]
-    order = jnp.argsort(-score, axis=-1)
-    rank = jnp.argsort(order, axis=-1)  # of each token among those of an expert, by gate
+    expert = experts.reshape(-1, cfg.capacity_tokens * cfg.top_k)
+    groups, size = expert.shape
+    by_gate = jnp.argsort(-gates.reshape(expert.shape), axis=-1)
+    by_expert = jnp.argsort(jnp.take_along_axis(expert, by_gate, axis=-1), axis=-1)
+    order = jnp.take_along_axis(by_gate, by_expert, axis=-1)
+    load = jnp.sum(expert[..., None] == jnp.arange(cfg.count), axis=1, dtype=jnp.int32)
+    first = jnp.cumsum(load, axis=-1) - load  # sorted position of each expert's assignments
 
-    expert = experts.reshape(groups, cfg.capacity_tokens * k)
     group = jnp.arange(groups)[:, None]
-    rank = rank[group, expert, jnp.arange(expert.shape[1]) // k]
-    slot = (expert * groups + group) * capacity + rank
-    slot = jnp.where(rank < capacity, slot, NONE)
+    index = jnp.argsort(order, axis=-1) - jnp.take_along_axis(first, expert, axis=-1)
+    slot = (expert * groups + group) * capacity + index
+    slot = jnp.where(index < capacity, slot, NONE)
 
-    order = order[..., :capacity]
-    which = jnp.argmax(chosen, axis=2)[group[..., None], order, jnp.arange(cfg.count)[:, None]]
-    assignment = (group[..., None] * cfg.capacity_tokens + order) * k + which
-    filled = jnp.take_along_axis(score, order, axis=-1) >= 0
-    assignment = jnp.where(filled, assignment, NONE)
-    return Routes(slot.reshape(experts.shape), assignment.swapaxes(0, 1).reshape(-1)), None
+    index, start = jnp.arange(capacity), (first + group * size)[..., None]
+    position = jnp.where(index < load[..., None], start + index, NONE)
+    position = position.swapaxes(0, 1).reshape(-1)
+    order = (order + group * size).reshape(-1)
+    assignment = jnp.take(order, position, mode="fill", fill_value=NONE)
+    return Routes(slot.reshape(experts.shape), assignment), None
 
 
 def dropless_routes(
