@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxbench import mesh, ssd
+from jaxbench import mesh
 from jaxbench.experts import routing
 from jaxbench.models.attention import Attention, LatentAttention
+from jaxbench.models.context import forward_context
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import (
     NORMS,
@@ -25,12 +26,11 @@ from jaxbench.models.layers import (
     Weight,
     embed,
     normal,
-    rotary_tables,
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
 from jaxbench.models.output import Output, Prediction, output_loss
-from jaxbench.ops import attention, fp8, grouped, remat
+from jaxbench.ops import fp8, remat
 from jaxbench.ops.blocks import Stash, apply_blocks
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks, stacks
@@ -221,45 +221,6 @@ class Decoder(nnx.Module):
         if self.head is not None:
             return self.head[...]
         return mesh.as_weight(self.embedding.table[...].T.astype(self.dtype), "embed vocab")
-
-
-def forward_context(
-    cfg: ModelConfig,
-    length: int,
-    execution: Execution,
-    precision: Precision,
-    first_sequence: Int[Array, ""] | int = 0,
-) -> ForwardContext:
-    """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
-    shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
-    chosen = implementations(cfg, length, shards, execution, precision, mesh.platform())
-    return ForwardContext(
-        rotary=rotary_tables(mixer, length) if mixer else None,
-        kernel=chosen["kernel"],
-        ssd=chosen["ssd"],
-        grouped_matmul=chosen["grouped_matmul"],
-        expert_parts=execution.expert_parts,
-        first_sequence=first_sequence,
-    )
-
-
-def implementations(
-    cfg: ModelConfig,
-    length: int,
-    shards: int,
-    execution: Execution,
-    precision: Precision,
-    platform: str,
-) -> dict[str, str]:
-    """The names of the implementations that compute a model on a platform, by their fields of
-    `ForwardContext`; a sequence of `length` tokens lies on `shards` ranks. Raises RecipeError where
-    a requested one cannot."""
-    dtype = precision.dtype
-    return {
-        "kernel": attention.choose(execution, cfg, length, platform),
-        "ssd": ssd.choose(execution, cfg, dtype, length // shards, platform),
-        "grouped_matmul": grouped.choose(execution, cfg, dtype, platform),
-    }
 
 
 def apply_block(

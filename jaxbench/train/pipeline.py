@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.experts import routing
-from jaxbench.models.decoder import Decoder, forward_context, segments
+from jaxbench.models.context import forward_context
+from jaxbench.models.decoder import Decoder, segments
 from jaxbench.models.layers import ForwardContext
 from jaxbench.models.output import Output
 from jaxbench.ops import fp8

@@ -10,7 +10,8 @@ import jax
 from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
 from jaxbench.jax_internals import attention_for_mesh
-from jaxbench.models.decoder import implementations, segments
+from jaxbench.models.context import implementations
+from jaxbench.models.decoder import segments
 from jaxbench.ops import attention, fp8, grouped
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.recipe.blocks import repeating_blocks

@@ -8,7 +8,7 @@ from cases import slow_except
 from steps import new_state, sequences
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.decoder import forward_context
+from jaxbench.models.context import forward_context
 from jaxbench.recipe.settings import Precision
 
 

@@ -1,0 +1,48 @@
+"""The context of a forward pass: rotary tables, and the implementations that compute it."""
+
+from jaxtyping import Array, Int
+
+from jaxbench import mesh, ssd
+from jaxbench.models.layers import ForwardContext, rotary_tables
+from jaxbench.ops import attention, grouped
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Execution, Precision
+
+
+def forward_context(
+    cfg: ModelConfig,
+    length: int,
+    execution: Execution,
+    precision: Precision,
+    first_sequence: Int[Array, ""] | int = 0,
+) -> ForwardContext:
+    """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
+    shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
+    chosen = implementations(cfg, length, shards, execution, precision, mesh.platform())
+    return ForwardContext(
+        rotary=rotary_tables(mixer, length) if mixer else None,
+        kernel=chosen["kernel"],
+        ssd=chosen["ssd"],
+        grouped_matmul=chosen["grouped_matmul"],
+        expert_parts=execution.expert_parts,
+        first_sequence=first_sequence,
+    )
+
+
+def implementations(
+    cfg: ModelConfig,
+    length: int,
+    shards: int,
+    execution: Execution,
+    precision: Precision,
+    platform: str,
+) -> dict[str, str]:
+    """The names of the implementations that compute a model on a platform, by their fields of
+    `ForwardContext`; a sequence of `length` tokens lies on `shards` ranks. Raises RecipeError where
+    a requested one cannot."""
+    dtype = precision.dtype
+    return {
+        "kernel": attention.choose(execution, cfg, length, platform),
+        "ssd": ssd.choose(execution, cfg, dtype, length // shards, platform),
+        "grouped_matmul": grouped.choose(execution, cfg, dtype, platform),
+    }
