@@ -80,9 +80,8 @@ class ExpertsConfig:
     balance_loss: float = 0.0
     """coefficient of the load-balance loss"""
     balance: Literal["sequence", "microbatch"] = "sequence"
-    """tokens whose loads and mean probabilities the load-balance loss multiplies: those of a
-    sequence, or of all sequences that a data-parallel rank computes at once (Megatron's
-    `seq_aux_loss` and `aux_loss`)"""
+    """what the load-balance loss is taken over: a sequence, or the sequences that a data-parallel
+    rank computes at once (Megatron's `seq_aux_loss` and `aux_loss`)"""
     capacity_factor: float | None = None
     """capacity of an expert over its fair share of every `capacity_tokens` tokens; beyond it those
     with the smallest gates are dropped. `null` limits no expert (dropless), only what a rank sends
@@ -111,7 +110,6 @@ class ExpertsConfig:
             f"model.experts.top_k = {self.top_k} must be at most model.experts.count = "
             f"{self.count}",
         )
-
         divides("model.experts.groups", self.groups, "model.experts.count", self.count)
         divides("model.experts.top_groups", self.top_groups, "model.experts.top_k", self.top_k)
         reach = self.top_groups * self.count // self.groups

@@ -75,8 +75,8 @@ class Precision:
     """Dtypes of matmuls and gradients; everything from `scaling` on is for FP8."""
 
     dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
-    """of matmuls; with `fp8` head, embedding, norms, router, attention scores and the Mamba-2 scan
-    stay in bf16"""
+    """of matmuls; with `fp8` head, embedding, attention scores and the Mamba-2 scan stay in bf16,
+    norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """in which gradients are summed over microbatches and reduced over replicas (a single
     microbatch's are reduced in bf16, the embedding's in fp32)"""

@@ -43,8 +43,8 @@ class Ends:
     """The computation outside of the stages, for this rank's microbatches.
 
     `first` and `last` have the FP8 weights and scales of each block of the `weights`, or None.
-    `tokens` and `targets` are `[groups, batch, seq]`, `first_sequences` `[groups]`. Activations in
-    `saved` are not recomputed.
+    `tokens` and `targets` are `[groups, batch, seq]`, `first_sequences` (`ForwardContext`)
+    `[groups]`. Activations in `saved` are not recomputed.
     """
 
     cfg: ModelConfig

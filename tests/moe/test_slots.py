@@ -1,0 +1,61 @@
+"""Slots of dropless experts in every row with random routing."""
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+
+from jaxbench.experts.dispatch import rank_slots
+from jaxbench.hardware import PLANNED
+from jaxbench.recipe import recipes
+from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.window import PUBLISHED
+
+ROWS = [
+    (recipe.on(PLANNED.get(gpu)), row)
+    for recipe in recipes.load_all()
+    for gpu in (None, *recipe.gpu_rows)
+    for row in recipe.on(PLANNED.get(gpu)).rows
+    if row != "smoke"
+]
+RUNS = [recipes.resolve(recipe, row) for recipe, row in ROWS]
+RANDOM = {
+    f"{run.recipe}, {run.gpus}, {run.mesh_text()}": run
+    for run in RUNS
+    if run.model.dropless and run.model.experts.routing == "random"
+}
+
+
+@cache
+def variance(count, top_k, groups, top_groups, ranks):
+    """Of the number of a token's experts that are on one rank, from 20000 tokens."""
+    scores = np.random.default_rng(0).normal(size=(20_000, groups, count // groups))
+    best = np.sort(scores, axis=-1)[..., -(top_k // top_groups) :].sum(axis=-1)
+    kept = best >= np.sort(best, axis=-1)[:, -top_groups, None]
+    scores = np.where(kept[..., None], scores, -np.inf).reshape(-1, count)
+    chosen = scores >= np.sort(scores, axis=-1)[:, -top_k, None]
+    return chosen[:, : count // ranks].sum(axis=1).var()
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_window_has_no_token_without_a_slot(name):
+    """The expected number of times that the tokens of one device for the experts of one rank are
+    more than their slots, by the normal distribution, which sums over thousands of tokens follow to
+    a few percent of the margin: at most 1 in 1000 windows. A run that drops any is not
+    comparable."""
+    run = RANDOM[name]
+    e, p, b = run.model.experts, run.parallelism, run.batch
+    ranks, parts = p.expert * p.tensor, run.execution.expert_parts
+    tokens = run.microbatch * b.sequence_length // (p.context * p.tensor * parts)
+    margin = rank_slots(tokens, e, ranks) - tokens * e.top_k / ranks
+    if ranks == 1:
+        assert margin == 0  # slots for all
+        return
+    deviation = math.sqrt(tokens * variance(e.count, e.top_k, e.groups, e.top_groups, ranks))
+    layers = len(run.model.each(ExpertsConfig)) + sum(
+        run.model.prediction.depth for m in run.model.predicting if isinstance(m, ExpertsConfig)
+    )
+    stages = run.gpus // p.pipeline
+    draws = layers * run.accumulation * parts * stages * ranks * (PUBLISHED[1] - PUBLISHED[0] + 1)
+    assert draws * math.erfc(margin / deviation / math.sqrt(2)) / 2 < 1e-3
