@@ -256,31 +256,37 @@ def test_tokens_depend_on_seed_and_step_alone():
     assert draws["first"].max() == 63
 
 
-def test_no_two_draws_share_a_key(monkeypatch):
-    """Weights of every layer and tokens of several steps: a key is drawn from or split, once."""
-    keys = []
+@pytest.mark.parametrize("family", ["nemotronh_56b_bf16", "deepseek3_671b_bf16"])
+def test_no_two_uses_share_a_key(monkeypatch, family):
+    """Weights of every layer and tokens of several steps: a key is drawn from or split, once, or
+    other keys are folded from it."""
+    uses, folded = [], set()
 
-    def recorded(draw):
-        def drawing(key, *args, **options):
-            jax.debug.callback(
-                lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key)
-            )
-            return draw(key, *args, **options)
+    def recorded(use, record):
+        def using(key, *args, **options):
+            data = jax.random.key_data(key)
+            jax.debug.callback(lambda data: record(tuple(data.tolist())), data)
+            return use(key, *args, **options)
 
-        return drawing
+        return using
 
     for name in ("normal", "truncated_normal", "uniform", "randint", "split"):
-        monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
-    run = tiny_run(family="nemotronh_56b_bf16")
+        monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name), uses.append))
+    monkeypatch.setattr(jax.random, "fold_in", recorded(jax.random.fold_in, folded.add))
+    run = tiny_run(family=family)
+    assert (run.model.prediction is not None) == family.startswith("deepseek3")
     with mesh_of(run):
         init_state(run)
-        weights = len(keys)
+        jax.effects_barrier()
+        weights = len(uses)
         for step in range(5):
             data.synthetic(run.seed, jnp.int32(step), (1, 8, 32), 64)
         jax.effects_barrier()
     assert weights > 2 * run.model.layers
-    assert len(keys) == weights + 3 * 5
-    assert len(set(keys)) == len(keys)
+    assert len(uses) == weights + 3 * 5
+    assert len(set(uses)) == len(uses)
+    assert not folded & set(uses)
+    assert len(folded) == 2  # the root of all, and that of tokens
 
 
 LONG_TRACES = ("nemotronh", "nemotron3", "deepseek3")
