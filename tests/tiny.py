@@ -42,6 +42,13 @@ FAMILIES = {
         "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
         "execution.remat=attention,residual,mamba",
     ),
+    "nemotron3_super_120b_a12b_bf16": (
+        "model.layers=4", "model.pattern=ME*E",
+        "model.experts={count: 8, top_k: 2, ffn: 48, latent: 32, shared_ffn: 96}",
+        "model.experts.rank_capacity_factor=8", "precision.scaling=current",
+        "model.mamba={heads: 8, head_dim: 8, state: 8, groups: 4}",
+        "execution.remat=attention,residual,mamba",
+    ),
     "deepseek_v3_bf16": (
         "model.layers=3", "model.pattern=L-LELE", "model.mlp.ffn=96", "model.attention=null",
         "model.latent_attention={heads: 8, query_latent: 32, kv_latent: 16}",

@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
     the model has it."""
 
     def __init__(self, cfg: ModelConfig, *, key):
-        k_embedding, k_blocks, k_head = jax.random.split(key, 3)
+        k_embedding, k_blocks, k_head, k_prediction = jax.random.split(key, 4)
         self.cfg = cfg
         self.embedding = Embedding(cfg, key=k_embedding)
         blocks = stacks(cfg)
@@ -115,7 +115,6 @@ class Decoder(nnx.Module):
             ]
         )
         self.norm = NORMS[cfg.norm](cfg)
-        k_prediction = jax.random.fold_in(k_head, 1)
         self.prediction = Prediction(cfg, key=k_prediction) if cfg.prediction else None
         shape, dims = (cfg.embed, cfg.vocabulary), "embed vocab"
         self.head = (

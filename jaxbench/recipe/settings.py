@@ -78,8 +78,12 @@ class Precision:
     """of matmuls; with `fp8` head, embedding, attention scores and the Mamba-2 scan stay in bf16,
     norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """in which gradients are summed over microbatches and reduced over replicas (a single
-    microbatch's are reduced in bf16, the embedding's in fp32)"""
+    """in which gradients are summed over microbatches (a single microbatch's stay in bf16, the
+    embedding's in fp32)"""
+    reduce: Literal["accumulate", "bf16"] = "accumulate"
+    """in which these sums are reduced between devices, once per step: over replicas, in a pipeline
+    over all ranks; `accumulate` leaves them as they are. Within a replica without a pipeline each
+    microbatch's gradients are reduced in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """scale of a tensor: from the amax of the last `amax_history` steps, as published, or from the
     tensor itself"""

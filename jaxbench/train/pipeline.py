@@ -31,6 +31,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
+from jaxbench.train.sums import to_reduce
 
 Values = tuple[jax.Array, routing.Figures]
 
@@ -42,18 +43,17 @@ def accumulate(
     targets: jax.Array,
     first_sequences: jax.Array,
     run: Run,
-    sum_dtype: Any,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
     with the types of one forward and backward pass without a pipeline.
 
     `weights` come from `mesh.accumulating`, `scaled` from `fp8.with_observed`; `tokens` and
     `targets` are `"microbatch batch seq"`, `first_sequences` those of each microbatch
-    (`ForwardContext`). Gradients are summed in `sum_dtype`.
+    (`ForwardContext`).
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
     ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
-    pipeline = _Pipeline(run, sum_dtype, weights, head, scaled, ctx)
+    pipeline = _Pipeline(run, weights, head, scaled, ctx)
 
     parts = weights.stacks, weights.embedding, Output(weights.norm, head, weights.prediction)
     observed = [s.observed for s in scaled if s.observed is not None]
@@ -83,10 +83,9 @@ class _Pipeline:
     """
 
     def __init__(
-        self, run: Run, sum_dtype: Any, weights: Decoder, head: Any, scaled: Any,
-        ctx: ForwardContext,
+        self, run: Run, weights: Decoder, head: Any, scaled: Any, ctx: ForwardContext
     ):  # fmt: skip
-        self.run, self.sum_dtype, self.ctx = run, sum_dtype, ctx
+        self.run, self.ctx = run, ctx
         self.stages, self.repeats = Stages.of(run), [times for _, times in stacks(run.model)]
         self.staged = len(repeating_blocks(run.model)) - 1
         self.first, self.last = range(self.staged), range(self.staged + 1, len(self.repeats))
@@ -116,7 +115,6 @@ class _Pipeline:
             run=self.run,
             stages=self.stages,
             saved=segment.saved,
-            sum_dtype=self.sum_dtype,
             ends=Ends(
                 cfg=self.run.model,
                 dtype=weights.dtype,
@@ -137,23 +135,24 @@ class _Pipeline:
             first_sequences=first_sequences,
         )
         carry = rank.run_schedule()
-        d_blocks = _stack(carry.d_blocks, axis=1)
+        d_blocks, d_ends = to_reduce((carry.d_blocks, carry.d_ends), self.run.precision)
+        d_blocks = _stack(d_blocks, axis=1)
         d_staged = [
             self.stages.scatter_gradients(grad, dims, w.shape)
             for grad, dims, w in zip(jax.tree.leaves(d_blocks), dims, stacked, strict=True)
         ]
         d_stacks = [
-            *self._scatter_end(self.first, carry.d_ends.first),
+            *self._scatter_end(self.first, d_ends.first),
             jax.tree.unflatten(structure, d_staged),
-            *self._scatter_end(self.last, carry.d_ends.last),
+            *self._scatter_end(self.last, d_ends.last),
         ]
-        d_norm, d_head, d_prediction = carry.d_ends.output
+        d_norm, d_head, d_prediction = d_ends.output
         d_output = Output(
             d_norm,
             mesh.scatter(d_head, self.head_dims),
             _each(mesh.scatter, d_prediction, self.prediction_dims),
         )
-        d_parts = nnx.List(d_stacks), carry.d_ends.embedding, d_output
+        d_parts = nnx.List(d_stacks), d_ends.embedding, d_output
         return carry.loss, d_parts, self._observed(carry, scaled), self._routing(carry)
 
     def _bring_end(self, part: range, weights: Decoder, scaled: Any) -> tuple[list, list]:

@@ -35,6 +35,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
 from jaxbench.train.stages import Stages
+from jaxbench.train.sums import sum_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -82,14 +83,13 @@ class Rank:
 
     `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`: a list,
     so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales of each,
-    or None. Activations in `saved` are not recomputed. Gradients are summed in `sum_dtype`.
+    or None. Activations in `saved` are not recomputed.
     `first_sequences` are those of all microbatches (`ForwardContext`), `[ranks, groups]`.
     """
 
     run: Run
     stages: Stages
     saved: frozenset[str] | None
-    sum_dtype: Any
     ends: Ends
     blocks: list[Any]
     scaled: list[fp8.Scaled | None]
@@ -170,10 +170,10 @@ class Rank:
         )
 
     def _zero_sums(self, weights: Any) -> Any:
-        """Zeros to which gradients are added; loads, which bf16 could not count, are in fp32."""
+        """Zeros to which gradients are added."""
 
         def zeros(w: Any) -> Any:
-            dtype = jnp.float32 if isinstance(w, LoadBias) else self.sum_dtype
+            dtype = sum_dtype(w, self.run.precision)
             return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), w)
 
         return jax.tree.map(zeros, weights, is_leaf=is_variable)

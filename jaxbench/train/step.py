@@ -12,15 +12,14 @@ from flax import nnx
 from jaxbench import mesh
 from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
-from jaxbench.models.layers import LoadBias, Weight
+from jaxbench.models.layers import Weight
 from jaxbench.ops import fp8
 from jaxbench.ops.fp8.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
-from jaxbench.recipe.settings import Run
+from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train import data, pipeline
 from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
-
-DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
+from jaxbench.train.sums import DTYPES, sum_dtype, to_reduce
 
 
 @jax.tree_util.register_dataclass
@@ -109,23 +108,23 @@ def gradients(
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, amax, observed), stashes), None
 
-    dtype = DTYPES[precision.accumulate]
     batches = tokens, targets, first_sequences(state, tokens)
     if run.parallelism.pipeline > 1:
         scaled = fp8.with_observed(scaled, fp8.zero_observed(state.fp8))
-        total, observed = pipeline.accumulate(weights, scaled, *batches, run, dtype)
+        total, observed = pipeline.accumulate(weights, scaled, *batches, run)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
         (values, _), _, stashes = jax.eval_shape(one_microbatch, read(batches, 0))
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
-            jax.tree.map(partial(zero_gradient, dtype=dtype), weights, is_leaf=is_variable),
+            jax.tree.map(partial(zero_gradient, precision=precision), weights, is_leaf=is_variable),
         )
         start = zeros, fp8.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
-    grads = jax.tree.map(lambda g, w: mesh.sum_replicas(g, w).astype(w.dtype), grads, state.model)
+    reduced = jax.tree.map(mesh.sum_replicas, to_reduce(grads, precision), state.model)
+    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
     return values, grads, fp8.update(state.fp8, weights.stacks, observed)
 
 
@@ -135,10 +134,9 @@ def first_sequences(state: State, tokens: jax.Array) -> jax.Array:
     return (state.step * count + jnp.arange(count)) * sequences
 
 
-def zero_gradient(variable: nnx.Variable, dtype) -> nnx.Variable:
-    """Zeros to which gradients are added; loads, which bf16 could not count, are in fp32."""
-    dtype = jnp.float32 if isinstance(variable, LoadBias) else dtype
-    return variable.replace(mesh.zero_gradient(variable[...], dtype))
+def zero_gradient(variable: nnx.Variable, precision: Precision) -> nnx.Variable:
+    """Zeros to which gradients are added."""
+    return variable.replace(mesh.zero_gradient(variable[...], sum_dtype(variable, precision)))
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:

@@ -1,4 +1,4 @@
-"""Logits of Hugging Face's models with random weights, which `fixtures/*_reference.py` make."""
+"""Logits and gradients of Hugging Face's models with random weights (`fixtures/references.py`)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow_except
+from public_weights import deepseek, gpt_oss, hybrid, transformer
 from tiny import mesh_of, tiny_run
 
 from jaxbench.models.decoder import Decoder
@@ -17,11 +19,11 @@ from jaxbench.recipe.attention import (
     RopeScaling,
     Yarn,
 )
-from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig, MlpConfig, ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+FP32 = Precision(dtype="fp32")
 
 
 def config(rope=None, activation="silu", **changes):
@@ -30,232 +32,6 @@ def config(rope=None, activation="silu", **changes):
         attention=AttentionConfig(heads=4, kv_heads=2, head_dim=16, rope=rope),
         mlp=MlpConfig(ffn=48, activation=activation), **changes,
     )  # fmt: skip
-
-
-def transformer(model, get):
-    """(variable, array) pairs of Llama, Nemotron and Qwen3."""
-    cfg, (attention, mlp) = model.cfg, model.stacks[0].layers
-    heads = cfg.attention
-
-    def stack(name, convert=np.transpose):
-        return np.stack([convert(get(f"model.layers.{i}.{name}")) for i in range(cfg.layers)])
-
-    def split_heads(w):
-        return w.T.reshape(cfg.embed, heads.kv_heads, -1, heads.head_dim)
-
-    qkv = [stack(f"self_attn.{c}_proj.weight", split_heads) for c in "qkv"]
-    out = stack("self_attn.o_proj.weight", np.asarray)
-    yield model.embedding.table, get("model.embed_tokens.weight")
-    yield model.head, get("lm_head.weight").T
-    yield attention.mixer.qkv, np.concatenate(qkv, axis=3)
-    yield attention.mixer.out, out.reshape(*out.shape[:2], heads.heads, heads.head_dim)
-    if heads.qk_norm:
-        yield attention.mixer.query_norm.gain, stack("self_attn.q_norm.weight")
-        yield attention.mixer.key_norm.gain, stack("self_attn.k_norm.weight")
-    if cfg.experts:
-        gate_up = stack("mlp.experts.gate_up_proj", lambda w: w.transpose(0, 2, 1))
-        yield mlp.mixer.router, stack("mlp.gate.weight")
-        yield mlp.mixer.gate_up, gate_up.reshape(*gate_up.shape[:3], 2, -1)
-        yield mlp.mixer.down, stack("mlp.experts.down_proj", np.asarray)
-    else:
-        up = stack("mlp.up_proj.weight")
-        if hasattr(mlp.mixer, "gate_up"):
-            yield mlp.mixer.gate_up, np.stack([stack("mlp.gate_proj.weight"), up], axis=2)
-        else:
-            yield mlp.mixer.up, up
-        yield mlp.mixer.down, stack("mlp.down_proj.weight", np.asarray)
-    for part in ("weight", "bias") if cfg.norm == "layer1p" else ("weight",):
-        name = {"weight": "gain", "bias": "bias"}[part]
-        yield getattr(attention.norm, name), stack(f"input_layernorm.{part}", np.asarray)
-        yield getattr(mlp.norm, name), stack(f"post_attention_layernorm.{part}", np.asarray)
-        yield getattr(model.norm, name), get(f"model.norm.{part}")
-
-
-def mamba_weights(get, m: MambaConfig):
-    """A mixer in this layout: columns z, x, b, c, dt, ordered by group."""
-    inner, state = m.inner * m.groups, m.state * m.groups
-
-    def by_group(w, *sizes):
-        parts = np.split(w, np.cumsum(sizes)[:-1], axis=0)
-        return np.concatenate([p.reshape(m.groups, -1, *w.shape[1:]) for p in parts], axis=1)
-
-    projection = by_group(get("in_proj.weight"), inner, inner, state, state, m.heads)
-    taps = by_group(get("conv1d.weight")[:, 0], inner, state, state)
-    return {
-        "in_proj": projection.transpose(2, 0, 1),
-        "out": get("out_proj.weight").reshape(-1, m.groups, m.inner),
-        "groups.taps": taps.transpose(0, 2, 1),
-        "groups.bias": by_group(get("conv1d.bias"), inner, state, state),
-        "groups.dt_bias": get("dt_bias").reshape(m.groups, -1),
-        "groups.a_log": get("A_log").reshape(m.groups, -1),
-        "groups.d": get("D").reshape(m.groups, -1),
-        "groups.gain": get("norm.weight").reshape(m.groups, -1),
-    }
-
-
-def expert_weights(get, experts: ExpertsConfig):
-    """Experts without gate, a shared one, and a router with a bias."""
-    weights = {
-        "router": get("gate.weight").T,
-        "bias": get("gate.e_score_correction_bias"),
-        "up": get("experts.up_proj").transpose(0, 2, 1),
-        "down": get("experts.down_proj"),
-        "shared.up": get("shared_experts.up_proj.weight").T,
-        "shared.down": get("shared_experts.down_proj.weight"),
-    }
-    if experts.latent:
-        weights["into_latent"] = get("fc1_latent_proj.weight").T
-        weights["out_of_latent"] = get("fc2_latent_proj.weight")
-    return weights
-
-
-def hybrid(model, get):
-    """(variable, array) pairs of Nemotron-H and Nemotron 3."""
-    cfg, index = model.cfg, 0
-    yield model.embedding.table, get("model.embeddings.weight")
-    yield model.head, get("lm_head.weight").T
-    yield model.norm.gain, get("model.norm_f.weight")
-    for stack, (letters, times) in zip(model.stacks, repeating_blocks(cfg), strict=True):
-        for position, letter in enumerate(letters):
-            layer, repeats = stack.layers[position], []
-            for repeat in range(times):
-                number = index + repeat * len(letters) + position
-
-                def weight(name, number=number):
-                    return get(f"model.layers.{number}.mixer.{name}")
-
-                if letter == "M":
-                    weights = mamba_weights(weight, cfg.mamba)
-                elif letter == "E":
-                    weights = expert_weights(weight, cfg.experts)
-                elif letter == "*":
-                    parts = [weight(f"{c}_proj.weight").T.reshape(32, 2, -1, 16) for c in "qkv"]
-                    out = weight("o_proj.weight").reshape(32, 4, 16)
-                    weights = {"qkv": np.concatenate(parts, axis=2), "out": out}
-                else:
-                    weights = {
-                        "up": weight("up_proj.weight").T,
-                        "down": weight("down_proj.weight"),
-                    }
-                repeats.append(weights | {"norm": get(f"model.layers.{number}.norm.weight")})
-            for name in repeats[0]:
-                variable = layer.norm.gain if name == "norm" else layer.mixer
-                for attribute in name.split(".") if name != "norm" else ():
-                    variable = getattr(variable, attribute)
-                yield variable, np.stack([weights[name] for weights in repeats])
-        index += times * len(letters)
-
-
-def halves(w, rope_dim):
-    """A projection whose last columns are turned in pairs of neighbours, here in halves."""
-    still, turned = np.split(w, [w.shape[-1] - rope_dim], axis=-1)
-    return np.concatenate([still, turned[..., 0::2], turned[..., 1::2]], axis=-1)
-
-
-def latent_attention(get, a: LatentAttentionConfig):
-    """The weights of latent attention."""
-    query = get("q_b_proj.weight").T.reshape(a.query_latent, a.heads, -1)
-    latents = get("q_a_proj.weight").T, halves(get("kv_a_proj_with_mqa.weight").T, a.rope_dim)
-    return {
-        "latent": np.concatenate(latents, axis=-1),
-        "query_norm.gain": get("q_a_layernorm.weight"),
-        "kv_norm.gain": get("kv_a_layernorm.weight"),
-        "query": halves(query, a.rope_dim),
-        "key_value": get("kv_b_proj.weight").T.reshape(a.kv_latent, a.heads, -1),
-        "out": get("o_proj.weight").reshape(-1, a.heads, a.value_dim),
-    }
-
-
-def gated_mlp(get):
-    """The weights of a gated MLP."""
-    halves = (get(f"{part}_proj.weight").T for part in ("gate", "up"))
-    return {"gate_up": np.stack(list(halves), axis=1), "down": get("down_proj.weight")}
-
-
-def deepseek(model, get):
-    """(variable, array) pairs of DeepSeek-V3."""
-    cfg, first = model.cfg, 0
-    yield model.embedding.table, get("model.embed_tokens.weight")
-    yield model.head, get("lm_head.weight").T
-    yield model.norm.gain, get("model.norm.weight")
-    for stack, (letters, times) in zip(model.stacks, repeating_blocks(cfg), strict=True):
-        repeats = []
-        for layer in range(first, first + times):
-
-            def weight(name, layer=layer):
-                return get(f"model.layers.{layer}.{name}")
-
-            def inside(part, weight=weight):
-                return lambda inner: weight(f"{part}.{inner}")
-
-            attention = latent_attention(inside("self_attn"), cfg.latent_attention)
-            if letters == "LE":
-                gate_up = weight("mlp.experts.gate_up_proj").transpose(0, 2, 1)
-                shared = gated_mlp(inside("mlp.shared_experts"))
-                mlp = {
-                    "router": weight("mlp.gate.weight").T,
-                    "bias": weight("mlp.gate.e_score_correction_bias"),
-                    "gate_up": gate_up.reshape(*gate_up.shape[:2], 2, -1),
-                    "down": weight("mlp.experts.down_proj"),
-                    **{f"shared.{name}": w for name, w in shared.items()},
-                }
-            else:
-                mlp = gated_mlp(inside("mlp"))
-            norms = {
-                "0.norm.gain": weight("input_layernorm.weight"),
-                "1.norm.gain": weight("post_attention_layernorm.weight"),
-            }
-            mixers = {f"0.mixer.{name}": w for name, w in attention.items()}
-            mixers |= {f"1.mixer.{name}": w for name, w in mlp.items()}
-            repeats.append(mixers | norms)
-        first += times
-        for name in repeats[0]:
-            index, *attributes = name.split(".")
-            variable = stack.layers[int(index)]
-            for attribute in attributes:
-                variable = getattr(variable, attribute)
-            yield variable, np.stack([weights[name] for weights in repeats])
-
-
-def gpt_oss(model, get):
-    """(variable, array) pairs of GPT-OSS. Its columns of gate and up projection alternate."""
-    cfg, heads, experts = model.cfg, model.cfg.attention, model.cfg.experts
-    yield model.embedding.table, get("model.embed_tokens.weight")
-    yield model.head, get("lm_head.weight").T
-    yield model.norm.gain, get("model.norm.weight")
-
-    def split_heads(w):
-        return np.moveaxis(w, 0, -1).reshape(*w.shape[1:], heads.kv_heads, -1, heads.head_dim)
-
-    for position, layer in enumerate(model.stacks[0].layers):
-
-        def stack(name, convert=np.asarray, first=position // 2):
-            layers = range(first, cfg.layers, len(cfg.pattern) // 2)
-            return np.stack([convert(get(f"model.layers.{i}.{name}")) for i in layers])
-
-        mixer = layer.mixer
-        if position % 2 == 0:
-            names = [f"self_attn.{c}_proj" for c in "qkv"]
-            weights = [stack(f"{name}.weight", split_heads) for name in names]
-            biases = [stack(f"{name}.bias", split_heads) for name in names]
-            yield mixer.qkv, np.concatenate(weights, axis=3)
-            yield mixer.qkv_bias, np.concatenate(biases, axis=2)
-            out = stack("self_attn.o_proj.weight")
-            yield mixer.out, out.reshape(*out.shape[:2], heads.heads, heads.head_dim)
-            yield mixer.out_bias, stack("self_attn.o_proj.bias")
-            yield mixer.sinks, stack("self_attn.sinks")
-            yield layer.norm.gain, stack("input_layernorm.weight")
-            continue
-        yield mixer.router, stack("mlp.router.weight", np.transpose)
-        yield mixer.biases.router, stack("mlp.router.bias")
-        gate_up = stack("mlp.experts.gate_up_proj")
-        bias = stack("mlp.experts.gate_up_proj_bias")
-        halves = (experts.ffn, 2)
-        yield mixer.gate_up, gate_up.reshape(*gate_up.shape[:3], *halves).swapaxes(-1, -2)
-        yield mixer.biases.up, bias.reshape(*bias.shape[:2], *halves).swapaxes(-1, -2)
-        yield mixer.down, stack("mlp.experts.down_proj", lambda w: w.transpose(0, 2, 1))
-        yield mixer.biases.down, stack("mlp.experts.down_proj_bias")
-        yield layer.norm.gain, stack("post_attention_layernorm.weight")
 
 
 SCALING = RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=32)
@@ -309,41 +85,70 @@ GPT_OSS = ModelConfig(
         count=8, top_k=3, ffn=24, activation="swiglu_clamped", biases=True, rank_capacity_factor=8
     ),
 )  # fmt: skip
-CASES = {
-    "deepseek3": ("deepseek3", "", deepseek, DEEPSEEK3),
-    "logits/plain": ("llama", "", transformer, config(layers=2, rope=Rope(base=10000.0))),
-    "logits/scaled": (
-        "llama", "", transformer, config(layers=2, rope=ROPE),
-    ),
-    "nemotron4/logits": (
-        "nemotron", "nemotron4/", transformer, config(**NEMOTRON, norm="layer1p"),
-    ),
-    "logits": ("qwen3", "", transformer, QWEN3),
-    "gpt_oss/logits": ("gpt_oss", "gpt_oss/", gpt_oss, GPT_OSS),
-    "nemotronh/logits": ("nemotron", "nemotronh/", hybrid, config(**HYBRID)),
-    "groups/logits": ("nemotron3", "groups/", hybrid, nemotron3(groups=4, top_groups=2)),
-    "latent/logits": (
-        "nemotron3", "latent/", hybrid, nemotron3(top_k=3, latent=16, gate_scale=2.5),
-    ),
-}  # fmt: skip
-"""By array of logits: its file, the prefix of its weights there, how they are read, the model."""
+MODELS = {
+    "llama": (transformer, config(layers=2, rope=Rope(base=10000.0))),
+    "llama_scaled": (transformer, config(layers=2, rope=ROPE)),
+    "nemotron4": (transformer, config(**NEMOTRON, norm="layer1p")),
+    "nemotronh": (hybrid, config(**HYBRID)),
+    "nemotron3_groups": (hybrid, nemotron3(groups=4, top_groups=2)),
+    "nemotron3_latent": (hybrid, nemotron3(top_k=3, latent=16, gate_scale=2.5)),
+    "qwen3": (transformer, QWEN3),
+    "deepseek3": (deepseek, DEEPSEEK3),
+    "gpt_oss": (gpt_oss, GPT_OSS),
+}
+"""By file of `fixtures`: how its weights are read, and the model."""
 
 
-@pytest.mark.parametrize("name", CASES)
+def loaded(name, key):
+    """(arrays of the fixture, our model with its weights), on the current mesh."""
+    pairs, cfg = MODELS[name]
+    arrays = np.load(FIXTURES / f"{name}.npz")
+    model, size = Decoder(cfg, key=key), 0
+    for variable, array in pairs(model, lambda name: arrays[name].astype(np.float32)):
+        assert variable.shape == array.shape
+        variable[...] = jnp.asarray(array)
+        size += array.size
+    assert size == sum(x.size for x in jax.tree.leaves(model))
+    return arrays, model
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_a_public_implementation(name):
-    file, prefix, pairs, cfg = CASES[name]
-    arrays = np.load(FIXTURES / f"{file}_reference.npz")
     with mesh_of(tiny_run()):
-        model = Decoder(cfg, key=jax.random.key(0))
-        loaded = 0
-        for variable, array in pairs(model, lambda name: arrays[prefix + name].astype(np.float32)):
-            assert variable.shape == array.shape
-            variable[...] = jnp.asarray(array)
-            loaded += array.size
-        assert loaded == sum(x.size for x in jax.tree.leaves(model))
-        hidden, *_ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), Precision())
+        arrays, model = loaded(name, jax.random.key(0))
+        hidden, *_ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), FP32)
         hidden = model.norm(hidden)
     logits = np.asarray(hidden) @ np.asarray(model.head[...])
     # Two fp32 implementations that sum in different orders.
-    tolerance = 5e-6 * np.abs(arrays[name]).max()
-    np.testing.assert_allclose(logits, arrays[name], atol=tolerance, rtol=0)
+    tolerance = 5e-6 * np.abs(arrays["logits"]).max()
+    np.testing.assert_allclose(logits, arrays["logits"], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", slow_except(["qwen3"], MODELS))
+def test_gradients_equal_those_of_a_public_implementation(name):
+    """Of embedding, head, and all weights of a layer of each kind."""
+    pairs, _ = MODELS[name]
+    with mesh_of(tiny_run()):
+        arrays, model = loaded(name, jax.random.key(0))
+        tokens = jnp.asarray(arrays["tokens"])
+        batch = tokens, jnp.roll(tokens, -1, axis=1)
+        grads = jax.jit(jax.grad(lambda m: m.loss(*batch, Execution(), FP32)[0]))(model)
+    read = set()
+
+    def gradient(weight):
+        name = f"gradient/{weight}"
+        if name not in arrays:
+            return np.full(arrays[weight].shape, np.nan)
+        read.add(name)
+        return arrays[name].astype(np.float64)
+
+    for variable, expected in pairs(grads, gradient):
+        kept = ~np.isnan(expected)
+        if not kept.any():
+            continue
+        # Sums over 96 tokens in other orders: at most 35 roundings of the largest entry were seen,
+        # and 70 for decay rates of Mamba-2, sums of terms of both signs.
+        tolerance = 150 * np.finfo(np.float32).eps * np.abs(expected[kept]).max()
+        error = np.abs(np.asarray(variable[...]) - expected)[kept]
+        assert error.max() <= tolerance, (variable.shape, error.max(), tolerance)
+    assert read == {name for name in arrays if name.startswith("gradient/")}

@@ -200,20 +200,25 @@ def test_full_remat_runs_attention_twice(full_remat):
     assert [calls[name] for name in cudnn.PRODUCTS] == [8, 4]
 
 
-@pytest.mark.parametrize(("batch", "passes", "each"), [(64, 4, 4), (16, 1, 2)])
-def test_replicas_sum_their_gradients_once_per_step(batch, passes, each):
-    """Two replicas, four microbatches: each gradient crosses replicas once, in fp32; those of a
-    single one in the bf16 that they are computed in, which for the embedding's is fp32."""
+@pytest.mark.parametrize(
+    ("batch", "reduce", "passes", "each", "embedding"),
+    [(64, "accumulate", 4, 4, 4), (16, "accumulate", 1, 2, 4), (64, "bf16", 4, 2, 2)],
+)
+def test_replicas_sum_their_gradients_once_per_step(batch, reduce, passes, each, embedding):
+    """Two replicas, four microbatches: each gradient crosses replicas once, in fp32, or in
+    `precision.reduce`; those of a single one in the bf16 that they are computed in, which for the
+    embedding's is fp32."""
     row = Compiled(
         "llama31_8b_bf16", 16, f"batch.global_batch={batch}", "model.layers=4",
-        "model.vocabulary=4096",
+        "model.vocabulary=4096", f"precision.reduce={reduce}",
     )  # fmt: skip
-    assert (row.run.data, row.run.accumulation, row.run.gradient_bytes) == (2, passes, each)
+    assert (row.run.data, row.run.accumulation) == (2, passes)
+    assert row.run.gradient_bytes == (4 if passes > 1 else 2)
     crossing = [c for c in row.collectives if c.kind == "all-reduce"]
     assert all(c.count == 1 for c in crossing if c.bytes > 100)
     counts = flops.parameters(row.run.model)
     matrices = counts["total"] - counts["norms"]
-    sharded = (each * matrices + (4 - each) * counts["embedding"]) // 8
+    sharded = (each * matrices + (embedding - each) * counts["embedding"]) // 8
     assert sum(c.bytes for c in crossing if c.group == 2) == sharded
     assert sum(c.bytes for c in crossing if c.group == 16) >= each * counts["norms"]
     scattered = [c for c in row.collectives if c.kind == "reduce-scatter"]
