@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,7 +234,7 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
 
     flops, kind = 2 * rows * d * n, "bf16" if dtype == "bf16" else "f8e4m3fn"
     multiplied = 2 * candidate.multiplied(product, groups, rows, gpu.chip.capability) * d * n
-    targets = ("mosaic_gpu_v2", "triton_kernel_call")
+    targets = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
     rules = dict.fromkeys(targets, lambda i, scope: Work("product", kind, multiplied))
     walk = Walk(Program.parse(executable.as_text(), rules | pallas.RULES))
     schedule = walk.under(Roofline(gpu))
@@ -330,6 +331,8 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", default=["h100", "b200"])
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), metavar="CANDIDATE")
     arguments, worker = parser.parse_args(), Worker()
+    if found := find_spec("nvidia"):  # jax-triton takes the first ptxas, which has to be new
+        os.environ["PATH"] = f"{found.submodule_search_locations[0]}/cu13/bin:{os.environ['PATH']}"
     print(f"jax {jax.__version__}; each figure: {' / '.join(PRODUCTS)}")
     keys = {"FLOPs": ".2f", "GB": ".2f", "launches": "d", "GiB": ".2f", "bound ms": ".2f"}
     for shape in SHAPES:

@@ -128,7 +128,7 @@ def test_kernels_multiply_the_rows_that_arrive(benchmark, of):
 @needs_compiler
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_a_real_layer_compile(benchmark, name):
-    """Those of Qwen3 30B on 8 ranks. XLA aborts here where it is told that the blocks whose
+    """Those of Qwen3 30B on 8 ranks. XLA (jax 0.11.2) aborts here if told that the blocks whose
     gradients it sums are sorted."""
     for of in benchmark.PRODUCTS:
         found = benchmark.compiled(name, "h100", "Qwen3 30B", "bf16", of)
