@@ -1,14 +1,17 @@
 """Every implementation of grouped matmuls against float64, row by row; the Pallas kernels in
 Pallas's interpreter."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow_except
+from compiled import needs_compiler
 
 from jaxbench.errors import RecipeError
 from jaxbench.ops import grouped
@@ -104,6 +107,34 @@ def test_products_of_each_row(case):
         assert actual.shape == expected.shape
         tolerance = eps * np.abs(expected).max(initial=1)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """`benchmarks/grouped_matmuls.py`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("grouped_matmuls")
+
+
+@pytest.mark.parametrize("of", ["forward", "input", "weights"])
+def test_kernels_multiply_the_rows_that_arrive(benchmark, of):
+    """Counted as they run: neither slots nor groups without rows are multiplied. What the kernels
+    declare to plans is the same, for whole blocks."""
+    found = benchmark.on_cpu("pallas", of)
+    assert found["FLOPs"] == 1
+    assert found["error"] < EPS16
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_a_real_layer_compile(benchmark, name):
+    """Those of Qwen3 30B on 8 ranks. XLA (jax 0.11.2) aborts here if told that the blocks whose
+    gradients it sums are sorted."""
+    for of in benchmark.PRODUCTS:
+        found = benchmark.compiled(name, "h100", "Qwen3 30B", "bf16", of)
+        # A slot in ten stays empty, and of a group's last block half.
+        assert found["FLOPs"] == (1 if name == "pallas" else pytest.approx(1.13, abs=0.01))
+        assert found["launches"] == 1 or name == "xla"
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

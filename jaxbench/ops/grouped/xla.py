@@ -39,7 +39,7 @@ def weights(
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
     blocks = _product("bRD,bRN->bDN", _blocks(_take(x, groups.row)), _blocks(y), scale)
-    total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size, indices_are_sorted=True)
+    total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size)
     return total.astype(result_dtype(x))
 
 
