@@ -67,6 +67,7 @@ def test_a_recipe_trains(recipe, tmp_path):
     record = command.record
     assert (record["status"], len(command.steps)) == ("completed", 3)
     assert record["hardware"]["devices"] == gpus
+    assert {record["label"], *(step["label"] for step in command.steps)} == {"null"}
     assert record["kernels"]["attention"] == "cudnn"
     assert "null GPUs: nothing here is a measurement" in record["not_comparable_because"]
     assert "null GPUs: nothing here is a measurement" in command.out
