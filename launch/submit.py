@@ -73,7 +73,7 @@ class Job:
         """Remarks for a reader of the result."""
         if self.run.row == recipes.SMOKE or not published.differences(self.run, self.gpu.device):
             return []
-        row = f"{self.run.recipe} on {self.run.gpus} {self.gpu.name}s"
+        row = f"{self.run.recipe} on {published.counted(self.run.gpus, self.gpu.name)}"
         settings = " with these settings" if self.run.overrides else ""
         return [f"nothing is published for {row}{settings}: the result is not comparable"]
 

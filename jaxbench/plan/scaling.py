@@ -17,6 +17,7 @@ from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.plan.text import console
 from jaxbench.recipe import recipes
+from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 
@@ -35,7 +36,7 @@ def scaling(recipe: Recipe, config: str, changes: list[str], target: Target, as_
     """Plans the rows and prints their table; 1 when one of them fails or does not fit."""
     runs, left_out = rows(recipe, changes)
     plans, reasons = plan_all(runs, target, config)
-    failures = [f"{run.gpus} GPUs: not planned: {reason}" for run, reason in reasons.items()]
+    failures = [f"{counted(run.gpus)}: not planned: {reason}" for run, reason in reasons.items()]
     lines = [figures(plan, plans[0]) for plan in plans]
     if as_json:
         print(json.dumps({"rows": lines, "left_out": left_out, "failures": failures}, indent=2))

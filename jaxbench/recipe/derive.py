@@ -15,6 +15,7 @@ from typing import Any
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import Gpu
 from jaxbench.recipe import flops, recipes
+from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import SMOKE, Override, Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 
@@ -64,7 +65,7 @@ def extend(
         for numbers in (below, above)
     ]
     raise RecipeError(
-        f"recipe {recipe.name} on {gpus} {gpu.name if gpu else 'GPU'}s: "
+        f"recipe {recipe.name} on {counted(gpus, gpu.name if gpu else 'GPU')}: "
         f"{_why(gpus, gpu, fixed, whole_nodes)}; the nearest counts that work: "
         f"{' and '.join(str(n) for n in near if n) or 'none'}; its rows are {recipe.row_names()}"
     )
@@ -76,7 +77,7 @@ def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -
         domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
         return f"they do not fill nodes of {gpu.node}{domains}"
     asked = f" with {', '.join(f'{name}={size}' for name, size in fixed.items())}" if fixed else ""
-    return f"no mesh of them{asked} holds the train state"
+    return f"no mesh of {'it' if gpus == 1 else 'them'}{asked} holds the train state"
 
 
 def base(recipe: Recipe, gpus: int) -> int:

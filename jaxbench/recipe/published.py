@@ -185,9 +185,9 @@ def differences(run: Run, device: str) -> list[str]:
     return reasons
 
 
-def counted(gpus: int | None) -> str:
-    """A number of GPUs, in the singular for one."""
-    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+def counted(number: int | None, noun: str = "GPU") -> str:
+    """A number of GPUs or of other things, in the singular for one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _work(run: Run) -> dict[str, Any]:

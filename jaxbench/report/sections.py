@@ -112,7 +112,8 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
     gpus = sorted({g for rates in means.values() for g in rates})
     values = [v for by_gpus in series.values() for rates in by_gpus.values() for v in rates]
     description = "; ".join(
-        f"{NAMES[name]}: " + ", ".join(f"{rate:.0f} on {g} GPUs" for g, rate in rates.items())
+        f"{NAMES[name]}: "
+        + ", ".join(f"{rate:.0f} on {published.counted(g)}" for g, rate in rates.items())
         for name, rates in means.items()
     )
     chart = empty_chart(

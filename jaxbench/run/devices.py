@@ -12,6 +12,7 @@ import jax
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import is_null
+from jaxbench.recipe.published import counted
 
 
 def select_platform(cpu_devices: int | None) -> None:
@@ -51,13 +52,15 @@ def check_local_devices(expected: int, cpu: bool) -> None:
     """Raises RecipeError, naming the node, if this process has another number of devices, or has
     CPU devices without `cpu`."""
     where = f"node {platform.node()}, process {jax.process_index()}"
+    were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:
         raise RecipeError(
-            f"{where}: 0 GPUs, {expected} were expected: set SBATCH_GPUS_PER_NODE if the cluster "
+            f"{where}: 0 GPUs, {expected} {were} expected: set SBATCH_GPUS_PER_NODE if the cluster "
             "gives out GPUs as a generic resource (gres), or check the driver (nvidia-smi)"
         )
     if (count := jax.local_device_count()) != expected:
-        raise RecipeError(f"{where}: sees {count} devices, {expected} were expected")
+        seen = counted(count, "device")
+        raise RecipeError(f"{where}: sees {seen}, {expected} {were} expected")
 
 
 def hardware() -> dict[str, Any]:

@@ -136,7 +136,7 @@ class Recorder:
             **values,
             "tokens_per_s_per_gpu": rates["tokens_per_s_per_gpu"],
             "tflops_per_gpu": rates["tflops_per_gpu"]["full"],
-            "label": run.label,
+            "label": self.record["label"],
         }
         self.steps.append(line)
         try:

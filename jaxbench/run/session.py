@@ -82,7 +82,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         "status": "running",
         "reason": None,
         "cause": None,
-        "label": run.label,
+        "label": "null" if devices["null"] else run.label,
         "comparable": not reasons,
         "not_comparable_because": reasons,
         "recipe": recipes.describe(run),

@@ -247,5 +247,5 @@ def test_what_one_process_alone_sees_ends_it(tmp_path):
     finally:
         kill(processes)
     assert processes[1].returncode == STATUS["mistake"]
-    assert err.endswith(", process 1: sees 1 devices, 3 were expected\n")
+    assert err.endswith(", process 1: sees 1 device, 3 were expected\n")
     assert err.count("\n") == 1

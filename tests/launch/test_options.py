@@ -95,6 +95,13 @@ def test_directives_are_quoted_as_sbatch_reads_them():
     assert sbatch.directive("exclusive", None) == "#SBATCH --exclusive"
 
 
+def test_a_job_asks_for_all_memory_of_its_nodes():
+    """XLA's allocator alone takes gigabytes of the host's for each GPU. Where it runs on CPUs, the
+    cluster's default is left."""
+    assert "#SBATCH --mem=0" in job("--gpus", "512", **LLAMA).script().splitlines()
+    assert "--mem" not in job("nemotronh_56b_bf16", "--gpus", "4", "--cpu", **STAGE).script()
+
+
 def test_options_of_sbatch_reach_the_script():
     made = job(
         "--gpus", "512", "--sbatch", "qos=high", "--sbatch=--contiguous", "--sbatch", "exclusive",

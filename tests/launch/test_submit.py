@@ -56,6 +56,8 @@ def test_what_nothing_is_published_for_says_so():
     assert job("nemotronh_56b_bf16", "--gpus", "4", "--cpu", **STAGE).remarks() == []
     (line,) = job("nemotronh_56b_bf16", "--gpus", "128", **STAGE).remarks()
     assert line.startswith("nothing is published for nemotronh_56b_bf16 on 128 H100s: ")
+    (line,) = job("llama31_8b_bf16", "--gpus", "1", **STAGE).remarks()
+    assert line.startswith("nothing is published for llama31_8b_bf16 on 1 H100: ")
     changed = job("llama31_8b_bf16", "--gpus", "8", "--set", "batch.global_batch=64", **STAGE)
     (line,) = changed.remarks()
     assert "llama31_8b_bf16 on 8 H100s with these settings: " in line

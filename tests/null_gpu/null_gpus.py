@@ -110,7 +110,7 @@ def start(
 
 def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> list[Command]:
     """Starts two processes of one job. Another program than `train` gets the coordinator's address
-    and its number as arguments."""
+    and its number as arguments. Faults know a process by SLURM_PROCID."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -121,7 +121,7 @@ def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> l
     }  # fmt: skip
     return [
         start(*arguments, *((address, rank) if program else ()), program=program, **options,
-              **({} if program else job | {"JAX_PROCESS_ID": str(rank)}))
+              **({} if program else job | {"JAX_PROCESS_ID": str(rank)}), SLURM_PROCID=str(rank))
         for rank in range(2)
     ]  # fmt: skip
 

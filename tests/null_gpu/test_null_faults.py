@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import dataclass
+from statistics import median
 
 import null_gpus
 import pytest
@@ -78,12 +79,43 @@ def check(command, seconds, expected):
 def test_a_fault_in_one_process_is_named(fault, tmp_path):
     command, seconds = broken_run(tmp_path, fault)
     check(command, seconds, FAULTS[fault])
+    if fault == "lost":
+        check_restored(command, tmp_path / "restored")
+
+
+def check_restored(broken, folder):
+    """Another run goes on from the last complete save of a broken one."""
+    saved = max(entry["step"] for entry in broken.record["checkpoints"] if "save_s" in entry)
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_8b_bf16", steps=saved + 2), "--restore", broken.folder,
+        folder=folder, **null_gpus.environment(),
+    ).wait()  # fmt: skip
+    assert command.status == 0, command.text
+    assert command.record["restored"]["step"] == saved
+    assert [step["step"] for step in command.steps] == [saved, saved + 1]
 
 
 @pytest.mark.parametrize("fault", ["lost", "nccl_system"])
 def test_a_fault_of_one_of_eight_gpus_is_named(fault, tmp_path):
     command, seconds = broken_run(tmp_path, fault, gpus=8, device=5)
     check(command, seconds, FAULTS[fault])
+
+
+def test_a_slow_gpu_slows_all_ranks_and_shows_in_none(tmp_path):
+    """Its process waits for its kernels as long as the other one for the collective behind them."""
+    commands = null_gpus.start_two(
+        *null_gpus.tiny("llama31_8b_bf16", steps=40), folder=tmp_path,
+        **null_gpus.environment(1, fault="slow:rank=1", arm=tmp_path / "arm", kernel_us=1000),
+    )  # fmt: skip
+    commands[0].wait_for_steps(12)
+    (tmp_path / "arm").touch()
+    begun = len(commands[0].steps)
+    for command in commands:
+        assert command.wait().status == 0, command.text
+    seconds = [step["step_time_s"] for step in commands[0].steps]
+    assert median(seconds[begun + 3 :]) > 2 * median(seconds[2:begun])
+    other, slow = (rank["wait_s"] for rank in commands[0].record["ranks"])
+    assert slow == pytest.approx(other, rel=0.1)
 
 
 def test_a_gpu_that_others_use_has_no_memory_left(tmp_path):

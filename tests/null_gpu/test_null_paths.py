@@ -26,7 +26,10 @@ ROWS = {
     "grok1_314b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
     "qwen3_30b_a3b_bf16": {"pipeline": 2, "expert": 2, "layers": 2},
     "qwen3_30b_a3b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
+    "qwen3_235b_a22b_bf16": {"expert": 2, "layers": 2},
+    "qwen3_235b_a22b_fp8": {"fsdp": 2, "layers": 2},
     "nemotron3_nano_30b_a3b_bf16": {"expert": 2, "tensor": 2},
+    "nemotron3_nano_30b_a3b_fp8": {"fsdp": 2},
     "nemotron3_super_120b_a12b_bf16": {"fsdp": 2, "expert": 2},
     "nemotron3_super_120b_a12b_fp8": {"expert": 2},
     "deepseek_v3_bf16": {"pipeline": 2, "expert": 2},
@@ -67,6 +70,7 @@ def test_a_recipe_trains(recipe, tmp_path):
     record = command.record
     assert (record["status"], len(command.steps)) == ("completed", 3)
     assert record["hardware"]["devices"] == gpus
+    assert {record["label"], *(step["label"] for step in command.steps)} == {"null"}
     assert record["kernels"]["attention"] == "cudnn"
     assert "null GPUs: nothing here is a measurement" in record["not_comparable_because"]
     assert "null GPUs: nothing here is a measurement" in command.out

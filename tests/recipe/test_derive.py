@@ -1,6 +1,7 @@
 """Rows for GPU counts that a recipe has none for."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,13 @@ def test_a_count_that_cannot_work_names_those_that_do(name, gpus, texts, message
         derived(name, gpus, H100, *texts)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_one_gpu_is_said_in_the_singular():
+    recipe = RECIPES["llama2_70b_bf16"]
+    recipe = replace(recipe, rows={64: recipe.rows[64]})
+    with pytest.raises(RecipeError, match="on 1 H100: no mesh of it holds the train state; "):
+        derive.extend(recipe, 1, H100)
 
 
 def test_the_gpus_of_a_job_may_lie_in_any_nodes():

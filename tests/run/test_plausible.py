@@ -92,6 +92,7 @@ def test_a_run_that_computes_nothing_fails_unless_its_gpus_say_so(tmp_path):
     record, _ = read(tmp_path / "null")
     assert (status, err, record["status"]) == (0, "", "completed")
     assert record["hardware"]["null"] is True
+    assert record["label"] == "null"
     assert hardware.NULL in record["not_comparable_because"]
     assert out.count(hardware.NULL) == 2  # the header, and the verdict
 

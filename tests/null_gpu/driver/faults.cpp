@@ -10,7 +10,7 @@
 //   cupti            the profiler is refused, as without privileges
 //
 // Keys: `device` (physical, default 0), `at` (default 1), and `rank` (SLURM_PROCID; default every process). With
-// NULL_GPU_ARM, a path, kernels and collectives are counted once there is such a file.
+// NULL_GPU_ARM, a path, kernels are slow, and kernels and collectives are counted, once there is such a file.
 #include "core.h"
 
 #include <unistd.h>
@@ -84,10 +84,10 @@ CUresult error_of(int device) { return static_cast<CUresult>(errors[device].load
 
 void run_kernel(int device) {
   static const long microseconds = setting("NULL_GPU_KERNEL_US", 0);
-  long factor = 1;
-  if (const FaultSettings *slow = fault(Fault::SLOW, device)) factor = slow->factor;
-  if (microseconds) std::this_thread::sleep_for(std::chrono::microseconds(microseconds * factor));
-  if (!armed()) return;
+  bool begun = armed();
+  const FaultSettings *slow = begun ? fault(Fault::SLOW, device) : nullptr;
+  if (microseconds) std::this_thread::sleep_for(std::chrono::microseconds(microseconds * (slow ? slow->factor : 1)));
+  if (!begun) return;
   long number = ++kernels[device];
   static const std::pair<Fault, CUresult> STICKY[] = {
       {Fault::ILLEGAL_ADDRESS, CUDA_ERROR_ILLEGAL_ADDRESS},
