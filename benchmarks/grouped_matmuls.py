@@ -57,7 +57,7 @@ from jaxbench.xla import flags
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.schedule import Roofline, Walk
 
-SHAPES = {"Qwen3 30B": ("qwen3_30b_a3b", 16), "DeepSeek-V3": ("deepseek3_671b", 1024)}
+SHAPES = {"Qwen3 30B": ("qwen3_30b_a3b", 16), "DeepSeek-V3": ("deepseek_v3", 1024)}
 """Recipes and their rows: many small experts, and large ones."""
 
 PRODUCTS = {"forward": "to_permuted", "input": "from_permuted", "weights": "weights"}
