@@ -303,7 +303,7 @@ def logged(log: str, function: Callable, *args: str) -> dict[str, float]:
     return function(*args)
 
 
-def table(worker: Worker, names: list[str], keys: dict, function: Callable, *args) -> None:
+def table(names: list[str], keys: dict[str, str], function: Callable, *args: str) -> None:
     """Prints a row for each candidate, with figures of the three products, and what failed."""
     print("|  | " + " | ".join(keys) + " |\n" + "|---" * (len(keys) + 1) + "|")
     failed = []
@@ -314,6 +314,7 @@ def table(worker: Worker, names: list[str], keys: dict, function: Callable, *arg
         elif function is on_cpu and CANDIDATES[name].on_cpu is None:
             failed.append(f"{name}: no interpreter")
         else:
+            worker = Worker()  # of its own: Mosaic's ptxas fails after jax-triton's
             results = [worker(function, name, *args, product) for product in PRODUCTS]
         cells = (
             " / ".join(format(r[key], form) if key in r else "-" for r in results)
@@ -330,7 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", nargs="+", default=["h100", "b200"])
     parser.add_argument("--only", nargs="+", default=list(CANDIDATES), metavar="CANDIDATE")
-    arguments, worker = parser.parse_args(), Worker()
+    arguments = parser.parse_args()
     if found := find_spec("nvidia"):  # jax-triton takes the first ptxas, which has to be new
         os.environ["PATH"] = f"{found.submodule_search_locations[0]}/cu13/bin:{os.environ['PATH']}"
     print(f"jax {jax.__version__}; each figure: {' / '.join(PRODUCTS)}")
@@ -339,9 +340,9 @@ def main() -> None:
         for dtype in ("bf16", "fp8"):
             for gpu in arguments.gpus:
                 print(f"\n{shape}, {dtype}, {gpu}\n")
-                table(worker, arguments.only, keys, compiled, gpu, shape, dtype)
+                table(arguments.only, keys, compiled, gpu, shape, dtype)
     print("\nOn a CPU, bf16\n")
-    table(worker, arguments.only, {"error": ".0e", "FLOPs": ".2f"}, on_cpu)
+    table(arguments.only, {"error": ".0e", "FLOPs": ".2f"}, on_cpu)
 
 
 if __name__ == "__main__":
