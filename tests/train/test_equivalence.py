@@ -64,6 +64,13 @@ EXPERT = {
     ),
     "data 2 x fsdp 2 x expert 2": ("parallelism.fsdp=2", "parallelism.expert=2"),
 }  # fmt: skip
+FOUR = {
+    f"{axis} 2 x expert 4": ("parallelism.expert=4", *changes)
+    for axis, changes in {
+        "data": (),
+        **{axis: (f"parallelism.{axis}=2",) for axis in ("fsdp", "context", "tensor")},
+    }.items()
+}
 REMAT = ("none", "full", "query,key:1,value,attention:2,gate,up:2")
 DENSE, MIXED = "data 2 x fsdp 2 x tensor 2", "fsdp 2 x context 2 x tensor 2"
 EXPERTS, CONTEXT = "fsdp 2 x expert 2 x tensor 2", "expert 2 x context 2 x tensor 2"
@@ -87,6 +94,8 @@ CASES = [
     *(("deepseek3", None, remat) for remat in ("none", "full")),
     *(("gpt_oss", mesh, None) for mesh in EXPERT),
     *(("gpt_oss", None, remat) for remat in REMAT),
+    # Four ranks of experts with each other axis; with stages in `test_pipeline`.
+    *zip(("qwen3", "nemotron3", "deepseek3", "gpt_oss"), FOUR, [None] * 4, strict=True),
     *(("gpt_oss, with a capacity", mesh, None) for mesh in (EXPERTS, CONTEXT)),
     *(("grok1, released", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
 ]
@@ -116,7 +125,7 @@ def one_device(model):
 def test_neither_loss_nor_gradients_change(case):
     model, mesh, remat = case
     family, *overrides = MODELS[model]
-    overrides += (MESHES | EXPERT)[mesh] if mesh else ()
+    overrides += (MESHES | EXPERT | FOUR)[mesh] if mesh else ()
     overrides += [f"execution.remat={remat}"] if remat else ()
     run = tiny_run(*overrides, family=family, devices=8 if mesh else 1)
     assert run.unrolled == (remat == "none")

@@ -44,6 +44,7 @@ CASES = {
     "pipeline 2 x fsdp 2 x context 2, deepseek3": (
         DEEPSEEK, 3, "full", "pipeline=2 fsdp=2 context=2",
     ),
+    "pipeline 2 x expert 4, deepseek3": (DEEPSEEK, 3, "full", "pipeline=2 expert=4"),
     # Stages of two layers, of which one has a window; layers are recomputed one at a time, experts
     # computed in two parts.
     "pipeline 2 x expert 2 x context 2, gpt_oss": (

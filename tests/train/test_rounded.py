@@ -16,22 +16,20 @@ LAYERS = {GPT_OSS: ("model.layers=2",), SUPER: ("model.layers=2", "model.pattern
 """Fewer layers than those of `tiny`: one of each kind, with those of multi-token prediction."""
 
 PIPELINED = "pipeline 2 x tensor 2 x data 2"
-EXPERTS, LAST_STAGE = "fsdp 2 x expert 4", "pipeline 2 x expert 2 x tensor 2"
+EXPERTS, LAST_STAGE = "fsdp 2 x expert 4", "pipeline 2 x expert 4"
 ROUNDED = {
     "one device": (),
     PIPELINED: ("parallelism.pipeline=2", "parallelism.tensor=2"),
     **{name: MESHES[name] for name in ("tensor 4 x data 2", "context 4 x data 2")},
     EXPERTS: ("parallelism.fsdp=2", "parallelism.expert=4"),
-    LAST_STAGE: ("parallelism.pipeline=2", "parallelism.expert=2", "parallelism.tensor=2"),
+    LAST_STAGE: ("parallelism.pipeline=2", "parallelism.expert=4"),
 }
 BIAS = {"bf16": 1.2e-3, "fp8": 2e-2}
 """Tolerance of the length of gradients: twice the effect of roundings here, of which a model of 64
 columns averages few; 1/3 rounded to bf16 has one of 2e-3."""
-LOSS = {"bf16": 2.5e-3, "fp8": 3e-2}
-"""Tolerance of the loss: twice what was seen where partial sums of tensor ranks are rounded too."""
-MOVED = {"bf16": 2e-2, "fp8": 5e-2}
+MOVED = {"bf16": 1e-2, "fp8": 5e-2}
 """Tolerance of the loads of experts, over their sum, which a token that rounding sends to another
-expert changes by two: twice what was seen."""
+expert changes by two: twice what was seen in FP8, 0.023."""
 
 CASES = [
     (LLAMA, mesh, dtype, passes)
@@ -41,7 +39,7 @@ CASES = [
 CASES += [
     (family, EXPERTS, dtype, 3) for family in (QWEN, GPT_OSS, SUPER, DEEPSEEK) for dtype in BIAS
 ]
-# Multi-token prediction, behind the stages.
+# Multi-token prediction, behind the stages; with tensor ranks too in FP8 in `test_pipeline`.
 CASES += [(DEEPSEEK, LAST_STAGE, dtype, 6) for dtype in BIAS]
 QUICK = [(LLAMA, "tensor 4 x data 2", "fp8", 3), (QWEN, EXPERTS, "fp8", 3)]
 
@@ -50,7 +48,7 @@ QUICK = [(LLAMA, "tensor 4 x data 2", "fp8", 3), (QWEN, EXPERTS, "fp8", 3)]
 def rounded_step(family, mesh, dtype, passes):
     """(loss, gradients, loads of experts where the router has a bias) of some sequences in a number
     of passes, rounded wherever the program says so: by default XLA:CPU keeps more digits."""
-    ranks = {"one device": 1, EXPERTS: 8}.get(mesh, 2)
+    ranks = {"one device": 1, EXPERTS: 8, LAST_STAGE: 4}.get(mesh, 2)
     sequences = 12 if family == LLAMA else 24
     run = tiny_run(
         *LAYERS.get(family, ()), *ROUNDED[mesh], f"precision.dtype={dtype}",
@@ -73,7 +71,7 @@ def test_meshes_and_passes_change_rounded_gradients_by_noise_alone(case):
     _, exact, _ = rounded_step(family, "one device", "fp32", 1)
     loss, grads, loads = rounded_step(family, mesh, dtype, passes)
     expected_loss, expected, expected_loads = rounded_step(family, "one device", dtype, 1)
-    assert loss == pytest.approx(expected_loss, abs=LOSS[dtype])
+    assert loss == pytest.approx(expected_loss, abs=BIAS[dtype])
     length, expected_length = projection(grads, exact), projection(expected, exact)
     assert length == pytest.approx(expected_length, abs=BIAS[dtype])
     for name, load in expected_loads.items():

@@ -24,6 +24,8 @@ from jaxbench.train.step import (
     train_step,
 )
 
+NEWER = ("deepseek3", "qwen3", "nemotron3", "gpt_oss")
+
 
 @pytest.mark.parametrize(
     "case",
@@ -137,24 +139,31 @@ def test_three_steps_of_adamw(decay_vectors, moments):
         assert np.abs(end[name] - start[name]).max() > 1e-3
 
 
-def losses_on_one_batch(family, dtype):
-    """Losses of 25 steps on random targets, which no model without gradients could guess."""
+def losses_on_one_batch(run, steps):
+    """Losses of some steps on random targets, which no model without gradients could guess."""
+    shape = 2, run.accumulation, run.batch.global_batch, run.batch.sequence_length
+    batch = np.random.default_rng(0).integers(0, run.model.vocabulary, size=shape, dtype=np.int32)
+    with mesh_of(run):
+        state, step = new_state(run), jax.jit(train_step, static_argnums=3)
+        losses = []
+        for _ in range(steps):
+            state, figures = step(state, *map(jnp.asarray, batch), run)
+            losses.append(float(figures["loss"]))
+        return losses
+
+
+def tiny_losses(family, dtype):
+    """Losses of 25 steps of a tiny model."""
     few = ("model.layers=3", "model.pattern=M*-") if family.startswith("nemotronh") else ()
     run = tiny_run(
         *few, f"precision.dtype={dtype}", "precision.amax_history=4", "execution.remat=full",
         "batch.global_batch=2", "optimizer.learning_rate=1e-2", "optimizer.warmup=0",
         "optimizer.final_learning_rate=1e-2", "model.init_std=0.05", family=family,
     )  # fmt: skip
-    batch = np.random.default_rng(0).integers(0, 64, size=(2, 1, 2, 32), dtype=np.int32)
     with mesh_of(run):
         expected = {"bf16": "bf16", "fp8": "fp8, emulated in bf16"}[dtype]
         assert kernels(run)["products"] == expected
-        state, step = new_state(run), jax.jit(train_step, static_argnums=3)
-        losses = []
-        for _ in range(25):
-            state, figures = step(state, *map(jnp.asarray, batch), run)
-            losses.append(float(figures["loss"]))
-        return losses
+    return losses_on_one_batch(run, steps=25)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +171,27 @@ def losses_on_one_batch(family, dtype):
     slow_except(["llama31_8b_bf16", "qwen3_30b_a3b_bf16"], FAMILIES),
 )
 def test_every_family_learns_one_batch_by_heart_in_bf16_and_fp8(family):
-    curves = {dtype: losses_on_one_batch(family, dtype) for dtype in ("bf16", "fp8")}
+    curves = {dtype: tiny_losses(family, dtype) for dtype in ("bf16", "fp8")}
     for losses in curves.values():
         assert losses[0] == pytest.approx(np.log(64), abs=0.3)
         assert losses[-1] < 0.1 * np.log(64)
     # Rounding errors of 2^-4 are independent, and average out over 64 tokens and 64 columns.
     assert curves["fp8"][0] == pytest.approx(curves["bf16"][0], abs=0.05)
     assert curves["fp8"] != curves["bf16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", [r for r in recipes.load_all() if r.name.startswith(NEWER)], ids=lambda r: r.name
+)
+def test_smoke_rows_learn_one_batch(recipe):
+    """Of two sequences; the recipe's rate would rise through warm-up."""
+    changes = ["batch.global_batch=2", "optimizer.learning_rate=3e-3", "optimizer.warmup=0"]
+    overrides = recipes.parse_overrides(changes)
+    losses = losses_on_one_batch(recipes.resolve(recipe, "smoke", overrides=overrides), steps=5)
+    assert losses[0] == pytest.approx(np.log(2048), abs=0.3)
+    # Where weights follow no gradient, the loss moves by its rounding errors, below 0.01.
+    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize(
