@@ -64,7 +64,7 @@ def result(command):
     return json.loads(command.out)
 
 
-@pytest.mark.parametrize("gpus", [2, 8])
+@pytest.mark.parametrize("gpus", [2, 8, 16])
 def test_collectives_of_one_process(gpus, tmp_path):
     variables = null_gpus.environment(gpus, counts=tmp_path)
     made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables).wait())
