@@ -26,6 +26,8 @@ ROWS = {
     "grok1_314b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
     "qwen3_30b_a3b_bf16": {"pipeline": 2, "expert": 2, "layers": 2},
     "qwen3_30b_a3b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
+    "qwen3_235b_a22b_bf16": {"expert": 2, "layers": 2},
+    "qwen3_235b_a22b_fp8": {"expert": 2, "layers": 2},
     "nemotron3_nano_30b_a3b_bf16": {"expert": 2, "tensor": 2},
     "nemotron3_nano_30b_a3b_fp8": {"fsdp": 2},
     "nemotron3_super_120b_a12b_bf16": {"fsdp": 2, "expert": 2},

@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <vector>
 
 using namespace null_gpu;
@@ -17,6 +19,9 @@ struct Communicator {
   std::string name;
   int rank, device;
   long splits = 0;
+  long issued = 0, ended = 0;  // collectives
+  std::mutex mutex{};
+  std::condition_variable changed{};
 };
 
 struct UniqueId {
@@ -54,6 +59,17 @@ static void count_bytes(const char *name, size_t bytes) {
   count(std::string(name) + " bytes", bytes);
 }
 
+// Collectives of a communicator run in the order in which they are issued, also on several streams, as NCCL's do.
+static void run_in_order(Communicator *c, long number, Kind kind, const Request &request, void *receive) {
+  std::unique_lock<std::mutex> lock(c->mutex);
+  c->changed.wait(lock, [&] { return c->ended == number; });
+  lock.unlock();
+  run_collective(c->clique, c->rank, kind, request, receive);
+  lock.lock();
+  c->ended++;
+  c->changed.notify_all();
+}
+
 static int collective(const char *name, Kind kind, const void *send, void *receive, size_t n, int type,
                       int reduction, int root, void *handle, CUstream stream) {
   Communicator *c = communicator(handle);
@@ -61,9 +77,9 @@ static int collective(const char *name, Kind kind, const void *send, void *recei
   CUresult failed = launch(("ncclDevKernel_" + std::string(name + 4)).c_str(), stream);
   if (failed) return 1;  // ncclUnhandledCudaError
   Request request{reinterpret_cast<uintptr_t>(send), n, type, reduction, root, getpid()};
-  enqueue(stream, [=] {
+  enqueue(stream, [=, number = c->issued++] {
     count_bytes(name, n * width_of(type));
-    run_collective(c->clique, c->rank, kind, request, receive);
+    run_in_order(c, number, kind, request, receive);
   });
   return 0;
 }
