@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxlib import _hlo, _jax, xla_client
 
 from jaxbench.ops.attention.cudnn import WINDOW
-from jaxbench.xla.hlo import Instruction, Program, Scope, arrays, ints
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import Instruction, Scope, arrays, ints
 
 DTYPES = {
     "pred": "bool", "s8": "int8", "u8": "uint8", "s32": "int32", "u32": "uint32",
