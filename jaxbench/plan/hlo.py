@@ -26,7 +26,7 @@ MEMORY_REPORT = "-memory-usage-report.txt"
 """End of the name of the compiler's account of memory, in place of the program's `.txt`."""
 
 UNKNOWN_LIMIT = 0.05
-"""Share of the kernels' time from which on unknown custom calls make a forecast none."""
+"""Share of the step from which on unknown custom calls make a forecast none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _in_line(program: Program) -> list[str]:
 
 def report(step: HloStep) -> str:
     """The step as text."""
-    parts, forecast = step.bound_parts_s, step.forecast
+    forecast = step.forecast
     share = sum(forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
     compiled = ", ".join(f"{n / 1e12:.1f} {name}" for name, n in step.flops.items()) or "none"
     lines = [
@@ -130,10 +130,7 @@ def report(step: HloStep) -> str:
         f"work        TFLOP per device and step: {compiled}",
         f"  kernels     {text.kernels(step)}",
         *text.network(step),
-        f"bound       {step.bound_step_s:.3f} s per step: products and attention "
-        f"{parts.get('compute', 0):.3f}, other kernels {parts.get('memory', 0):.3f}, exposed "
-        f"{parts['exposed']:.3f}; the largest other kernels:",
-        *text.other_kernels(step),
+        *text.bound(step),
     ]
     if share > UNKNOWN_LIMIT:
         lines.append(

@@ -41,7 +41,6 @@ def console() -> Console:
 def report(plan: Plan) -> str:
     """The whole plan as text."""
     size, state, work = plan.bytes_per_device, plan.state_bytes, plan.flops
-    parts = plan.bound_parts_s
     held = "" if state.gradients is None else f", of which gradients {gib(state.gradients)}"
     return "\n".join(
         [
@@ -60,10 +59,7 @@ def report(plan: Plan) -> str:
             f"  kernels     {kernels(plan)}",
             *_pipeline(plan),
             *network(plan),
-            f"bound       {plan.bound_step_s:.3f} s per step: products and attention "
-            f"{parts['compute']:.3f}, other kernels {parts['memory']:.3f}, exposed "
-            f"{parts['exposed']:.3f}; {_rates(plan, 'bound')}; the largest other kernels:",
-            *other_kernels(plan),
+            *bound(plan, f"; {_rates(plan, 'bound')}"),
             *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
             *_published(plan),
         ]
@@ -115,9 +111,15 @@ def network(step: Step) -> list[str]:
     ]
 
 
-def other_kernels(step: Step) -> list[str]:
-    """The largest kernels other than products and attention."""
-    return [f"  {k.seconds:.3f} s {k.launches:6}  {k.source}" for k in step.other_kernels]
+def bound(step: Step, rates: str = "") -> list[str]:
+    """The bound and its parts, with the largest kernels other than products and attention."""
+    parts = step.bound_parts_s
+    return [
+        f"bound       {step.bound_step_s:.3f} s per step: products and attention "
+        f"{parts.get('compute', 0):.3f}, other kernels {parts.get('memory', 0):.3f}, exposed "
+        f"{parts['exposed']:.3f}{rates}; the largest other kernels:",
+        *(f"  {k.seconds:.3f} s {k.launches:6}  {k.source}" for k in step.other_kernels),
+    ]
 
 
 def _rates(plan: Plan, name: str) -> str:
