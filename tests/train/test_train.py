@@ -287,10 +287,10 @@ LONG_TRACES = ("nemotronh", "nemotron3", "deepseek")
 
 def rows_to_trace():
     """One row of those that differ only in the sizes of the axes in use and in remat; slow but for
-    the one with the most axes of each family."""
+    the one with the most axes of each family. Smoke rows train on null GPUs instead."""
     alike, quick = {}, {}
     for recipe in recipes.load_all():
-        for row in recipe.rows:
+        for row in (row for row in recipe.rows if row != recipes.SMOKE):
             run = recipes.resolve(recipe, row)
             axes = tuple(a for a, size in zip(AXES, run.mesh_shape, strict=True) if size > 1)
             alike[recipe.name, axes, run.accumulation > 1] = run, recipe, row
