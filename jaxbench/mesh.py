@@ -189,9 +189,8 @@ def scatter_seq(y: jax.Array) -> jax.Array:
     """Leaves a tensor-parallel region: the sum over tensor ranks of `"batch seq embed"` as `"batch
     shard_seq embed"`."""
     if manual():
-        return (
-            jax.lax.psum_scatter(y, TENSOR, scatter_dimension=1, tiled=True) if used(TENSOR) else y
-        )
+        options = {"scatter_dimension": 1, "tiled": True}
+        return jax.lax.psum_scatter(y, TENSOR, **options) if used(TENSOR) else y
     return jax.sharding.reshard(y, spec("batch shard_seq embed", ACTIVATION))
 
 
@@ -270,11 +269,8 @@ MOVABLE = {"is_pipelineable": "true"}
 
 
 def gather(w: jax.Array, dims: Gathered, **to: str) -> jax.Array:
-    """A weight gathered from its parts, inside a `shard_map`.
-
-    XLA may gather a scanned weight in the iteration before, and scatter its gradient in the one
-    after.
-    """
+    """A weight gathered from its parts, inside a `shard_map`. XLA may gather a scanned weight in
+    the iteration before, and scatter its gradient in the one after."""
     with set_xla_metadata(**MOVABLE):
         for dim, axes in dims:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True, **to)
@@ -298,9 +294,8 @@ def varying(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
     """An `accumulating` array, such as the transposed embedding table, resharded as a weight of
     dimensions `dims`."""
-    return jax.sharding.reshard(
-        w, spec(dims, WEIGHT, reduced=set(jax.typeof(w).sharding.spec.reduced))
-    )
+    reduced = set(jax.typeof(w).sharding.spec.reduced)
+    return jax.sharding.reshard(w, spec(dims, WEIGHT, reduced=reduced))
 
 
 def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:

@@ -46,7 +46,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
-    beyond, unknown = _beyond(walk, costs["expected"]), _unknown(walk, costs["expected"])
+    beyond, unknown = _outside(walk, costs["expected"])
     largest = sorted(beyond, key=lambda work: -beyond[work])
     outside = sum(beyond.values()) + sum(unknown.values())
     return Forecast(
@@ -61,23 +61,18 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     )
 
 
-def _beyond(walk: Walk, costs: Measured) -> dict[Work, float]:
-    """Seconds per step of the work that the tables do not reach."""
-    seconds: defaultdict[Work, float] = defaultdict(float)
+def _outside(walk: Walk, costs: Measured) -> tuple[dict[Work, float], dict[str, float]]:
+    """Seconds per step of the work that the tables do not reach, and of custom calls without a
+    rule, those of the bytes that they move."""
+    beyond: defaultdict[Work, float] = defaultdict(float)
+    unknown: defaultdict[str, float] = defaultdict(float)
     for _, kernel, runs in walk.kernels():
         for work in kernel.works:
             if not costs.covers(work):
-                seconds[work] += costs.work(work) * runs
-    return seconds
-
-
-def _unknown(walk: Walk, costs: Measured) -> dict[str, float]:
-    """Seconds per step of custom calls without a rule, those of the bytes that they move."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for _, kernel, runs in walk.kernels():
+                beyond[work] += costs.work(work) * runs
         if kernel.unknown:
-            seconds[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
-    return dict(seconds)
+            unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
+    return beyond, dict(unknown)
 
 
 def _named(work: Work) -> str:

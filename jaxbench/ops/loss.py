@@ -102,12 +102,8 @@ def _local(
         largest = jax.lax.pmax(local_largest, mesh.TENSOR)
         partition = local_partition * jnp.exp(local_largest - largest)
         partition = jax.lax.psum(partition, mesh.TENSOR)
-        # Taken by index, not as a masked sum: XLA fuses a sum with the gradient, and then does not
-        # write the gradient into its stack.
         column = (targets - first_column)[:, None]
-        is_here = (column >= 0) & (column < columns)
-        picked = jnp.take_along_axis(logits, jnp.clip(column, 0, columns - 1), axis=-1)
-        target = jax.lax.psum(jnp.where(is_here, picked - largest, 0.0), mesh.TENSOR)
+        target = jax.lax.psum(_picked(logits, column, largest), mesh.TENSOR)
         counts = (targets != MASKED)[:, None] if masked else True
         loss += jnp.sum(jnp.where(counts, jnp.log(partition) - target, 0.0))
         if not gradients:
@@ -144,6 +140,15 @@ def _local(
     if shards:
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
     return loss, d_hidden.reshape(hidden.shape), d_head
+
+
+def _picked(logits, column, largest):
+    """Each token's logit of its column less the largest, zero where another device has the column.
+    Taken by index, not as a masked sum: XLA fuses a sum with the gradient, and then does not write
+    the gradient into its stack."""
+    last = logits.shape[1] - 1
+    picked = jnp.take_along_axis(logits, jnp.clip(column, 0, last), axis=-1)
+    return jnp.where((column >= 0) & (column <= last), picked - largest, 0.0)
 
 
 def _parts(chunks: int, size: int) -> int:

@@ -103,10 +103,8 @@ class Precision:
     def __post_init__(self) -> None:
         positive("precision.", self, "amax_history")
         not_negative("precision.", self, "margin", "first_bf16_layers", "last_bf16_layers")
-        require(
-            self.margin <= MAX_MARGIN,
-            f"precision.margin = {self.margin} must be at most {MAX_MARGIN}",
-        )
+        limit = f"precision.margin = {self.margin} must be at most {MAX_MARGIN}"
+        require(self.margin <= MAX_MARGIN, limit)
 
 
 @dataclass(frozen=True, kw_only=True)
