@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
     from jaxbench.plan.absent import INSTALL, installed
 
     without_compiler = pytest.mark.skipif(
-        not installed("jax_plugins.xla_cuda13"), reason=f"needs the XLA:GPU compiler: {INSTALL}"
+        not installed("jax_plugins.xla_cuda13"), reason=f"needs the compiler for GPUs: {INSTALL}"
     )
     items.sort(key=lambda item: place(item.path))
     for item in items:
