@@ -132,11 +132,11 @@ def test_recomputation_is_the_forward_pass_of_what_is_not_kept():
 
 
 def test_memory_is_near_what_was_compiled():
-    """The peaks of docs/plan.csv, for transformers; a difference of two is nearer."""
+    """The peaks of docs/plan.csv on H100s, for transformers; a difference of two is nearer."""
     with open("docs/plan.csv") as file:
         rows = [line for line in csv.DictReader(file) if line["recipe"].startswith("llama")]
     for line in rows:
-        if int(line["GPUs"]) > 1:
+        if int(line["GPUs"]) > 1 and line.get("GPU", "h100") == "h100":
             expected = candidates.memory(row(line["recipe"], int(line["GPUs"]))) / 2**30
             assert expected == pytest.approx(float(line["peak GiB"]), rel=0.2), line
 
