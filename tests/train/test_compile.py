@@ -175,6 +175,18 @@ def test_layers_in_bf16_and_current_scaling():
         check_program(row.compiled, row.run)
 
 
+def test_a_layer_in_bf16_inside_of_a_block():
+    """The second of two blocks has its MLP in bf16."""
+    changes = "model.layers=6", "model.pattern=M*-", "precision.last_bf16_layers=1"
+    row = Compiled("nemotronh_56b_fp8", 64, *changes, "execution.remat=full")
+    products = fp8.compiled_products(row.program)
+    assert all(in_fp8 for _, in_fp8 in products)
+    both, first = (products[f"stacks.0.layers.{n}", True] for n in ("1.mixer.qkv", "2.mixer.up"))
+    assert both == 2 * first > 0
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
 def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
     with (
         jax.set_mesh(llama2.mesh),
