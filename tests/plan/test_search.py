@@ -65,7 +65,7 @@ def test_a_candidate_is_its_row_with_set_entries():
 
 def test_parts_are_tried_where_tokens_are_exchanged():
     """1, 2 and the row's; other microbatches stay neighbours though they have other parts."""
-    run = row("qwen3_30b_a3b_bf16", 16, "execution.expert_parts=4")
+    run = row("qwen3_30b_a3b_fp8", 16, "execution.expert_parts=4")
     near = {
         (each.microbatch, each.execution.expert_parts)
         for each in candidates.layouts(run)
