@@ -6,7 +6,7 @@
 import numpy as np
 
 from jaxbench.recipe.attention import LatentAttentionConfig
-from jaxbench.recipe.blocks import repeating_blocks
+from jaxbench.recipe.blocks import repeating_blocks, stacks
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 
 
@@ -156,12 +156,19 @@ def deepseek(model, get):
     yield model.embedding.table, get("model.embed_tokens.weight")
     yield model.head, get("lm_head.weight").T
     yield model.norm.gain, get("model.norm.weight")
-    for stack, (letters, times) in zip(model.stacks, repeating_blocks(cfg), strict=True):
+    layers = [f"model.layers.{layer}" for layer in range(cfg.layers)]
+    if prediction := model.prediction:
+        layers.append("mtp.0.mtp_block")
+        yield prediction.embedding_norm.gain, get("mtp.0.enorm.weight")
+        yield prediction.hidden_norm.gain, get("mtp.0.hnorm.weight")
+        yield prediction.project, get("mtp.0.eh_proj.weight").T
+        yield prediction.norm.gain, get("mtp.0.post_norm.weight")
+    for stack, (letters, times) in zip(model.stacks, stacks(cfg), strict=True):
         repeats = []
-        for layer in range(first, first + times):
+        for layer in layers[first : first + times]:
 
             def weight(name, layer=layer):
-                return get(f"model.layers.{layer}.{name}")
+                return get(f"{layer}.{name}")
 
             def inside(part, weight=weight):
                 return lambda inner: weight(f"{part}.{inner}")

@@ -88,12 +88,13 @@ class Block(nnx.Module):
 @dataclass(frozen=True)
 class Segment:
     """Consecutive blocks of a stack with the same settings: index of the stack, which of its
-    blocks, saved activations (None: all), and whether products stay in bf16 in an FP8 run."""
+    blocks, saved activations (None: all), and the mixers of a block, by position, whose products
+    stay in bf16 in an FP8 run."""
 
     stack: int
     repeats: slice
     saved: frozenset[str] | None
-    bf16: bool
+    bf16: frozenset[int] = frozenset()
 
 
 class Decoder(nnx.Module):
@@ -164,13 +165,15 @@ class Decoder(nnx.Module):
 
         def apply(x, weights, scales, arrays):
             here = ctx.with_arrays(arrays)
-            x, figures = apply_block(*weights, scales, x, here, segment.saved, in_order=single)
+            block, observed = weights
+            x, figures = apply_block(
+                block, observed, scales, x, here, segment.saved, segment.bf16, in_order=single
+            )
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
-        scales = scaled[segment.stack] if scaled and not segment.bf16 else None
-        block, scales = jax.tree.map(
-            itemgetter(segment.repeats), (self.stacks[segment.stack], scales)
-        )
+        block = self.stacks[segment.stack]
+        scales = scaled[segment.stack] if scaled and len(segment.bf16) < len(block.layers) else None
+        block, scales = jax.tree.map(itemgetter(segment.repeats), (block, scales))
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
             apply, x, weights, scales, ctx.arrays, stash, unrolled=segment.saved is None
@@ -229,11 +232,12 @@ def apply_block(
     x: Hidden,
     ctx: ForwardContext,
     saved: frozenset[str] | None,
+    bf16: frozenset[int] = frozenset(),
     *,
     in_order: bool = False,
 ) -> LayerOutput:
-    """One block under a remat policy; in an FP8 run with its scales, and the zeros `observed` whose
-    gradients are the observed amax (`fp8.Scaled.observed`).
+    """One block under a remat policy; in an FP8 run with its scales, the zeros `observed` whose
+    gradients are the observed amax (`fp8.Scaled.observed`), and the mixers that stay in `bf16`.
 
     `saved` and `in_order` are those of `remat.recomputed`; with `in_order` the gradient of x is
     available only once those of the block's weights are. A block of more than two layers whose
@@ -245,7 +249,10 @@ def apply_block(
 
     def attached(block, observed, scales, arrays) -> tuple[Block, ForwardContext]:
         if scales is not None:
-            block = fp8.attach(block, replace(scales, observed=observed))
+            in_fp8 = fp8.attach(block, replace(scales, observed=observed))
+            for position in bf16:
+                in_fp8.layers[position] = block.layers[position]
+            block = in_fp8
         return block, ctx.with_arrays(arrays)
 
     def whole(x: Hidden, operands: tuple) -> LayerOutput:
@@ -285,27 +292,30 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     """All layers as segments, in order.
 
     Settings count layers as published: one of a transformer is attention and MLP. A block of
-    several layers saves an activation if all of its layers do, and stays in bf16 if any does.
+    several layers saves an activation if all of its layers do.
     """
     result, first = [], 0
-    counts = execution.saved(cfg.layers)
+    counts, mixers = execution.saved(cfg.layers), len(cfg.layer_patterns[0])
+    fp8_layers = range(precision.first_bf16_layers, cfg.layers - precision.last_bf16_layers)
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
-        size = len(pattern) // len(cfg.layer_patterns[0])
+        size = len(pattern) // mixers
 
         def repeats(layers: int, first=first, times=times, size=size) -> int:
             return min(max((layers - first) // size, 0), times)
 
+        in_bf16 = [
+            frozenset(n for n in range(len(pattern)) if layer + n // mixers not in fp8_layers)
+            for layer in range(first, first + times * size, size)
+        ]
+        changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}
         saving = {name: repeats(count) for name, count in (counts or {}).items()}
-        start_fp8 = repeats(precision.first_bf16_layers + size - 1)
-        stop_fp8 = repeats(cfg.layers - precision.last_bf16_layers)
-        for start, stop in pairwise(sorted({0, times, start_fp8, stop_fp8, *saving.values()})):
+        for start, stop in pairwise(sorted({0, times, *changes, *saving.values()})):
             saved = (
                 None
                 if counts is None
                 else frozenset(n for n, count in saving.items() if count >= stop)
             )
-            in_bf16 = start < start_fp8 or stop > stop_fp8
-            result.append(Segment(stack, slice(start, stop), saved, in_bf16))
+            result.append(Segment(stack, slice(start, stop), saved, in_bf16[start]))
         first += times * size
     return result
 
@@ -316,4 +326,4 @@ def prediction_segment(cfg: ModelConfig, execution: Execution) -> Segment | None
         return None
     counts = execution.saved(cfg.layers)
     saved = None if counts is None else frozenset(n for n, c in counts.items() if c == cfg.layers)
-    return Segment(len(repeating_blocks(cfg)), slice(0, 1), saved, False)
+    return Segment(len(repeating_blocks(cfg)), slice(0, 1), saved)

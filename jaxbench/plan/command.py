@@ -29,6 +29,8 @@ from jaxbench.xla import flags
 MODES = ("diff", "all", "hlo", "scaling", "search")
 """Options that do another thing than to plan one row."""
 
+DEFAULT_GPU = "h100"
+
 REMEDIES = 8
 """Candidates that are compiled, at most, in place of a row that does not fit."""
 
@@ -42,7 +44,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", help="recipe file or name, such as llama2_70b_bf16")
     add("--gpus", type=int, help="number of GPUs: a row, or any count that fills nodes")
-    add("--gpu", choices=list(hardware.PLANNED), default="h100", help="default h100")
+    add("--gpu", choices=list(hardware.PLANNED), help=f"default {DEFAULT_GPU}")
     add(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="change a setting of the row: batch.microbatch=4",
@@ -77,7 +79,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="describe a compiled program of whatever code: text of compiled.as_text(), or the "
         "program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
     )  # fmt: skip
-    add("--all", action="store_true", help="plan every row of every recipe")
+    add(
+        "--all", action="store_true",
+        help=f"plan every row of every recipe on {DEFAULT_GPU}, and those of other GPUs on these; "
+        "with --gpu, --system or --kernels every row on one GPU",
+    )  # fmt: skip
     add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
     add("--search", action="store_true", help="try other meshes and remat policies for the row")
     add("--limit", type=int, help=f"candidates that --search compiles (default {search.LIMIT})")
@@ -169,7 +175,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if ignored and (args.diff or args.all or args.hlo):
         raise RecipeError(f"{modes[0]} takes no --{ignored[0]}")
     if args.kernels:
-        load(args.gpu, args.kernels)
+        load(args.gpu or DEFAULT_GPU, args.kernels)
     if args.limit is not None and not args.search:
         raise RecipeError("--limit is for --search")
     positive("--", args, "limit")
@@ -179,8 +185,21 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise RecipeError("--config and --gpus are needed (or --all, --hlo FILE, or --diff A B)")
 
 
-def plan_many(args: argparse.Namespace, target: Target) -> int:
+def find_targets(args: argparse.Namespace) -> list[Target]:
+    """The GPU of the options, the default one first where `--all` is for every GPU. Raises
+    RecipeError."""
+    one = args.gpu or args.system or args.kernels or not args.all
+    others = [] if one else [name for name in hardware.PLANNED if name != DEFAULT_GPU]
+    system = tuple(args.system)
+    return [
+        Target(with_settings(hardware.PLANNED[name], args.system), name, system, args.kernels)
+        for name in (args.gpu or DEFAULT_GPU, *others)
+    ]
+
+
+def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     """Runs `--diff`, `--all`, `--scaling` or `--search`."""
+    target = targets[0]
     if args.diff and all(spec.endswith(".csv") for spec in args.diff):
         before, after = map(Path, args.diff)
         lines, worse = sweep.difference(before, after, args.percent)
@@ -197,7 +216,7 @@ def plan_many(args: argparse.Namespace, target: Target) -> int:
     if args.scaling:
         recipe = recipes.load(args.config).on(target.gpu)
         return scaling.scaling(recipe, args.config, args.set, target, args.json)
-    return sweep.sweep(target, args.output)
+    return sweep.sweep(targets, args.output)
 
 
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
@@ -224,14 +243,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags.check_environment(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
-        gpu = with_settings(hardware.PLANNED[args.gpu], args.system)
+        targets = find_targets(args)
         check_arguments(args)
+        gpu = targets[0].gpu
         if args.hlo:
             step = hlo.read(args.hlo, gpu, args.kernels)
             print(json.dumps(asdict(step), indent=2) if args.json else hlo.report(step))
             return 0
         if args.diff or args.all or args.scaling or args.search:
-            return plan_many(args, Target(gpu, args.gpu, tuple(args.system), args.kernels))
+            return plan_many(args, targets)
         return plan_one(args, gpu)
     except (RecipeError, RunFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

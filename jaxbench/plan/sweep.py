@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
-from jaxbench.hardware import Gpu
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
@@ -34,28 +33,32 @@ LEAST = 0.05
 """Change of a column, in its unit, that is never worth a line."""
 
 
-def rows(gpu: Gpu) -> list[Run]:
-    """Every row of every recipe on a GPU, without smoke rows."""
+def rows(target: Target, every: bool = True) -> list[Run]:
+    """Every row of every recipe on a GPU, without smoke rows; or those alone that are for it."""
     return [
-        recipes.resolve(recipe, row)
-        for recipe in (loaded.on(gpu) for loaded in recipes.load_all())
-        for row in recipe.rows
+        recipes.resolve(recipe.on(target.gpu), row)
+        for recipe in recipes.load_all()
+        for row in (recipe.on(target.gpu).rows if every else recipe.gpu_rows.get(target.name, {}))
         if row != recipes.SMOKE
     ]
 
 
-def sweep(target: Target, output: Path) -> int:
-    """Plans all rows and writes the tables; 1 when a row fails or does not fit."""
-    plans, failures = plan_all(rows(target.gpu), target)
-    lines = [f"{run.recipe}-{run.row}: {reason}" for run, reason in failures.items()]
-    write_tables(plans, lines, output, target)
-    too_big = [plan for plan in plans if not plan.fits]
-    for plan in too_big:
-        print(f"{plan.recipe}:{plan.row} does not fit", file=sys.stderr)
-    return int(bool(failures or too_big))
+def sweep(targets: list[Target], output: Path) -> int:
+    """Plans all rows on the first GPU, and those that recipes have for the others, and writes the
+    tables; 1 when a row fails or does not fit."""
+    table, lines, too_big = [], [], []
+    for target in targets:
+        plans, failures = plan_all(rows(target, target is targets[0]), target)
+        table += [cells(plan, target.name) for plan in plans]
+        lines += [f"{r.recipe}-{r.row} on {target.name}: {why}" for r, why in failures.items()]
+        too_big += [f"{p.recipe}:{p.row} on {target.name}" for p in plans if not p.fits]
+    write_tables(table, lines, output, targets)
+    for name in too_big:
+        print(f"{name} does not fit", file=sys.stderr)
+    return int(bool(lines or too_big))
 
 
-def cells(plan: Plan) -> dict[str, str]:
+def cells(plan: Plan, gpu: str) -> dict[str, str]:
     """A line of the table by its columns."""
     size, row = plan.bytes_per_device, plan.published
 
@@ -65,6 +68,7 @@ def cells(plan: Plan) -> dict[str, str]:
 
     return {
         "recipe": plan.recipe,
+        "GPU": gpu,
         "GPUs": str(plan.gpus),
         "mesh": plan.mesh,
         "peak GiB": f"{size.peak / 2**30:.1f}",
@@ -88,15 +92,17 @@ def cells(plan: Plan) -> dict[str, str]:
     }
 
 
-def write_tables(plans: list[Plan], failures: list[str], output: Path, target: Target) -> None:
+def write_tables(
+    table: list[dict[str, str]], failures: list[str], output: Path, targets: list[Target]
+) -> None:
     """Replaces the table of `plan.md` after `MARK`, and `plan.csv`."""
     output.mkdir(parents=True, exist_ok=True)
-    table = [cells(plan) for plan in plans]
     columns = [*table[0]] if table else []
     packages = versions() | {"commit": None, "source": None}
     names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
+    options = " and ".join(" ".join(target.options()) for target in targets)
     lines = [
-        f"{time.strftime('%Y-%m-%d')}, {len(plans)} rows, {' '.join(target.options())}. {names}.",
+        f"{time.strftime('%Y-%m-%d')}, {len(table)} rows, {options}. {names}.",
         "",
         f"| {' | '.join(columns)} |",
         f"|{'---|' * len(columns)}",
@@ -136,12 +142,13 @@ def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
     return "\n".join(lines or [f"no row moved by more than {percent:g} %"]), worse
 
 
-def _read_table(path: Path) -> dict[tuple[str, str], dict[str, str]]:
-    """The lines of a table by recipe and GPUs."""
+def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
+    """The lines of a table by recipe, GPU and number of GPUs; a table without GPU is H100's."""
     try:
         with path.open(newline="") as file:
-            table = {(line["recipe"], line["GPUs"]): line for line in csv.DictReader(file)}
-        for line in table.values():
+            lines = [*csv.DictReader(file)]
+        table = {(line["recipe"], line.get("GPU", "h100"), line["GPUs"]): line for line in lines}
+        for line in lines:
             for column in COMPARED:
                 float(line[column])
     except (OSError, KeyError, TypeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections import Counter
 from typing import Any
 
 import jax
@@ -11,10 +10,9 @@ from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
-from jaxbench.models.decoder import segments
+from jaxbench.models.decoder import prediction_segment, segments
 from jaxbench.ops import attention, fp8, grouped
 from jaxbench.ops.pallas import undeprecated
-from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
@@ -125,16 +123,19 @@ def _check_fp8(program: Program, run: Run) -> None:
     if problem := implementation.problem(program, run.precision):
         raise RunFailed(problem)
     compiled = fp8.compiled_products(program)
-    repeats: Counter[int] = Counter()
-    for segment in segments(run.model, run.execution, run.precision):
-        if not segment.bf16:
-            repeats[segment.stack] += segment.repeats.stop - segment.repeats.start
-    if run.model.prediction:
-        repeats[len(repeating_blocks(run.model))] += run.model.prediction.depth
+    parts = segments(run.model, run.execution, run.precision)
+    if run.model.prediction and (further := prediction_segment(run.model, run.execution)):
+        parts += run.model.prediction.depth * [further]
     hint = "; precision.gather=bf16 may help" if run.precision.gather == "fp8" else ""
     for stack, block in enumerate(abstract_state(run).model.stacks):
-        expected = 3 * repeats[stack] * run.accumulation // run.parallelism.pipeline
         for product in fp8.products(block):
+            position = int(product.split(".")[1])
+            repeats = sum(
+                part.repeats.stop - part.repeats.start
+                for part in parts
+                if part.stack == stack and position not in part.bf16
+            )
+            expected = 3 * repeats * run.accumulation // run.parallelism.pipeline
             name = fp8.product_name(stack, product)
             runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:

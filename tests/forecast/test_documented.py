@@ -12,12 +12,13 @@ ALIKE = ("llama2_70b", "llama31_8b", "llama31_70b")
 
 
 def ratios() -> dict[str, float]:
-    """Forecast over published seconds of each published row."""
+    """Forecast over published seconds of each published row of H100s."""
     with (ROOT / "docs" / "plan.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["published s"]]
     return {
         f"{row['recipe']}:{row['GPUs']}": float(row["forecast s"]) / float(row["published s"])
         for row in rows
+        if row.get("GPU", "h100") == "h100"
     }
 
 

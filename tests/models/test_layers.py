@@ -101,16 +101,20 @@ def test_initial_values_follow_maxtext():
         assert (np.abs(sample).max() < 2.3 * std) == truncated
 
 
+BOTH = frozenset({0, 1})
+"""The mixers of a transformer's layer, by position."""
+
+
 def test_segments_of_one_remat_policy():
     cfg = replace(MODELS["llama31_8b"], layers=5)
     assert segments(cfg, Execution(remat="query,attention:2,residual:3"), Precision()) == [
-        Segment(0, slice(0, 2), frozenset({"query", "attention", "residual"}), False),
-        Segment(0, slice(2, 3), frozenset({"query", "residual"}), False),
-        Segment(0, slice(3, 5), frozenset({"query"}), False),
+        Segment(0, slice(0, 2), frozenset({"query", "attention", "residual"}), frozenset()),
+        Segment(0, slice(2, 3), frozenset({"query", "residual"}), frozenset()),
+        Segment(0, slice(3, 5), frozenset({"query"}), frozenset()),
     ]
     for remat, kept in (("none", None), ("full", frozenset())):
         assert segments(cfg, Execution(remat=remat), Precision()) == [
-            Segment(0, slice(0, 5), kept, False)
+            Segment(0, slice(0, 5), kept, frozenset())
         ]
 
 
@@ -118,24 +122,25 @@ def test_segments_of_one_precision():
     cfg = replace(MODELS["llama31_8b"], layers=5)
     precision = Precision(first_bf16_layers=1, last_bf16_layers=1)
     assert segments(cfg, Execution(remat="query:3"), precision) == [
-        Segment(0, slice(0, 1), frozenset({"query"}), True),
-        Segment(0, slice(1, 3), frozenset({"query"}), False),
-        Segment(0, slice(3, 4), frozenset(), False),
-        Segment(0, slice(4, 5), frozenset(), True),
+        Segment(0, slice(0, 1), frozenset({"query"}), BOTH),
+        Segment(0, slice(1, 3), frozenset({"query"}), frozenset()),
+        Segment(0, slice(3, 4), frozenset(), frozenset()),
+        Segment(0, slice(4, 5), frozenset(), BOTH),
     ]
     everything = Precision(first_bf16_layers=3, last_bf16_layers=9)
     in_bf16 = segments(cfg, Execution(remat="none"), everything)
-    assert all(segment.bf16 for segment in in_bf16)
+    assert all(segment.bf16 == BOTH for segment in in_bf16)
 
 
 def test_segments_of_blocks_of_several_layers():
+    """A layer is one mixer here: of two blocks only a part stays in bf16."""
     cfg = MODELS["nemotronh_56b"]
-    precision = Precision(first_bf16_layers=2, last_bf16_layers=2)
+    precision = Precision(first_bf16_layers=2, last_bf16_layers=3)
     assert segments(cfg, Execution(remat="up:43,mamba:114"), precision) == [
-        Segment(0, slice(0, 1), frozenset({"mamba", "up"}), True),
-        Segment(0, slice(1, 3), frozenset({"mamba", "up"}), False),
-        Segment(0, slice(3, 10), frozenset({"mamba"}), False),
-        Segment(1, slice(0, 2), frozenset({"mamba"}), False),
-        Segment(1, slice(2, 3), frozenset(), False),
-        Segment(1, slice(3, 4), frozenset(), True),
+        Segment(0, slice(0, 1), frozenset({"mamba", "up"}), BOTH),
+        Segment(0, slice(1, 3), frozenset({"mamba", "up"}), frozenset()),
+        Segment(0, slice(3, 10), frozenset({"mamba"}), frozenset()),
+        Segment(1, slice(0, 2), frozenset({"mamba"}), frozenset()),
+        Segment(1, slice(2, 3), frozenset(), frozenset({1})),
+        Segment(1, slice(3, 4), frozenset(), BOTH),
     ]

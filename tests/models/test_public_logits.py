@@ -11,7 +11,8 @@ from cases import slow_except
 from public_weights import deepseek, gpt_oss, hybrid, transformer
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.decoder import Decoder
+from jaxbench.models.context import forward_context
+from jaxbench.models.decoder import Decoder, prediction_segment
 from jaxbench.recipe.attention import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -19,7 +20,13 @@ from jaxbench.recipe.attention import (
     RopeScaling,
     Yarn,
 )
-from jaxbench.recipe.model import ExpertsConfig, MambaConfig, MlpConfig, ModelConfig
+from jaxbench.recipe.model import (
+    ExpertsConfig,
+    MambaConfig,
+    MlpConfig,
+    ModelConfig,
+    PredictionConfig,
+)
 from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -72,6 +79,7 @@ DEEPSEEK3 = ModelConfig(
         count=8, top_k=4, ffn=24, shared_ffn=24, router="sigmoid", bias_rate=1e-3, gate_scale=2.5,
         groups=4, top_groups=2,
     ),
+    prediction=PredictionConfig(pattern="LE", loss=0.3),
 )  # fmt: skip
 GPT_OSS = ModelConfig(
     family="test", size="tiny", layers=4, embed=32, vocabulary=64, pattern="WE*E",
@@ -112,16 +120,31 @@ def loaded(name, key):
     return arrays, model
 
 
+def assert_logits(hidden, model, expected):
+    logits = np.asarray(hidden) @ np.asarray(model.head[...])
+    # Two fp32 implementations that sum in different orders.
+    np.testing.assert_allclose(logits, expected, atol=5e-6 * np.abs(expected).max(), rtol=0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))
         hidden, *_ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), FP32)
-        hidden = model.norm(hidden)
-    logits = np.asarray(hidden) @ np.asarray(model.head[...])
-    # Two fp32 implementations that sum in different orders.
-    tolerance = 5e-6 * np.abs(arrays["logits"]).max()
-    np.testing.assert_allclose(logits, arrays["logits"], atol=tolerance, rtol=0)
+        assert_logits(model.norm(hidden), model, arrays["logits"])
+
+
+def test_multi_token_prediction_equals_that_of_a_public_implementation():
+    """Logits of the tokens after the next ones; the last position has none."""
+    with mesh_of(tiny_run()):
+        arrays, model = loaded("deepseek3", jax.random.key(0))
+        tokens = jnp.asarray(arrays["tokens"])
+        hidden, *_ = model.hidden(tokens, Execution(), FP32)
+        embedded = model.embedding.table[...][tokens[:, 1:]]
+        x = model.prediction(embedded, model.norm(hidden)[:, :-1])
+        ctx = forward_context(model.cfg, x.shape[1], Execution(), FP32)
+        x, *_ = model.apply(prediction_segment(model.cfg, Execution()), x, ctx)
+        assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 
 @pytest.mark.parametrize("name", slow_except(["qwen3"], MODELS))

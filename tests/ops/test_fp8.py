@@ -264,6 +264,18 @@ def test_layers_kept_in_bf16():
     assert fp8_run != bf16
 
 
+def test_a_layer_kept_in_bf16_inside_of_a_block():
+    """Blocks of five layers: the last seven are one and two layers of another. Only products in FP8
+    observe an amax."""
+    changes = "model.pattern=M*-M-", "precision.last_bf16_layers=7", FULL
+    run = tiny_run(FP8, *changes, family="nemotronh_56b_bf16")
+    _, state = steps_of(run, 1)
+    (stack,), (history,) = state.model.stacks, np.asarray(state.fp8)
+    positions = [int(name.split(".")[1]) for name in fp8.products(stack)]
+    expected = [[5 * block + position < 3 for position in positions] for block in range(2)]
+    np.testing.assert_array_equal(history[:, :, 0].max(axis=-1) > 0, expected)
+
+
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("scaling", slow_except(["delayed"], ["delayed", "current"]))
 def test_what_is_not_finite_reaches_the_loss(scaling, value):

@@ -1,10 +1,12 @@
 """The command's options, and rows that are not in a recipe's file."""
 
+from collections import Counter
+
 import pytest
 
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, candidates, command
-from jaxbench.recipe import derive, recipes
+from jaxbench.plan import absent, candidates, command, sweep
+from jaxbench.recipe import derive, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
 
@@ -32,11 +34,34 @@ def test_what_would_be_ignored_is_refused(option, capsys):
     assert capsys.readouterr().err == f"error: --all takes no {option[0]}\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [([], {"h100", "h200", "b200", "gb200"}), (["--gpu", "gb200"], {"gb200"}),
+     (["--system", "nic=25"], {"h100"})],
+)  # fmt: skip
+def test_all_plans_what_is_published_for_a_gpu(options, gpus, monkeypatch, tmp_path):
+    """For every GPU, or the one that is asked for."""
+    planned = Counter()
+
+    def plan_all(runs, target):
+        models = ((run.model.family, run.model.size, run.precision.dtype) for run in runs)
+        planned.update((target.name, *m, run.gpus) for m, run in zip(models, runs, strict=True))
+        return [], {}
+
+    monkeypatch.setattr(sweep, "plan_all", plan_all)
+    assert command.main(["--all", *options, "--output", str(tmp_path)]) == 0
+    assert {gpu for gpu, *_ in planned} <= gpus
+    assert set(planned.values()) == {1}
+    for row in published.rows():
+        name = row.gpu_type, row.workload, row.size, row.dtype, row.gpus
+        assert (name in planned) == (row.gpu_type in gpus), name
+
+
 TABLE = """\
-recipe,GPUs,mesh,peak GiB,fits,wire GiB,uncovered GiB,exposed s,bound s,forecast s,launches
-llama,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
-llama,16,fsdp 16,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
-grok,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
+recipe,GPU,GPUs,mesh,peak GiB,fits,wire GiB,uncovered GiB,exposed s,bound s,forecast s,launches
+llama,h100,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
+llama,h100,16,fsdp 16,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
+llama,gb200,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
 """
 
 
@@ -45,11 +70,12 @@ grok,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
     [
         ([("60.0", "61.0"), ("0.01", "0.04")], 0, "no row moved by more than 2 %\n"),
         ([("16,60.0,yes", "16,75.0,NO")], 1,
-         "llama 16: fits yes -> NO\nllama 16: peak GiB 60.0 -> 75.0, x 1.250\n"),
+         "llama h100 16: fits yes -> NO\nllama h100 16: peak GiB 60.0 -> 75.0, x 1.250\n"),
         ([("8,60.0,yes,10.0,0.0,0.01,1.000,1.200", "8,60.0,yes,10.0,0.0,0.01,1.000,1.100")], 0,
-         "llama 8: forecast s 1.200 -> 1.100, x 0.917\n"
-         "grok 8: forecast s 1.200 -> 1.100, x 0.917\n"),
-        ([("grok,8", "grok,4")], 1, "grok 8: only in {a}\ngrok 4: only in {b}\n"),
+         "llama h100 8: forecast s 1.200 -> 1.100, x 0.917\n"
+         "llama gb200 8: forecast s 1.200 -> 1.100, x 0.917\n"),
+        ([("gb200,8", "gb200,4")], 1,
+         "llama gb200 8: only in {a}\nllama gb200 4: only in {b}\n"),
     ],
 )  # fmt: skip
 def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys):

@@ -171,13 +171,13 @@ def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     runs = [command.resolve(ROW[1], gpus, changes, H100)[0] for gpus, changes in asked]
     target = Target(gpu=H100, name="h100")
     monkeypatch.setattr(processes, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(sweep, "rows", lambda gpu: runs)
+    monkeypatch.setattr(sweep, "rows", lambda target, every: runs)
     shutil.copytree(planned[1], processes.folder(runs[0], target))
     monkeypatch.setattr(processes.sys, "executable", "false")
-    assert sweep.sweep(target, tmp_path) == 1
+    assert sweep.sweep([target], tmp_path) == 1
     written = (tmp_path / "plan.md").read_text()
-    assert "| llama31_8b_bf16 | 16 | data 2 x fsdp 8 |" in written
-    assert "not planned: llama31_8b_bf16-8: exit status 1" in written
+    assert "| llama31_8b_bf16 | h100 | 16 | data 2 x fsdp 8 |" in written
+    assert "not planned: llama31_8b_bf16-8 on h100: exit status 1" in written
     assert len((tmp_path / "plan.csv").read_text().splitlines()) == 2
 
 

@@ -65,7 +65,7 @@ def test_a_candidate_is_its_row_with_set_entries():
 
 def test_parts_are_tried_where_tokens_are_exchanged():
     """1, 2 and the row's; other microbatches stay neighbours though they have other parts."""
-    run = row("qwen3_30b_a3b_bf16", 16, "execution.expert_parts=4")
+    run = row("qwen3_30b_a3b_fp8", 16, "execution.expert_parts=4")
     near = {
         (each.microbatch, each.execution.expert_parts)
         for each in candidates.layouts(run)
@@ -132,11 +132,11 @@ def test_recomputation_is_the_forward_pass_of_what_is_not_kept():
 
 
 def test_memory_is_near_what_was_compiled():
-    """The peaks of docs/plan.csv, for transformers; a difference of two is nearer."""
+    """The peaks of docs/plan.csv on H100s, for transformers; a difference of two is nearer."""
     with open("docs/plan.csv") as file:
         rows = [line for line in csv.DictReader(file) if line["recipe"].startswith("llama")]
     for line in rows:
-        if int(line["GPUs"]) > 1:
+        if int(line["GPUs"]) > 1 and line.get("GPU", "h100") == "h100":
             expected = candidates.memory(row(line["recipe"], int(line["GPUs"]))) / 2**30
             assert expected == pytest.approx(float(line["peak GiB"]), rel=0.2), line
 

@@ -278,7 +278,7 @@ def test_bad_override(texts, message):
     [
         ("model: [", "not valid YAML"),
         ("- 1", "expected a mapping"),
-        ("model: llama9", "model is 'llama9'; expected one of llama2_70b"),
+        ("model: llama9", "model is 'llama9'; expected one of deepseek_v3"),
         ("model: llama2_70b\nrows: {}", "rows must map GPU counts"),
         ("model: llama2_70b\nrows: {big: {}}", "row 'big' must be a GPU count or 'smoke'"),
         ("model: llama2_70b\nrows: {8: 1}", "row 8 must be a GPU count or 'smoke' and hold"),

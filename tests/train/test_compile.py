@@ -175,6 +175,18 @@ def test_layers_in_bf16_and_current_scaling():
         check_program(row.compiled, row.run)
 
 
+def test_a_layer_in_bf16_inside_of_a_block():
+    """The second of two blocks has its MLP in bf16."""
+    changes = "model.layers=6", "model.pattern=M*-", "precision.last_bf16_layers=1"
+    row = Compiled("nemotronh_56b_fp8", 64, *changes, "execution.remat=full")
+    products = fp8.compiled_products(row.program)
+    assert all(in_fp8 for _, in_fp8 in products)
+    both, first = (products[f"stacks.0.layers.{n}", True] for n in ("1.mixer.qkv", "2.mixer.up"))
+    assert both == 2 * first > 0
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
 def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
     with (
         jax.set_mesh(llama2.mesh),
@@ -400,9 +412,8 @@ def test_experts_in_parts_hide_their_exchanges():
     """Half of their bytes. Weights are gathered once, and their gradients scattered once."""
     uncovered, of_weights = [], []
     for parts in (1, 2):
-        row = Compiled(
-            "qwen3_30b_a3b_bf16", 16, "model.layers=2", f"execution.expert_parts={parts}"
-        )
+        changes = "precision.dtype=bf16", "model.layers=2", f"execution.expert_parts={parts}"
+        row = Compiled("qwen3_30b_a3b_fp8", 16, *changes)
         timeline = schedule.Walk(row.program).under(schedule.Roofline(H100))
         uncovered.append(timeline.uncovered_bytes)
         kinds = "all-gather", "reduce-scatter"

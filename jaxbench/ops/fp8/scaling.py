@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxbench import mesh
 from jaxbench.ops.fp8.operand import Operand
 from jaxbench.ops.fp8.per_tensor import VALUES, amax_of, quantize, scale_invs_of
 from jaxbench.recipe.settings import Precision
+
+B = TypeVar("B", bound=nnx.Module)
 
 Histories = list[jax.Array]
 """Delayed scaling: for each stack of blocks the amax of past steps, `[blocks, products, 3,
@@ -128,7 +130,7 @@ def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scale
     return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
 
 
-def attach(block: nnx.Module, scaled: Scaled) -> nnx.Module:
+def attach(block: B, scaled: Scaled) -> B:
     """One block with an `Operand` in the place of each weight that multiplies in FP8."""
     order = list(products(block))
 

@@ -1,16 +1,17 @@
 """The model families, a file of dimensions for each; `MODELS` is their registry.
 
-A new family is a file with its `ModelConfig`s and a line here. It has `SOURCE_FLOPS` too where its
-source counts model FLOPs otherwise than in full.
+Every file of this folder is a family: `MODELS` are its `ModelConfig`s. It has `SOURCE_FLOPS` too
+where its source counts model FLOPs otherwise than in full.
 """
 
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
-from jaxbench.recipe.families import deepseek, gpt_oss, grok, llama, nemotron, qwen
 from jaxbench.recipe.model import ModelConfig
 
-FAMILIES = (llama, grok, nemotron, qwen, deepseek, gpt_oss)
-MODELS = {
+FAMILIES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+MODELS: dict[str, ModelConfig] = {
     f"{cfg.family.replace('.', '')}_{cfg.size}": cfg for family in FAMILIES for cfg in family.MODELS
 }
 SOURCE_FLOPS: dict[str, Callable[[ModelConfig, int], float]] = {
