@@ -291,9 +291,10 @@ class Attempt:
 
 
 def one_line(error: Exception) -> str:
-    """The type and the first line of an error, with the second where the first announces it."""
-    first, *more = traceback.format_exception_only(error)[0].splitlines()
-    return f"{first} {more[0]}" if first.endswith(":") and more else first
+    """The type and the first line of an error, with the next one where the first announces it."""
+    lines = filter(None, map(str.strip, traceback.format_exception_only(error)[0].splitlines()))
+    first = next(lines)
+    return f"{first} {next(lines, '')}".rstrip() if first.endswith(":") else first
 
 
 def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
