@@ -4,11 +4,13 @@ import os
 import platform
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import is_null
@@ -41,11 +43,23 @@ def find() -> tuple[int, str]:
             f"node {platform.node()}: JAX can use no device: {reason}",
             "gpu" if cause == "failed" else cause,
         ) from error
-    models = Counter(device.device_kind for device in devices)
-    if len(models) > 1:
-        listed = ", ".join(f"{count} x {model}" for model, count in models.items())
+    if len(models := Counter(device.device_kind for device in devices)) > 1:
+        gathered = job.gather("node", platform.node())
+        nodes = job.broadcast("nodes", lambda: gathered)
+        listed = ", ".join(
+            f"{count} x {model} on "
+            + first_names(nodes[d.process_index] for d in devices if d.device_kind == model)
+            for model, count in models.items()
+        )
         raise RecipeError(f"the job's devices differ: {listed}; choose nodes with the same GPUs")
     return len(devices), devices[0].platform
+
+
+def first_names(names: Iterable[str], most: int = 4) -> str:
+    """The first of some names, each once, and how many more there are."""
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - most} more" if len(distinct) > most else ""
+    return ", ".join(distinct[:most]) + more
 
 
 def check_local_devices(expected: int, cpu: bool) -> None:

@@ -1,4 +1,4 @@
-"""Errors of a step on a GPU, reported while the main thread is blocked."""
+"""Errors of a step on a GPU: reported while the main thread is blocked, and by the GPU's number."""
 
 import threading
 import time
@@ -11,42 +11,65 @@ PATIENCE_S = 5.0
 """Seconds without a launch after which the results of the last one are awaited on every GPU; and
 seconds that the main thread has to handle an error itself before `fail` is called."""
 
+NAMED_S = 1.0
+"""Seconds in which a failed GPU's error can be raised again."""
 
-def watched_launches(program: Callable, fail: Callable[[Exception], None]) -> Callable:
-    """The program of a step, whose launches are watched: if the main thread does not handle the
-    error of a step, another thread calls `fail` with it.
+
+class Launches:
+    """The program of a step on the GPUs of one process, whose launches are watched: if the main
+    thread does not handle the error of a step, another thread calls `fail` with it.
 
     When one GPU of a process fails, collectives on the others wait for it forever. The main thread
     then blocks when it awaits a result of theirs, and when it launches the next step, since XLA
     launches a program on all GPUs together. Awaiting the failed GPU's shard of the last results
     raises the error.
     """
-    if jax.local_device_count() == 1 or jax.default_backend() != "gpu":
-        return program
-    launched: dict[str, jax.Array] = {}
 
-    def launch(state: Any) -> Any:
-        nonlocal launched
-        result = program(state)
-        launched = result[1]
+    def __init__(self, program: Callable, fail: Callable[[Exception], None]):
+        self._program, self._fail = program, fail
+        self._launched: dict[str, jax.Array] = {}
+        self._several = jax.local_device_count() > 1 and jax.default_backend() == "gpu"
+        if self._several:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def __call__(self, state: Any) -> Any:
+        result = self._program(state)
+        self._launched = result[1]
         return result
 
-    def await_shard(shard: jax.Array) -> None:
-        try:
-            jax.block_until_ready(shard)
-        except Exception as error:
-            time.sleep(PATIENCE_S)
-            fail(error)
+    def failed(self) -> str | None:
+        """The numbers on this host of the GPUs that raise an error; None where the process has one
+        GPU, and where all raise it or none."""
+        numbers: list[int] = []
+        self._await_shards(lambda number, _: numbers.append(number))
+        time.sleep(NAMED_S)
+        if 0 < len(numbers) < jax.local_device_count():
+            return f"GPU {', '.join(map(str, sorted(numbers)))}"
+        return None
 
-    def watch() -> None:
-        seen = awaited = launched
+    def _await_shards(self, found: Callable[[int, Exception], None]) -> None:
+        """Awaits the last results on every GPU, in a thread each, and calls `found` with the number
+        of a GPU and its error."""
+
+        def wait(shard: Any) -> None:
+            try:
+                jax.block_until_ready(shard.data)
+            except Exception as error:
+                found(shard.device.local_hardware_id, error)
+
+        figures = next(iter(self._launched.values()), None) if self._several else None
+        for shard in [] if figures is None else figures.addressable_shards:
+            threading.Thread(target=wait, args=(shard,), daemon=True).start()
+
+    def _watch(self) -> None:
+        def missed(_: int, error: Exception) -> None:
+            time.sleep(PATIENCE_S)
+            self._fail(error)
+
+        seen = awaited = self._launched
         while True:
             time.sleep(PATIENCE_S)
-            if launched is seen and launched is not awaited:
-                awaited = launched
-                for shard in next(iter(launched.values())).addressable_shards:
-                    threading.Thread(target=await_shard, args=(shard.data,), daemon=True).start()
-            seen = launched
-
-    threading.Thread(target=watch, daemon=True).start()
-    return launch
+            if self._launched is seen and self._launched is not awaited:
+                awaited = self._launched
+                self._await_shards(missed)
+            seen = self._launched

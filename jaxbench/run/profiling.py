@@ -83,7 +83,8 @@ def check_profile(trace: Path, platform: str) -> None:
     """Raises RunFailed unless a JAX profile has an event on a device; of a CPU, any event."""
     if next(events(trace, fallback=platform != "gpu"), None) is None:
         raise RunFailed(
-            "--profile jax: the profile has no event on a device; does another tool use CUPTI?"
+            "--profile jax: the profile has no event on a device; does another tool use CUPTI, or "
+            "does the driver let only root profile? Lines of cupti in the log say which"
         )
 
 

@@ -2,7 +2,6 @@
 heartbeats around it."""
 
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -28,11 +27,12 @@ from jaxbench.hardware import NULL, identify
 from jaxbench.jax_internals import coordination_client
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.window import spread, too_short
+from jaxbench.recipe.window import too_short
 from jaxbench.run import plausible, profiling, repeatable
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import hardware, variables
-from jaxbench.run.dispatch import watched_launches
+from jaxbench.run.dispatch import Launches
+from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import SCHEMA, Recorder, read
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels
@@ -155,6 +155,7 @@ class Attempt:
     recorder: Recorder
     signals: Signals
     beat: Heartbeat
+    launches: Launches | None = None
 
     def outcome(self) -> tuple[str, str | None, str | None]:
         """Trains and records every step; returns status, reason and cause for run.json. Raises
@@ -181,6 +182,8 @@ class Attempt:
             reason = str(error)
         elif cause == "failed":
             traceback.print_exception(error)
+        if cause in ("gpu", "network") and self.launches and (gpu := self.launches.failed()):
+            reason = f"{gpu}: {reason}"
         lost = None if own and cause != "network" else self._lost_neighbor()
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
 
@@ -192,7 +195,7 @@ class Attempt:
         return watchdog.wait_for_lost_neighbor(path)
 
     def _train(self) -> None:
-        program = watched_launches(self._compile(), self._failed_launch)
+        program = self.launches = Launches(self._compile(), self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restore(), self._saver()
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
@@ -207,7 +210,10 @@ class Attempt:
         if saver is not None:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
-        self.recorder.add(ranks=stragglers(times))
+        ranks = gathered(times, probe=not self.signals.agreed)
+        self.recorder.add(ranks=ranks)
+        for line in slow_devices(ranks):
+            self.recorder.say(line)
         if self.session.options.nccl_trace and not self.signals.agreed:
             profiling.check_nccl_trace(self.session.folder, self.recorder.say)
         self._refuse(job.broadcast("rate", self._rate_problem))
@@ -285,8 +291,10 @@ class Attempt:
 
 
 def one_line(error: Exception) -> str:
-    """The type and the first line of an error."""
-    return traceback.format_exception_only(error)[0].splitlines()[0]
+    """The type and the first line of an error, with the next one where the first announces it."""
+    lines = filter(None, map(str.strip, traceback.format_exception_only(error)[0].splitlines()))
+    first = next(lines)
+    return f"{first} {next(lines, '')}".rstrip() if first.endswith(":") else first
 
 
 def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
@@ -295,17 +303,3 @@ def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
     devices = {k: v for k, v in record["hardware"].items() if k != "host"}
     versions = {k: v for k, v in record["versions"].items() if k != "commit"}
     return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}
-
-
-def stragglers(times: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """Step times (mean, deviation, median, p95) and mean wait of every process in s, without the
-    first step; complete in rank 0.
-
-    Collectives make all processes as slow as the slowest. Its host shows by the smallest `wait_s`,
-    the mean time for which a process waits for its device.
-    """
-    entry: dict[str, Any] = {"rank": jax.process_index(), "host": platform.node()}
-    if len(times) > 1:
-        measured, waits = zip(*times[1:], strict=True)
-        entry |= {"step_time_s": spread(list(measured)), "wait_s": sum(waits) / len(waits)}
-    return job.gather("stragglers", entry)

@@ -26,6 +26,13 @@ FREE = {
 }  # fmt: skip
 """Opcodes that launch no kernel."""
 
+CUB_FROM, CUB_LAUNCHES = 16384, 6 + 6 + 1
+"""Elements above which XLA sorts by CUB if it compiles with a GPU (sort_rewriter.cc), and what that
+launches for 32 bits: kernels, fills, and the numbers that are sorted along (on null GPUs)."""
+
+SORT_TILE = 4096
+"""Elements that one kernel of XLA's own sort sorts in shared memory."""
+
 SLICES = ("dynamic-slice", "slice", "gather")
 
 SCAN = "ssd.scan"
@@ -171,7 +178,7 @@ class Walk:
         uncovered: set[str] = set()
         for i in scope.values():
             start_s, kernel_s, computes = total.step_s, total.kernel_s, False
-            total.kernels += _launches(i)
+            total.kernels += _launched(self.program, i)
             if (kernel := self._kernel(name, i)) is not None:
                 total.parts.update(costs.kernel(kernel))
                 computes = bool(kernel.works)
@@ -285,6 +292,21 @@ def _bodies(i: Instruction) -> list[tuple[str, int]]:
 def _launches(i: Instruction) -> bool:
     free = i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
     return not free and i.target != ALLOCATES
+
+
+def _launched(program: Program, i: Instruction) -> int:
+    """Kernels, copies and fills that an instruction launches on a GPU: several for a sort. XLA's
+    own is bitonic, in a copy of its operand: one kernel sorts tiles, and merging them to twice the
+    length takes one kernel more each time: 2, 3, .."""
+    fused = i.callees and i.opcode.startswith("fusion")
+    done = root(program.computations[i.callees[0][0]]) if fused else i
+    if done.opcode != "sort":
+        return int(_launches(i))
+    _, dimensions = done.arrays[0]
+    if len(dimensions) == 1 and dimensions[0] > CUB_FROM:
+        return CUB_LAUNCHES
+    doublings = max(0, math.ceil(math.log2(dimensions[-1] / SORT_TILE)))
+    return 1 + math.comb(doublings + 2, 2)
 
 
 def _start_name(i: Instruction) -> str:

@@ -28,20 +28,23 @@ ROWS = {
     "qwen3_30b_a3b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
     "qwen3_235b_a22b_bf16": {"expert": 2, "layers": 2},
     "qwen3_235b_a22b_fp8": {"expert": 2, "layers": 2},
-    "nemotron3_nano_30b_a3b_bf16": {"expert": 2, "tensor": 2},
-    "nemotron3_nano_30b_a3b_fp8": {"fsdp": 2},
-    "nemotron3_super_120b_a12b_bf16": {"fsdp": 2, "expert": 2},
-    "nemotron3_super_120b_a12b_fp8": {"expert": 2},
+    "nemotron3_nano_30b_a3b_bf16": {"expert": 2, "tensor": 2, "layers": 3, "pattern": "M*E"},
+    "nemotron3_nano_30b_a3b_fp8": {"fsdp": 2, "layers": 3, "pattern": "M*E"},
+    "nemotron3_super_120b_a12b_bf16": {
+        "fsdp": 2, "expert": 2, "layers": 3, "pattern": "M*E",
+    },
+    "nemotron3_super_120b_a12b_fp8": {"expert": 2, "layers": 3, "pattern": "M*E"},
     "deepseek_v3_bf16": {"pipeline": 2, "expert": 2},
-    "deepseek_v3_fp8": {"fsdp": 2, "expert": 2},
+    "deepseek_v3_fp8": {"fsdp": 2, "expert": 2, "layers": 2, "pattern": "L-LE"},
     "gpt_oss_120b_bf16": {"pipeline": 2, "expert": 2},
-    "gpt_oss_120b_fp8": {"expert": 2},
+    "gpt_oss_120b_fp8": {"expert": 2, "layers": 2},
     "nemotron4_340b_bf16": {"pipeline": 2, "tensor": 2, "layers": 2},
     "nemotron4_340b_fp8": {"pipeline": 2, "layers": 2},
     "nemotronh_56b_bf16": {"fsdp": 2, "layers": 4},
     "nemotronh_56b_fp8": {"tensor": 2, "layers": 4},
-}
-"""Mesh and other settings of a row for GPUs whose sizes are the smoke row's."""
+}  # fmt: skip
+"""Mesh and other settings of a row for GPUs whose sizes are the smoke row's; fewer layers where
+those of the smoke row compile for minutes."""
 
 AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
 
@@ -54,6 +57,8 @@ def small_row(recipe, folder):
         gpus *= ROWS[recipe].get(axis, 1)
     row = contents["rows"]["smoke"] | ROWS[recipe]
     row.pop("data", None)  # the GPUs that the other axes leave
+    if pattern := row.pop("pattern", None):
+        row["model"] |= {"pattern": pattern}
     path = folder / f"{recipe}.yaml"
     path.write_text(yaml.safe_dump(contents | {"rows": {gpus: row}}))
     return path, gpus

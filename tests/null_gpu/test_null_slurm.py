@@ -1,5 +1,6 @@
 """Jobs of Slurm on null GPUs: two nodes with a process each, and a GPU that fails in one."""
 
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def cluster(tmp_path_factory):
 class Job:
     """A submitted job in which a GPU fails once `arm` is there."""
 
-    def __init__(self, cluster, stage, *options, fault, steps):
+    def __init__(self, cluster, stage, *options, fault, steps, model="h100"):
         self.cluster, self.arm = cluster, stage / "arm"
         pairs = [word for text in null_gpus.TINY for word in ("--set", text)]
         done = subprocess.run(
@@ -39,7 +40,7 @@ class Job:
                 "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "2", "GPUS_PER_NODE": "1",
                 "JAXBENCH_VENV": sys.prefix, "MAX_STEPS": str(steps),
                 **null_gpus.environment(
-                    1, memory_mb=2048, arm=self.arm, kernel_us=20, fault=fault
+                    1, model=model, memory_mb=2048, arm=self.arm, kernel_us=20, fault=fault
                 ),
             },
         )  # fmt: skip
@@ -88,6 +89,22 @@ def test_a_fault_names_its_rank_and_node(fault, cluster, tmp_path):
     assert record["reason"].startswith(start)
     assert part in record["reason"]
     assert job.log().splitlines()[-1].startswith(f"failed: {start}")
+
+
+def test_a_node_that_lacks_its_gpu_is_named(cluster, tmp_path):
+    """As after a GPU was lost, until the machine starts again."""
+    (tmp_path / "arm").touch()
+    job = Job(cluster, tmp_path, fault="lost:rank=1", steps=100)
+    assert job.ended() == "FAILED"
+    node = r"failed: rank 1 on n1: error: node \S+, process 1: 0 GPUs, 1 was expected: .*"
+    assert re.fullmatch(node, job.log().splitlines()[-1])
+
+
+def test_nodes_with_other_gpus_are_named(cluster, tmp_path):
+    job = Job(cluster, tmp_path, fault="slow", steps=100, model="h100,b200")
+    assert job.ended() == "FAILED"
+    differ = r"1 x NVIDIA H100 80GB HBM3 \(null\) on \S+, 1 x NVIDIA B200 \(null\) on \S+; choose"
+    assert re.search(differ, job.log().splitlines()[-1])
 
 
 def test_a_saving_job_comes_back_from_a_lost_gpu(cluster, tmp_path):

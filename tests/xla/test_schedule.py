@@ -183,6 +183,19 @@ backend_config={{{trips}"known_induction_variable":{{"tuple_index":"0"}}}}
     assert sum(runs for _, _, runs in walk.kernels()) == launches
 
 
+@pytest.mark.parametrize(("shape", "launches"), [("32768", 13), ("16384", 7), ("4096,128", 2)])
+def test_a_sort_launches_several_kernels(shape, launches):
+    """As null GPUs count them, where XLA sorts long arrays by CUB (`benchmarks/host_time.py`)."""
+    fused = f"""\
+%fused (p: s32[{shape}]) -> s32[{shape}] {{
+  %p = s32[{shape}] parameter(0)
+  ROOT %s = s32[{shape}] sort(%p), dimensions={{0}}, to_apply=%less
+}}
+"""
+    body = f"  %f = s32[{shape}] fusion(%x), kind=kCustom, calls=%fused\n"
+    assert schedule.Walk(program(body, fused)).under(SYSTEM).kernels == launches
+
+
 def test_a_product_inside_a_fusion_is_compute():
     fused = """\
 %fused (p: bf16[8,8]) -> bf16[8,8] {

@@ -55,6 +55,7 @@ struct FaultSettings {
   size_t bytes;  // of MEMORY
 };
 const FaultSettings *fault(Fault kind, int device);  // null where no such fault is set for this process
+int lost_before();                                   // 1 where a GPU was lost before this process began
 CUresult error_of(int device);                       // the context's error, which stays
 void run_kernel(int device);                         // on a stream: waits, or fails as NULL_GPU_FAULT says
 int nccl_error(int device);                          // of the collective that is called now, as ncclResult_t

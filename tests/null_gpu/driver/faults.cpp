@@ -2,7 +2,8 @@
 //
 //   illegal_address  illegal memory access in kernel `at`: an error that stays with the context
 //   ecc              an uncorrectable memory error in kernel `at`
-//   lost             the GPU falls off the bus (XID 79) at kernel `at`
+//   lost             the GPU falls off the bus (XID 79) at kernel `at`; a process that begins once there is
+//                    NULL_GPU_ARM has a GPU less
 //   hang             kernel `at` never ends
 //   slow             kernels take `factor` times NULL_GPU_KERNEL_US
 //   memory           allocations end at `bytes`, as if another process had the rest
@@ -74,6 +75,10 @@ const FaultSettings *fault(Fault kind, int device) {
 static bool armed() {
   static const auto *path = new std::string(text_setting("NULL_GPU_ARM"));
   return configured() && (path->empty() || !access(path->c_str(), F_OK));
+}
+
+int lost_before() {
+  return configured() && configured()->kind == Fault::LOST && !text_setting("NULL_GPU_ARM").empty() && armed();
 }
 
 CUresult error_of(int device) { return static_cast<CUresult>(errors[device].load()); }

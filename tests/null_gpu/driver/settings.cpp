@@ -37,11 +37,11 @@ bool still() {
 }
 
 int physical_devices() {
-  static int n = setting("NULL_GPU_DEVICES", 8);
+  static int n = setting("NULL_GPU_DEVICES", 8) - lost_before();
   return n;
 }
 
-// NULL_GPU_MODEL has one model, or one for each device in turn ("h100,h200").
+// NULL_GPU_MODEL has one model, or one for each device in turn, over the nodes of a Slurm job ("h100,h200").
 const Model &model_of(int physical) {
   static auto *models = [] {
     auto *models = new std::vector<const Model *>;
@@ -57,7 +57,7 @@ const Model &model_of(int physical) {
     if (models->empty()) models->push_back(&MODELS[0]);
     return models;
   }();
-  return *(*models)[physical % models->size()];
+  return *(*models)[(setting("SLURM_NODEID", 0) * physical_devices() + physical) % models->size()];
 }
 
 std::string name_of(int physical) {

@@ -1,0 +1,80 @@
+"""The processes of a run side by side: step times, waits, and the speed of each GPU alone."""
+
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbench.cluster import job
+from jaxbench.recipe.window import spread
+
+SIZE, PRODUCTS, ROUNDS = 4096, 64, 4
+"""Matrix products that a GPU does alone after training: 9 TFLOP in each round."""
+
+SLOW = 1.2
+"""Time of these products over the fastest GPU's from which a GPU is named. GPUs of one model differ
+by less, and a GPU that is throttled by more."""
+
+
+def gathered(times: list[tuple[float, float]], probe: bool) -> list[dict[str, Any]]:
+    """Step times (mean, deviation, median, p95) and mean wait of every process in s, without the
+    first step; with `probe` the times of its GPUs' products; complete in rank 0.
+
+    Collectives make all processes as slow as the slowest. Its host shows by the smallest `wait_s`,
+    the mean time for which a process waits for its device; its GPU by the products.
+    """
+    entry: dict[str, Any] = {"rank": jax.process_index(), "host": platform.node()}
+    if len(times) > 1:
+        measured, waits = zip(*times[1:], strict=True)
+        entry |= {"step_time_s": spread(list(measured)), "wait_s": sum(waits) / len(waits)}
+    if probe and jax.default_backend() == "gpu":
+        entry["products_s"] = products_s()
+    return job.gather("stragglers", entry)
+
+
+def products_s() -> list[float]:
+    """Seconds in which each device of this process does the products, all at the same time: the
+    least of some rounds."""
+    devices = jax.local_devices()
+    # Random, since zeros take less power; scaled, so that products stay as large.
+    values = np.random.default_rng(0).standard_normal((SIZE, SIZE), np.float32) / SIZE**0.5
+    every = np.broadcast_to(values.astype(jnp.bfloat16), (len(devices), SIZE, SIZE))
+    local = jax.sharding.Mesh(np.array(devices), ("local",))
+
+    def products(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: x @ y, x)
+
+    with jax.set_mesh(local), ThreadPoolExecutor(len(devices)) as threads:
+        x = jax.device_put(every, jax.NamedSharding(local, jax.P("local")))
+        program = jax.jit(products).lower(x).compile({"xla_gpu_autotune_level": "0"})
+
+        def round_s() -> list[float]:
+            began = time.perf_counter()
+
+            def wait(shard: Any) -> float:
+                jax.block_until_ready(shard.data)
+                return time.perf_counter() - began
+
+            return list(threads.map(wait, program(x).addressable_shards))
+
+        round_s()  # loads the kernels
+        return [min(seconds) for seconds in zip(*(round_s() for _ in range(ROUNDS)), strict=True)]
+
+
+def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:
+    """A line for each GPU whose products take longer than the fastest GPU's."""
+    times = {
+        (entry["rank"], entry["host"], number): seconds
+        for entry in ranks
+        for number, seconds in enumerate(entry.get("products_s", ()))
+    }
+    return [
+        f"slow GPU: rank {rank} on {host}, its device {number}: {seconds / fastest:.2f} times the "
+        "fastest GPU's time for the same products"
+        for (rank, host, number), seconds in times.items()
+        if (fastest := min(times.values())) * SLOW < seconds
+    ]
