@@ -122,6 +122,9 @@ class Measured(Roofline):
         flops = FLOPS_PER_SCORE[direction] * batch * heads * tokens * tokens * head_dim / 2
         return flops / between(points, length)
 
+    def moving(self, kernel: Kernel) -> float:
+        return self._memory(kernel.bytes)[1]
+
     def _memory(self, moved: int) -> tuple[float, float]:
         """(start, seconds beyond it) of a kernel that moves so many bytes."""
         points = sorted((s[0], time) for s, time in self.tables.values["memory", "any"].items())

@@ -79,7 +79,7 @@ def read(path: Path, gpu: Gpu, kernels: Path | None) -> HloStep:
         peak=_peak(path),
         limit=gpu.memory_limit,
         flops={" ".join(key): count for key, count in program.flops().items()},
-        assumed=[*program.assumed, *_in_line(program)],
+        assumed=program.assumed,
     )
 
 
@@ -110,12 +110,6 @@ def _peak(path: Path) -> int | None:
         return None
     total = re.search(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
     return int(total[1]) if total else None
-
-
-def _in_line(program: Program) -> list[str]:
-    """What is said of asynchronous kernels, which run beside others on a stream of their own."""
-    runs = sum(runs for i, _, runs in program.walk() if i.opcode == "fusion-start")
-    return [f"{runs} asynchronous kernels: counted in line with the others"] if runs else []
 
 
 def report(step: HloStep) -> str:

@@ -3,8 +3,9 @@
 Streams as XLA:GPU has them: kernels run one after another. A collective starts where the schedule
 has its `-start`, waits for earlier collectives on the same links (NVLink, or the network between
 nodes), and overlaps with kernels until its `-done`. The time that kernels then wait for it is
-*exposed*. `Roofline` is the cost model of the bound, explained in docs/design/plan.md;
-`forecast.costs.Measured` extends it.
+*exposed*. An asynchronous kernel that only moves bytes has the memory bandwidth that others leave
+until its `-done`, and all of it then. `Roofline` is the cost model of the bound, explained in
+docs/design/plan.md; `forecast.costs.Measured` extends it.
 """
 
 import math
@@ -16,22 +17,10 @@ from jaxbench.errors import RunFailed
 from jaxbench.hardware import Gpu
 from jaxbench.xla import collectives
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import ALLOCATES, GEMM_CALLS, Program, Work
+from jaxbench.xla.hlo import GEMM_CALLS, Program, Work
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root
+from jaxbench.xla.launches import launches, launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
-
-FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
-    "replica-id", "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
-}  # fmt: skip
-"""Opcodes that launch no kernel."""
-
-CUB_FROM, CUB_LAUNCHES = 16384, 6 + 6 + 1
-"""Elements above which XLA sorts by CUB if it compiles with a GPU (sort_rewriter.cc), and what that
-launches for 32 bits: kernels, fills, and the numbers that are sorted along (on null GPUs)."""
-
-SORT_TILE = 4096
-"""Elements that one kernel of XLA's own sort sorts in shared memory."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -70,9 +59,13 @@ class Roofline:
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds of a kernel by part: `compute`, matrix products and attention, or `memory`."""
-        memory = kernel.bytes / (self.gpu.bandwidth * 1e9)
+        memory = self.moving(kernel)
         compute = sum(w.flops / (peak(self.gpu, w.multiplied) * 1e12) for w in kernel.works)
         return {"compute": max(compute, memory)} if compute else {"memory": memory}
+
+    def moving(self, kernel: Kernel) -> float:
+        """Seconds of the memory bandwidth that a kernel needs."""
+        return kernel.bytes / (self.gpu.bandwidth * 1e9)
 
     def collective(self, collective: Collective) -> float:
         """Seconds of one run, alone."""
@@ -100,13 +93,15 @@ class Schedule:
     """Simulated times of a step, kernel launches, and all collectives.
 
     `parts` are the seconds of kernels by part, without overlap; `slowed_s` is what overlapping
-    collectives add to them, `exposed_s` the wait for collectives. Their sum is `step_s`.
-    `computes` is true where a matrix product or attention runs.
+    collectives add to them, `exposed_s` the wait for collectives. Their sum is `step_s`, of which
+    the memory bandwidth is in use for `moving_s`. `computes` is true where a matrix product or
+    attention runs.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
     slowed_s: float = 0.0
     exposed_s: float = 0.0
+    moving_s: float = 0.0
     kernels: int = 0
     transfers: list[Transfer] = field(default_factory=list)
     computes: bool = False
@@ -132,6 +127,7 @@ class Schedule:
             self.parts[name] += seconds * times
         self.slowed_s += body.slowed_s * times
         self.exposed_s += body.exposed_s * times
+        self.moving_s += body.moving_s * times
         self.kernels += body.kernels * times
         self.transfers += [t.repeated(times) for t in body.transfers]
 
@@ -161,7 +157,7 @@ class Walk:
         key = computation, i.name
         if key not in self._kernels:
             kernel, scope = None, self.program.computations[computation]
-            if _launches(i) and i.opcode.removesuffix("-start") not in COLLECTIVES:
+            if launches_kernel(i) and i.opcode.removesuffix("-start") not in COLLECTIVES:
                 works = tuple(_works(self.program, i, scope))
                 moved = traffic(self.program, i, scope)
                 unknown = i.target if self.program.without_rule(i) else ""
@@ -174,14 +170,20 @@ class Walk:
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
         links_free_at = {True: 0.0, False: 0.0}  # by whether they cross domains
+        beside = _Beside(total)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
         for i in scope.values():
             start_s, kernel_s, computes = total.step_s, total.kernel_s, False
-            total.kernels += _launched(self.program, i)
-            if (kernel := self._kernel(name, i)) is not None:
+            total.kernels += launches(self.program, i)
+            if (kernel := self._kernel(name, i)) is not None and _moves_beside(i, kernel):
+                beside.start(i.name, costs.kernel(kernel))
+            elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))
+                total.moving_s += costs.moving(kernel)
                 computes = bool(kernel.works)
+            elif i.opcode.endswith("-done"):
+                beside.finish(i.operands[0])
             for callee, times in _bodies(i):
                 body = self._simulate(callee, costs)
                 computes = computes or body.computes
@@ -204,7 +206,46 @@ class Walk:
                 total.transfers.append(
                     Transfer(collective, seconds, exposed_s, start not in uncovered)
                 )
-        return total
+        return beside.finished()
+
+
+class _Beside:
+    """Asynchronous kernels that move bytes beside the kernels of a schedule, one after another, in
+    the time in which those leave the memory bandwidth unused."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule, self.free_at = schedule, 0.0
+        self.running: dict[str, tuple[Mapping[str, float], float]] = {}
+        self.moved_s = 0.0
+
+    def start(self, name: str, parts: Mapping[str, float]) -> None:
+        seconds = sum(parts.values())
+        self.free_at = max(self._unused_s, self.free_at) + seconds
+        self.moved_s += seconds
+        self.running[name] = parts, self.free_at
+
+    def finish(self, name: str) -> None:
+        """Lets the schedule wait for what is left of a kernel."""
+        if name in self.running:
+            parts, end = self.running.pop(name)
+            left = max(0.0, end - self._unused_s) / (sum(parts.values()) or 1.0)
+            self.schedule.parts.update({part: s * left for part, s in parts.items()})
+
+    def finished(self) -> Schedule:
+        """The schedule, after all kernels."""
+        for name in list(self.running):
+            self.finish(name)
+        self.schedule.moving_s += self.moved_s
+        return self.schedule
+
+    @property
+    def _unused_s(self) -> float:
+        return self.schedule.step_s - self.schedule.moving_s
+
+
+def _moves_beside(i: Instruction, kernel: Kernel) -> bool:
+    """True for an asynchronous kernel without arithmetic; one with it competes for the cores."""
+    return i.opcode.endswith("-start") and not kernel.works
 
 
 def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
@@ -287,26 +328,6 @@ def _written(i: Instruction, body: Scope) -> int:
 
 def _bodies(i: Instruction) -> list[tuple[str, int]]:
     return i.callees if i.opcode in ("while", "conditional", "call") else []
-
-
-def _launches(i: Instruction) -> bool:
-    free = i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
-    return not free and i.target != ALLOCATES
-
-
-def _launched(program: Program, i: Instruction) -> int:
-    """Kernels, copies and fills that an instruction launches on a GPU: several for a sort. XLA's
-    own is bitonic, in a copy of its operand: one kernel sorts tiles, and merging them to twice the
-    length takes one kernel more each time: 2, 3, .."""
-    fused = i.callees and i.opcode.startswith("fusion")
-    done = root(program.computations[i.callees[0][0]]) if fused else i
-    if done.opcode != "sort":
-        return int(_launches(i))
-    _, dimensions = done.arrays[0]
-    if len(dimensions) == 1 and dimensions[0] > CUB_FROM:
-        return CUB_LAUNCHES
-    doublings = max(0, math.ceil(math.log2(dimensions[-1] / SORT_TILE)))
-    return 1 + math.comb(doublings + 2, 2)
 
 
 def _start_name(i: Instruction) -> str:

@@ -121,6 +121,70 @@ def test_collectives_queue_on_the_same_links():
     assert found.exposed_s == 0
 
 
+COPIED = """
+%copied (p: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  ROOT %moved = bf16[8,8]{1,0} copy(%p)
+}
+"""
+COPY = """\
+  %copy-start = ((bf16[8,8]{1,0}), bf16[8,8]{1,0}, u32[]) fusion-start(%x), calls=%copied
+"""
+COPY_DONE = "  %copy-done = bf16[8,8]{1,0} fusion-done(%copy-start)\n"
+COPY_S = 256e-9
+COMPUTING = schedule.Roofline(replace(GPU, tflops={"bf16": 1e-3}))
+"""The product takes 1024 ns, in 256 of which it needs the memory."""
+
+
+def copies(start: str, number: int) -> str:
+    return "".join(start.replace("copy-", f"copy{n}-") for n in range(number))
+
+
+@pytest.mark.parametrize(("number", "left"), [(1, 0), (3, 0), (4, 1), (6, 3)])
+def test_asynchronous_copies_have_the_bandwidth_that_a_product_leaves(number, left):
+    body = copies(COPY, number) + DOT + copies(COPY_DONE, number)
+    found = schedule.Walk(program(body, COPIED)).under(COMPUTING)
+    assert found.parts["compute"] == pytest.approx(1024e-9)
+    assert found.parts["memory"] == pytest.approx(left * COPY_S)
+    assert found.kernels == number + 1
+
+
+def test_an_asynchronous_copy_beside_kernels_that_need_all_bandwidth_is_added():
+    found = schedule.Walk(program(COPY + DOT + COPY_DONE, COPIED)).under(SYSTEM)
+    assert found.step_s == pytest.approx(PRODUCT_S + COPY_S)
+
+
+def test_an_asynchronous_copy_runs_while_kernels_wait_for_a_collective():
+    found = schedule.Walk(program(COPY + GATHER + DONE + COPY_DONE, COPIED)).under(SYSTEM)
+    assert found.exposed_s == pytest.approx(GATHER_S)
+    assert found.step_s == pytest.approx(COPY_S)
+
+
+def test_an_asynchronous_copy_in_a_loop_leaves_less_to_one_around_it():
+    """The product leaves 768 ns in each of two passes, of which the copy inside takes 256."""
+    loop = f"""
+%body (p: bf16[8,8]) -> bf16[8,8] {{
+  %x = bf16[8,8]{{1,0}} parameter(0)
+{COPY}{DOT}  ROOT %end = bf16[8,8]{{1,0}} fusion-done(%copy-start)
+}}
+"""
+    twice = (
+        "  %loop = bf16[8,8]{1,0} while(%x), body=%body, "
+        'backend_config={"known_trip_count":{"n":"2"}}\n'
+    )
+    body = copies(COPY, 5) + twice + copies(COPY_DONE, 5)
+    found = schedule.Walk(program(body, COPIED + loop)).under(COMPUTING)
+    assert found.parts["compute"] == pytest.approx(2 * 1024e-9)
+    assert found.parts["memory"] == pytest.approx(COPY_S)
+
+
+def test_an_asynchronous_product_is_counted_in_line():
+    product = COPIED.replace("copy(%p)", DOT.partition(" = bf16[8,8]{1,0} ")[2].strip())
+    body = COPY + DOT + COPY_DONE
+    found = schedule.Walk(program(body, product.replace("%x", "%p"))).under(COMPUTING)
+    assert found.parts["compute"] == pytest.approx(2 * 1024e-9)
+
+
 def test_loops_multiply():
     loop = (
         """\

@@ -1,0 +1,40 @@
+"""Kernels, copies and fills that the instructions of a compiled program launch."""
+
+import math
+
+from jaxbench.xla.hlo import ALLOCATES, Program
+from jaxbench.xla.instruction import Instruction, root
+
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "while", "conditional", "call", "domain", "add-dependency",
+}  # fmt: skip
+"""Opcodes that launch no kernel."""
+
+CUB_FROM, CUB_LAUNCHES = 16384, 6 + 6 + 1
+"""Elements above which XLA sorts by CUB if it compiles with a GPU (sort_rewriter.cc), and what that
+launches for 32 bits: kernels, fills, and the numbers that are sorted along (on null GPUs)."""
+
+SORT_TILE = 4096
+"""Elements that one kernel of XLA's own sort sorts in shared memory."""
+
+
+def launches_kernel(i: Instruction) -> bool:
+    """True for an instruction that the GPU executes."""
+    free = i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
+    return not free and i.target != ALLOCATES
+
+
+def launches(program: Program, i: Instruction) -> int:
+    """Kernels, copies and fills that an instruction launches on a GPU: several for a sort. XLA's
+    own is bitonic, in a copy of its operand: one kernel sorts tiles, and merging them to twice the
+    length takes one kernel more each time: 2, 3, .."""
+    fused = i.callees and i.opcode.startswith("fusion")
+    done = root(program.computations[i.callees[0][0]]) if fused else i
+    if done.opcode != "sort":
+        return int(launches_kernel(i))
+    _, dimensions = done.arrays[0]
+    if len(dimensions) == 1 and dimensions[0] > CUB_FROM:
+        return CUB_LAUNCHES
+    doublings = max(0, math.ceil(math.log2(max(dimensions[-1], 1) / SORT_TILE)))
+    return 1 + math.comb(doublings + 2, 2)
