@@ -58,7 +58,8 @@ from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.schedule import Roofline, Walk
 
 SHAPES = {"Qwen3 30B": ("qwen3_30b_a3b", 16), "DeepSeek-V3": ("deepseek_v3", 1024)}
-"""Recipes and their rows: many small experts, and large ones."""
+"""Recipes and their rows, in FP8 (bf16 has the same experts in other meshes): many small experts,
+and large ones."""
 
 PRODUCTS = {"forward": "to_permuted", "input": "from_permuted", "weights": "weights"}
 RAGGED = {
@@ -208,7 +209,7 @@ def seen(device: Any) -> Iterator[None]:
 def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> dict[str, float]:
     """Figures of one product, from its compiled program."""
     candidate, gpu, (recipe, row) = CANDIDATES[name], hardware.PLANNED[gpu_name], SHAPES[shape]
-    run = recipes.resolve(recipes.load(f"{recipe}_{dtype}"), row)
+    run = recipes.resolve(recipes.load(f"{recipe}_fp8"), row)
     experts, ranks = run.model.experts, run.parallelism.expert
     tokens = run.microbatch * run.batch.sequence_length // run.execution.expert_parts
     received = jax.ShapeDtypeStruct((ranks, experts.count // ranks), jnp.int32)
