@@ -27,9 +27,10 @@ a tree over NVLink, each step between domains. NCCL chooses its algorithms by th
 
 
 SPREAD = 0.015
-"""Standard deviation of the speed of GPUs of one model. On V100s and MI60s of five clusters times
-differed by 8 % on average, outliers left out (Sinha et al., SC22, arXiv 2208.11035); the whiskers
-of a normal distribution's box plot are 5.4 deviations apart."""
+"""Standard deviation of the speed of GPUs of one model. On five clusters of earlier GPUs (V100,
+MI60 and others) times varied by 8 % on average, beside outliers (Sinha et al., SC22, arXiv
+2208.11035): read as the distance of the whiskers of a normal distribution's box plot, 5.4
+deviations."""
 
 
 @dataclass(frozen=True)
