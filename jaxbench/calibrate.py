@@ -3,7 +3,7 @@
 The file has the format of `forecast.tables`: products in bf16 and FP8, attention forward and
 backward, copies, and on several GPUs collectives inside the node. With it
 `python -m jaxbench.plan .. --kernels mine.csv` forecasts any row; rates of the network between
-nodes are the package's.
+nodes, and those that products sustain, are the package's.
 """
 
 import argparse

@@ -4,7 +4,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import log, log2
+from math import log, log2, prod
+from statistics import NormalDist
 
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
@@ -25,33 +26,44 @@ a tree over NVLink, each step between domains. NCCL chooses its algorithms by th
 (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
+SPREAD = 0.015
+"""Standard deviation of the speed of GPUs of one model. On five clusters of earlier GPUs (V100,
+MI60 and others) times varied by 8 % on average, beside outliers (Sinha et al., SC22, arXiv
+2208.11035): read as the distance of the whiskers of a normal distribution's box plot, 5.4
+deviations."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """Effects that tables of single kernels do not have: `slowdown` is the factor on a kernel's
-    time that overlaps with a collective; `tuned` is true for rings as fast as in a tuned
-    network."""
+    time that overlaps with a collective; `tuned` is true for rings as fast as in a tuned network;
+    `sustained` for clocks under the power limit, those of bursts otherwise; `spread` is the
+    standard deviation of the GPUs' speed."""
 
     slowdown: float
     tuned: bool = True
+    sustained: bool = True
+    spread: float = 0.0
 
 
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
-    "fast": Conditions(slowdown=1.0),
-    "slow": Conditions(slowdown=1.40, tuned=False),
+    "fast": Conditions(slowdown=1.0, sustained=False),
+    "slow": Conditions(slowdown=1.40, tuned=False, spread=SPREAD),
 }
 """Scenarios of a forecast. Kernels that overlap with a collective were 18.9 % slower on average and
-40 % at most, on H100 and other GPUs (arXiv 2507.03114): they share cores, bandwidth and power. On
-an H100 clocks fell from 1980 to 1575 MHz (deepseek-ai/DeepGEMM issue 120)."""
+40 % at most, on H100 and other GPUs, than the same kernels of the same step without it (arXiv
+2507.03114): they share cores, bandwidth and power. On an H100 clocks fell from 1980 to 1575 MHz
+(deepseek-ai/DeepGEMM issue 120)."""
 
 
 class Measured(Roofline):
     """The cost model of a forecast: times from tables, scaled where the GPU's links are not those
-    that were measured."""
+    that were measured. `gpus` are those of the job, which waits for the slowest."""
 
-    def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions):
+    def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions, gpus: int = 1):
         super().__init__(gpu, conditions.slowdown)
-        self.tables, self.conditions = tables, conditions
+        self.tables, self.conditions, self.gpus = tables, conditions, gpus
         self._product = cache(self._product_s)
 
     @cached_property
@@ -100,7 +112,16 @@ class Measured(Roofline):
     def _product_s(self, work: Work) -> float:
         measured = self.products[self.dtype(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
-        return max(measured * wide, self._least(work))
+        return max(wide * measured, wide * self._sustained_s(work), self._least(work))
+
+    def _sustained_s(self, work: Work) -> float:
+        """Least seconds of a product in a step, at the rate that the power limit leaves when
+        products follow each other. Tables have bursts: the limit acts after 50 ms or so. It holds
+        the rate, not a share of the clocks: where bursts reach 650 to 900 TFLOP/s on an H100, all
+        products keep 680 to 700."""
+        rates = self.tables.values["sustained", self.dtype(work)]
+        rate = rates[max(rates)] * 1e12 * slowest(self.conditions.spread, self.gpus)
+        return 2 * prod(padded(work)) / rate if self.conditions.sustained else 0.0
 
     def _least(self, work: Work) -> float:
         return work.flops / (peak(self.gpu, work.multiplied) * 1e12)
@@ -210,6 +231,12 @@ LEAST_SHARE = 0.1
 FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
 """FLOPs of attention for each score and element of a head: two products forward; four backward,
 and the scores again."""
+
+
+def slowest(spread: float, gpus: int) -> float:
+    """Speed of the slowest of so many GPUs, in that of the median GPU: the median of the least of
+    as many draws from a normal distribution."""
+    return 1 - spread * NormalDist().inv_cdf(0.5 ** (1 / gpus))
 
 
 def padded(work: Work) -> tuple[int, int, int]:

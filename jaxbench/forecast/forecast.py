@@ -39,7 +39,8 @@ class Forecast:
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
     """The forecast of a program's walk on a GPU; `axes` names the mesh axes of a collective."""
-    costs = {name: Measured(gpu, tables, scenario) for name, scenario in CONDITIONS.items()}
+    gpus = walk.program.devices
+    costs = {name: Measured(gpu, tables, scenario, gpus) for name, scenario in CONDITIONS.items()}
     steps = {name: walk.under(measured) for name, measured in costs.items()}
     expected = steps["expected"]
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)

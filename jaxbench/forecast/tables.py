@@ -7,6 +7,7 @@ kind says otherwise:
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
+- `sustained`, a product's dtype, milliseconds of uninterrupted products before: TFLOP/s
 - `network` and `nvlink`: shares of a link's rate that are reached (`measured/network.csv`)
 """
 
@@ -29,6 +30,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "attention": (("forward", "backward"), (1, 1, 1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
+    "sustained": (("bf16", "fp8"), (1,)),
     "network": (("ring", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }

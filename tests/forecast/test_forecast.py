@@ -36,22 +36,35 @@ def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
     found = forecast(Walk(program), H100, tables.load("h100"), lambda c: "fsdp")
     assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
     times = tables.load("h100").values
-    square = times["product", "bf16"][8192, 8192, 8192] * 1e-6
-    wide = 2 * times["product", "bf16"][8192, 65536, 8192] * 1e-6
+    square, wide = (2 * 8192 * n * 8192 / 717e12 for n in (8192, 131072))
+    bursts = times["product", "bf16"]
+    burst = (bursts[8192, 8192, 8192] + 2 * bursts[8192, 65536, 8192]) * 1e-6
     gather = times["collective", "all-gather"][8, 2**27] * 1e-6
     assert found.parts_s["products"] == pytest.approx(square + wide)
     assert found.parts_s["exposed: fsdp"] == pytest.approx(gather)
     assert found.parts_s["slowed"] == pytest.approx(gather * (1 - 1 / 1.189))
-    assert found.fast_s == pytest.approx(found.step_s - found.parts_s["slowed"])
-    assert found.slow_s == pytest.approx(found.fast_s + gather * (1 - 1 / 1.4))
+    alone = found.step_s - found.parts_s["slowed"]
+    assert found.fast_s == pytest.approx(alone - (square + wide - burst))
+    assert found.slow_s == pytest.approx(alone + gather * (1 - 1 / 1.4))
     assert found.beyond == ["product bf16 1 x 8192 x 131072 x 8192"]
     moved = found.parts_s["other kernels"] + found.parts_s["launches"]
     assert found.outside == pytest.approx(wide / (square + wide + moved))
 
 
+def test_slow_conditions_have_the_slowest_of_the_programs_devices():
+    text = PROGRAM.replace("is_scheduled=true", "is_scheduled=true, num_partitions=64")
+    one, many = (
+        forecast(Walk(hlo.Program.parse(t)), H100, tables.load("h100"), lambda c: "fsdp")
+        for t in (PROGRAM, text)
+    )
+    assert (many.step_s, many.fast_s) == (one.step_s, one.fast_s)
+    assert many.slow_s > one.slow_s
+
+
 @needs_compiler
 def test_plan_prints_a_forecast_by_a_users_own_kernels(tmp_path, capsys):
-    """Products that take ten times as long in a file make a plan's products take as long."""
+    """Products that take ten times as long in a file make a plan's products take as long, but for
+    the bursts of the package's table, which are up to 15 % faster than the sustained rate."""
     row = ["--config", "llama31_8b_bf16", "--gpus", "1", "--set", "model.layers=2", "--json"]
     assert command.main(row) == 0
     found = json.loads(capsys.readouterr().out)
@@ -64,5 +77,5 @@ def test_plan_prints_a_forecast_by_a_users_own_kernels(tmp_path, capsys):
     assert command.main([*row, "--kernels", str(slow)]) == 0
     again = json.loads(capsys.readouterr().out)
     products = [f["forecast"]["parts_s"]["products"] for f in (found, again)]
-    assert products[1] == pytest.approx(10 * products[0], rel=0.02)
+    assert 8.5 * products[0] < products[1] < 9.9 * products[0]
     assert again["forecast"]["sources"]["product bf16"] == "slow.csv"
