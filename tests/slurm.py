@@ -66,7 +66,8 @@ class Cluster(Started):
             self._hosts("n0", "n1")
         addresses = [self.hosts.control(n) if self.hosts else "127.0.0.1" for n in ("n0", "n1")]
         host, ports = os.uname().nodename, free_ports(3)
-        # JAX derives its coordinator's port from the job's number: one that no other cluster uses.
+        # JAX derives its coordinator's port from the job's number, modulo 4096: 64 numbers that no
+        # other cluster uses, also one that another worker of pytest started next.
         # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
         # A signal whose message timed out is sent again a minute later, perhaps to the next start.
         (self.folder / "slurm.conf").write_text(f"""
@@ -77,7 +78,7 @@ AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
 CredType=cred/munge
 SlurmctldPort={ports[0]}
-FirstJobId={os.getpid()}
+FirstJobId={1 + os.getpid() % 64 * 64}
 SlurmctldParameters=enable_configless
 SlurmdParameters=config_overrides
 StateSaveLocation={self.folder}/state
