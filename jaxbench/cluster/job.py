@@ -79,10 +79,15 @@ def gather(name: str, value: Any) -> list[Any]:
     ]
 
 
+def all_gather(name: str, value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, by rank, in every process."""
+    values = gather(name, value)
+    return broadcast(f"{name} of all", lambda: values)
+
+
 def all_agree(name: str, agrees: bool) -> bool:
     """Returns in every process True if all processes agree."""
-    answers = gather(name, agrees)
-    return broadcast(f"{name} agreed", lambda: all(answers))
+    return all(all_gather(name, agrees))
 
 
 def barrier(name: str, seconds: float) -> bool:

@@ -112,16 +112,18 @@ class Measured(Roofline):
     def _product_s(self, work: Work) -> float:
         measured = self.products[self.dtype(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
-        return max(wide * measured, wide * self._sustained_s(work), self._least(work))
+        return max(wide * max(measured, self._sustained_s(work)), self._least(work))
 
     def _sustained_s(self, work: Work) -> float:
         """Least seconds of a product in a step, at the rate that the power limit leaves when
         products follow each other. Tables have bursts: the limit acts after 50 ms or so. It holds
         the rate, not a share of the clocks: where bursts reach 650 to 900 TFLOP/s on an H100, all
         products keep 680 to 700."""
+        if not self.conditions.sustained:
+            return 0.0
         rates = self.tables.values["sustained", self.dtype(work)]
         rate = rates[max(rates)] * 1e12 * slowest(self.conditions.spread, self.gpus)
-        return 2 * prod(padded(work)) / rate if self.conditions.sustained else 0.0
+        return 2 * prod(padded(work)) / rate
 
     def _least(self, work: Work) -> float:
         return work.flops / (peak(self.gpu, work.multiplied) * 1e12)

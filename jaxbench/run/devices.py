@@ -44,8 +44,7 @@ def find() -> tuple[int, str]:
             "gpu" if cause == "failed" else cause,
         ) from error
     if len(models := Counter(device.device_kind for device in devices)) > 1:
-        gathered = job.gather("node", platform.node())
-        nodes = job.broadcast("nodes", lambda: gathered)
+        nodes = job.all_gather("node", platform.node())
         listed = ", ".join(
             f"{count} x {model} on "
             + first_names(nodes[d.process_index] for d in devices if d.device_kind == model)

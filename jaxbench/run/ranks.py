@@ -75,9 +75,10 @@ def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:
         for entry in ranks
         for number, seconds in enumerate(entry.get("products_s", ()))
     }
+    fastest = min(times.values(), default=0.0)
     return [
         f"slow GPU: rank {rank} on {host}, its device {number}: {seconds / fastest:.2f} times the "
         "fastest GPU's time for the same products"
         for (rank, host, number), seconds in times.items()
-        if (fastest := min(times.values())) * SLOW < seconds
+        if fastest * SLOW < seconds
     ]

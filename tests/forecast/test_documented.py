@@ -18,7 +18,7 @@ def ratios() -> dict[str, float]:
     return {
         f"{row['recipe']}:{row['GPUs']}": float(row["forecast s"]) / float(row["published s"])
         for row in rows
-        if row.get("GPU", "h100") == "h100"
+        if row["GPU"] == "h100"
     }
 
 

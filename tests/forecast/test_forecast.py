@@ -63,19 +63,22 @@ def test_slow_conditions_have_the_slowest_of_the_programs_devices():
 
 @needs_compiler
 def test_plan_prints_a_forecast_by_a_users_own_kernels(tmp_path, capsys):
-    """Products that take ten times as long in a file make a plan's products take as long, but for
-    the bursts of the package's table, which are up to 15 % faster than the sustained rate."""
+    """Products that take ten times as long in a file make a plan's products take as long; files
+    have a sustained rate too, here one that limits no product."""
     row = ["--config", "llama31_8b_bf16", "--gpus", "1", "--set", "model.layers=2", "--json"]
     assert command.main(row) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["forecast_step_s"] == pytest.approx(sum(found["forecast"]["parts_s"].values()))
     assert found["bound_step_s"] < found["forecast"]["fast_s"] <= found["forecast_step_s"]
-    slow = tmp_path / "slow.csv"
     times = tables.load("h100").values["product", "bf16"]
-    rows = [f"product,bf16,{m}x{n}x{k},{10 * t}" for (m, n, k), t in times.items()]
-    slow.write_text("\n".join(["# gpu: h100", "kind,name,sizes,microseconds", *rows]) + "\n")
-    assert command.main([*row, "--kernels", str(slow)]) == 0
-    again = json.loads(capsys.readouterr().out)
-    products = [f["forecast"]["parts_s"]["products"] for f in (found, again)]
-    assert 8.5 * products[0] < products[1] < 9.9 * products[0]
-    assert again["forecast"]["sources"]["product bf16"] == "slow.csv"
+    forecasts = {}
+    for name, factor in (("same.csv", 1), ("slow.csv", 10)):
+        rows = [f"product,bf16,{m}x{n}x{k},{factor * t}" for (m, n, k), t in times.items()]
+        lines = ["# gpu: h100", "kind,name,sizes,microseconds", *rows, "sustained,bf16,200,100000"]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        assert command.main([*row, "--kernels", str(tmp_path / name)]) == 0
+        forecasts[name] = json.loads(capsys.readouterr().out)["forecast"]
+    products = {name: forecast["parts_s"]["products"] for name, forecast in forecasts.items()}
+    assert products["slow.csv"] == pytest.approx(10 * products["same.csv"], rel=0.02)
+    assert products["same.csv"] < found["forecast"]["parts_s"]["products"]
+    assert forecasts["slow.csv"]["sources"]["product bf16"] == "slow.csv"
