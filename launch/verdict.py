@@ -39,6 +39,7 @@ SLURM = (
 KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
 NETWORK = "{where}: it lost the network or another process: "
 JAX = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
+CUDA = r"Check failed: .*?(CUDA_ERROR_\w+[^)\n]*)"
 GLOO = r"instance of 'gloo::IoException'\nwhat\(\):\s*(.*(?:\n\S*\d)*)"
 
 RULES = (
@@ -58,6 +59,7 @@ RULES = (
      YES),
     (ABORTED, "rank", JAX, "failed", "network", NETWORK + "{quote}", YES),
     (ABORTED, "rank", GLOO, "failed", "network", NETWORK + "{quote}", YES),
+    (ABORTED, "rank", CUDA, "failed", "gpu", "{where}: its GPU failed: {quote}", YES),
     (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
 )  # fmt: skip
 """The first rule that matches gives the verdict: exit status of the first rank that failed (None:
@@ -67,7 +69,8 @@ A watchdog that ends a job kills the ranks of its host, so the first failed rank
 killed; its last line then has the cause. If that line names the failed rank itself, the rank was
 lost, or aborted by JAX, before the watchdog acted. JAX aborts a rank when the coordinator, or the
 network to it, is gone, and when other ranks are silent, whose numbers follow in its message, one a
-line. Gloo aborts it when a connection is lost.
+line. Gloo aborts it when a connection is lost, XLA when its GPU fails as an asynchronous operation
+begins.
 """
 
 

@@ -197,6 +197,20 @@ def test_a_rank_that_was_aborted_before_it_was_missed_lost_the_network(job):
     )
 
 
+def test_a_rank_that_xla_aborts_for_a_cuda_error_has_a_failing_gpu(job):
+    """As jaxlib 0.10.2 said it on a null GPU."""
+    said = (
+        "F1124 14:04:54.950446   25514 async_execution.cc:77] Check failed: async_stream_->"
+        "RecordEvent(event_) is OK (INTERNAL: CUDA error: Error recording CUDA event: "
+        "CUDA_ERROR_UNKNOWN: unknown error) Failed to record async execution completion event\n"
+    )
+    code, record = job(128 + signal.SIGABRT, said)
+    assert (code, record["cause"]) == (verdict.REQUEUE, "gpu")
+    assert record["reason"] == (
+        "rank 3 on n1: its GPU failed: CUDA_ERROR_UNKNOWN: unknown error"
+    )  # fmt: skip
+
+
 def test_a_rank_that_aborts_by_itself_is_lost(job):
     said = "terminate called after throwing an instance of 'std::system_error'\n"
     _, record = job(128 + signal.SIGABRT, said, before=f"{ABORTED}of the start before\n")

@@ -2,8 +2,9 @@
 
 import platform
 import re
+import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import null_gpus
@@ -62,11 +63,19 @@ def broken_run(folder, fault, gpus):
     return command, time.monotonic() - began
 
 
+ABORTED = re.compile(r"^F\d{4} .* Check failed: .*CUDA_ERROR_", re.M)
+"""XLA aborts a process whose GPU fails as an asynchronous operation begins. The watchdog sees a
+lost process; in a job `launch/verdict.py` reads this line."""
+
+
 def check(command, seconds, expected):
     """The end is as expected, with the GPU's number where one gives an error, and what was saved is
     complete, but for the save that the fault broke."""
     record = command.record
     where = "" if expected.cause == "hang" else f"GPU {expected.gpus - 1}: "
+    if expected.cause == "gpu" and command.status == -signal.SIGABRT:
+        assert ABORTED.search(command.err), command.text
+        expected, where = replace(expected, status=command.status, cause="lost", reason="lost rank 0 on "), ""
     assert (command.status, record["status"], record["cause"]) == (
         expected.status, "failed", expected.cause,
     ), command.text  # fmt: skip
