@@ -75,7 +75,10 @@ def check(command, seconds, expected):
     where = "" if expected.cause == "hang" else f"GPU {expected.gpus - 1}: "
     if expected.cause == "gpu" and command.status == -signal.SIGABRT:
         assert ABORTED.search(command.err), command.text
-        expected, where = replace(expected, status=command.status, cause="lost", reason="lost rank 0 on "), ""
+        expected, where = (
+            replace(expected, status=command.status, cause="lost", reason="lost rank 0 on "),
+            "",
+        )
     assert (command.status, record["status"], record["cause"]) == (
         expected.status, "failed", expected.cause,
     ), command.text  # fmt: skip
