@@ -46,6 +46,11 @@ class Signals:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(read, abandon), daemon=True).start()
 
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal to this process; None before one."""
+        return signal.Signals(self._received[0]) if self._received else None
+
     def close(self) -> None:
         signal.set_wakeup_fd(-1)
         os.close(self._wake)

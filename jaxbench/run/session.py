@@ -116,7 +116,8 @@ def benchmark(run: Run, session: Session) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return leave(STATUS[cause_of(error)], wait=False)
     if status == "interrupted":
-        return leave(128 + (signals.agreed or signal.SIGINT), wait=signals.agreed is not None)
+        number = signals.agreed or signals.received or signal.SIGINT
+        return leave(128 + number, wait=signals.agreed is not None)
     return leave(STATUS[cause] if cause else 0, wait=cause is None)
 
 
@@ -170,8 +171,12 @@ class Attempt:
                 return "interrupted", name_of(self.signals.agreed), None
             return "completed", None, None
         except KeyboardInterrupt:
-            return "interrupted", "SIGINT", None
+            return "interrupted", name_of(self.signals.received or signal.SIGINT), None
         except Exception as error:
+            number = self.signals.received
+            if number and cause_of(error) == "network":
+                # Before its first step another process ends at once on the job's signal.
+                return "interrupted", name_of(number), None
             return self._failure(error)
 
     def _failure(self, error: Exception) -> tuple[str, str, str]:

@@ -6,16 +6,20 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
+import jax
 import pytest
 from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_steps
 from disk import needs_small_disk, run_on_disk
+from tiny import tiny_run
 
 from jaxbench.cluster import heartbeat
 from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
 from jaxbench.run import checkpoint, command
 from jaxbench.run import start as beginning
+from jaxbench.run.session import Attempt
 
 STEPS = 400
 SAVING = (*TINY, "--steps", STEPS, "--checkpoint-every", 50, "--resume")
@@ -120,6 +124,23 @@ def test_a_signal_to_one_process_stops_both_and_another_process_count_goes_on(
     # Four devices add up in another order than two: roundings of bf16 activations.
     for step, expected in zip(steps, whole[1], strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"),
+    [(signal.SIGTERM, ("interrupted", "SIGTERM")), (None, ("failed", "UNKNOWN"))],
+)
+def test_a_peer_lost_after_the_job_s_signal_is_its_consequence(number, outcome, monkeypatch):
+    """A process ends at once on a signal before its first step, and the others may be in theirs."""
+
+    def lose_peer(_):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+
+    monkeypatch.setattr(Attempt, "_train", lose_peer)
+    signals, beat = SimpleNamespace(received=number, agreed=None), SimpleNamespace(path=None)
+    status, reason, _ = Attempt(tiny_run(), None, None, signals, beat).outcome()
+    assert status == outcome[0]
+    assert reason.startswith(outcome[1])
 
 
 @pytest.mark.slow
