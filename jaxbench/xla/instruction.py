@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxbench.errors import RunFailed
@@ -141,11 +142,34 @@ def parse_line(line: str) -> Instruction | None:
     closing = _closing(rest, opening)
     inside = rest[opening:closing]
     numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
-    operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-]+)", inside)
+    operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-#]+)", inside)
     root, name = match.groups()
     return Instruction(
         name, shape, rest[:opening], tuple(operands), rest[closing + 1 :], is_root=root is not None
     )
+
+
+def elements_read(i: Instruction, scope: Scope) -> Iterator[Instruction]:
+    """The reads of tuple elements that an instruction abbreviates: dumps of recent compilers write
+    the operand `%x#1` for `get-tuple-element(%x), index=1`."""
+    for operand in i.operands:
+        whole, _, index = operand.rpartition("#")
+        if whole:
+            shape = _elements(scope[whole].shape)[int(index)]
+            attributes = f", index={index}"
+            yield Instruction(operand, shape, "get-tuple-element", (whole,), attributes)
+
+
+def _elements(shape: str) -> list[str]:
+    """The shapes in a tuple shape; those of inner tuples stay together."""
+    depth, found = 0, [""]
+    for character in shape[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return [element.strip() for element in found]
 
 
 def _closing(text: str, opening: int) -> int:
