@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxbench.errors import RunFailed
@@ -149,15 +148,17 @@ def parse_line(line: str) -> Instruction | None:
     )
 
 
-def elements_read(i: Instruction, scope: Scope) -> Iterator[Instruction]:
-    """The reads of tuple elements that an instruction abbreviates: dumps of recent compilers write
-    the operand `%x#1` for `get-tuple-element(%x), index=1`."""
+def add_elements(i: Instruction, scope: Scope) -> None:
+    """Adds the reads of tuple elements that an instruction abbreviates to its computation: dumps of
+    recent compilers write the operand `%x#1` for `get-tuple-element(%x), index=1`, and `%x#1#0` for
+    an element of that."""
     for operand in i.operands:
-        whole, _, index = operand.rpartition("#")
-        if whole:
-            shape = _elements(scope[whole].shape)[int(index)]
+        whole, *indices = operand.split("#")
+        for index in indices:
+            name, shape = f"{whole}#{index}", _elements(scope[whole].shape)[int(index)]
             attributes = f", index={index}"
-            yield Instruction(operand, shape, "get-tuple-element", (whole,), attributes)
+            scope[name] = Instruction(name, shape, "get-tuple-element", (whole,), attributes)
+            whole = name
 
 
 def _elements(shape: str) -> list[str]:

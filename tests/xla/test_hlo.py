@@ -194,6 +194,7 @@ ENTRY main (x: f32[4,8], w: f8e4m3fn[8,2]) -> bf16[4,2] {
   %w = f8e4m3fn[8,2]{1,0} parameter(1)
   %both = ((f32[2,2]{1,0}, s32[]), f8e4m3fn[4,8]{1,0}) fusion(%x), kind=kLoop, calls=%split
   %copied = (f32[2,2]{1,0}, s32[]) copy(%both#0)
+  %inner = f32[2,2]{1,0} copy(%both#0#0)
   ROOT %dot = bf16[4,2]{1,0} dot(%both#1, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 """
@@ -204,6 +205,7 @@ ENTRY main (x: f32[4,8], w: f8e4m3fn[8,2]) -> bf16[4,2] {
         assert program.flops() == {("product", "f8e4m3fn"): 2 * 4 * 8 * 2}
     read = {name: kernel.bytes for name, kernel, _ in Walk(short).kernels()}
     assert read["copied"] == 2 * (2 * 2 * 4 + 4)
+    assert read["inner"] == 2 * 2 * 2 * 4
     assert read["dot"] == 4 * 8 + 8 * 2 + 2 * 4 * 2
 
 
