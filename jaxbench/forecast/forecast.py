@@ -17,8 +17,8 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Forecast seconds of a step: `step_s` is expected, `fast_s` and `slow_s` under the other
-    scenarios of `costs.CONDITIONS`.
+    """Forecast seconds of a step: `step_s` is expected; `fast_s` is the least and `slow_s` the most
+    of all independent tables of products, under the other scenarios of `costs.CONDITIONS`.
 
     `parts_s` add up to `step_s`: kernels by what they are, `launches`, what overlapping
     collectives add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
@@ -39,21 +39,25 @@ class Forecast:
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
     """The forecast of a program's walk on a GPU; `axes` names the mesh axes of a collective."""
-    gpus = walk.program.devices
-    costs = {name: Measured(gpu, tables, scenario, gpus) for name, scenario in CONDITIONS.items()}
-    steps = {name: walk.under(measured) for name, measured in costs.items()}
-    expected = steps["expected"]
+
+    def costs(conditions: str, tables: Tables = tables) -> Measured:
+        return Measured(gpu, tables, CONDITIONS[conditions], walk.program.devices)
+
+    def steps(conditions: str) -> list[float]:
+        return [walk.under(costs(conditions, t)).step_s for t in tables.independent()]
+
+    expected = walk.under(costs("expected"))
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
-    beyond, unknown = _outside(walk, costs["expected"])
+    beyond, unknown = _outside(walk, costs("expected"))
     largest = sorted(beyond, key=lambda work: -beyond[work])
     outside = sum(beyond.values()) + sum(unknown.values())
     return Forecast(
         step_s=expected.step_s,
-        fast_s=steps["fast"].step_s,
-        slow_s=steps["slow"].step_s,
+        fast_s=min(steps("fast")),
+        slow_s=max(steps("slow")),
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         outside=outside / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],

@@ -4,6 +4,7 @@ A line is a kind, a name, sizes joined by `x`, and what was measured, in microse
 kind says otherwise:
 
 - `product`, its dtype, m x n x k: [m, k] times [k, n]
+- `repeated`, the same products timed a second time, independently of the first
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
@@ -13,7 +14,7 @@ kind says otherwise:
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import dropwhile
 from operator import ge
@@ -27,6 +28,7 @@ GPU, PACKAGE = "# gpu: ", "the package's"
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (("bf16", "fp8"), (1, 1, 1)),
+    "repeated": (("bf16", "fp8"), (1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
@@ -50,6 +52,13 @@ class Tables:
     def names(self, kind: str) -> set[str]:
         """The names of a kind that were measured."""
         return {name for known, name in self.values if known == kind}
+
+    def independent(self) -> list["Tables"]:
+        """These tables, then the same with the repeated products in place of the first ones."""
+        repeated = {
+            ("product", name): self.values["repeated", name] for name in self.names("repeated")
+        }
+        return [self, replace(self, values={**self.values, **repeated})] if repeated else [self]
 
 
 @cache
@@ -77,6 +86,10 @@ def load(gpu: str, file: Path | None = None) -> Tables:
             kept = _beside(key[0], values.get(key, {}), times)
             sources[" ".join(key)] = f"{here} and {sources[' '.join(key)]}" if kept else here
             values[key] = kept | times
+            if path == file and key[0] == "product" and ("repeated", key[1]) not in measured:
+                # Those of the package say how far other machines may be from its table.
+                values.pop(("repeated", key[1]), None)
+                sources.pop(f"repeated {key[1]}", None)
     return Tables(values, sources)
 
 
@@ -106,7 +119,8 @@ def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
                 raise ValueError(f"{kind},{name},{sizes},{value}")
             values.setdefault((kind, name), {})[key] = float(value)
         for (kind, name), times in values.items():
-            if kind == "product" and tuple(map(min, zip(*times, strict=True))) not in times:
+            least = tuple(map(min, zip(*times, strict=True)))
+            if kind in ("product", "repeated") and least not in times:
                 raise ValueError(f"{kind} {name}: none with the least m, n and k of all")
     except (OSError, ValueError, LookupError, StopIteration) as error:
         reason = "no line '# gpu: NAME'" if isinstance(error, StopIteration) else error

@@ -18,6 +18,12 @@ BAR = 30
 SHOWN_OUTSIDE = 0.05
 """Least share of a forecast's kernel time outside the measured tables that is reported."""
 
+RANGE = (
+    "from no power limit and no slowdown beside collectives, to the slowest GPU, most slowdown and "
+    "an untuned network"
+)
+"""The ends of a forecast's range (`docs/design/forecast.md`)."""
+
 WIDTH = 200
 """Characters of a table that is not printed to a terminal."""
 
@@ -135,6 +141,7 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / longest)
         lines.append(f"  {name:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
+    lines.append(f"  range: {RANGE}{_twice(f)}")
     sources = [f"{kind} by {s}" for kind, s in f.sources.items() if not s.startswith(PACKAGE)]
     if sources:
         lines.append(f"  measured: {'; '.join(sources)}")
@@ -144,6 +151,12 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
             f"taken in proportion: {'; '.join(f.beyond)}"
         )
     return lines
+
+
+def _twice(f: Forecast) -> str:
+    """The dtypes whose products were timed twice."""
+    names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
+    return f"; {' and '.join(names)} products by either of two tables" if names else ""
 
 
 def _published(plan: Plan) -> list[str]:

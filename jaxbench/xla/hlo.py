@@ -16,6 +16,7 @@ from jaxbench.xla.instruction import (
     TRIP_COUNT,
     Instruction,
     Scope,
+    add_elements,
     ints,
     parse_line,
 )  # fmt: skip
@@ -87,6 +88,7 @@ class Program:
                 current = program.computations.setdefault(opening.group(2), {})
                 program.entry = opening.group(2) if opening.group(1) else program.entry
             elif current is not None and (instruction := parse_line(line)):
+                add_elements(instruction, current)
                 current[instruction.name] = instruction
         rewrite(program.computations)
         if not strict:

@@ -141,11 +141,36 @@ def parse_line(line: str) -> Instruction | None:
     closing = _closing(rest, opening)
     inside = rest[opening:closing]
     numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
-    operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-]+)", inside)
+    operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-#]+)", inside)
     root, name = match.groups()
     return Instruction(
         name, shape, rest[:opening], tuple(operands), rest[closing + 1 :], is_root=root is not None
     )
+
+
+def add_elements(i: Instruction, scope: Scope) -> None:
+    """Adds the reads of tuple elements that an instruction abbreviates to its computation: dumps of
+    recent compilers write the operand `%x#1` for `get-tuple-element(%x), index=1`, and `%x#1#0` for
+    an element of that."""
+    for operand in i.operands:
+        whole, *indices = operand.split("#")
+        for index in indices:
+            name, shape = f"{whole}#{index}", _elements(scope[whole].shape)[int(index)]
+            attributes = f", index={index}"
+            scope[name] = Instruction(name, shape, "get-tuple-element", (whole,), attributes)
+            whole = name
+
+
+def _elements(shape: str) -> list[str]:
+    """The shapes in a tuple shape; those of inner tuples stay together."""
+    depth, found = 0, [""]
+    for character in shape[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return [element.strip() for element in found]
 
 
 def _closing(text: str, opening: int) -> int:

@@ -1,5 +1,5 @@
-"""Claims of README and docs/forecast.md about forecasts, against the tables that `plan --all` and
-`benchmarks/forecast.py` wrote."""
+"""Claims of README and documents about forecasts, against the tables that `plan --all`,
+`benchmarks/forecast.py` and `benchmarks/like_for_like.py` wrote."""
 
 import csv
 import re
@@ -59,3 +59,12 @@ def test_readme_and_the_document_claim_what_all_published_figures_show():
     assert f"{near} are within 15 % of the forecast and {summary[1]} within 10 %" in head
     assert f"the median of forecast over published is {median:.2f}" in head
     assert f"extremes are {min(ratios):.2f} and {max(ratios):.2f}" in head
+
+
+def test_the_range_holds_as_many_published_steps_as_the_document_says():
+    """Ends are written as errors against the published step, which is 0 %."""
+    table = (ROOT / "docs" / "like_for_like.md").read_text()
+    ends = re.findall(r"\| ([-+][\d.]+) to ([-+][\d.]+) \|", table)
+    held = sum(float(fast) <= 0 <= float(slow) for fast, slow in ends)
+    claim = f"Of {len(ends)} published steps of [the same code](../like_for_like.md) {held} lie in"
+    assert claim in (ROOT / "docs" / "design" / "forecast.md").read_text()

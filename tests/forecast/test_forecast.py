@@ -1,6 +1,7 @@
 """The forecast of a program."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from compiled import needs_compiler
@@ -8,7 +9,7 @@ from compiled import needs_compiler
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import forecast
 from jaxbench.hardware import H100
-from jaxbench.plan import command
+from jaxbench.plan import command, text
 from jaxbench.xla import hlo
 from jaxbench.xla.schedule import Walk
 
@@ -37,25 +38,61 @@ def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
     assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
     times = tables.load("h100").values
     square, wide = (2 * 8192 * n * 8192 / 717e12 for n in (8192, 131072))
-    bursts = times["product", "bf16"]
-    burst = (bursts[8192, 8192, 8192] + 2 * bursts[8192, 65536, 8192]) * 1e-6
+    first, second = (
+        (table[8192, 8192, 8192] + 2 * table[8192, 65536, 8192]) * 1e-6
+        for table in (times["product", "bf16"], times["repeated", "bf16"])
+    )
     gather = times["collective", "all-gather"][8, 2**27] * 1e-6
     assert found.parts_s["products"] == pytest.approx(square + wide)
     assert found.parts_s["exposed: fsdp"] == pytest.approx(gather)
     assert found.parts_s["slowed"] == pytest.approx(gather * (1 - 1 / 1.189))
     alone = found.step_s - found.parts_s["slowed"]
-    assert found.fast_s == pytest.approx(alone - (square + wide - burst))
-    assert found.slow_s == pytest.approx(alone + gather * (1 - 1 / 1.4))
+    assert found.fast_s == pytest.approx(alone - (square + wide - first))
+    assert second > square + wide  # both products are below the sustained rate
+    assert found.slow_s == pytest.approx(alone + second - square - wide + gather * (1 - 1 / 1.4))
     assert found.beyond == ["product bf16 1 x 8192 x 131072 x 8192"]
     moved = found.parts_s["other kernels"] + found.parts_s["launches"]
     assert found.outside == pytest.approx(wide / (square + wide + moved))
 
 
+def repeated(factor: float) -> tables.Tables:
+    """The tables of H100 with second times of bf16 products that are so many times the first."""
+    loaded = tables.load("h100")
+    times = {sizes: factor * time for sizes, time in loaded.values["product", "bf16"].items()}
+    return replace(loaded, values={**loaded.values, ("repeated", "bf16"): times})
+
+
+@pytest.mark.parametrize("factor", [0.9, 2.0])
+def test_ends_are_those_of_the_faster_and_the_slower_table(factor):
+    """Second times that are shorter move the fast end, longer ones the slow end."""
+    first = tables.load("h100").values["product", "bf16"]
+    one, other = (
+        forecast(Walk(hlo.Program.parse(PROGRAM)), H100, repeated(f), lambda c: "fsdp")
+        for f in (1.0, factor)
+    )
+    burst = (first[8192, 8192, 8192] + 2 * first[8192, 65536, 8192]) * 1e-6
+    limited = sum(2 * 8192 * n * 8192 / 717e12 for n in (8192, 131072))
+    assert other.step_s == one.step_s
+    assert other.fast_s == pytest.approx(one.fast_s - max(0.0, 1 - factor) * burst)
+    assert other.slow_s == pytest.approx(one.slow_s + max(0.0, factor * burst - limited))
+
+
+def test_a_forecast_says_what_its_range_is():
+    """Second times count as long as the user has no products of his own."""
+    found = forecast(Walk(hlo.Program.parse(PROGRAM)), H100, tables.load("h100"), lambda c: "fsdp")
+    once = {kind: file for kind, file in found.sources.items() if kind != "repeated bf16"}
+    both, one = (
+        next(line for line in text.forecast(f) if line.startswith("  range: "))
+        for f in (found, replace(found, sources=once))
+    )
+    assert both == f"{one}; bf16 products by either of two tables"
+
+
 def test_slow_conditions_have_the_slowest_of_the_programs_devices():
-    text = PROGRAM.replace("is_scheduled=true", "is_scheduled=true, num_partitions=64")
+    sharded = PROGRAM.replace("is_scheduled=true", "is_scheduled=true, num_partitions=64")
     one, many = (
-        forecast(Walk(hlo.Program.parse(t)), H100, tables.load("h100"), lambda c: "fsdp")
-        for t in (PROGRAM, text)
+        forecast(Walk(hlo.Program.parse(t)), H100, repeated(1.0), lambda c: "fsdp")
+        for t in (PROGRAM, sharded)
     )
     assert (many.step_s, many.fast_s) == (one.step_s, one.fast_s)
     assert many.slow_s > one.slow_s

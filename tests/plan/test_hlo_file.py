@@ -123,10 +123,35 @@ def test_memory_beside_a_dumped_program(tmp_path, capsys):
     )
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     step = jax.jit(lambda x: jnp.sort(jnp.tanh(x @ x) @ x, axis=0))
-    stats = step.lower(x).compile(compiler_options=options).memory_analysis()
+    compiled = step.lower(x).compile(compiler_options=options)
+    stats = compiled.memory_analysis()
     (path,) = tmp_path.glob("*_gpu_after_optimizations.txt")
     found = read(path, capsys)
     assert (found["arguments"], found["outputs"]) == (4096**2 * 4, 4096**2 * 4)
     used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     assert used <= found["peak"] < used + 4096
     assert found["flops"] == {"product f32": 2 * 2 * 4096**3}
+
+
+@needs_compiler
+def test_both_texts_of_a_program_take_as_long(tmp_path, capsys):
+    """From jax 0.11 on the dump abbreviates reads of tuple elements: here by a call of cuBLAS, of a
+    sort that has indices as a second output. The product takes the time of its bytes."""
+    device = compile_only_devices(H100, 1)[0]
+    x = jax.ShapeDtypeStruct(
+        (4096, 4096), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)
+    )
+    options = {
+        "xla_dump_to": str(tmp_path / "dump"),
+        "xla_dump_hlo_as_text": True,
+        "xla_gpu_enable_triton_gemm": False,
+    }
+    compiled = (
+        jax.jit(lambda x: jnp.sort(x) @ x[:, :128]).lower(x).compile(compiler_options=options)
+    )
+    (dumped,) = (tmp_path / "dump").glob("*_gpu_after_optimizations.txt")
+    executable = tmp_path / "step.txt"
+    executable.write_text(compiled.as_text())
+    first, second = (read(path, capsys) for path in (dumped, executable))
+    for name in ("flops", "launches", "bound_step_s", "forecast"):
+        assert first[name] == second[name]

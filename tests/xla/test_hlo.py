@@ -10,6 +10,7 @@ from jaxbench.ops import fp8
 from jaxbench.train.program import RULES
 from jaxbench.xla import collectives, hlo
 from jaxbench.xla.instruction import DTYPE_BITS, Instruction
+from jaxbench.xla.schedule import Walk
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -180,6 +181,34 @@ ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
     assert program.flops()["product", "f8e4m3fn"] == 3 * 2 * 4 * 8 * 2
 
 
+def test_elements_of_tuples_that_are_written_as_operands():
+    """`%both#1` is [4, 8] in FP8, not what the tuple holds first; tuples may hold tuples."""
+    text = """
+%split (p: f32[4,8]) -> ((f32[2,2], s32[]), f8e4m3fn[4,8]) {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %t = ((f32[2,2]{1,0}, s32[]), f8e4m3fn[4,8]{1,0}) custom-call(%p), custom_call_target="split"
+}
+
+ENTRY main (x: f32[4,8], w: f8e4m3fn[8,2]) -> bf16[4,2] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %w = f8e4m3fn[8,2]{1,0} parameter(1)
+  %both = ((f32[2,2]{1,0}, s32[]), f8e4m3fn[4,8]{1,0}) fusion(%x), kind=kLoop, calls=%split
+  %copied = (f32[2,2]{1,0}, s32[]) copy(%both#0)
+  %inner = f32[2,2]{1,0} copy(%both#0#0)
+  ROOT %dot = bf16[4,2]{1,0} dot(%both#1, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    short = hlo.Program.parse(text)
+    element = "%both.1 = f8e4m3fn[4,8]{1,0} get-tuple-element(%both), index=1\n  ROOT %dot"
+    long = hlo.Program.parse(text.replace("ROOT %dot", element).replace("%both#1", "%both.1"))
+    for program in (short, long):
+        assert program.flops() == {("product", "f8e4m3fn"): 2 * 4 * 8 * 2}
+    read = {name: kernel.bytes for name, kernel, _ in Walk(short).kernels()}
+    assert read["copied"] == 2 * (2 * 2 * 4 + 4)
+    assert read["inner"] == 2 * 2 * 2 * 4
+    assert read["dot"] == 4 * 8 + 8 * 2 + 2 * 4 * 2
+
+
 LOST_COUNT = """
 %less (p: s32[]) -> pred[] {
   %p = s32[] parameter(0)
@@ -220,8 +249,11 @@ backend_config={"known_induction_variable":{"tuple_index":"1"}}
 
 def test_a_lost_trip_count_is_found_by_counting():
     """1, 3, .. 15: eight times."""
-    program = hlo.Program.parse(LOST_COUNT)
-    assert program.computations["main"]["loop"].trips == 8
+    element = "  %i = s32[] get-tuple-element(%c), index=1\n"
+    short = LOST_COUNT.replace(element, "").replace("fusion(%i)", "fusion(%c#1)")
+    assert short != LOST_COUNT
+    for text in (LOST_COUNT, short):
+        assert hlo.Program.parse(text).computations["main"]["loop"].trips == 8
 
 
 def test_a_condition_runs_where_the_compiler_has_no_trip_count():
