@@ -134,6 +134,10 @@ class Execution:
     a repeated block has several layers, in its repeats within the first 24). With `none`, outside a
     pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
     fits, and slower to compile"""
+    offload: str = ""
+    """those activations of `remat` that wait for the backward pass in the host's memory, as a list
+    with counts like its own: `gate,up:64`. Copies to the host and back run beside the layers'
+    products (docs/design/offload.md)"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """attention implementation; `auto` is cuDNN on GPUs"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
@@ -157,16 +161,35 @@ class Execution:
         """The number of layers that save each named activation; None without remat."""
         if self.remat in ("none", "full"):
             return None if self.remat == "none" else {}
-        saved = {}
-        for entry in self.remat.split(","):
-            name, colon, count = entry.strip().partition(":")
+        return _layer_counts("remat", self.remat, layers, "none, full, or ")
+
+    def offloaded(self, layers: int) -> dict[str, int]:
+        """The number of layers of which each named activation waits in the host's memory."""
+        if not self.offload:
+            return {}
+        counts, saved = _layer_counts("offload", self.offload, layers), self.saved(layers) or {}
+        for name, count in counts.items():
             require(
-                name in SAVEABLE and bool(colon) == count.isdecimal(),
-                f"execution.remat: cannot read {entry.strip()!r}; expected none, full, or some "
-                f"of {', '.join(SAVEABLE)}, each with an optional layer count: residual:40",
+                count <= saved.get(name, 0),
+                f"execution.offload: {name} of {count} layers, but execution.remat = {self.remat} "
+                f"saves it in {saved.get(name, 0)} as named activations; name it there too",
             )
-            saved[name] = min(int(count or layers), layers)
-        return saved
+            require(name != "attention", "execution.offload: attention cannot be offloaded")
+        return counts
+
+
+def _layer_counts(setting: str, text: str, layers: int, others: str = "") -> dict[str, int]:
+    """The number of layers for each activation of a list: `query,residual:40`."""
+    counts = {}
+    for entry in text.split(","):
+        name, colon, count = entry.strip().partition(":")
+        require(
+            name in SAVEABLE and bool(colon) == count.isdecimal(),
+            f"execution.{setting}: cannot read {entry.strip()!r}; expected {others}some of "
+            f"{', '.join(SAVEABLE)}, each with an optional layer count: residual:40",
+        )
+        counts[name] = min(int(count or layers), layers)
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +266,7 @@ class Run:
     def __post_init__(self) -> None:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
-        self.execution.saved(self.model.layers)
+        self.execution.saved(self.model.layers), self.execution.offloaded(self.model.layers)
         require(
             self.model.softcap is None or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
@@ -344,6 +367,7 @@ class Run:
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
+        require(not self.execution.offload, "execution.offload: a pipeline cannot offload")
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",
