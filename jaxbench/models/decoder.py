@@ -34,8 +34,9 @@ from jaxbench.ops import fp8, remat
 from jaxbench.ops.blocks import Stash, apply_blocks
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks, stacks
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
-from jaxbench.recipe.settings import Execution, Precision
+from jaxbench.recipe.settings import Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {
     AttentionConfig: Attention,
@@ -244,10 +245,11 @@ def apply_block(
     gradients are the observed amax (`fp8.Scaled.observed`), and the mixers that stay in `bf16`.
 
     `saved`, `in_order` and `offloaded` are those of `remat.recomputed`; with `in_order` the
-    gradient of x is available only once those of the block's weights are. A block of more than two layers whose
-    inputs are saved (`residual`) is recomputed layer by layer. The backward pass goes through the
-    layers from the last to the first; the recomputation of layer i waits for the weight gradients
-    of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap with it.
+    gradient of x is available only once those of the block's weights are. A block of more than two
+    layers whose inputs are saved (`residual`) is recomputed layer by layer. The backward pass goes
+    through the layers from the last to the first; the recomputation of layer i waits for the weight
+    gradients of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap
+    with it.
     """
     operands = block, observed, scales, ctx.arrays
 
@@ -320,13 +322,13 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
         )
         ends = {0, times, *changes, *saving.values(), *offloading.values()}
         for start, stop in pairwise(sorted(ends)):
-            saved, offloaded = (
+            on_device, named = (
                 frozenset(n for n, count in layers.items() if count >= stop)
                 for layers in (saving, offloading)
             )
-            bf16 = in_bf16[start]
-            saved = None if counts is None else saved
-            result.append(Segment(stack, slice(start, stop), saved, bf16, offloaded))
+            saved = None if counts is None else on_device | named
+            blocks, bf16 = slice(start, stop), in_bf16[start]
+            result.append(Segment(stack, blocks, saved, bf16, named - on_device))
         first += times * size
     return result
 

@@ -15,7 +15,7 @@ recomputed with another rounding, and statistics, one number per token or tensor
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation for remat policies: one of `settings.SAVEABLE`, or `SMALL`."""
+    """Names an activation for remat policies: one of `execution.SAVEABLE`, or `SMALL`."""
     return checkpoint_name(x, name)
 
 
