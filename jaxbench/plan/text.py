@@ -123,14 +123,11 @@ def network(step: Step) -> list[str]:
 def host(step: Step) -> list[str]:
     """The copies from and to the host of a step."""
     moved = step.host
-    return (
-        [
-            f"host        {gib(moved.to_host)} to its memory and {gib(moved.from_host)} back per device "
-            f"and step, exposed {moved.exposed_s:.3f} s"
-        ]
-        if moved.to_host or moved.from_host
-        else []
+    line = (
+        f"host        {gib(moved.to_host)} to its memory and {gib(moved.from_host)} back per "
+        f"device and step, exposed {moved.exposed_s:.3f} s"
     )
+    return [line] if moved.to_host or moved.from_host else []
 
 
 def bound(step: Step, rates: str = "") -> list[str]:

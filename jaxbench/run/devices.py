@@ -85,9 +85,9 @@ def check_host_memory(needed: int) -> None:
     count, available = here * jax.local_device_count(), host_memory("MemAvailable")
     if needed * count > available:
         raise RunFailed(
-            f"node {platform.node()}: execution.offload needs {needed / 2**30:.1f} GiB of the "
-            f"host's memory for each of {counted(count, 'device')}, but {available / 2**30:.1f} GiB "
-            "are available: --set execution.offload= recomputes instead",
+            f"node {platform.node()}: execution.offload needs {needed / 2**30:.1f} GiB of memory "
+            f"for each of {counted(count, 'device')}, but {available / 2**30:.1f} GiB are "
+            "available: --set execution.offload= recomputes instead",
             "memory",
         )
 
