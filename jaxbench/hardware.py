@@ -12,6 +12,9 @@ MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
 the CUDA context."""
 
+HOST_FRACTION = 0.9
+"""Share of a host's memory that offloaded activations may take."""
+
 RESERVE_BYTES = 2 * 2**30
 """Kept free inside that share: fragmentation of the allocator, and the buffers that kernels take at
 run time."""
@@ -80,6 +83,11 @@ class Gpu:
     def memory_limit(self) -> int:
         """Bytes that a program may use."""
         return int(self.memory * MEMORY_FRACTION) - RESERVE_BYTES
+
+    @property
+    def host_limit(self) -> int:
+        """Bytes of the host's memory for each GPU."""
+        return int(self.host_memory * HOST_FRACTION) // self.node
 
     @property
     def description(self) -> str:

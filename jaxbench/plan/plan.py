@@ -66,7 +66,7 @@ class Memory:
             peak=arguments + outputs + temporaries,
             limit=gpu.memory_limit,
             host=offloaded_bytes(compiled),
-            host_limit=gpu.host_memory // gpu.node,
+            host_limit=gpu.host_limit,
         )
 
 

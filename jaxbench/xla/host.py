@@ -1,10 +1,11 @@
 """Copies between a device's memory and its host's in a compiled program, along its schedule."""
 
+import re
 from dataclasses import dataclass
 
 from jaxbench.hardware import Gpu
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.instruction import Instruction, Scope, root
+from jaxbench.xla.instruction import Instruction, Scope, root, shape_bytes
 
 MEMORY = "S(5)"
 """XLA's memory space of pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
@@ -33,11 +34,26 @@ def copies(i: Instruction, scope: Scope) -> bool:
     return MEMORY in i.shape or any(MEMORY in operand.shape for operand in operands)
 
 
-def direction(program: Program, i: Instruction) -> str:
-    """Where to an instruction that `copies` writes."""
-    fused = i.opcode.startswith("fusion")
-    shape = root(program.computations[i.callees[0][0]]).shape if fused else i.shape
-    return TO_HOST if MEMORY in shape.partition("}")[0] else FROM_HOST
+def sizes(program: Program) -> set[int]:
+    """Bytes of the arrays in the host's memory."""
+    shapes = {i.shape for i, _, _ in program.walk() if MEMORY in i.shape}
+    return {
+        shape_bytes(array)
+        for shape in shapes
+        for array in re.findall(rf"(\w+\[[\d,]*\])\{{[^}}]*{re.escape(MEMORY)}", shape)
+    }
+
+
+def written(program: Program, i: Instruction) -> tuple[str, int]:
+    """Where to an instruction that `copies` writes, and how many bytes: of an array that it updates
+    those of the update."""
+    scope = program.computations[i.callees[0][0]] if i.opcode.startswith("fusion") else {}
+    done = root(scope) if scope else i
+    first, _, _ = done.shape.partition("}")
+    size = shape_bytes(first)
+    if done.opcode == "dynamic-update-slice" and done.operands[1] in scope:
+        size = scope[done.operands[1]].bytes
+    return TO_HOST if MEMORY in first else FROM_HOST, size
 
 
 class HostLink:

@@ -191,8 +191,7 @@ class Walk:
                 beside.finish(i.operands[0])
                 total.exposed_s += link.finish(i.operands[0], total.step_s)
             elif launches_kernel(i) and host.copies(i, scope):
-                size = traffic(self.program, i, scope) // 2  # read there, written here
-                link.start(i.name, total.step_s, host.direction(self.program, i), size)
+                link.start(i.name, total.step_s, *host.written(self.program, i))
                 if not i.opcode.endswith("-start"):
                     total.exposed_s += link.finish(i.name, total.step_s)
             for callee, times in _bodies(i):
