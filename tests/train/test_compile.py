@@ -38,7 +38,9 @@ def test_llama2_70b_on_64_gpus_fits_and_recomputes_nothing(llama2):
     layer = 2 * 2 * 4096 * 2 * 28672
     assert offloaded_bytes(llama2.compiled) == 80 * layer
     copied = schedule.Walk(llama2.program).under(schedule.Roofline(H100)).host
-    assert (copied.to_host, copied.from_host) == (80 * layer, 78 * layer)
+    assert copied.to_host == 80 * layer
+    # jax 0.11 peels the loop: what is written last is not read back, and nothing for no layer.
+    assert copied.from_host == (78 if jax.__version_info__ >= (0, 11) else 80) * layer
     kernels = [
         i for i, scope, _ in llama2.program.walk()
         if launches_kernel(i) and host.copies(i, scope) and not i.opcode.endswith("-start")
