@@ -4,11 +4,16 @@ A new GPU is a new entry in `GPUS`. Entries without `chip` are known by their pe
 runs on them, `plan` cannot compile for them.
 """
 
+import re
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
 the CUDA context."""
+
+HOST_FRACTION = 0.9
+"""Share of a host's memory that offloaded activations may take."""
 
 RESERVE_BYTES = 2 * 2**30
 """Kept free inside that share: fragmentation of the allocator, and the buffers that kernels take at
@@ -55,6 +60,8 @@ class Gpu:
     `name` are words of the driver's name for it. `tflops` are dense peaks by dtype. `memory` is
     what the driver reports, in bytes; bandwidths are in GB/s (1e9 bytes), links in one direction:
     `nvlink` joins the GPUs of a `domain`, `nic` is each GPU's share of the network between domains.
+    `host` is each GPU's link to its host's memory, whose lanes the network adapter uses too where
+    it is `host_shared`; `host_memory` are a host's bytes.
     A `node` are the GPUs of one host; a domain is one node (DGX) or many (18 in GB200 NVL72).
     """
 
@@ -65,6 +72,9 @@ class Gpu:
     bandwidth: float = 0.0
     nvlink: float = 0.0
     nic: float = 0.0
+    host: float = 0.0
+    host_shared: bool = True
+    host_memory: int = 0
     node: int = 8
     domain: int = 8
     chip: Chip | None = None
@@ -73,6 +83,11 @@ class Gpu:
     def memory_limit(self) -> int:
         """Bytes that a program may use."""
         return int(self.memory * MEMORY_FRACTION) - RESERVE_BYTES
+
+    @property
+    def host_limit(self) -> int:
+        """Bytes of the host's memory for each GPU."""
+        return int(self.host_memory * HOST_FRACTION) // self.node
 
     @property
     def description(self) -> str:
@@ -114,6 +129,8 @@ H100 = Gpu(
     bandwidth=3352.32,
     nvlink=450.0,
     nic=50.0,
+    host=55.0,
+    host_memory=2048 * 2**30,
     chip=Chip(capability=9, cores=132, l2=52428800, clock=1.98),
 )
 """The GPU of most published rows."""
@@ -134,6 +151,8 @@ GPUS = (
         bandwidth=7672.32,
         nvlink=900.0,
         nic=50.0,
+        host=55.0,
+        host_memory=2048 * 2**30,
         chip=Chip(capability=10, cores=148, l2=132644864, clock=1.965),
     ),
     Gpu(name="B300", tflops={"bf16": 2250.0, "fp8": 4500.0}),
@@ -145,6 +164,9 @@ GPUS = (
         bandwidth=7928.064,
         nvlink=900.0,
         nic=50.0,
+        host=170.0,
+        host_shared=False,
+        host_memory=960 * 10**9,
         node=4,
         domain=72,
         chip=Chip(capability=10, cores=152, l2=135528448, clock=2.062),
@@ -181,6 +203,15 @@ def is_null(device: str) -> bool:
     """True for the GPU of a driver for tests, whose kernels compute nothing: `NVIDIA H100 80GB HBM3
     (null)`."""
     return "null" in device.lower()
+
+
+def host_memory(field: str) -> int:
+    """Bytes of this host's memory by the kernel's name, `MemTotal` or `MemAvailable`; 0 where the
+    system does not say."""
+    path = Path("/proc/meminfo")
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(rf"^{field}: *(\d+) kB", text, re.M)
+    return 1024 * int(found[1]) if found else 0
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:

@@ -51,6 +51,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
+    parts["exposed: host"] = expected.host.exposed_s
     beyond, unknown = _outside(walk, costs("expected"))
     largest = sorted(beyond, key=lambda work: -beyond[work])
     outside = sum(beyond.values()) + sum(unknown.values())

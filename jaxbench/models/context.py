@@ -5,8 +5,9 @@ from jaxtyping import Array, Int
 from jaxbench import mesh, ssd
 from jaxbench.models.layers import ForwardContext, rotary_tables
 from jaxbench.ops import attention, grouped
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.settings import Execution, Precision
+from jaxbench.recipe.settings import Precision
 
 
 def forward_context(

@@ -34,8 +34,9 @@ from jaxbench.ops import fp8, remat
 from jaxbench.ops.blocks import Stash, apply_blocks
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks, stacks
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
-from jaxbench.recipe.settings import Execution, Precision
+from jaxbench.recipe.settings import Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {
     AttentionConfig: Attention,
@@ -88,13 +89,14 @@ class Block(nnx.Module):
 @dataclass(frozen=True)
 class Segment:
     """Consecutive blocks of a stack with the same settings: index of the stack, which of its
-    blocks, saved activations (None: all), and the mixers of a block, by position, whose products
-    stay in bf16 in an FP8 run."""
+    blocks, saved activations (None: all), the mixers of a block, by position, whose products stay
+    in bf16 in an FP8 run, and the saved activations that wait in the host's memory."""
 
     stack: int
     repeats: slice
     saved: frozenset[str] | None
     bf16: frozenset[int] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
 
 class Decoder(nnx.Module):
@@ -163,12 +165,13 @@ class Decoder(nnx.Module):
         # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = segment.repeats.stop - segment.repeats.start == 1
 
-        def apply(x, weights, scales, arrays):
+        def apply(x, weights, scales, arrays, offloaded=frozenset()):
             here = ctx.with_arrays(arrays)
             block, observed = weights
             x, figures = apply_block(
-                block, observed, scales, x, here, segment.saved, segment.bf16, in_order=single
-            )
+                block, observed, scales, x, here, segment.saved, segment.bf16,
+                in_order=single, offloaded=offloaded,
+            )  # fmt: skip
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
         block = self.stacks[segment.stack]
@@ -176,8 +179,9 @@ class Decoder(nnx.Module):
         block, scales = jax.tree.map(itemgetter(segment.repeats), (block, scales))
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
-            apply, x, weights, scales, ctx.arrays, stash, unrolled=segment.saved is None
-        )
+            apply, x, weights, scales, ctx.arrays, stash, unrolled=segment.saved is None,
+            offloading=partial(apply, offloaded=segment.offloaded),
+        )  # fmt: skip
 
     def loss(
         self,
@@ -235,15 +239,17 @@ def apply_block(
     bf16: frozenset[int] = frozenset(),
     *,
     in_order: bool = False,
+    offloaded: frozenset[str] = frozenset(),
 ) -> LayerOutput:
     """One block under a remat policy; in an FP8 run with its scales, the zeros `observed` whose
     gradients are the observed amax (`fp8.Scaled.observed`), and the mixers that stay in `bf16`.
 
-    `saved` and `in_order` are those of `remat.recomputed`; with `in_order` the gradient of x is
-    available only once those of the block's weights are. A block of more than two layers whose
-    inputs are saved (`residual`) is recomputed layer by layer. The backward pass goes through the
-    layers from the last to the first; the recomputation of layer i waits for the weight gradients
-    of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap with it.
+    `saved`, `in_order` and `offloaded` are those of `remat.recomputed`; with `in_order` the
+    gradient of x is available only once those of the block's weights are. A block of more than two
+    layers whose inputs are saved (`residual`) is recomputed layer by layer. The backward pass goes
+    through the layers from the last to the first; the recomputation of layer i waits for the weight
+    gradients of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap
+    with it.
     """
     operands = block, observed, scales, ctx.arrays
 
@@ -272,11 +278,13 @@ def apply_block(
 
     count = len(block.layers)
     if saved is None or "residual" not in saved or count <= 2:
-        return remat.recomputed(whole, saved, in_order=in_order)(x, operands)
+        compute = remat.recomputed(whole, saved, in_order=in_order, offloaded=offloaded)
+        return compute(x, operands)
     figures: RoutingFigures = ()
     signals = [jnp.zeros(()), jnp.zeros(())]
     for index in range(count):
-        compute = remat.recomputed(partial(one_layer, index=index), saved, in_order=True)
+        layer = partial(one_layer, index=index)
+        compute = remat.recomputed(layer, saved, in_order=True, offloaded=offloaded)
         (x, signal), layer_figures = compute((x, signals[index]), operands)
         signals.append(signal)
         figures += layer_figures
@@ -308,14 +316,19 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
             for layer in range(first, first + times * size, size)
         ]
         changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}
-        saving = {name: repeats(count) for name, count in (counts or {}).items()}
-        for start, stop in pairwise(sorted({0, times, *changes, *saving.values()})):
-            saved = (
-                None
-                if counts is None
-                else frozenset(n for n, count in saving.items() if count >= stop)
+        saving, offloading = (
+            {name: repeats(count) for name, count in (layers or {}).items()}
+            for layers in (counts, execution.offloaded(cfg.layers))
+        )
+        ends = {0, times, *changes, *saving.values(), *offloading.values()}
+        for start, stop in pairwise(sorted(ends)):
+            on_device, named = (
+                frozenset(n for n, count in layers.items() if count >= stop)
+                for layers in (saving, offloading)
             )
-            result.append(Segment(stack, slice(start, stop), saved, in_bf16[start]))
+            saved = None if counts is None else on_device | named
+            blocks, bf16 = slice(start, stop), in_bf16[start]
+            result.append(Segment(stack, blocks, saved, bf16, named - on_device))
         first += times * size
     return result
 

@@ -3,6 +3,10 @@
 `jax.lax.scan` of a `jax.checkpoint` computes the same, but allocates, zeroes and copies its stack
 of residuals for each microbatch. Here the stash is passed in and out, and every microbatch writes
 into the same memory. Without remat nothing is stacked: blocks are unrolled in the program.
+
+Residuals that wait in the host's memory are written a block later than they arise and read a block
+earlier than they are needed, so that the copies run beside the products. Indices are those of the
+loop: others would have kernels read and write the host's memory, where now copy engines do.
 """
 
 from collections.abc import Callable
@@ -23,7 +27,12 @@ from jaxbench.ops.stash import (
 )
 
 Stash = list[jax.Array]
-"""Residuals of every block without its weights, each leaf `[blocks, ..]`."""
+"""Residuals of every block in device memory, without its weights, each leaf `[blocks, ..]`."""
+
+HostTypes = tuple[jax.ShapeDtypeStruct | None, ...]
+"""For each residual of a block its type where it waits in the host's memory, else None."""
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """One block: (x, its weights, its constants, arguments of all blocks) to (the next x, aux)."""
@@ -38,6 +47,7 @@ def apply_blocks(
     stash: Stash | None = None,
     *,
     unrolled: bool = False,
+    offloading: Apply | None = None,
 ) -> tuple[jax.Array, Any, Stash]:
     """(output of the last block, aux of all blocks stacked `[blocks, ..]`, the stash as written).
 
@@ -45,16 +55,23 @@ def apply_blocks(
     Gradients are those of `x` and `weights`. `apply` recomputes what it does not save
     (`remat.recomputed`). Without `stash` a new one is allocated. With `unrolled` the stash is
     empty, and gathered weights are residuals too, where a stash would have the backward pass gather
-    them again.
+    them again. `offloading` is the same block whose residuals have the types of the memory in which
+    they wait (`remat.recomputed`).
     """
     if unrolled:
         return *_unrolled(apply, x, weights, constants, common), []
     flat, structure = jax.tree.flatten(constants)
 
-    def apply_flat(x, weights, constants, common):
-        return apply(x, weights, jax.tree.unflatten(structure, constants), common)
+    def flattened(apply):
+        return lambda x, weights, constants, common: apply(
+            x, weights, jax.tree.unflatten(structure, constants), common
+        )
 
-    return _looped(apply_flat, x, weights, flat, common, stash)
+    operands = x, weights, flat, common
+    types, host = _residual_types(flattened(offloading or apply), *operands)
+    if stash is None:
+        stash = allocate(_split(types, host)[0], len(jax.tree.leaves(weights)[0]))
+    return _looped(flattened(apply), host, *operands, stash)
 
 
 def _unrolled(block, x, weights, constants, common):
@@ -67,46 +84,70 @@ def _unrolled(block, x, weights, constants, common):
     return x, stack(aux)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _looped(block, x, weights, constants, common, stash):
-    return _forward(block, x, weights, constants, common, stash)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _looped(block, host, x, weights, constants, common, stash):
+    return _forward(block, host, x, weights, constants, common, stash)[0]
 
 
-def _forward(block, x, weights, constants, common, stash):
+def _forward(block, host, x, weights, constants, common, stash):
     def step(index, carry, operands):
-        x, stash = carry
+        x, stash, waiting, late = carry
         (y, aux), vjp = jax.vjp(block, x, *operands, common)
-        return (y, write(stash, [x, *residuals(vjp)], index)), aux
+        now, here = _split([x, *residuals(vjp)], host)
+        # Entry i has the residuals of block i - 1, entry 0 none.
+        waiting = write(waiting, jax.device_put(late, HOST), index)
+        return (y, write(stash, now, index), waiting, here), aux
 
-    if stash is None:
-        stash = _new_stash(block, x, weights, constants, common)
-    (y, stash), aux = scan_allocated(step, (x, stash), (weights, constants))
-    return (y, aux, stash), (weights, constants, common, stash)
+    types, count = [like for like in host if like], len(jax.tree.leaves(weights)[0])
+    start = x, stash, jax.device_put(allocate(types, count), HOST), allocate(types)
+    (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
+    return (y, aux, stash), (weights, constants, common, stash, waiting, last)
 
 
-def _backward(block, saved, cotangents):
-    weights, constants, common, stash = saved
+def _backward(block, host, saved, cotangents):
+    weights, constants, common, stash, waiting, last = saved
     dy, d_aux, _ = cotangents
 
-    def step(index, dy, entry):
+    def step(index, carry, entry):
+        dy, here = carry
         *operands, d_aux = entry
-        x, *block_residuals = read(stash, index)
+        x, *block_residuals = _joined(read(stash, index), here, host)
+        ahead = jax.device_put(read(waiting, index), DEVICE)
         arguments = x, *operands, common
         like = jax.eval_shape(lambda *arguments: jax.vjp(block, *arguments)[1], *arguments)
         vjp = restore_vjp(like, block_residuals, jax.tree.leaves(arguments))
         dx, d_weights, _, _ = vjp((dy, d_aux))
-        return dx, d_weights
+        return (dx, ahead), d_weights
 
-    dx, d_weights = scan_allocated(step, dy, (weights, constants, d_aux), reverse=True)
+    inputs = weights, constants, d_aux
+    (dx, _), d_weights = scan_allocated(step, (dy, last), inputs, reverse=True)
     return dx, d_weights, None, None, None
 
 
 _looped.defvjp(_forward, _backward)
 
 
-def _new_stash(block: Callable, x: jax.Array, weights: Any, constants: Any, common: Any) -> Stash:
-    def saved(x, *arguments):
-        return [x, *residuals(jax.vjp(block, x, *arguments)[1])]
+def _residual_types(block, x, weights, constants, common) -> tuple[list, HostTypes]:
+    """Types of a block's input and residuals, and those that wait in the host's memory."""
+    spaces = []
 
-    count = len(jax.tree.leaves(weights)[0])
-    return allocate(jax.eval_shape(saved, x, *read((weights, constants), 0), common), count)
+    def saved(x, *arguments):
+        values = [x, *residuals(jax.vjp(block, x, *arguments)[1])]
+        spaces.extend(jax.typeof(value).memory_space for value in values)
+        return values
+
+    types = jax.eval_shape(saved, x, *read((weights, constants), 0), common)
+    on_host = zip(types, spaces, strict=True)
+    return types, tuple(like if space == HOST else None for like, space in on_host)
+
+
+def _split(values: list, host: HostTypes) -> tuple[list, list]:
+    """The values that stay on the device, and those that wait in the host's memory."""
+    pairs = list(zip(values, host, strict=True))
+    return [v for v, like in pairs if like is None], [v for v, like in pairs if like]
+
+
+def _joined(on_device: list, on_host: list, host: HostTypes) -> list:
+    """The opposite of `_split`."""
+    device, waiting = iter(on_device), iter(on_host)
+    return [next(device if like is None else waiting) for like in host]

@@ -15,11 +15,17 @@ recomputed with another rounding, and statistics, one number per token or tensor
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation for remat policies: one of `settings.SAVEABLE`, or `SMALL`."""
+    """Names an activation for remat policies: one of `execution.SAVEABLE`, or `SMALL`."""
     return checkpoint_name(x, name)
 
 
-def recomputed(body: Callable, saved: frozenset[str] | None, *, in_order: bool = False) -> Callable:
+def recomputed(
+    body: Callable,
+    saved: frozenset[str] | None,
+    *,
+    in_order: bool = False,
+    offloaded: frozenset[str] = frozenset(),
+) -> Callable:
     """`body(x, operands)` under `jax.checkpoint`: the activations in `saved` are kept for the
     backward pass, the others recomputed; None keeps everything.
 
@@ -29,11 +35,17 @@ def recomputed(body: Callable, saved: frozenset[str] | None, *, in_order: bool =
     in memory. The `operands`, weights, have no barrier, so that they can be gathered early.
 
     `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`), which
-    its backward kernel needs.
+    its backward kernel needs. Those of `saved` that are `offloaded` have the type of an array in
+    the host's memory; `ops.blocks` moves them there.
     """
     if saved is None:
         return body
-    named = jax.checkpoint_policies.save_only_these_names(*saved, SMALL)
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[*(saved - offloaded), SMALL],
+        names_which_can_be_offloaded=[*offloaded],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
     attention = {kernel.saved for kernel in KERNELS.values()}
 
     def policy(primitive, *args, **params):

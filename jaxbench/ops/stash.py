@@ -124,7 +124,9 @@ def scan_allocated(
         return done + 1, carry, write(ys, y, index)
 
     first = jnp.int32(0)
-    _, types = jax.eval_shape(step, first, carry, jax.eval_shape(lambda xs: read(xs, 0), xs))
+    entry = jax.eval_shape(lambda xs: read(xs, 0), xs)
+    # As arguments of eval_shape, arrays in the host's memory would have the type of others.
+    _, types = jax.eval_shape(lambda entry: step(first, carry, entry), entry)
     start = first, carry, allocate(types, count)
     _, carry, ys = jax.lax.while_loop(lambda state: state[0] < count, body, start)
     return carry, ys

@@ -14,8 +14,9 @@ from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks
+from jaxbench.recipe.execution import SAVEABLE
 from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
-from jaxbench.recipe.settings import CHOSEN, SAVEABLE, Parallelism, Run
+from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
 
 KEYS = (
     *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),
@@ -54,7 +55,7 @@ class Activation:
 
 @cache
 def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
-    """Activations of a model by name (`settings.SAVEABLE`), for sequences of `length` tokens."""
+    """Activations of a model by name (`execution.SAVEABLE`), for sequences of `length` tokens."""
     result: dict[str, Activation] = {}
 
     def add(name: str, features: float, work: float) -> None:
@@ -220,7 +221,7 @@ def policies(run: Run) -> Iterator[str]:
 
 
 def _saved(run: Run, name: str) -> float:
-    """Share of the layers that save an activation."""
+    """Share of the layers that save an activation on the device."""
     saved = run.execution.saved(run.model.layers)
     return 1.0 if saved is None else saved.get(name, 0) / run.model.layers
 
@@ -230,7 +231,11 @@ def spared(run: Run) -> float:
     for unrolled layers."""
     length = run.batch.sequence_length
     every = activations(run.model, length)
-    kept = sum(_saved(run, name) * activation.flops for name, activation in every.items())
+    offloaded = run.execution.offloaded(run.model.layers)
+    kept = sum(
+        max(_saved(run, name), offloaded.get(name, 0) / run.model.layers) * activation.flops
+        for name, activation in every.items()
+    )
     total = flops.model_flops(run.model, length)["total"]
     return kept * length / total + UNROLLED * run.unrolled
 

@@ -124,6 +124,7 @@ def report(step: HloStep) -> str:
         f"work        TFLOP per device and step: {compiled}",
         f"  kernels     {text.kernels(step)}",
         *text.network(step),
+        *text.host(step),
         *text.bound(step),
     ]
     if share > UNKNOWN_LIMIT:

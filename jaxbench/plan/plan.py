@@ -24,12 +24,13 @@ from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
-from jaxbench.train.program import RULES, check_program, compile_program
+from jaxbench.train.program import RULES, check_program, compile_program, offloaded_bytes
 from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
 from jaxbench.versions import versions
 from jaxbench.xla import flags, memory
 from jaxbench.xla.hlo import Program
+from jaxbench.xla.host import HostTraffic
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
@@ -38,12 +39,20 @@ SHOWN_BUFFERS = 12
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one device as compiled, and the limit of a program. `peak` is what the runtime holds
-    during a step, with the holes between temporaries."""
+    during a step, with the holes between temporaries; `host` are bytes of the host's memory that
+    wait for one device, of which a node has `host_limit` for its devices."""
 
     arguments: int
     temporaries: int
     peak: int
     limit: int
+    host: int
+    host_limit: int
+
+    @property
+    def fits(self) -> bool:
+        """True where the device and its host have the memory."""
+        return self.peak <= self.limit and self.host <= self.host_limit
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled, gpu: Gpu) -> "Memory":
@@ -56,6 +65,8 @@ class Memory:
             temporaries=temporaries,
             peak=arguments + outputs + temporaries,
             limit=gpu.memory_limit,
+            host=offloaded_bytes(compiled),
+            host_limit=gpu.host_limit,
         )
 
 
@@ -133,7 +144,7 @@ class Plan(Step):
 RECORDS = {
     "bytes_per_device": Memory, "state_bytes": StateBytes, "largest_buffers": Buffer,
     "flops": Flops, "collectives": Traffic, "kernels": Kernels, "stages": Pipelined,
-    "other_kernels": OtherKernels, "forecast": Forecast,
+    "other_kernels": OtherKernels, "forecast": Forecast, "host": HostTraffic,
 }  # fmt: skip
 """Fields of a plan that are records or lists of records."""
 
@@ -186,7 +197,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         row=run.row,
         gpus=run.gpus,
         target=gpu.name.lower(),
-        fits=size.peak <= size.limit,
+        fits=size.fits,
         mesh=run.mesh_text(),
         settings=recipes.describe(run),
         system=system(gpu),

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from jaxbench.errors import RecipeError
-from jaxbench.hardware import Gpu
+from jaxbench.hardware import Gpu, host_memory
 from jaxbench.plan.absent import check_compiler, placed
 from jaxbench.plan.plan import Plan, read, system
 from jaxbench.recipe import recipes
@@ -94,9 +94,7 @@ def plan_each(
 
 def workers() -> int:
     """Processes at a time: one per core, fewer where the available memory does not suffice."""
-    found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-    available = 1024 * int(found[1]) if found else 0
-    return max(1, min(os.cpu_count() or 1, available // PROCESS_BYTES))
+    return max(1, min(os.cpu_count() or 1, host_memory("MemAvailable") // PROCESS_BYTES))
 
 
 def plan_run(run: Run, target: Target, config: str) -> Plan | str:

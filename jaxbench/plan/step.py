@@ -12,6 +12,7 @@ from jaxbench.plan.traffic import Traffic, traffic
 from jaxbench.xla import memory
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program
+from jaxbench.xla.host import HostTraffic
 from jaxbench.xla.schedule import Roofline, Walk
 
 SHOWN_KERNELS = 10
@@ -47,6 +48,7 @@ class Step:
     kernels: Kernels
     launches: int
     other_kernels: list[OtherKernels]
+    host: HostTraffic
     bound_parts_s: dict[str, float]
     bound_step_s: float
     forecast_step_s: float
@@ -63,6 +65,7 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         uncovered_wire_bytes=bound.uncovered_bytes,
         kernels=kernel_launches(program),
         launches=bound.kernels,
+        host=bound.host,
         other_kernels=other_kernels(walk, gpu),
         bound_parts_s={**bound.parts, "exposed": bound.exposed_s},
         bound_step_s=bound.step_s,

@@ -60,11 +60,13 @@ def report(plan: Plan) -> str:
             f"  temporaries {gib(size.temporaries)}{held}",
             "  largest at the peak:",
             *_buffers(plan, "    "),
+            *_host(plan),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
             f"{work.recompute_ratio:.3f} of the model's",
             f"  kernels     {kernels(plan)}",
             *_pipeline(plan),
             *network(plan),
+            *host(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
             *_published(plan),
@@ -82,6 +84,13 @@ def _derived(plan: Plan) -> str:
 
 def _buffers(plan: Plan, indent: str) -> list[str]:
     return [f"{indent}{gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers]
+
+
+def _host(plan: Plan) -> list[str]:
+    """What waits in the host's memory."""
+    size = plan.bytes_per_device
+    held = f"  host        {gib(size.host)} of {gib(size.host_limit)} per device"
+    return [held] if size.host else []
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -115,6 +124,16 @@ def network(step: Step) -> list[str]:
             for c in step.collectives
         ),
     ]
+
+
+def host(step: Step) -> list[str]:
+    """The copies from and to the host of a step."""
+    moved = step.host
+    line = (
+        f"host        {gib(moved.to_host)} to its memory and {gib(moved.from_host)} back per "
+        f"device and step, exposed {moved.exposed_s:.3f} s"
+    )
+    return [line] if moved.to_host or moved.from_host else []
 
 
 def bound(step: Step, rates: str = "") -> list[str]:

@@ -28,7 +28,7 @@ class Traffic:
 
 def system(gpu: Gpu) -> dict[str, Any]:
     """The GPU's properties and links that decide a plan."""
-    names = ("device", "memory", "bandwidth", "nvlink", "nic", "node", "domain")
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain")
     return {name: getattr(gpu, name) for name in names}
 
 

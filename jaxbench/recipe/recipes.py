@@ -40,7 +40,7 @@ ROW_KEYS = {
     "layers": ("model", "layers"),
     **{f.name: ("parallelism", f.name) for f in fields(Parallelism)},
     **{f.name: ("batch", f.name) for f in fields(Batch)},
-    "remat": ("execution", "remat"),
+    **{name: ("execution", name) for name in ("remat", "offload")},
 }
 SMOKE = "smoke"
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.checks import divides, not_negative, positive, require
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig
 from jaxbench.recipe.optimizer import Optimizer
 
@@ -19,14 +20,6 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 CHOSEN = tuple(axis for axis in AXES if axis != "data")
 """The axes that a recipe sizes (`Parallelism`); `data` follows from the number of GPUs."""
-
-SAVEABLE = (
-    "latent", "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
-)  # fmt: skip
-"""The activations that a remat policy can save, in the order in which a layer computes them.
-`latent` are those of latent attention, from which queries, keys and values are projected, and the
-sum of experts in a latent space; `dispatched` are the permuted tokens that the experts of a rank
-receive, `mamba` is the input of a Mamba-2 mixer's output projection."""
 
 STEPS = 50
 """Optimizer steps of a run, as published."""
@@ -124,52 +117,6 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
-    """How the model is computed: changes speed and memory, not the result, but for rounding and the
-    tokens that dropless experts drop."""
-
-    remat: str = "full"
-    """`none` saves all activations; `full` the input of each layer; or a list of activations to
-    save: `query,key,value,attention,residual:24` saves the last one in the first 24 layers (where
-    a repeated block has several layers, in its repeats within the first 24). With `none`, outside a
-    pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
-    fits, and slower to compile"""
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """attention implementation; `auto` is cuDNN on GPUs"""
-    ssd: Literal["auto", "pallas", "xla"] = "auto"
-    """Mamba-2 between its projections (docs/design/scan.md); `auto` is `xla`: neither was timed on
-    a GPU"""
-    grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
-    """of dropless experts: `xla` copies an expert's weights for each block of 128 tokens; `auto` is
-    Pallas kernels on GPUs where they can multiply"""
-    expert_parts: int = 1
-    """parts of a microbatch that the experts of a layer compute one after the other, so that the
-    exchanges of one are hidden behind the products of another. Slots of dropless experts, and FP8
-    scales of inputs and gradients of experts, are those of a part"""
-    xla_flags: str = "tuned"
-    """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
-    changes: `tuned,xla_gpu_some_flag=false`"""
-
-    def __post_init__(self) -> None:
-        positive("execution.", self, "expert_parts")
-
-    def saved(self, layers: int) -> dict[str, int] | None:
-        """The number of layers that save each named activation; None without remat."""
-        if self.remat in ("none", "full"):
-            return None if self.remat == "none" else {}
-        saved = {}
-        for entry in self.remat.split(","):
-            name, colon, count = entry.strip().partition(":")
-            require(
-                name in SAVEABLE and bool(colon) == count.isdecimal(),
-                f"execution.remat: cannot read {entry.strip()!r}; expected none, full, or some "
-                f"of {', '.join(SAVEABLE)}, each with an optional layer count: residual:40",
-            )
-            saved[name] = min(int(count or layers), layers)
-        return saved
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One benchmark run on `gpus` devices (CPU devices for the smoke row).
 
@@ -243,7 +190,7 @@ class Run:
     def __post_init__(self) -> None:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
-        self.execution.saved(self.model.layers)
+        self.execution.saved(self.model.layers), self.execution.offloaded(self.model.layers)
         require(
             self.model.softcap is None or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
@@ -344,6 +291,7 @@ class Run:
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
+        require(not self.execution.offload, "execution.offload: a pipeline cannot offload")
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",

@@ -13,7 +13,7 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import is_null
+from jaxbench.hardware import host_memory, is_null
 from jaxbench.recipe.published import counted
 
 
@@ -74,6 +74,22 @@ def check_local_devices(expected: int, cpu: bool) -> None:
     if (count := jax.local_device_count()) != expected:
         seen = counted(count, "device")
         raise RecipeError(f"{where}: sees {seen}, {expected} {were} expected")
+
+
+def check_host_memory(needed: int) -> None:
+    """Raises RunFailed if this host has too little memory for the offloaded activations of its
+    devices, `needed` bytes for each."""
+    if not needed:
+        return
+    here = sum(node == platform.node() for node in job.all_gather("host", platform.node()))
+    count, available = here * jax.local_device_count(), host_memory("MemAvailable")
+    if needed * count > available:
+        raise RunFailed(
+            f"node {platform.node()}: execution.offload needs {needed / 2**30:.1f} GiB of memory "
+            f"for each of {counted(count, 'device')}, but {available / 2**30:.1f} GiB are "
+            "available: --set execution.offload= recomputes instead",
+            "memory",
+        )
 
 
 def hardware() -> dict[str, Any]:

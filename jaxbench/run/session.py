@@ -30,12 +30,12 @@ from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import too_short
 from jaxbench.run import plausible, profiling, repeatable
 from jaxbench.run.cache import program_cache
-from jaxbench.run.devices import hardware, variables
+from jaxbench.run.devices import check_host_memory, hardware, variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import SCHEMA, Recorder, read
 from jaxbench.train.loop import Pause, run_steps
-from jaxbench.train.program import check_program, compile_program, kernels
+from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
 from jaxbench.versions import versions
 from jaxbench.xla import flags
@@ -255,6 +255,7 @@ class Attempt:
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         check_program(compiled, run)
+        check_host_memory(offloaded_bytes(compiled))
         recorder.add(kernels=kernels(run))
         recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
         if options.pgle:

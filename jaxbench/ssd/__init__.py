@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from jaxtyping import Array, Float
 
 from jaxbench.errors import RecipeError
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import MambaConfig, ModelConfig
-from jaxbench.recipe.settings import Execution
 from jaxbench.ssd import pallas, xla
 from jaxbench.ssd.parts import Axes, Dims, Parameters
 from jaxbench.xla.hlo import Rules

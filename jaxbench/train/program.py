@@ -60,6 +60,11 @@ def read(compiled: Any) -> Program:
     return Program.parse(compiled.as_text(), RULES)
 
 
+def offloaded_bytes(compiled: Any) -> int:
+    """Bytes of the host's memory in which activations of one device wait during a step."""
+    return compiled.memory_analysis().host_temp_size_in_bytes
+
+
 def check_run(run: Run, platform: str) -> None:
     """Raises RecipeError for a request of the run that the platform cannot fulfil."""
     flags.options(run, platform)

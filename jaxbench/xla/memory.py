@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxbench.xla import host
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root, shape_bytes
 
@@ -38,11 +39,13 @@ def peak_section(live_ranges: str) -> Iterator[tuple[str, int]]:
 
 def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
     """The `count` largest buffers at the peak, named."""
-    live = dict(peak_section(live_ranges))
+    live, waiting = dict(peak_section(live_ranges)), host.sizes(program)
     for value in list(live):
         # A double-buffered loop updates a stack twice, in the same buffer.
         original = value.removesuffix(f"{CLONE}{{}}") + "{}"
         if "dynamic_update_slice" in value and value.endswith(f"{CLONE}{{}}") and original in live:
+            del live[value]
+        elif value.startswith("wrapped_") and live[value] in waiting:  # in the host's memory
             del live[value]
     ordered = sorted(live.items(), key=lambda item: -item[1])[:count]
     names = _BufferNames(program)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import Gpu
-from jaxbench.xla import collectives
+from jaxbench.xla import collectives, host
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GEMM_CALLS, Program, Work
+from jaxbench.xla.host import HostLink, HostTraffic
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root
 from jaxbench.xla.launches import launches, launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
@@ -93,9 +94,9 @@ class Schedule:
     """Simulated times of a step, kernel launches, and all collectives.
 
     `parts` are the seconds of kernels by part, without overlap; `slowed_s` is what overlapping
-    collectives add to them, `exposed_s` the wait for collectives. Their sum is `step_s`, of which
-    the memory bandwidth is in use for `moving_s`. `computes` is true where a matrix product or
-    attention runs.
+    collectives add to them, `exposed_s` the wait for collectives and for copies from and to the
+    host. Their sum is `step_s`, of which the memory bandwidth is in use for `moving_s`. `computes`
+    is true where a matrix product or attention runs.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
@@ -104,6 +105,7 @@ class Schedule:
     moving_s: float = 0.0
     kernels: int = 0
     transfers: list[Transfer] = field(default_factory=list)
+    host: HostTraffic = field(default_factory=HostTraffic)
     computes: bool = False
 
     @property
@@ -130,6 +132,7 @@ class Schedule:
         self.moving_s += body.moving_s * times
         self.kernels += body.kernels * times
         self.transfers += [t.repeated(times) for t in body.transfers]
+        self.host.add(body.host, times)
 
 
 class Walk:
@@ -144,7 +147,7 @@ class Walk:
         return self._simulate(self.program.entry, costs)
 
     def kernels(self, computation: str = "", runs: int = 1) -> Iterator[tuple[str, Kernel, int]]:
-        """Every kernel except collectives: name, kernel, runs per step."""
+        """Every kernel except collectives and copies to the host: name, kernel, runs per step."""
         computation = computation or self.program.entry
         for i in self.program.computations[computation].values():
             for callee, times in _bodies(i):
@@ -153,11 +156,13 @@ class Walk:
                 yield i.name, kernel, runs
 
     def _kernel(self, computation: str, i: Instruction) -> Kernel | None:
-        """The kernel that an instruction launches; None where it launches none or a collective."""
+        """The kernel that an instruction launches; None where it launches none, a collective, or a
+        copy from or to the host."""
         key = computation, i.name
         if key not in self._kernels:
             kernel, scope = None, self.program.computations[computation]
-            if launches_kernel(i) and i.opcode.removesuffix("-start") not in COLLECTIVES:
+            collective = i.opcode.removesuffix("-start") in COLLECTIVES
+            if launches_kernel(i) and not collective and not host.copies(i, scope):
                 works = tuple(_works(self.program, i, scope))
                 moved = traffic(self.program, i, scope)
                 unknown = i.target if self.program.without_rule(i) else ""
@@ -170,7 +175,7 @@ class Walk:
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
         links_free_at = {True: 0.0, False: 0.0}  # by whether they cross domains
-        beside = _Beside(total)
+        beside, link = _Beside(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
         for i in scope.values():
@@ -184,6 +189,11 @@ class Walk:
                 computes = bool(kernel.works)
             elif i.opcode.endswith("-done"):
                 beside.finish(i.operands[0])
+                total.exposed_s += link.finish(i.operands[0], total.step_s)
+            elif launches_kernel(i) and host.copies(i, scope):
+                link.start(i.name, total.step_s, *host.written(self.program, i))
+                if not i.opcode.endswith("-start"):
+                    total.exposed_s += link.finish(i.name, total.step_s)
             for callee, times in _bodies(i):
                 body = self._simulate(callee, costs)
                 computes = computes or body.computes
@@ -198,6 +208,8 @@ class Walk:
                 links = collective.crosses_domains(costs.gpu)
                 links_free_at[links] = max(total.step_s, links_free_at[links]) + seconds
                 running[i.name] = collective, seconds, links_free_at[links]
+                if links:
+                    link.share(total.step_s, seconds)
                 uncovered.add(i.name)
             if not i.opcode.endswith("-start") and (start := _start_name(i)) in running:
                 collective, seconds, end = running.pop(start)

@@ -20,6 +20,7 @@ from jaxbench.recipe.attention import (
     RopeScaling,
     Yarn,
 )
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import (
     ExpertsConfig,
     MambaConfig,
@@ -27,7 +28,7 @@ from jaxbench.recipe.model import (
     ModelConfig,
     PredictionConfig,
 )
-from jaxbench.recipe.settings import Execution, Precision
+from jaxbench.recipe.settings import Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FP32 = Precision(dtype="fp32")

@@ -18,7 +18,7 @@ ROWS = {
     "llama2_70b_fp8": {"fsdp": 2, "tensor": 2, "layers": 2},
     "llama31_8b_bf16": {"fsdp": 2, "layers": 2, "remat": "none"},
     "llama31_8b_fp8": {"fsdp": 2, "layers": 2, "microbatch": 2},
-    "llama31_70b_bf16": {"tensor": 2, "layers": 2, "remat": "full"},
+    "llama31_70b_bf16": {"tensor": 2, "layers": 3, "remat": "attention", "offload": "gate,up"},
     "llama31_70b_fp8": {"context": 2, "layers": 2},
     "llama31_405b_bf16": {"context": 2, "tensor": 2, "layers": 2},
     "llama31_405b_fp8": {"fsdp": 2, "data": 2, "layers": 2},

@@ -13,7 +13,7 @@ from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.ops.attention import KERNELS, attend, blocks, choose, cudnn
 from jaxbench.ops.attention.scores import Scores
-from jaxbench.recipe.settings import Execution
+from jaxbench.recipe.execution import Execution
 
 RNG = np.random.default_rng(0)
 

@@ -17,8 +17,8 @@ from jaxbench.errors import RecipeError
 from jaxbench.ops import grouped
 from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES
 from jaxbench.ops.grouped import BLOCK, NONE, pallas, xla
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.settings import Execution
 
 EPS32, EPS16 = np.finfo(np.float32).eps, 2**-8
 RNG = np.random.default_rng(0)

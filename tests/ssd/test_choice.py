@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_run
 
 from jaxbench.errors import RecipeError
-from jaxbench.recipe.settings import Execution
+from jaxbench.recipe.execution import Execution
 from jaxbench.ssd import IMPLEMENTATIONS, choose
 from jaxbench.train.program import check_run
 

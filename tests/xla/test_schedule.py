@@ -8,6 +8,7 @@ from jaxbench.errors import RunFailed
 from jaxbench.hardware import H100
 from jaxbench.xla import hlo, schedule
 from jaxbench.xla.collectives import Collective
+from jaxbench.xla.collectives import find as found_collectives
 
 # 1 GB/s in memory and over NVLink, half of it between nodes.
 GPU = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, domain=4)
@@ -374,3 +375,55 @@ def test_a_dtype_has_its_own_peak_or_none():
     assert schedule.peak(GPU, "f8e4m3fn") == 1979
     with pytest.raises(RunFailed, match="products in f4e2m1fn: the H100's peak is not known"):
         schedule.peak(GPU, "f4e2m1fn")
+
+
+HOST = """
+%write (stack: bf16[4,8,8], slice: bf16[8,8], n: s32[]) -> bf16[4,8,8] {
+  %stack = bf16[4,8,8]{2,1,0:S(5)} parameter(0)
+  %slice = bf16[8,8]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %one = bf16[1,8,8]{2,1,0} bitcast(%slice)
+  ROOT %written = bf16[4,8,8]{2,1,0:S(5)} dynamic-update-slice(%stack, %one, %n, %n, %n)
+}
+
+%read (stack: bf16[4,8,8], n: s32[]) -> bf16[1,8,8] {
+  %stack = bf16[4,8,8]{2,1,0:S(5)} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %entry = bf16[1,8,8]{2,1,0} dynamic-slice(%stack, %n, %n, %n), dynamic_slice_sizes={1,8,8}
+}
+"""
+EMPTY = """\
+  %n = s32[] constant(1)
+  %empty = bf16[4,8,8]{2,1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+"""
+WRITE = """\
+  %write-start = ((bf16[4,8,8]{2,1,0:S(5)}, bf16[8,8]{1,0}, s32[]), bf16[4,8,8]{2,1,0:S(5)}, u32[]) \
+fusion-start(%empty, %x, %n), kind=kLoop, calls=%write
+"""
+WRITTEN = "  %write-done = bf16[4,8,8]{2,1,0:S(5)} fusion-done(%write-start)\n"
+READ = """\
+  %read-start = ((bf16[4,8,8]{2,1,0:S(5)}, s32[]), bf16[1,8,8]{2,1,0}, u32[]) \
+fusion-start(%empty, %n), kind=kLoop, calls=%read
+"""
+ALREADY = "  %read-done = bf16[1,8,8]{2,1,0} fusion-done(%read-start)\n"
+ENTRY_S = 128e-9
+"""An entry of 128 bytes at 1 GB/s."""
+
+
+def test_copies_to_and_from_the_host_run_beside_kernels():
+    """Each direction has a link of its own; a copy is no kernel, and moves its entry alone."""
+    costs = schedule.Roofline(replace(GPU, host=1.0))
+    found = schedule.Walk(program(EMPTY + WRITE + READ + DOT + WRITTEN + ALREADY, HOST)).under(costs)
+    assert found.parts == {"compute": pytest.approx(PRODUCT_S)}
+    assert (found.host.to_host, found.host.from_host, found.exposed_s) == (128, 128, 0)
+    late = schedule.Walk(program(EMPTY + DOT + WRITE + WRITTEN, HOST)).under(costs)
+    assert late.host.exposed_s == late.exposed_s == pytest.approx(ENTRY_S)
+
+
+def test_a_network_on_the_lanes_to_the_host_delays_copies():
+    gpu = replace(GPU, host=1.0, domain=2)
+    beside = program(GATHER + EMPTY + WRITE + WRITTEN + DONE, HOST)
+    sent_s = schedule.Roofline(gpu).collective(found_collectives(beside)[0])
+    for shared, waits in ((False, 0.0), (True, sent_s * gpu.nic / gpu.host)):
+        walked = schedule.Walk(beside).under(schedule.Roofline(replace(gpu, host_shared=shared)))
+        assert walked.host.exposed_s == pytest.approx(ENTRY_S + waits)

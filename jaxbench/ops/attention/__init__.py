@@ -14,8 +14,8 @@ from jaxbench.errors import RecipeError
 from jaxbench.ops.attention import blocks, cudnn, plain
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.attention import Attention
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.settings import Execution
 from jaxbench.xla.hlo import Rules
 
 

@@ -27,8 +27,8 @@ from jaxbench.ops import fp8
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.grouped import pallas, xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
+from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.settings import Execution
 from jaxbench.xla.hlo import Rules
 
 __all__ = [

@@ -1,0 +1,81 @@
+"""How a run is computed, as settings: what is saved for the backward pass, implementations of
+operators, compiler options. The string below a field is its meaning in the table of settings."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxbench.recipe.checks import positive, require
+
+SAVEABLE = (
+    "latent", "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
+)  # fmt: skip
+"""The activations that a remat policy can save, in the order in which a layer computes them.
+`latent` are those of latent attention, from which queries, keys and values are projected, and the
+sum of experts in a latent space; `dispatched` are the permuted tokens that the experts of a rank
+receive, `mamba` is the input of a Mamba-2 mixer's output projection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the model is computed: changes speed and memory, not the result, but for rounding and the
+    tokens that dropless experts drop."""
+
+    remat: str = "full"
+    """`none` saves all activations; `full` the input of each layer; or a list of activations to
+    save: `query,key,value,attention,residual:24` saves the last one in the first 24 layers (where
+    a repeated block has several layers, in its repeats within the first 24). With `none`, outside a
+    pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
+    fits, and slower to compile"""
+    offload: str = ""
+    """activations to save in the host's memory, as a list like that of `remat`, in the layers where
+    `remat` does not save them: `gate,up:64`. Copies to the host and back run beside the layers'
+    products (docs/design/offload.md)"""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """attention implementation; `auto` is cuDNN on GPUs"""
+    ssd: Literal["auto", "pallas", "xla"] = "auto"
+    """Mamba-2 between its projections (docs/design/scan.md); `auto` is `xla`: neither was timed on
+    a GPU"""
+    grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
+    """of dropless experts: `xla` copies an expert's weights for each block of 128 tokens; `auto` is
+    Pallas kernels on GPUs where they can multiply"""
+    expert_parts: int = 1
+    """parts of a microbatch that the experts of a layer compute one after the other, so that the
+    exchanges of one are hidden behind the products of another. Slots of dropless experts, and FP8
+    scales of inputs and gradients of experts, are those of a part"""
+    xla_flags: str = "tuned"
+    """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
+    changes: `tuned,xla_gpu_some_flag=false`"""
+
+    def __post_init__(self) -> None:
+        positive("execution.", self, "expert_parts")
+
+    def saved(self, layers: int) -> dict[str, int] | None:
+        """The number of layers that save each named activation; None without remat."""
+        if self.remat in ("none", "full"):
+            return None if self.remat == "none" else {}
+        return _layer_counts("remat", self.remat, layers, "none, full, or ")
+
+    def offloaded(self, layers: int) -> dict[str, int]:
+        """The number of layers that save each named activation in the host's memory, where they
+        do not save it in the device's."""
+        if not self.offload:
+            return {}
+        require(self.remat != "none", "execution.offload: remat = none saves all on the device")
+        counts = _layer_counts("offload", self.offload, layers)
+        kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"
+        require("attention" not in counts, kept)
+        return counts
+
+
+def _layer_counts(setting: str, text: str, layers: int, others: str = "") -> dict[str, int]:
+    """The number of layers for each activation of a list: `query,residual:40`."""
+    counts = {}
+    for entry in text.split(","):
+        name, colon, count = entry.strip().partition(":")
+        require(
+            name in SAVEABLE and bool(colon) == count.isdecimal(),
+            f"execution.{setting}: cannot read {entry.strip()!r}; expected {others}some of "
+            f"{', '.join(SAVEABLE)}, each with an optional layer count: residual:40",
+        )
+        counts[name] = min(int(count or layers), layers)
+    return counts

@@ -1,0 +1,95 @@
+"""Copies between a device's memory and its host's in a compiled program, along its schedule."""
+
+import re
+from dataclasses import dataclass
+
+from jaxbench.hardware import Gpu
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import Instruction, Scope, root, shape_bytes
+
+MEMORY = "S(5)"
+"""XLA's memory space of pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
+
+TO_HOST, FROM_HOST = "to host", "from host"
+
+
+@dataclass
+class HostTraffic:
+    """Bytes that a device copies in each direction, and for how long kernels wait for copies."""
+
+    to_host: int = 0
+    from_host: int = 0
+    exposed_s: float = 0.0
+
+    def add(self, other: "HostTraffic", times: int) -> None:
+        """Adds the traffic of a computation that runs `times`."""
+        self.to_host += other.to_host * times
+        self.from_host += other.from_host * times
+        self.exposed_s += other.exposed_s * times
+
+
+def copies(i: Instruction, scope: Scope) -> bool:
+    """True for a kernel or copy that reads or writes the host's memory."""
+    operands = (scope[name] for name in i.operands if name in scope)
+    return MEMORY in i.shape or any(MEMORY in operand.shape for operand in operands)
+
+
+def sizes(program: Program) -> set[int]:
+    """Bytes of the arrays in the host's memory."""
+    shapes = {i.shape for i, _, _ in program.walk() if MEMORY in i.shape}
+    return {
+        shape_bytes(array)
+        for shape in shapes
+        for array in re.findall(rf"(\w+\[[\d,]*\])\{{[^}}]*{re.escape(MEMORY)}", shape)
+    }
+
+
+def written(program: Program, i: Instruction) -> tuple[str, int]:
+    """Where to an instruction that `copies` writes, and how many bytes: of an array that it updates
+    those of the update."""
+    scope = program.computations[i.callees[0][0]] if i.opcode.startswith("fusion") else {}
+    done = root(scope) if scope else i
+    first, _, _ = done.shape.partition("}")
+    size = shape_bytes(first)
+    if done.opcode == "dynamic-update-slice" and done.operands[1] in scope:
+        size = scope[done.operands[1]].bytes
+    return TO_HOST if MEMORY in first else FROM_HOST, size
+
+
+class HostLink:
+    """The link to the host while a schedule runs: in each direction one copy after another.
+
+    Where the network adapter has the GPU's own lanes to the host (`Gpu.host_shared`), what it sends
+    and receives is in their way.
+    """
+
+    def __init__(self, gpu: Gpu, traffic: HostTraffic):
+        self.gpu, self.traffic = gpu, traffic
+        self._free_at: dict[str, float] = {}
+        self._running: dict[str, float] = {}
+
+    def start(self, name: str, now: float, direction: str, size: int) -> None:
+        """Starts a copy of so many bytes."""
+        if direction == TO_HOST:
+            self.traffic.to_host += size
+        else:
+            self.traffic.from_host += size
+        self._running[name] = self._queue(direction, now, size)
+
+    def finish(self, name: str, now: float) -> float:
+        """Seconds for which kernels wait for a copy, 0 for anything else."""
+        waiting = max(0.0, self._running.pop(name, 0.0) - now)
+        self.traffic.exposed_s += waiting
+        return waiting
+
+    def share(self, now: float, seconds: float) -> None:
+        """Lets the network use the lanes for a collective of so many seconds."""
+        if self.gpu.host_shared:
+            for direction in (TO_HOST, FROM_HOST):
+                self._queue(direction, now, seconds * self.gpu.nic * 1e9)
+
+    def _queue(self, direction: str, now: float, size: float) -> float:
+        """The end of a transfer that begins when the link is free."""
+        end = max(now, self._free_at.get(direction, 0.0)) + size / (self.gpu.host * 1e9)
+        self._free_at[direction] = end
+        return end
