@@ -43,9 +43,9 @@ def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
     for value in list(live):
         # A double-buffered loop updates a stack twice, in the same buffer.
         original = value.removesuffix(f"{CLONE}{{}}") + "{}"
-        if "dynamic_update_slice" in value and value.endswith(f"{CLONE}{{}}") and original in live:
-            del live[value]
-        elif value.startswith("wrapped_") and live[value] in waiting:  # in the host's memory
+        copied = value.endswith(f"{CLONE}{{}}") and original in live
+        on_host = value.startswith("wrapped_") and live[value] in waiting
+        if on_host or ("dynamic_update_slice" in value and copied):
             del live[value]
     ordered = sorted(live.items(), key=lambda item: -item[1])[:count]
     names = _BufferNames(program)

@@ -1,16 +1,24 @@
-"""Activations in the host's memory: a step is the same, bit for bit, as with them on the device."""
+"""Activations in the host's memory: a step is the same as with them on the device, bit for bit
+where the compiler fuses alike.
+
+On a CPU JAX leaves such an array where it is: here are the entries of the stacks and the order of
+writes and reads. That they are the host's: `test_compile` and `tests/null_gpu`.
+"""
+
+import re
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from cases import slow_except
 from commands import TINY, read, run
-from steps import MESHES, loss_and_gradients, new_state
+from steps import MESHES, same_sequences
 from tiny import mesh_of, tiny_run
 
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.run import devices
-from jaxbench.train.step import make_program
+from jaxbench.train.step import abstract_state, make_program
 
 LLAMA, ATTENTION, EXPERTS = "llama31_8b_bf16", "key,value,attention", "parallelism.expert=4"
 FSDP, MIXED = MESHES["fsdp 8"], MESHES["fsdp 2 x context 2 x tensor 2"]
@@ -49,23 +57,25 @@ def two_runs(case):
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_no_bit_of_a_step_changes(case):
     plain, offloaded = two_runs(case)
-    (loss, expected), (other, actual) = map(loss_and_gradients, (plain, offloaded))
+    # Else a bf16 value that is used where it is made may keep more digits than one that waits.
+    rounded = partial(same_sequences, xla_allow_excess_precision=False)
+    (loss, expected), (other, actual) = map(rounded, (plain, offloaded))
     assert loss == other
     for name, gradient in expected.items():
-        np.testing.assert_array_equal(actual[name], gradient, err_msg=name)
+        # jax 0.11 fuses otherwise on CPUs, in two of these cases: some gradients are rounded to
+        # bf16 once more or less.
+        rounding = 2**-8 if jax.__version_info__[:2] == (0, 11) else 0
+        difference = np.linalg.norm(actual[name] - gradient)
+        assert difference <= rounding * np.linalg.norm(gradient), name
 
 
-def test_activations_are_in_the_host_s_memory_until_the_backward_pass():
-    """Two of three layers' are copied there, the last layer's stay; all are copied back."""
-    plain, offloaded = two_runs("one device")
-    texts = []
-    for tiny in (plain, offloaded):
+def test_gate_and_up_of_every_layer_wait_in_the_host_s_memory():
+    layer = "8,32,96"
+    expected = set(), {layer, f"1,{layer}", f"3,{layer}"}
+    for tiny, shapes in zip(two_runs("one device"), expected, strict=True):
         with mesh_of(tiny):
-            lowered = make_program(tiny).lower(jax.eval_shape(lambda tiny=tiny: new_state(tiny)))
-            texts.append(lowered.as_text())
-    assert "pinned_host" not in texts[0]
-    assert texts[1].count("pinned_host") >= 4  # two stacks, and what is written into each
-    assert 'annotate_device_placement(' in texts[1]
+            traced = make_program(tiny).trace(abstract_state(tiny))
+        assert set(re.findall(r"<host>\[([\d,]*)\]", str(traced.jaxpr))) == shapes
 
 
 @pytest.mark.parametrize(

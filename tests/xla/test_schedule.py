@@ -397,8 +397,8 @@ EMPTY = """\
   %empty = bf16[4,8,8]{2,1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
 """
 WRITE = """\
-  %write-start = ((bf16[4,8,8]{2,1,0:S(5)}, bf16[8,8]{1,0}, s32[]), bf16[4,8,8]{2,1,0:S(5)}, u32[]) \
-fusion-start(%empty, %x, %n), kind=kLoop, calls=%write
+  %write-start = ((bf16[4,8,8]{2,1,0:S(5)}, bf16[8,8]{1,0}, s32[]), bf16[4,8,8]{2,1,0:S(5)}, \
+u32[]) fusion-start(%empty, %x, %n), kind=kLoop, calls=%write
 """
 WRITTEN = "  %write-done = bf16[4,8,8]{2,1,0:S(5)} fusion-done(%write-start)\n"
 READ = """\
@@ -413,7 +413,9 @@ ENTRY_S = 128e-9
 def test_copies_to_and_from_the_host_run_beside_kernels():
     """Each direction has a link of its own; a copy is no kernel, and moves its entry alone."""
     costs = schedule.Roofline(replace(GPU, host=1.0))
-    found = schedule.Walk(program(EMPTY + WRITE + READ + DOT + WRITTEN + ALREADY, HOST)).under(costs)
+    found = schedule.Walk(program(EMPTY + WRITE + READ + DOT + WRITTEN + ALREADY, HOST)).under(
+        costs
+    )
     assert found.parts == {"compute": pytest.approx(PRODUCT_S)}
     assert (found.host.to_host, found.host.from_host, found.exposed_s) == (128, 128, 0)
     late = schedule.Walk(program(EMPTY + DOT + WRITE + WRITTEN, HOST)).under(costs)
