@@ -23,6 +23,7 @@ KEYS = (
     "batch.microbatch",
     "execution.expert_parts",
     "execution.remat",
+    "execution.offload",
 )
 """Settings in which candidates differ, by their `--set` keys."""
 
@@ -113,7 +114,8 @@ def settings(run: Run) -> dict[str, int | str]:
     """The values of `KEYS`."""
     values = {f"parallelism.{name}": value for name, value in vars(run.parallelism).items()}
     values |= {"batch.microbatch": run.microbatch}
-    values |= {f"execution.{key}": getattr(run.execution, key) for key in ("expert_parts", "remat")}
+    execution = ("expert_parts", "remat", "offload")
+    values |= {f"execution.{key}": getattr(run.execution, key) for key in execution}
     return {key: values[key] for key in KEYS}
 
 
@@ -134,7 +136,8 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
         shares = _divisors(row.batch.global_batch // batch_ranks)
         for microbatch, parts in product(shares, _expert_parts(row, parallelism, fixed)):
             batch = replace(row.batch, microbatch=microbatch)
-            execution = replace(row.execution, remat="full", expert_parts=parts)
+            offload = "none" if parallelism.pipeline > 1 else row.execution.offload
+            execution = replace(row.execution, remat="full", offload=offload, expert_parts=parts)
             try:
                 run = replace(row, parallelism=parallelism, batch=batch, execution=execution)
             except RecipeError:
@@ -194,7 +197,9 @@ def with_policies(run: Run, fixed: str | None = None) -> list[Run]:
     result = []
     for remat in [fixed] if fixed else policies(run):
         try:
-            result.append(replace(run, execution=replace(run.execution, remat=remat)))
+            offload = "none" if remat == "none" else run.execution.offload
+            execution = replace(run.execution, remat=remat, offload=offload)
+            result.append(replace(run, execution=execution))
         except RecipeError:
             continue
     return result

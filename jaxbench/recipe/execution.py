@@ -26,8 +26,8 @@ class Execution:
     a repeated block has several layers, in its repeats within the first 24). With `none`, outside a
     pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
     fits, and slower to compile"""
-    offload: str = ""
-    """activations to save in the host's memory, as a list like that of `remat`, in the layers where
+    offload: str = "none"
+    """`none`, or activations to save in the host's memory, a list like `remat`'s, in layers where
     `remat` does not save them: `gate,up:64`. Copies to the host and back run beside the layers'
     products (docs/design/offload.md)"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
@@ -58,10 +58,10 @@ class Execution:
     def offloaded(self, layers: int) -> dict[str, int]:
         """The number of layers that save each named activation in the host's memory, where they
         do not save it in the device's."""
-        if not self.offload:
+        if self.offload == "none":
             return {}
         require(self.remat != "none", "execution.offload: remat = none saves all on the device")
-        counts = _layer_counts("offload", self.offload, layers)
+        counts = _layer_counts("offload", self.offload, layers, "none, or ")
         kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"
         require("attention" not in counts, kept)
         return counts

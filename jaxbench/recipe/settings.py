@@ -291,7 +291,8 @@ class Run:
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
-        require(not self.execution.offload, "execution.offload: a pipeline cannot offload")
+        pipelined = "execution.offload: a pipeline cannot offload"
+        require(self.execution.offload == "none", pipelined)
         require(
             not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
             f"precision: {alike}; no first_bf16_layers and last_bf16_layers",

@@ -87,7 +87,7 @@ def check_host_memory(needed: int) -> None:
         raise RunFailed(
             f"node {platform.node()}: execution.offload needs {needed / 2**30:.1f} GiB of memory "
             f"for each of {counted(count, 'device')}, but {available / 2**30:.1f} GiB are "
-            "available: --set execution.offload= recomputes instead",
+            "available: --set execution.offload=none recomputes instead",
             "memory",
         )
 
