@@ -31,7 +31,7 @@ from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
 from jaxbench.models.output import Output, Prediction, output_loss
 from jaxbench.ops import fp8, remat
-from jaxbench.ops.blocks import Stash, apply_blocks
+from jaxbench.ops.blocks import Stash, apply_blocks, can_offload
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks, stacks
 from jaxbench.recipe.execution import Execution
@@ -164,12 +164,14 @@ class Decoder(nnx.Module):
 
         # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = segment.repeats.stop - segment.repeats.start == 1
+        saved, host = segment.saved, segment.offloaded if can_offload() else frozenset()
+        saved = saved if saved is None else saved - (segment.offloaded - host)
 
         def apply(x, weights, scales, arrays, offloaded=frozenset()):
             here = ctx.with_arrays(arrays)
             block, observed = weights
             x, figures = apply_block(
-                block, observed, scales, x, here, segment.saved, segment.bf16,
+                block, observed, scales, x, here, saved, segment.bf16,
                 in_order=single, offloaded=offloaded,
             )  # fmt: skip
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
@@ -179,8 +181,8 @@ class Decoder(nnx.Module):
         block, scales = jax.tree.map(itemgetter(segment.repeats), (block, scales))
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
-            apply, x, weights, scales, ctx.arrays, stash, unrolled=segment.saved is None,
-            offloading=partial(apply, offloaded=segment.offloaded),
+            apply, x, weights, scales, ctx.arrays, stash, unrolled=saved is None,
+            offloading=partial(apply, offloaded=host),
         )  # fmt: skip
 
     def loss(

@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import jaxlib.version
 
+from jaxbench import mesh
 from jaxbench.jax_internals import residuals, restore_vjp
 from jaxbench.ops.stash import (
     allocate,
@@ -36,6 +38,12 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """One block: (x, its weights, its constants, arguments of all blocks) to (the next x, aux)."""
+
+
+def can_offload() -> bool:
+    """False for GPUs before jaxlib 0.11.2, whose compiler reads a stack in the host's memory at
+    wrong places in a loop that goes backwards (openxla/xla issue 46231)."""
+    return mesh.platform() != "gpu" or jaxlib.version.__version_info__ >= (0, 11, 2)
 
 
 def apply_blocks(

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import jax
+import jaxlib
 
 from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
@@ -12,6 +13,7 @@ from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
 from jaxbench.models.decoder import prediction_segment, segments
 from jaxbench.ops import attention, fp8, grouped
+from jaxbench.ops.blocks import can_offload
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
@@ -73,8 +75,8 @@ def check_run(run: Run, platform: str) -> None:
 
 
 def kernels(run: Run) -> dict[str, str]:
-    """Implementations of attention, Mamba-2, dropless experts and products on the current mesh, for
-    the record."""
+    """Implementations of attention, Mamba-2, dropless experts and products on the current mesh, and
+    the activations that wait in the host's memory, for the record."""
     platform = mesh.platform()
     chosen = _implementations(run, platform)
     by = {"attention": chosen["kernel"]}
@@ -82,6 +84,9 @@ def kernels(run: Run) -> dict[str, str]:
         by["Mamba-2"] = chosen["ssd"]
     if run.model.dropless:
         by["dropless experts"] = chosen["grouped_matmul"]
+    if run.execution.offload != "none":
+        wrong = f"none (jaxlib {jaxlib.__version__} reads them at wrong places: needs 0.11.2)"
+        by["offload"] = run.execution.offload if can_offload() else wrong
     return by | {"products": _products(run, platform)}
 
 
