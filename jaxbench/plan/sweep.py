@@ -73,6 +73,7 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
         "mesh": plan.mesh,
         "peak GiB": f"{size.peak / 2**30:.1f}",
         "limit GiB": f"{size.limit / 2**30:.1f}",
+        "host GiB": f"{size.host / 2**30:.1f}",
         "fits": "yes" if plan.fits else "NO",
         "TFLOP": f"{plan.flops.compiled / 1e12:.0f}",
         "recompute": f"{plan.flops.recompute_ratio:.3f}",
