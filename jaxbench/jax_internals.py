@@ -13,9 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 from jax._src import distributed
 from jax._src.cudnn import fused_attention_stablehlo
+
+READS_HOST = jaxlib.version.__version_info__ >= (0, 11, 2)
+"""False for a compiler that, for GPUs, reads a stack in the host's memory at wrong places in a loop
+that goes backwards (openxla/xla issue 46231)."""
 
 
 def coordination_client() -> Any:

@@ -21,7 +21,8 @@ class Forecast:
     of all independent tables of products, under the other scenarios of `costs.CONDITIONS`.
 
     `parts_s` add up to `step_s`: kernels by what they are, `launches`, what overlapping
-    collectives add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`).
+    collectives add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`)
+    and for copies to and from the host (`exposed: host`).
     `outside` is the share of the kernels' seconds for which a shape lies outside the tables, whose
     largest are `beyond`; `unknown` are the seconds, by bytes alone, of custom calls without a rule,
     by target, and part of `outside`; `sources` says where each kind of table is from.

@@ -164,8 +164,10 @@ class Decoder(nnx.Module):
 
         # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = segment.repeats.stop - segment.repeats.start == 1
-        saved, host = segment.saved, segment.offloaded if can_offload() else frozenset()
-        saved = saved if saved is None else saved - (segment.offloaded - host)
+        saved = segment.saved
+        host = segment.offloaded if can_offload() else frozenset()
+        if saved is not None:
+            saved -= segment.offloaded - host
 
         def apply(x, weights, scales, arrays, offloaded=frozenset()):
             here = ctx.with_arrays(arrays)
@@ -336,7 +338,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
 
 
 def prediction_segment(cfg: ModelConfig, execution: Execution) -> Segment | None:
-    """The block of multi-token prediction; it saves what all layers save."""
+    """The block of multi-token prediction; it saves what all layers save on the device."""
     if cfg.prediction is None:
         return None
     counts = execution.saved(cfg.layers)

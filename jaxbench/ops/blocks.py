@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jaxlib.version
 
 from jaxbench import mesh
-from jaxbench.jax_internals import residuals, restore_vjp
+from jaxbench.jax_internals import READS_HOST, residuals, restore_vjp
 from jaxbench.ops.stash import (
     allocate,
     read,
@@ -41,9 +40,8 @@ Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def can_offload() -> bool:
-    """False for GPUs before jaxlib 0.11.2, whose compiler reads a stack in the host's memory at
-    wrong places in a loop that goes backwards (openxla/xla issue 46231)."""
-    return mesh.platform() != "gpu" or jaxlib.version.__version_info__ >= (0, 11, 2)
+    """True where arrays in the host's memory are read back from where they were written."""
+    return READS_HOST or mesh.platform() != "gpu"
 
 
 def apply_blocks(
@@ -102,11 +100,11 @@ def _forward(block, host, x, weights, constants, common, stash):
         x, stash, waiting, late = carry
         (y, aux), vjp = jax.vjp(block, x, *operands, common)
         now, here = _split([x, *residuals(vjp)], host)
-        # Entry i has the residuals of block i - 1, entry 0 none.
+        # Entry i has the residuals of the block before, `late`; entry 0 none.
         waiting = write(waiting, jax.device_put(late, HOST), index)
         return (y, write(stash, now, index), waiting, here), aux
 
-    types, count = [like for like in host if like], len(jax.tree.leaves(weights)[0])
+    types, count = [like for like in host if like is not None], len(jax.tree.leaves(weights)[0])
     start = x, stash, jax.device_put(allocate(types, count), HOST), allocate(types)
     (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
     return (y, aux, stash), (weights, constants, common, stash, waiting, last)
@@ -152,7 +150,10 @@ def _residual_types(block, x, weights, constants, common) -> tuple[list, HostTyp
 def _split(values: list, host: HostTypes) -> tuple[list, list]:
     """The values that stay on the device, and those that wait in the host's memory."""
     pairs = list(zip(values, host, strict=True))
-    return [v for v, like in pairs if like is None], [v for v, like in pairs if like]
+    waiting = [value for value, like in pairs if like is not None]
+    # `host` was read off the same block under another policy, whose residuals have this order.
+    assert [a.shape for a in waiting] == [like.shape for like in host if like is not None]
+    return [value for value, like in pairs if like is None], waiting
 
 
 def _joined(on_device: list, on_host: list, host: HostTypes) -> list:

@@ -152,7 +152,7 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
         with jax.set_mesh(mesh.make_mesh(candidate.mesh_shape, devices)):
             compiled, _, _ = compile_program(candidate)
         size = Memory.of(compiled, gpu)
-        fits = size.peak <= size.limit
+        fits = size.fits
         searching.tried[candidate] = search.Outcome(peak=size.peak, fits=fits)
         changes = candidates.changes(candidate, searching.row)
         options = " ".join(f"--set {change}" for change in changes)

@@ -218,6 +218,8 @@ def why(plan: Plan, best: Plan | None) -> str:
     """The reason why a candidate is not the best; empty for the best."""
     if not plan.fits:
         size = plan.bytes_per_device
+        if size.peak <= size.limit:
+            return f"does not fit: {gib(size.host - size.host_limit)} over the host's limit"
         return f"does not fit: {gib(size.peak - size.limit)} over the limit"
     if best is None or plan is best:
         return ""

@@ -40,7 +40,7 @@ class OtherKernels:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step on one device. `bound_parts_s` are `compute` (products and attention), `memory`
-    (other kernels) and `exposed` collectives."""
+    (other kernels) and `exposed` collectives and copies from and to the host."""
 
     collectives: list[Traffic]
     wire_bytes: int

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import PACKAGE
+from jaxbench.jax_internals import READS_HOST
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.step import Step
 from jaxbench.recipe.build import flat
@@ -47,6 +48,7 @@ def console() -> Console:
 def report(plan: Plan) -> str:
     """The whole plan as text."""
     size, state, work = plan.bytes_per_device, plan.state_bytes, plan.flops
+    fits = "fits" if size.peak <= size.limit else "DOES NOT FIT"
     held = "" if state.gradients is None else f", of which gradients {gib(state.gradients)}"
     return "\n".join(
         [
@@ -54,8 +56,8 @@ def report(plan: Plan) -> str:
             f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
             f"jax {plan.versions['jax']}",
             "",
-            f"memory      {'fits' if plan.fits else 'DOES NOT FIT'}: peak {gib(size.peak)} of "
-            f"{gib(size.limit)} per device, headroom {gib(size.limit - size.peak)}",
+            f"memory      {fits}: peak {gib(size.peak)} of {gib(size.limit)} per device, "
+            f"headroom {gib(size.limit - size.peak)}",
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
             f"  temporaries {gib(size.temporaries)}{held}",
             "  largest at the peak:",
@@ -88,9 +90,11 @@ def _buffers(plan: Plan, indent: str) -> list[str]:
 
 def _host(plan: Plan) -> list[str]:
     """What waits in the host's memory."""
-    size = plan.bytes_per_device
-    held = f"  host        {gib(size.host)} of {gib(size.host_limit)} per device"
-    return [held] if size.host else []
+    size, asked = plan.bytes_per_device, plan.settings["execution"]["offload"] != "none"
+    if size.host:
+        fits = "" if size.host <= size.host_limit else "DOES NOT FIT: "
+        return [f"  host        {fits}{gib(size.host)} of {gib(size.host_limit)} per device"]
+    return [] if READS_HOST or not asked else ["  host        nothing: it needs jaxlib 0.11.2"]
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -190,8 +194,10 @@ def _published(plan: Plan) -> list[str]:
 
 
 def too_big(plan: Plan) -> str:
-    """The peak of a plan that does not fit, and its largest buffers."""
+    """The peak of a plan that does not fit, and its largest buffers; or the host's memory."""
     size = plan.bytes_per_device
+    if size.peak <= size.limit:
+        return f"does not fit the host: {gib(size.host)} of {gib(size.host_limit)} per device"
     first = f"does not fit: {gib(size.peak)} of {gib(size.limit)}; largest buffers:"
     return "\n".join([first, *_buffers(plan, "  ")])
 

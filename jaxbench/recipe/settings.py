@@ -190,7 +190,8 @@ class Run:
     def __post_init__(self) -> None:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
-        self.execution.saved(self.model.layers), self.execution.offloaded(self.model.layers)
+        for names in (self.execution.saved, self.execution.offloaded):
+            names(self.model.layers)  # raises for what they cannot read
         require(
             self.model.softcap is None or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "

@@ -9,7 +9,7 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import STATUS, RecipeError, RunFailed
-from jaxbench.hardware import MEMORY_FRACTION, host_memory, identify
+from jaxbench.hardware import MEMORY_FRACTION, identify
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import devices, profiling, session
@@ -48,9 +48,7 @@ def find_run(
     flags.check_environment(os.environ.get("XLA_FLAGS", ""))
     devices.select_platform(args.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-    # For offloaded activations; XLA would stop at 64 GB for each process.
-    host_gb = str(host_memory("MemTotal") // 10**9)
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", host_gb)
+    devices.limit_host_memory()
     job.join()
     count, platform = devices.find()
     if args.local_devices is not None:

@@ -13,7 +13,7 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import host_memory, is_null
+from jaxbench.hardware import HOST_FRACTION, host_memory, is_null
 from jaxbench.recipe.published import counted
 
 
@@ -76,16 +76,32 @@ def check_local_devices(expected: int, cpu: bool) -> None:
         raise RecipeError(f"{where}: sees {seen}, {expected} {were} expected")
 
 
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""XLA's variable: GiB of the host's memory that its allocator may pin for a device, 64 if unset."""
+
+
+def limit_host_memory() -> None:
+    """Limits what XLA pins of the host's memory for a GPU to its share, for offloaded activations:
+    the allocator takes the next power of two of what is needed, up to the limit."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if gpus and (total := host_memory("MemTotal")):
+        share = int(total * HOST_FRACTION) // gpus >> 30
+        os.environ.setdefault(HOST_LIMIT, str(max(1, share)))
+
+
 def check_host_memory(needed: int) -> None:
     """Raises RunFailed if this host has too little memory for the offloaded activations of its
-    devices, `needed` bytes for each."""
-    if not needed:
+    devices, `needed` bytes for each. The same on all ranks."""
+    available = host_memory("MemAvailable")
+    if not needed or not available:
         return
+    pinned = 1 << (needed - 1).bit_length()
+    pinned = max(needed, min(pinned, int(os.environ.get(HOST_LIMIT, 64)) << 30))
     here = sum(node == platform.node() for node in job.all_gather("host", platform.node()))
-    count, available = here * jax.local_device_count(), host_memory("MemAvailable")
-    if needed * count > available:
+    count = here * jax.local_device_count()
+    if pinned * count > available:
         raise RunFailed(
-            f"node {platform.node()}: execution.offload needs {needed / 2**30:.1f} GiB of memory "
+            f"node {platform.node()}: execution.offload takes {pinned / 2**30:.1f} GiB of memory "
             f"for each of {counted(count, 'device')}, but {available / 2**30:.1f} GiB are "
             "available: --set execution.offload=none recomputes instead",
             "memory",

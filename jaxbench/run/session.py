@@ -173,15 +173,15 @@ class Attempt:
         except KeyboardInterrupt:
             return "interrupted", name_of(self.signals.received or signal.SIGINT), None
         except Exception as error:
-            number = self.signals.received
-            if number and cause_of(error) == "network":
-                # Before its first step another process ends at once on the job's signal.
-                return "interrupted", name_of(number), None
             return self._failure(error)
 
-    def _failure(self, error: Exception) -> tuple[str, str, str]:
+    def _failure(self, error: Exception) -> tuple[str, str, str | None]:
         """Status, reason and cause of an error. Prints the traceback only of an unknown cause: for
         a known one the library's message is enough."""
+        number = self.signals.received
+        if number and cause_of(error) == "network":
+            # Before its first step another process ends at once on the job's signal.
+            return "interrupted", name_of(number), None
         reason, cause, own = one_line(error), cause_of(error), isinstance(error, RunFailed)
         if own:
             reason = str(error)
@@ -234,7 +234,8 @@ class Attempt:
     def _failed_launch(self, error: Exception) -> None:
         """Ends the process for the error of a step that the blocked main thread misses."""
         status, reason, cause = self._failure(error)
-        end(self.recorder, self.beat, STATUS[cause], status, reason, cause)
+        code = STATUS[cause] if cause else 128 + (self.signals.received or signal.SIGINT)
+        end(self.recorder, self.beat, code, status, reason, cause)
 
     def _enter(self, phase: str, detail: str) -> None:
         """Begins a phase, in the heartbeat and in the log."""

@@ -44,16 +44,20 @@ def sizes(program: Program) -> set[int]:
     }
 
 
-def written(program: Program, i: Instruction) -> tuple[str, int]:
-    """Where to an instruction that `copies` writes, and how many bytes: of an array that it updates
+def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
+    """The direction in which an instruction `copies`, and its bytes: of an array that it updates
     those of the update."""
-    scope = program.computations[i.callees[0][0]] if i.opcode.startswith("fusion") else {}
-    done = root(scope) if scope else i
-    first, _, _ = done.shape.partition("}")
-    size = shape_bytes(first)
-    if done.opcode == "dynamic-update-slice" and done.operands[1] in scope:
-        size = scope[done.operands[1]].bytes
-    return TO_HOST if MEMORY in first else FROM_HOST, size
+    done, opcode = i, i.opcode.removesuffix("-start")
+    if opcode == "fusion":
+        scope = program.computations[i.callees[0][0]]
+        done, opcode = (inner := root(scope)), inner.opcode
+    shapes = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", done.shape)
+    # ((operands), result, context) but for a copy: (result, operand, context).
+    wrapped = done.opcode.endswith("-start") and opcode != "copy"
+    result = shapes[-2] if wrapped else shapes[0]
+    update = opcode == "dynamic-update-slice"
+    size = scope[done.operands[1]].bytes if update else shape_bytes(result)
+    return TO_HOST if MEMORY in result else FROM_HOST, size
 
 
 class HostLink:

@@ -44,6 +44,7 @@ def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
         # A double-buffered loop updates a stack twice, in the same buffer.
         original = value.removesuffix(f"{CLONE}{{}}") + "{}"
         copied = value.endswith(f"{CLONE}{{}}") and original in live
+        # Asynchronous copies, whose names the program's text does not have.
         on_host = value.startswith("wrapped_") and live[value] in waiting
         if on_host or ("dynamic_update_slice" in value and copied):
             del live[value]

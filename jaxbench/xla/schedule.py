@@ -191,7 +191,7 @@ class Walk:
                 beside.finish(i.operands[0])
                 total.exposed_s += link.finish(i.operands[0], total.step_s)
             elif launches_kernel(i) and host.copies(i, scope):
-                link.start(i.name, total.step_s, *host.written(self.program, i))
+                link.start(i.name, total.step_s, *host.written(self.program, i, scope))
                 if not i.opcode.endswith("-start"):
                     total.exposed_s += link.finish(i.name, total.step_s)
             for callee, times in _bodies(i):

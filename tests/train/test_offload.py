@@ -61,10 +61,11 @@ def test_no_bit_of_a_step_changes(case):
     rounded = partial(same_sequences, xla_allow_excess_precision=False)
     (loss, expected), (other, actual) = map(rounded, (plain, offloaded))
     assert loss == other
+    # jax 0.11 fuses otherwise on CPUs in two of these cases: some gradients are rounded to bf16
+    # once more or less.
+    fused = jax.__version_info__[:2] == (0, 11) and case in ("fsdp", "experts")
+    rounding = 2**-8 if fused else 0
     for name, gradient in expected.items():
-        # jax 0.11 fuses otherwise on CPUs, in two of these cases: some gradients are rounded to
-        # bf16 once more or less.
-        rounding = 2**-8 if jax.__version_info__[:2] == (0, 11) else 0
         difference = np.linalg.norm(actual[name] - gradient)
         assert difference <= rounding * np.linalg.norm(gradient), name
 
@@ -93,12 +94,16 @@ def test_what_cannot_be_offloaded_is_refused(overrides, message):
 
 
 def test_a_host_with_too_little_memory_is_named(monkeypatch):
-    monkeypatch.setattr(devices, "host_memory", lambda _: 7 * 2**30)
+    """XLA pins the next power of two, up to the limit."""
+    monkeypatch.setattr(devices, "host_memory", lambda _: 12 * 2**30)
     devices.check_host_memory(0)
-    devices.check_host_memory(2**30 // jax.local_device_count())
-    needed = r"needs 1.0 GiB of memory for each of 8 devices, but 7.0 GiB are available: --set"
+    devices.check_host_memory(2**30)
+    needed = r"takes 2.0 GiB of memory for each of 8 devices, but 12.0 GiB are available: --set"
     with pytest.raises(RunFailed, match=needed):
-        devices.check_host_memory(2**30)
+        devices.check_host_memory(2**30 + 2**28)
+    monkeypatch.setenv(devices.HOST_LIMIT, "1")
+    with pytest.raises(RunFailed, match=r"takes 1.6 GiB of memory"):
+        devices.check_host_memory(1600 * 2**20)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import H100
-from jaxbench.xla import hlo, schedule
+from jaxbench.xla import hlo, host, schedule
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.collectives import find as found_collectives
 
@@ -405,21 +405,45 @@ READ = """\
   %read-start = ((bf16[4,8,8]{2,1,0:S(5)}, s32[]), bf16[1,8,8]{2,1,0}, u32[]) \
 fusion-start(%empty, %n), kind=kLoop, calls=%read
 """
-ALREADY = "  %read-done = bf16[1,8,8]{2,1,0} fusion-done(%read-start)\n"
+READ_DONE = "  %read-done = bf16[1,8,8]{2,1,0} fusion-done(%read-start)\n"
 ENTRY_S = 128e-9
 """An entry of 128 bytes at 1 GB/s."""
 
 
 def test_copies_to_and_from_the_host_run_beside_kernels():
-    """Each direction has a link of its own; a copy is no kernel, and moves its entry alone."""
+    """Each direction has a link of its own, and a copy moves its entry alone."""
     costs = schedule.Roofline(replace(GPU, host=1.0))
-    found = schedule.Walk(program(EMPTY + WRITE + READ + DOT + WRITTEN + ALREADY, HOST)).under(
-        costs
-    )
+    hidden = program(EMPTY + WRITE + READ + DOT + WRITTEN + READ_DONE, HOST)
+    found = schedule.Walk(hidden).under(costs)
     assert found.parts == {"compute": pytest.approx(PRODUCT_S)}
     assert (found.host.to_host, found.host.from_host, found.exposed_s) == (128, 128, 0)
-    late = schedule.Walk(program(EMPTY + DOT + WRITE + WRITTEN, HOST)).under(costs)
-    assert late.host.exposed_s == late.exposed_s == pytest.approx(ENTRY_S)
+    alone = schedule.Walk(program(EMPTY + WRITE + READ + WRITTEN + READ_DONE, HOST)).under(costs)
+    assert alone.host.exposed_s == alone.exposed_s == pytest.approx(ENTRY_S)
+    again = READ.replace("read-start", "next-start")
+    two = EMPTY + READ + again + READ_DONE + READ_DONE.replace("read-", "next-")
+    assert schedule.Walk(program(two, HOST)).under(costs).exposed_s == pytest.approx(2 * ENTRY_S)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bf16[4,8,8]{2,1,0:S(5)} dynamic-update-slice(%empty, %one, %n, %n, %n)", "to host"),
+        ("bf16[1,8,8]{2,1,0} dynamic-slice(%empty, %n, %n, %n)", "from host"),
+        ("((bf16[4,8,8]{2,1,0:S(5)}, s32[]), bf16[1,8,8]{2,1,0}, u32[]) "
+         "dynamic-slice-start(%empty, %n)", "from host"),
+        ("((bf16[4,8,8]{2,1,0:S(5)}, bf16[1,8,8]{2,1,0}), bf16[4,8,8]{2,1,0:S(5)}, u32[]) "
+         "dynamic-update-slice-start(%empty, %one, %n)", "to host"),
+        ("(bf16[1,8,8]{2,1,0}, bf16[1,8,8]{2,1,0:S(5)}, u32[]) copy-start(%there)", "from host"),
+    ],
+)  # fmt: skip
+def test_what_a_copy_writes_where(text, expected):
+    one = (
+        "  %one = bf16[1,8,8]{2,1,0} bitcast(%x)\n  %there = bf16[1,8,8]{2,1,0:S(5)} bitcast(%x)\n"
+    )
+    parsed = program(f"{EMPTY}{one}  %copying = {text}\n")
+    scope = parsed.computations[parsed.entry]
+    assert host.copies(scope["copying"], scope)
+    assert host.written(parsed, scope["copying"], scope) == (expected, 128)
 
 
 def test_a_network_on_the_lanes_to_the_host_delays_copies():
