@@ -12,28 +12,26 @@ ALIKE = ("llama2_70b", "llama31_8b", "llama31_70b")
 
 
 def ratios() -> dict[str, float]:
-    """Forecast over published seconds of each published row of H100s."""
+    """Forecast over published seconds of each published row of H100s that recomputes as the
+    published programs do, instead of offloading."""
     with (ROOT / "docs" / "plan.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["published s"]]
     return {
         f"{row['recipe']}:{row['GPUs']}": float(row["forecast s"]) / float(row["published s"])
         for row in rows
-        if row["GPU"] == "h100"
+        if row["GPU"] == "h100" and float(row["host GiB"]) == 0
     }
 
 
 def test_llama_rows_are_within_15_percent():
     """Each of those that shard alike but three, of Llama 2 in FP8, than which the program here has
-    become faster; nothing in a forecast is fitted to them."""
+    become faster; nothing in a forecast is fitted to them. Rows of 70B in bf16 offload."""
     alike = {row: ratio for row, ratio in ratios().items() if row.startswith(ALIKE)}
-    assert len(alike) == 34
+    assert len(alike) == 34 - 12
     outside = {row: ratio for row, ratio in alike.items() if not 0.85 <= ratio <= 1.15}
     assert outside.keys() == {f"llama2_70b_fp8:{gpus}" for gpus in (256, 512, 2048)}
     assert min(outside.values()) > 0.82
-
-
-def test_the_median_is_within_10_percent():
-    assert 0.9 <= statistics.median(ratios().values()) <= 1.1
+    assert 0.9 <= statistics.median(alike.values()) <= 1.1
 
 
 def test_readme_and_the_document_claim_what_all_published_figures_show():
