@@ -47,13 +47,14 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     def steps(conditions: str) -> list[float]:
         return [walk.under(costs(conditions, t)).step_s for t in tables.independent()]
 
-    expected = walk.under(costs("expected"))
+    expected_costs = costs("expected")
+    expected = walk.under(expected_costs)
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
     parts["exposed: host"] = expected.host.exposed_s
-    beyond, unknown = _outside(walk, costs("expected"))
+    beyond, unknown = _outside(walk, expected_costs)
     largest = sorted(beyond, key=lambda work: -beyond[work])
     outside = sum(beyond.values()) + sum(unknown.values())
     return Forecast(

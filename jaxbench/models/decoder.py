@@ -184,7 +184,7 @@ class Decoder(nnx.Module):
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
             apply, x, weights, scales, ctx.arrays, stash, unrolled=saved is None,
-            offloading=partial(apply, offloaded=host),
+            offloading=partial(apply, offloaded=host) if host else None,
         )  # fmt: skip
 
     def loss(

@@ -74,6 +74,8 @@ def apply_blocks(
         )
 
     operands = x, weights, flat, common
+    if offloading is None and stash is not None:
+        return _looped(flattened(apply), (None,) * len(stash), *operands, stash)
     types, host = _residual_types(flattened(offloading or apply), *operands)
     if stash is None:
         stash = allocate(_split(types, host)[0], len(jax.tree.leaves(weights)[0]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxbench.hardware import Gpu
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.instruction import Instruction, Scope, root, shape_bytes
+from jaxbench.xla.instruction import Instruction, Scope, elements, root, shape_bytes
 
 MEMORY = "S(5)"
 """XLA's memory space of pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
@@ -51,10 +51,9 @@ def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
     if opcode == "fusion":
         scope = program.computations[i.callees[0][0]]
         done, opcode = (inner := root(scope)), inner.opcode
-    shapes = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", done.shape)
-    # ((operands), result, context) but for a copy: (result, operand, context).
-    wrapped = done.opcode.endswith("-start") and opcode != "copy"
-    result = shapes[-2] if wrapped else shapes[0]
+    result = done.shape
+    if done.opcode.endswith("-start"):  # ((operands), result, context), of a copy (result, ..)
+        result = elements(result)[0 if opcode == "copy" else 1]
     update = opcode == "dynamic-update-slice"
     size = scope[done.operands[1]].bytes if update else shape_bytes(result)
     return TO_HOST if MEMORY in result else FROM_HOST, size

@@ -155,13 +155,13 @@ def add_elements(i: Instruction, scope: Scope) -> None:
     for operand in i.operands:
         whole, *indices = operand.split("#")
         for index in indices:
-            name, shape = f"{whole}#{index}", _elements(scope[whole].shape)[int(index)]
+            name, shape = f"{whole}#{index}", elements(scope[whole].shape)[int(index)]
             attributes = f", index={index}"
             scope[name] = Instruction(name, shape, "get-tuple-element", (whole,), attributes)
             whole = name
 
 
-def _elements(shape: str) -> list[str]:
+def elements(shape: str) -> list[str]:
     """The shapes in a tuple shape; those of inner tuples stay together."""
     depth, found = 0, [""]
     for character in shape[1:-1]:
