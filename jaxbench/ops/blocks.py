@@ -10,6 +10,7 @@ loop: others would have kernels read and write the host's memory, where now copy
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,16 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """One block: (x, its weights, its constants, arguments of all blocks) to (the next x, aux)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block that is looped over: what it applies, its VJP with types in place of residuals, and
+    which residuals wait in the host's memory."""
+
+    apply: Apply
+    vjp: Any
+    host: HostTypes
 
 
 def can_offload() -> bool:
@@ -74,12 +85,14 @@ def apply_blocks(
         )
 
     operands = x, weights, flat, common
-    if offloading is None and stash is not None:
-        return _looped(flattened(apply), (None,) * len(stash), *operands, stash)
-    types, host = _residual_types(flattened(offloading or apply), *operands)
+    types, vjp, spaces = _linearized(flattened(apply), *operands)
+    if offloading is not None:
+        _, _, spaces = _linearized(flattened(offloading), *operands)
+    on_host = zip(types, spaces, strict=True)
+    host = tuple(like if space == HOST else None for like, space in on_host)
     if stash is None:
         stash = allocate(_split(types, host)[0], len(jax.tree.leaves(weights)[0]))
-    return _looped(flattened(apply), host, *operands, stash)
+    return _looped(Block(flattened(apply), vjp, host), *operands, stash)
 
 
 def _unrolled(block, x, weights, constants, common):
@@ -92,38 +105,40 @@ def _unrolled(block, x, weights, constants, common):
     return x, stack(aux)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _looped(block, host, x, weights, constants, common, stash):
-    return _forward(block, host, x, weights, constants, common, stash)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _looped(block: Block, x, weights, constants, common, stash):
+    return _forward(block, x, weights, constants, common, stash)[0]
 
 
-def _forward(block, host, x, weights, constants, common, stash):
+def _forward(block, x, weights, constants, common, stash):
     def step(index, carry, operands):
         x, stash, waiting, late = carry
-        (y, aux), vjp = jax.vjp(block, x, *operands, common)
-        now, here = _split([x, *residuals(vjp)], host)
+        (y, aux), vjp = jax.vjp(block.apply, x, *operands, common)
+        now, here = _split([x, *residuals(vjp)], block.host)
         # Entry i has the residuals of the block before, `late`; entry 0 none.
         waiting = write(waiting, jax.device_put(late, HOST), index)
         return (y, write(stash, now, index), waiting, here), aux
 
-    types, count = [like for like in host if like is not None], len(jax.tree.leaves(weights)[0])
+    types, count = (
+        [like for like in block.host if like is not None],
+        len(jax.tree.leaves(weights)[0]),
+    )
     start = x, stash, jax.device_put(allocate(types, count), HOST), allocate(types)
     (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
     return (y, aux, stash), (weights, constants, common, stash, waiting, last)
 
 
-def _backward(block, host, saved, cotangents):
+def _backward(block, saved, cotangents):
     weights, constants, common, stash, waiting, last = saved
     dy, d_aux, _ = cotangents
 
     def step(index, carry, entry):
         dy, here = carry
         *operands, d_aux = entry
-        x, *block_residuals = _joined(read(stash, index), here, host)
+        x, *block_residuals = _joined(read(stash, index), here, block.host)
         ahead = jax.device_put(read(waiting, index), DEVICE)
-        arguments = x, *operands, common
-        like = jax.eval_shape(lambda *arguments: jax.vjp(block, *arguments)[1], *arguments)
-        vjp = restore_vjp(like, block_residuals, jax.tree.leaves(arguments))
+        arguments = jax.tree.leaves((x, *operands, common))
+        vjp = restore_vjp(block.vjp, block_residuals, arguments)
         dx, d_weights, _, _ = vjp((dy, d_aux))
         return (dx, ahead), d_weights
 
@@ -135,18 +150,18 @@ def _backward(block, host, saved, cotangents):
 _looped.defvjp(_forward, _backward)
 
 
-def _residual_types(block, x, weights, constants, common) -> tuple[list, HostTypes]:
-    """Types of a block's input and residuals, and those that wait in the host's memory."""
+def _linearized(apply, x, weights, constants, common) -> tuple[list, Any, list]:
+    """(types of a block's input and residuals, its VJP with types in place of residuals, their
+    memory spaces, which types do not tell)."""
     spaces = []
 
-    def saved(x, *arguments):
-        values = [x, *residuals(jax.vjp(block, x, *arguments)[1])]
-        spaces.extend(jax.typeof(value).memory_space for value in values)
-        return values
+    def linearized(x, *arguments):
+        vjp = jax.vjp(apply, x, *arguments)[1]
+        spaces.extend(jax.typeof(value).memory_space for value in [x, *residuals(vjp)])
+        return x, vjp
 
-    types = jax.eval_shape(saved, x, *read((weights, constants), 0), common)
-    on_host = zip(types, spaces, strict=True)
-    return types, tuple(like if space == HOST else None for like, space in on_host)
+    x, vjp = jax.eval_shape(linearized, x, *read((weights, constants), 0), common)
+    return [x, *residuals(vjp)], vjp, spaces
 
 
 def _split(values: list, host: HostTypes) -> tuple[list, list]:

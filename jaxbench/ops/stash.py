@@ -116,17 +116,24 @@ def scan_allocated(
     `step(index, carry, x)` returns (carry, y); the result is (last carry, stacked ys).
     """
     count = len(jax.tree.leaves(xs)[0])
+    traced_once = jax.jit(step, inline=True)
+
+    def index_of(done):
+        return count - 1 - done if reverse else done
 
     def body(state):
         done, carry, ys = state
-        index = count - 1 - done if reverse else done
-        carry, y = step(index, carry, read(xs, index))
+        index = index_of(done)
+        carry, y = traced_once(index, carry, read(xs, index))
         return done + 1, carry, write(ys, y, index)
+
+    def result(done, entry):
+        # As an argument of eval_shape, an array in the host's memory would have another type.
+        return traced_once(index_of(done), carry, entry)
 
     first = jnp.int32(0)
     entry = jax.eval_shape(lambda xs: read(xs, 0), xs)
-    # As arguments of eval_shape, arrays in the host's memory would have the type of others.
-    _, types = jax.eval_shape(lambda entry: step(first, carry, entry), entry)
+    _, types = jax.eval_shape(result, first, entry)
     start = first, carry, allocate(types, count)
     _, carry, ys = jax.lax.while_loop(lambda state: state[0] < count, body, start)
     return carry, ys

@@ -115,9 +115,12 @@ def gradients(
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        (values, _), _, stashes = jax.eval_shape(one_microbatch, read(batches, 0))
+        nothing = weights, fp8.zero_observed(state.fp8), ()
+        loss, (figures, stashes) = jax.eval_shape(
+            partial(share_of_loss, *nothing), *read(batches, 0)
+        )
         zeros = (
-            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), values),
+            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
             jax.tree.map(partial(zero_gradient, precision=precision), weights, is_leaf=is_variable),
         )
         start = zeros, fp8.zero_observed(state.fp8), allocate(stashes)
