@@ -29,18 +29,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jaxbench import hardware
 from jaxbench.files import write_whole
-from jaxbench.forecast.costs import CONDITIONS, Measured
-from jaxbench.forecast.tables import load
+from jaxbench.forecast.guide import guide
 from jaxbench.plan import hlo
-from jaxbench.plan.absent import placed
 from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
-from jaxbench.run.profiling import PGLE_OPTION
 from jaxbench.train.program import RULES
 from jaxbench.xla import flags
-from jaxbench.xla.collectives import completed
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.schedule import Walk
 
 FOLDER = Path("results", "like_for_like")
 
@@ -58,10 +53,6 @@ SAVED = ("query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj")
 """Activations that the Llama 2 runs saved; those in bf16 also the output of the MLP."""
 
 GCP = {"model_name": "llama3.1-70b", "max_target_length": 8192}
-
-
-SCHEDULED = r'scheduling_name="([^"]*)"'
-"""Pattern of an instruction's name before it was scheduled."""
 
 
 @dataclass(frozen=True)
@@ -122,24 +113,7 @@ def rows() -> list[Row]:
     ]
 
 
-def profile(program: Program, costs: Measured) -> str:
-    """A profile for XLA's latency-hiding scheduler, which looks instructions up by the names that
-    they have before it: the seconds of every kernel, and of every collective by its start."""
-    kernels = {name: kernel for name, kernel, _ in Walk(program).kernels()}
-    seconds: dict[str, float] = {}
-    for i, scope, _ in program.walk():
-        if (collective := completed(i, scope, 1)) is not None:
-            start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
-            seconds[start.attribute(SCHEDULED) or start.name] = costs.collective(collective)
-        elif i.name in kernels:
-            times = costs.kernel(kernels[i.name])
-            seconds[i.attribute(SCHEDULED) or i.name] = sum(times.values())
-    return "".join(
-        f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}\n' for name, s in seconds.items()
-    )
-
-
-def compile_row(row: Row, path: Path, guide: Path | None) -> None:
+def compile_row(row: Row, path: Path, profile: Path | None) -> None:
     """Writes MaxText's compiled program, scheduled with a profile if there is one; runs in its
     environment."""
     os.environ["DECOUPLE_GCLOUD"] = "TRUE"
@@ -178,7 +152,7 @@ def compile_row(row: Row, path: Path, guide: Path | None) -> None:
         lowered = jax.jit(
             step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donate
         ).lower(*args, **kwargs)
-    options = row.compiler | ({PGLE_OPTION: str(guide)} if guide else {})
+    options = row.compiler | ({flags.PGLE: str(profile)} if profile else {})
     path.write_text(lowered.compile(compiler_options=options).as_text())
 
 
@@ -191,20 +165,19 @@ def guided(row: Row, python: str) -> hlo.HloStep:
     """The forecast of MaxText's program, scheduled with the forecast's times of its first one."""
     gpu = hardware.PLANNED[row.gpu]
     program = Program.parse((FOLDER / f"{stem(row)}.hlo.txt").read_text(), RULES, strict=False)
-    costs = Measured(placed(gpu, row.gpus), load(row.gpu), CONDITIONS["expected"])
-    guide = (FOLDER / f"{stem(row)}.pbtxt").absolute()
-    write_whole(guide, profile(program, costs))
-    return forecast(row, python, guide)
+    path = (FOLDER / f"{stem(row)}.pbtxt").absolute()
+    write_whole(path, guide(program, gpu))
+    return forecast(row, python, path)
 
 
-def forecast(row: Row, python: str, guide: Path | None = None) -> hlo.HloStep:
+def forecast(row: Row, python: str, profile: Path | None = None) -> hlo.HloStep:
     """The forecast of MaxText's program. Raises SystemExit with what the compiler printed."""
-    path = FOLDER / f"{stem(row)}{'-guided' if guide else ''}.hlo.txt"
+    path = FOLDER / f"{stem(row)}{'-guided' if profile else ''}.hlo.txt"
     if not path.is_file():
         FOLDER.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
         command = [python, __file__, python, row.name, "--compile", str(unfinished)]
-        command += ["--guide", str(guide)] if guide else []
+        command += ["--guide", str(profile)] if profile else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{row.name}: {done.stderr[-2000:]}")

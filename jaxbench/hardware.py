@@ -8,6 +8,8 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from jaxbench.errors import RecipeError
+
 MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
 the CUDA context."""
@@ -186,6 +188,19 @@ where a GB200 has ConnectX-8: `--system nic=100`."""
 
 PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.chip}
 """GPUs for which programs can be compiled without having one, by the name that a user gives."""
+
+
+def placed(gpu: Gpu, count: int) -> Gpu:
+    """The GPU with its `domain` reduced to the GPUs that a job of `count` has in each NVLink domain
+    (`Gpu.spread`). Raises RecipeError if they do not fill nodes."""
+    if (spread := gpu.spread(count)) is None:
+        nearest = " and ".join(map(str, gpu.nearest(count)))
+        raise RecipeError(
+            f"{count} GPUs do not fill nodes of {gpu.node} in NVLink domains of {gpu.domain}; the "
+            f"nearest that do: {nearest}"
+        )
+    _, nodes, devices = spread
+    return replace(gpu, domain=nodes * devices)
 
 
 def identify(device: str) -> Gpu | None:

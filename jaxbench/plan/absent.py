@@ -5,13 +5,12 @@ CUDA installation.
 """
 
 import importlib.util
-from dataclasses import replace
 
 import jax
 from jax.experimental import topologies
 
 from jaxbench.errors import RecipeError
-from jaxbench.hardware import Gpu
+from jaxbench.hardware import Gpu, placed
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 
@@ -28,19 +27,6 @@ def check_compiler() -> None:
     """Raises RecipeError if the compiler for GPUs is not installed."""
     if not installed("jax_plugins.xla_cuda13"):
         raise RecipeError(f"plan needs the compiler for GPUs: {INSTALL}")
-
-
-def placed(gpu: Gpu, count: int) -> Gpu:
-    """The GPU with its `domain` reduced to the GPUs that a job of `count` has in each NVLink domain
-    (`Gpu.spread`). Raises RecipeError if they do not fill nodes."""
-    if (spread := gpu.spread(count)) is None:
-        nearest = " and ".join(map(str, gpu.nearest(count)))
-        raise RecipeError(
-            f"{count} GPUs do not fill nodes of {gpu.node} in NVLink domains of {gpu.domain}; the "
-            f"nearest that do: {nearest}"
-        )
-    _, nodes, devices = spread
-    return replace(gpu, domain=nodes * devices)
 
 
 def compile_only_devices(gpu: Gpu, count: int) -> list[jax.Device]:

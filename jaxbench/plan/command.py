@@ -15,9 +15,9 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import Gpu
+from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import candidates, driver, hlo, scaling, search, sweep, text
-from jaxbench.plan.absent import compile_only_devices, placed
+from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
 from jaxbench.recipe import derive, recipes

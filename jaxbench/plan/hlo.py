@@ -12,9 +12,8 @@ from typing import Any
 
 from jaxbench.errors import RecipeError
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import Gpu
+from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import text
-from jaxbench.plan.absent import placed
 from jaxbench.plan.step import Step, step_of
 from jaxbench.plan.traffic import system
 from jaxbench.train.program import RULES

@@ -16,8 +16,8 @@ from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import Gpu
-from jaxbench.plan.absent import compile_only_devices, placed
+from jaxbench.hardware import Gpu, placed
+from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.step import Kernels, OtherKernels, Step, step_of
 from jaxbench.plan.traffic import Traffic, axes_of, system
 from jaxbench.recipe import flops, published, recipes
@@ -180,7 +180,7 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
         compiled, lower_s, compile_s = compile_program(run, options)
         check_program(compiled, run)
-        live_ranges = next(Path(tmp).glob("*live-range.txt")).read_text()
+        live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # of the last program
         state = state_bytes(run)
     text = compiled.as_text()
     if dump is not None:

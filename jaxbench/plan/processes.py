@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from jaxbench.errors import RecipeError
-from jaxbench.hardware import Gpu, host_memory
-from jaxbench.plan.absent import check_compiler, placed
+from jaxbench.hardware import Gpu, host_memory, placed
+from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, read, system
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run

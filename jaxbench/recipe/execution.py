@@ -43,8 +43,8 @@ class Execution:
     exchanges of one are hidden behind the products of another. Slots of dropless experts, and FP8
     scales of inputs and gradients of experts, are those of a part"""
     xla_flags: str = "tuned"
-    """compiler options: `tuned`, `published` or `default` (docs/reference/xla_flags.md), and
-    changes: `tuned,xla_gpu_some_flag=false`"""
+    """compiler options: `tuned`, `guided`, `published` or `default` (docs/reference/xla_flags.md),
+    and changes: `tuned,xla_gpu_some_flag=false`"""
 
     def __post_init__(self) -> None:
         positive("execution.", self, "expert_parts")

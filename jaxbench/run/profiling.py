@@ -28,11 +28,11 @@ from jaxbench.jax_internals import kernel_names
 from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
+from jaxbench.xla import flags
 
 NCCL_TRACE = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET"}
 """Variables of the published trace."""
 
-PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 
 COVERAGE = 0.5
 """Smallest share of a program's kernels and collectives that a profile for PGLE has to cover."""
@@ -168,7 +168,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
             f"PGLE: the profile has the times of {covered:.0%} of the instructions; does another "
             f"tool use CUPTI?"
         )
-    compiled, _, compile_s = compile_program(run, {PGLE_OPTION: str(path)})
+    compiled, _, compile_s = compile_program(run, {flags.PGLE: str(path)})
     return compiled, {
         "profile": str(path), "coverage": covered, "compile_s": compile_s,
         "step_time_before_s": statistics.fmean(before[TIMED_STEPS // 2 :]),

@@ -9,6 +9,8 @@ import jaxlib
 
 from jaxbench import mesh, ssd
 from jaxbench.errors import RunFailed
+from jaxbench.forecast.guide import guide
+from jaxbench.hardware import Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
 from jaxbench.models.decoder import prediction_segment, segments
@@ -40,6 +42,7 @@ def compile_program(
 ) -> tuple[Any, float, float]:
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
+    A program whose schedule the forecast guides is compiled twice.
     `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
     (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
     """
@@ -50,11 +53,24 @@ def compile_program(
     options = flags.options(run, mesh.platform()) | (extra_options or {})
     try:
         compiled = lowered.compile(compiler_options=options)
+        if flags.guided(run) and flags.PGLE not in options and (gpu := _forecast_gpu(run)):
+            profile = guide(read(compiled), gpu).encode()
+            compiled = lowered.compile(compiler_options=options | {"fdo_profile": profile})
     except jax.errors.JaxRuntimeError as error:
         if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
             raise RunFailed(flags.explain(unknown.group(1))) from error
         raise
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
+
+
+def _forecast_gpu(run: Run) -> Gpu | None:
+    """The GPU of the current mesh; None where there is no forecast of this many of it."""
+    gpu = identify(_device_kind()) if mesh.platform() == "gpu" else None
+    return gpu if gpu and gpu.chip and gpu.spread(run.gpus) else None
+
+
+def _device_kind() -> str:
+    return jax.sharding.get_abstract_mesh().abstract_device.device_kind
 
 
 def read(compiled: Any) -> Program:
@@ -87,6 +103,9 @@ def kernels(run: Run) -> dict[str, str]:
     if run.execution.offload != "none":
         wrong = f"none (jaxlib {jaxlib.__version__} reads them at wrong places: needs 0.11.2)"
         by["offload"] = run.execution.offload if can_offload() else wrong
+    if flags.guided(run) and platform == "gpu":
+        unknown = f"XLA's estimates (no forecast of {run.gpus} x {_device_kind()})"
+        by["schedule"] = "guided by the forecast" if _forecast_gpu(run) else unknown
     return by | {"products": _products(run, platform)}
 
 

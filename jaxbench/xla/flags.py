@@ -51,6 +51,11 @@ Gathers of the next layer's weights and scatters of the previous layer's gradien
 matrix products of this layer. Two iterations per loop body avoid copies of the carried weights.
 """
 
+GUIDED: Options = TUNED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+"""`tuned` for programs that are compiled again with a profile of the forecast's own times
+(`forecast.guide`), so that the scheduler knows how long collectives and copies take, and queues
+more of them."""
+
 UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
 """Replaces `PIPELINED` for hybrids. They scan blocks of many layers, which hide each other's
 collectives; a second block per loop body would only take memory."""
@@ -84,7 +89,14 @@ PUBLISHED: Options = {
 """The flags of the published Llama 2 runs (MaxText, DGX Cloud Benchmarking 25.01, bf16, fewer than
 64 nodes), in the names of jax 0.10; the fp8 runs had smaller thresholds."""
 
-SETS: dict[str, Options] = {"tuned": TUNED, "published": PUBLISHED, "default": {}}
+SETS: dict[str, Options] = {
+    "tuned": TUNED, "guided": GUIDED, "published": PUBLISHED, "default": {},
+}  # fmt: skip
+
+OURS = "tuned", "guided"
+
+PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
+"""The option that names a profile's file."""
 
 RENAMED = {
     "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
@@ -122,14 +134,19 @@ def options(run: Run, platform: str) -> Options:
         for old, new in RENAMED.items():
             if selected.pop(old, False):
                 selected[new] = "COLLECTIVE_PIPELINING_MODE_ON"
-        if name == "tuned":
+        if name in OURS:
             if run.unrolled:
                 selected |= UNROLLED
             else:
                 selected |= UNPIPELINED if run.model.mamba else PIPELINED
-    if name == "tuned" and run.precision.dtype == "fp8":
+    if name in OURS and run.precision.dtype == "fp8":
         selected |= IN_FP8
     return selected | overrides
+
+
+def guided(run: Run) -> bool:
+    """True for a run whose program is scheduled by the forecast's times."""
+    return run.execution.xla_flags.partition(",")[0].strip() == "guided"
 
 
 def _flag(text: str) -> tuple[str, bool | int | str]:

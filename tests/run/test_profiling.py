@@ -20,6 +20,7 @@ from jaxbench.jax_internals import kernel_names
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import command, profiling
 from jaxbench.train.program import compile_program
+from jaxbench.xla import flags
 
 
 def edges(window, steps, stopped_at=None):
@@ -223,7 +224,7 @@ def test_a_profile_reaches_the_scheduler(tmp_path):
         path.write_bytes(encode(costs))
         for _ in range(2):
             assert profiling.coverage(path.read_bytes(), program) == 1.0
-            compiled, *_ = compile_program(tiny, {profiling.PGLE_OPTION: str(path)})
+            compiled, *_ = compile_program(tiny, {flags.PGLE: str(path)})
             orders.append(instruction.findall(compiled.as_text()))
     assert profiling.coverage(encode({"another": 1.0}), program) == 0.0
     assert orders[1] == orders[2]

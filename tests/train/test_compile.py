@@ -12,12 +12,13 @@ import pytest
 from compiled import Compiled, needs_compiler
 
 from jaxbench.errors import RunFailed
+from jaxbench.forecast.guide import expected
 from jaxbench.hardware import H100
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.ops import fp8
 from jaxbench.ops.attention import cudnn
 from jaxbench.recipe import flops
-from jaxbench.train.program import check_program, offloaded_bytes
+from jaxbench.train.program import check_program, kernels, offloaded_bytes
 from jaxbench.xla import host, schedule
 from jaxbench.xla.launches import launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
@@ -77,6 +78,19 @@ def test_the_host_s_memory_is_read_where_it_was_written(llama2):
     # Gate and up. The last layer but one is written after the loop, and stays on the device too.
     assert found["dynamic-update-slice"] == dict.fromkeys(range(79), 2)
     assert found["dynamic-slice"] == dict.fromkeys(range(1, 79), 2)
+
+
+@offloads
+def test_the_forecast_guides_a_schedule_that_exposes_less():
+    """XLA's own estimates begin reads from the host's memory too late on this row."""
+    exposed = {}
+    for name in ("tuned", "guided"):
+        row = Compiled("llama2_70b_bf16", 1024, f"execution.xla_flags={name}")
+        with jax.set_mesh(row.mesh):
+            described = kernels(row.run)
+        exposed[name] = schedule.Walk(row.program).under(expected(H100, 1024)).exposed_s
+    assert described["schedule"] == "guided by the forecast"
+    assert exposed["guided"] < exposed["tuned"] / 5
 
 
 def test_attention_is_fused_and_runs_once_per_pass(llama2):

@@ -1,0 +1,39 @@
+"""A profile for XLA's latency-hiding scheduler, of forecast times instead of measured ones."""
+
+from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.tables import load
+from jaxbench.hardware import Gpu, placed
+from jaxbench.xla import host
+from jaxbench.xla.collectives import completed
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.launches import launches_kernel
+from jaxbench.xla.schedule import Walk
+
+SCHEDULED = r'scheduling_name="([^"]*)"'
+"""Pattern of an instruction's name before it was scheduled, by which the scheduler looks it up."""
+
+
+def expected(gpu: Gpu, count: int) -> Measured:
+    """The cost model of a forecast for a job of so many GPUs, by the package's tables."""
+    return Measured(placed(gpu, count), load(gpu.name.lower()), CONDITIONS["expected"], count)
+
+
+def guide(program: Program, gpu: Gpu) -> str:
+    """The profile with which the scheduler can schedule a program again: seconds of every kernel
+    and copy, and of every collective by its start. A text proto (`ProfiledInstructionsProto`)."""
+    costs = expected(gpu, program.devices)
+    kernels = {name: kernel for name, kernel, _ in Walk(program).kernels()}
+    seconds: dict[str, float] = {}
+    for i, scope, _ in program.walk():
+        name = i.attribute(SCHEDULED) or i.name
+        if (collective := completed(i, scope, 1)) is not None:
+            start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
+            seconds[start.attribute(SCHEDULED) or start.name] = costs.collective(collective)
+        elif i.name in kernels:
+            seconds[name] = sum(costs.kernel(kernels[i.name]).values())
+        elif launches_kernel(i) and host.copies(i, scope):
+            _, size = host.written(program, i, scope)
+            seconds[name] = size / (gpu.host * 1e9)
+    return "".join(
+        f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}\n' for name, s in seconds.items()
+    )
