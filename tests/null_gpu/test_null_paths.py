@@ -95,6 +95,7 @@ OPTIONS = {
     "trace": ("--nccl-trace",),
     "repeatable": ("--check-repeatable",),
     "pgle": ("--pgle",),
+    "guided": ("--set", "execution.xla_flags=guided"),
 }
 
 
@@ -111,6 +112,8 @@ def test_options_around_training(option, tmp_path):
     assert command.status == 0, command.text
     if option == "pgle":
         assert command.record["pgle"]["coverage"] == 1
+    if option == "guided":
+        assert command.record["kernels"]["schedule"] == "guided by the forecast"
     if option == "repeatable":
         assert command.record["repeatable"] == {"steps": 4, "arrays": 30}
     if option == "profile":
@@ -133,8 +136,10 @@ def test_a_killed_run_resumes(tmp_path):
 
 
 def test_two_processes(tmp_path):
-    """Whose collectives move data between them: the checkpoint restored is the one saved."""
-    arguments = null_gpus.tiny("llama31_8b_bf16", "parallelism.fsdp=4", gpus=4, steps=6)
+    """Whose collectives move data between them: the checkpoint restored is the one saved. Both
+    compile with one profile, the forecast's."""
+    changes = "parallelism.fsdp=4", "execution.xla_flags=guided"
+    arguments = null_gpus.tiny("llama31_8b_bf16", *changes, gpus=4, steps=6)
     for part in (("--checkpoint",), ("--restore", tmp_path / "first")):
         folder = tmp_path / ("first" if "--checkpoint" in part else "second")
         steps = () if "--checkpoint" in part else ("--steps", 8)
