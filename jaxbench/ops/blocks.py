@@ -119,10 +119,8 @@ def _forward(block, x, weights, constants, common, stash):
         waiting = write(waiting, jax.device_put(late, HOST), index)
         return (y, write(stash, now, index), waiting, here), aux
 
-    types, count = (
-        [like for like in block.host if like is not None],
-        len(jax.tree.leaves(weights)[0]),
-    )
+    types = [like for like in block.host if like is not None]
+    count = len(jax.tree.leaves(weights)[0])
     start = x, stash, jax.device_put(allocate(types, count), HOST), allocate(types)
     (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
     return (y, aux, stash), (weights, constants, common, stash, waiting, last)

@@ -33,7 +33,6 @@ from jaxbench.xla import flags
 NCCL_TRACE = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET"}
 """Variables of the published trace."""
 
-
 COVERAGE = 0.5
 """Smallest share of a program's kernels and collectives that a profile for PGLE has to cover."""
 

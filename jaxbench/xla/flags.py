@@ -94,6 +94,7 @@ SETS: dict[str, Options] = {
 }  # fmt: skip
 
 OURS = "tuned", "guided"
+"""The sets that are completed by what the program is: pipelined or not, in FP8 or not."""
 
 PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
 """The option that names a profile's file."""
@@ -123,7 +124,7 @@ REMOVED = {
 def options(run: Run, platform: str) -> Options:
     """Compiler options of a run, in the names of the installed jax; none on CPUs. Raises
     RecipeError for an unknown set or a change that cannot be parsed."""
-    name, *changes = run.execution.xla_flags.replace(" ", "").split(",")
+    name, *changes = _parts(run)
     if name not in SETS:
         raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
     overrides = dict(_flag(change) for change in changes)
@@ -146,7 +147,12 @@ def options(run: Run, platform: str) -> Options:
 
 def guided(run: Run) -> bool:
     """True for a run whose program is scheduled by the forecast's times."""
-    return run.execution.xla_flags.partition(",")[0].strip() == "guided"
+    return _parts(run)[0] == "guided"
+
+
+def _parts(run: Run) -> list[str]:
+    """The name of a run's set, and the changes to it."""
+    return run.execution.xla_flags.replace(" ", "").split(",")
 
 
 def _flag(text: str) -> tuple[str, bool | int | str]:
