@@ -9,8 +9,8 @@ OPAQUE = ("recipe", "versions", "published", "flags.compiler_options")
 """Whose content other documents describe."""
 
 OTHER_RUNS = {
-    "pgle", "kernels.Mamba-2", "kernels.dropless experts", "kernels.offload", "ranks[].products_s",
-    "summary.tokens_dropped",
+    "pgle", "kernels.Mamba-2", "kernels.dropless experts", "kernels.offload", "kernels.schedule",
+    "ranks[].products_s", "summary.tokens_dropped",
 }  # fmt: skip
 """Fields of runs on GPUs, of hybrids, of dropless experts, and with experts."""
 
