@@ -71,4 +71,5 @@ class ReservedJson:
 
     def close(self) -> None:
         """Deletes the reserve."""
-        self._reserve.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._reserve.unlink()

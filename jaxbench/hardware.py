@@ -28,16 +28,18 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock}
   device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: {capability} feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{
+    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+  }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{device}"
   driver_version: "13.0.0" runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
   device_interconnect_info {{ active_links: 18 }}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+dnn_version_info {{ major: 9 minor: 28 patch: 0 }}
 device_description_str: "{device}"
 """
 """XLA's description of a GPU, a text proto (`GpuTargetConfigProto`). What is written
@@ -46,10 +48,11 @@ out here is the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/targ
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Properties of a chip that the compiler needs, besides its memory: major compute capability,
-    cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
+    """Properties of a chip that the compiler needs, besides its memory: compute capability
+    `major`.`minor`, cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
 
-    capability: int
+    major: int
+    minor: int = 0
     cores: int
     l2: int
     clock: float
@@ -90,6 +93,10 @@ class Gpu:
     def host_limit(self) -> int:
         """Bytes of the host's memory for each GPU."""
         return int(self.host_memory * HOST_FRACTION) // self.node
+
+    def multiplies(self, dtype: str) -> bool:
+        """True if its tensor cores have products of a `precision.dtype`."""
+        return dtype in self.tflops or dtype == "fp32"
 
     @property
     def description(self) -> str:
@@ -133,9 +140,38 @@ H100 = Gpu(
     nic=50.0,
     host=55.0,
     host_memory=2048 * 2**30,
-    chip=Chip(capability=9, cores=132, l2=52428800, clock=1.98),
+    chip=Chip(major=9, cores=132, l2=52428800, clock=1.98),
 )
 """The GPU of most published rows."""
+
+B200 = Gpu(
+    name="B200",
+    tflops={"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "nvfp4": 9000.0},
+    device="NVIDIA B200",
+    memory=191514411008,
+    bandwidth=7672.32,
+    nvlink=900.0,
+    nic=50.0,
+    host=55.0,
+    host_memory=2048 * 2**30,
+    chip=Chip(major=10, cores=148, l2=132644864, clock=1.965),
+)
+
+GB200 = Gpu(
+    name="GB200",
+    tflops={"bf16": 2450.0, "fp8": 4900.0, "mxfp8": 4900.0, "nvfp4": 9800.0},
+    device="NVIDIA GB200",
+    memory=197897748480,
+    bandwidth=7928.064,
+    nvlink=900.0,
+    nic=50.0,
+    host=170.0,
+    host_shared=False,
+    host_memory=960 * 10**9,
+    node=4,
+    domain=72,
+    chip=Chip(major=10, cores=152, l2=135528448, clock=2.062),
+)
 
 GPUS = (
     Gpu(name="A100", tflops={"bf16": 312.0}),
@@ -145,46 +181,43 @@ GPUS = (
     Gpu(name="H100 PCIe", tflops={"bf16": 756.5, "fp8": 1513.0}),
     Gpu(name="H100 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
     Gpu(name="H200 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
-    Gpu(
-        name="B200",
-        tflops={"bf16": 2250.0, "fp8": 4500.0},
-        device="NVIDIA B200",
-        memory=191514411008,
-        bandwidth=7672.32,
-        nvlink=900.0,
-        nic=50.0,
-        host=55.0,
-        host_memory=2048 * 2**30,
-        chip=Chip(capability=10, cores=148, l2=132644864, clock=1.965),
+    B200,
+    replace(
+        B200,
+        name="B300",
+        tflops={"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "nvfp4": 13500.0},
+        device="NVIDIA B300",
+        memory=297021865984,
+        bandwidth=7936.0,
+        nic=100.0,
+        chip=Chip(major=10, minor=3, cores=158, l2=135528448, clock=1.965),
     ),
-    Gpu(name="B300", tflops={"bf16": 2250.0, "fp8": 4500.0}),
-    Gpu(
-        name="GB200",
-        tflops={"bf16": 2450.0, "fp8": 4900.0},
-        device="NVIDIA GB200",
-        memory=197897748480,
+    GB200,
+    replace(
+        GB200,
+        name="GB300",
+        tflops={"bf16": 2450.0, "fp8": 4900.0, "mxfp8": 4900.0, "nvfp4": 14700.0},
+        device="NVIDIA GB300",
+        memory=297021079552,
         bandwidth=7928.064,
-        nvlink=900.0,
-        nic=50.0,
-        host=170.0,
-        host_shared=False,
-        host_memory=960 * 10**9,
-        node=4,
-        domain=72,
-        chip=Chip(capability=10, cores=152, l2=135528448, clock=2.062),
+        nic=100.0,
+        chip=Chip(major=10, minor=3, cores=152, l2=135528448, clock=2.07),
     ),
-    Gpu(name="GB300", tflops={"bf16": 2450.0, "fp8": 4900.0}),
 )
 """Peaks of A100, H100 and H200: published benchmark documents and pytorch/torchtitan
 tools/utils.py; of PCIe and NVL cards: NVIDIA's H100 and H200 data sheets, half of what they print
 with sparsity; of Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
 GB200's bf16). Links of H100 and H200 SXM in DGX nodes: NVLink 4 with 900 GB/s in both directions
 together, and one 400 Gb/s adapter per GPU (NVIDIA DGX H100 data sheet). Chips, memory and
-bandwidth of B200 and GB200: openxla/xla, xla/backends/gpu/target_config/specs/b200.txtpb and
-gb200.txtpb at 300ec95. Their links: NVLink 5 with 1800 GB/s in both directions together, among the
-8 GPUs of a DGX B200 and the 72 of a GB200 NVL72, whose 18 compute trays are hosts with 4 GPUs each;
-one 400 Gb/s adapter (ConnectX-7) per GPU (NVIDIA DGX B200 and GB200 NVL72 data sheets), 100 GB/s
-where a GB200 has ConnectX-8: `--system nic=100`."""
+bandwidth of Blackwell: openxla/xla, xla/backends/gpu/target_config/specs/b200.txtpb and gb200.txtpb
+at 300ec95, b300.txtpb and gb300.txtpb at 4336d12. Links: NVLink 5 with 1800 GB/s in both directions
+together, among the 8 GPUs of a DGX B200 or B300 and the 72 of a GB200 or GB300 NVL72, whose 18
+compute trays are hosts with 4 GPUs each; with B200 and GB200 one 400 Gb/s adapter (ConnectX-7) per
+GPU (NVIDIA DGX B200 and GB200 NVL72 data sheets), 100 GB/s where a GB200 has ConnectX-8: `--system
+nic=100`; with B300 and GB300 one 800 Gb/s adapter (ConnectX-8) per GPU (NVIDIA DGX B300 user guide;
+NVIDIA enterprise reference architecture of the GB300 NVL72, components). The link of a B300 to its
+adapter is PCIe 6, but that to the host PCIe 5 through the adapter, so it is shared; a GB300 has its
+NVLink-C2C as a GB200, two Grace CPUs with 480 GB each in a tray, and adapters of their own."""
 
 PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.chip}
 """GPUs for which programs can be compiled without having one, by the name that a user gives."""

@@ -17,6 +17,10 @@ import jaxlib.version
 import numpy as np
 from jax._src import distributed
 from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.pallas.triton import lowering as triton_lowering
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.triton import dialect as triton
 
 READS_HOST = jaxlib.version.__version_info__ >= (0, 11, 2)
 """False for a compiler that, for GPUs, reads a stack in the host's memory at wrong places in a loop
@@ -30,6 +34,13 @@ def coordination_client() -> Any:
     on devices only (`jax.experimental.multihost_utils`), which wait for the queued steps.
     """
     return distributed.global_state.client
+
+
+def coordinator() -> str:
+    """The host of JAX's coordination service, by a name or an address that every process of the job
+    has reached; this host in a job of one process. Public JAX does not tell what Slurm told it."""
+    address = distributed.global_state.coordinator_address or "localhost:0"
+    return address.rpartition(":")[0].strip("[]")
 
 
 def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
@@ -120,6 +131,31 @@ def cudnn_attention_backward(
     return query, key, value
 
 
+def block_scaled_product(emulated: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A function for kernels of Pallas's Triton backend: the fp32 `[m, n]` plus `[m, k]` times the
+    transpose of `[n, k]`, block-scaled operands each with the scales of its rows. Values are e4m3,
+    or e2m1 in pairs as bytes; scales are the bytes of e8m0, or e4m3. `emulated` computes it
+    elsewhere, such as in Pallas's interpreter.
+
+    Triton has the operation (`tt.dot_scaled`; Blackwell's `tcgen05.mma` with scales of blocks),
+    Pallas no function for it.
+    """
+    primitive = Primitive("block_scaled_product")
+    primitive.def_abstract_eval(lambda total, *operands: total)
+    mlir.register_lowering(primitive, mlir.lower_fun(emulated, multiple_results=False))
+
+    @triton_lowering.register_lowering(primitive)
+    def lower(context, total, a, b, scales_a, scales_b):
+        pairs = context.avals_in[1].dtype == jnp.uint8
+        kind = triton.ScaleDotElemType.E2M1 if pairs else triton.ScaleDotElemType.E4M3
+        return triton.dot_scaled(
+            total.type, a, triton.trans(b, (1, 0)), total, kind, kind, False,
+            a_scale=scales_a, b_scale=scales_b, lhs_k_pack=True, rhs_k_pack=True,
+        )  # fmt: skip
+
+    return primitive.bind
+
+
 def _unused(x: jax.Array) -> list[jax.Array]:
     """Bias, lengths, offsets and pages, as JAX leaves them out."""
     return 7 * [jnp.zeros(0, x.dtype)]
@@ -187,3 +223,16 @@ def _replaced(module: Any, name: str, function: Callable) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
+
+
+def compilations() -> list[float]:
+    """A list to which from now on the seconds of each compilation of this process are added. The
+    name of the event is not documented."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seconds

@@ -12,13 +12,17 @@ from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import PLANNED, Gpu
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
-from jaxbench.xla.schedule import Kernel, Roofline, peak
+from jaxbench.xla.schedule import Roofline, peak
+from jaxbench.xla.timeline import Kernel
 
 TILE = (128, 128, 64)
 """Tile of a product on Hopper's tensor cores, in elements along m, n and k: sizes are padded to
 it."""
 
 MICRO = 1e-6
+
+SCAN = "ssd_"
+"""Beginning of the names of the scan's kernels."""
 
 START, RING_NVLINK, TREE_NVLINK, NETWORK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO, 14.0 * MICRO
 """Latencies of NCCL's protocol for large messages: a collective's start, each step of a ring and of
@@ -38,18 +42,20 @@ class Conditions:
     """Effects that tables of single kernels do not have: `slowdown` is the factor on a kernel's
     time that overlaps with a collective; `tuned` is true for rings as fast as in a tuned network;
     `sustained` for clocks under the power limit, those of bursts otherwise; `spread` is the
-    standard deviation of the GPUs' speed."""
+    standard deviation of the GPUs' speed; `scan` names the kernels of Mamba-2 whose rate ours have.
+    """
 
     slowdown: float
     tuned: bool = True
     sustained: bool = True
     spread: float = 0.0
+    scan: str = "fused"
 
 
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
     "fast": Conditions(slowdown=1.0, sustained=False),
-    "slow": Conditions(slowdown=1.40, tuned=False, spread=SPREAD),
+    "slow": Conditions(slowdown=1.40, tuned=False, spread=SPREAD, scan="separate"),
 }
 """Scenarios of a forecast. Kernels that overlap with a collective were 18.9 % slower on average and
 40 % at most, on H100 and other GPUs, than the same kernels of the same step without it (arXiv
@@ -68,7 +74,7 @@ class Measured(Roofline):
 
     @cached_property
     def products(self) -> dict[str, Grid]:
-        """Products by dtype."""
+        """Products by format."""
         names = self.tables.names("product")
         return {name: Grid(self.tables.values["product", name]) for name in names}
 
@@ -82,20 +88,26 @@ class Measured(Roofline):
         return {kernel.part: max(computing, start + moving)}
 
     def work(self, work: Work) -> float:
-        """Seconds of a product or of attention; of other work, which has no table, those of its
-        FLOPs at the dtype's peak."""
+        """Seconds of a product, attention or Mamba-2's scan; of other work, which has no table,
+        those of its FLOPs at the dtype's peak."""
         if work.kind == "product":
             return self._product(work)
+        if work.kind.startswith(SCAN):
+            (rate,) = self.tables.values["scan", self.conditions.scan].values()
+            return work.flops / (rate * 1e12)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
-    def dtype(self, work: Work) -> str:
-        """Table dtype of a product: fp32 products take twice the time of bf16's."""
-        return "fp8" if work.multiplied.startswith("f8") else "bf16"
+    def format(self, work: Work) -> str:
+        """Format of a product's table: fp32 products take twice the time of bf16's; MXFP8's take
+        that of FP8's where there is no other."""
+        if work.format in self.products:
+            return work.format
+        return "fp8" if work.format == "mxfp8" else "bf16"
 
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work."""
         if work.kind == "product":
-            return self.products[self.dtype(work)].covers(self._as_measured(work))
+            return self.products[self.format(work)].covers(self._as_measured(work))
         if work.kind != "attention":
             return not work.flops
         _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
@@ -106,11 +118,11 @@ class Measured(Roofline):
         """m, n and k of a product; with m and n swapped if only then the table covers them, since
         the transposed product is the same work."""
         m, n, k = padded(work)
-        grid = self.products[self.dtype(work)]
+        grid = self.products[self.format(work)]
         return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
 
     def _product_s(self, work: Work) -> float:
-        measured = self.products[self.dtype(work)].at(self._as_measured(work)) * MICRO
+        measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
         return max(wide * max(measured, self._sustained_s(work)), self._least(work))
 
@@ -121,7 +133,7 @@ class Measured(Roofline):
         products keep 680 to 700."""
         if not self.conditions.sustained:
             return 0.0
-        rates = self.tables.values["sustained", self.dtype(work)]
+        rates = self.tables.values["sustained", self.format(work)]
         rate = rates[max(rates)] * 1e12 * slowest(self.conditions.spread, self.gpus)
         return 2 * prod(padded(work)) / rate
 

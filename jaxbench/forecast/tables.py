@@ -3,18 +3,23 @@
 A line is a kind, a name, sizes joined by `x`, and what was measured, in microseconds unless the
 kind says otherwise:
 
-- `product`, its dtype, m x n x k: [m, k] times [k, n]
+- `product`, its format, m x n x k: [m, k] times [k, n]
 - `repeated`, the same products timed a second time, independently of the first
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
-- `sustained`, a product's dtype, milliseconds of uninterrupted products before: TFLOP/s
+- `sustained`, a product's format, milliseconds of uninterrupted products before: TFLOP/s
+- `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, by one kernel
+  or by one for each of its steps
 - `network` and `nvlink`: shares of a link's rate that are reached (`measured/network.csv`)
+
+A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
+that were not measured.
 """
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import dropwhile
 from operator import ge
@@ -24,15 +29,19 @@ from jaxbench.errors import RecipeError
 from jaxbench.hardware import PLANNED
 
 FOLDER = Path(__file__).parent / "measured"
-GPU, PACKAGE = "# gpu: ", "the package's"
+GPU, ASSUMED, PACKAGE = "# gpu: ", "# assumed ", "the package's"
+
+FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
+"""Formats of products."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-    "product": (("bf16", "fp8"), (1, 1, 1)),
-    "repeated": (("bf16", "fp8"), (1, 1, 1)),
+    "product": (FORMATS, (1, 1, 1)),
+    "repeated": (FORMATS, (1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
-    "sustained": (("bf16", "fp8"), (1,)),
+    "sustained": (FORMATS, (1,)),
+    "scan": (("fused", "separate"), (1, 1)),
     "network": (("ring", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
@@ -44,10 +53,12 @@ Times = dict[Sizes, float]
 
 @dataclass(frozen=True)
 class Tables:
-    """Values by (kind, name) and sizes; `sources` has their files by `"kind name"`."""
+    """Values by (kind, name) and sizes; `sources` has their files by `"kind name"`, `assumed` what
+    stands in for measurements by `"kind name"` or `"kind"`."""
 
     values: Mapping[tuple[str, str], Mapping[Sizes, float]]
     sources: Mapping[str, str]
+    assumed: Mapping[str, str] = field(default_factory=dict)
 
     def names(self, kind: str) -> set[str]:
         """The names of a kind that were measured."""
@@ -76,6 +87,7 @@ def load(gpu: str, file: Path | None = None) -> Tables:
         raise RecipeError(f"no kernels were measured on {gpu}; there are tables of {known}")
     values: dict[tuple[str, str], Times] = {}
     sources: dict[str, str] = {}
+    assumed = assumptions(packaged)
     for path in (FOLDER / "network.csv", packaged, *([file] if file else [])):
         of, measured = read(path)
         if of not in (gpu, "any"):
@@ -86,11 +98,20 @@ def load(gpu: str, file: Path | None = None) -> Tables:
             kept = _beside(key[0], values.get(key, {}), times)
             sources[" ".join(key)] = f"{here} and {sources[' '.join(key)]}" if kept else here
             values[key] = kept | times
+            if path == file:
+                assumed.pop(" ".join(key), None)
+                assumed.pop(key[0], None)
             if path == file and key[0] == "product" and ("repeated", key[1]) not in measured:
                 # Those of the package say how far other machines may be from its table.
                 values.pop(("repeated", key[1]), None)
                 sources.pop(f"repeated {key[1]}", None)
-    return Tables(values, sources)
+    return Tables(values, sources, assumed)
+
+
+def assumptions(path: Path) -> dict[str, str]:
+    """Assumptions that a file of the package states."""
+    lines = (line for line in path.read_text().splitlines() if line.startswith(ASSUMED))
+    return dict(line.removeprefix(ASSUMED).split(": ", 1) for line in lines)
 
 
 def _beside(kind: str, packaged: Times, user: Times) -> Times:

@@ -44,10 +44,10 @@ class Attention(nnx.Module):
         query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
         self.scores = Scores(scale=mixer.score_scale, cap=mixer.softcap, window=mixer.window)
-        self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), fp8=True)
+        self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), quantized=True)
         shape, fan_in = (cfg.embed, mixer.heads, head_dim), mixer.heads * head_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
-        self.out = Weight(out, fp8=True)
+        self.out = Weight(out, quantized=True)
         self.query_norm = RMSNorm(cfg, "head_dim", head_dim) if mixer.qk_norm else None
         self.key_norm = RMSNorm(cfg, "head_dim", head_dim) if mixer.qk_norm else None
         sinks = normal(k_sinks, cfg, "heads", (mixer.heads,), fan_in=cfg.embed)
@@ -91,19 +91,20 @@ class LatentAttention(nnx.Module):
         latents = mixer.query_latent, mixer.kv_latent
         columns = sum(latents) + mixer.rope_dim
         self.latent = Weight(
-            normal(k_latent, cfg, "embed latent", (cfg.embed, columns), fan_in=cfg.embed), fp8=True
+            normal(k_latent, cfg, "embed latent", (cfg.embed, columns), fan_in=cfg.embed),
+            quantized=True,
         )
         self.query_norm, self.kv_norm = (RMSNorm(cfg, "latent", size) for size in latents)
 
         def project(key, latent, width):
             shape, dims = (latent, mixer.heads, width), "from_latent heads head_dim"
-            return Weight(normal(key, cfg, dims, shape, fan_in=latent), fp8=True)
+            return Weight(normal(key, cfg, dims, shape, fan_in=latent), quantized=True)
 
         self.query = project(k_query, mixer.query_latent, mixer.head_dim + mixer.rope_dim)
         self.key_value = project(k_kv, mixer.kv_latent, mixer.head_dim + mixer.value_dim)
         shape, fan_in = (cfg.embed, mixer.heads, mixer.value_dim), mixer.heads * mixer.value_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
-        self.out = Weight(out, fp8=True)
+        self.out = Weight(out, quantized=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         cfg = self.cfg

@@ -30,7 +30,7 @@ from jaxbench.models.layers import (
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
 from jaxbench.models.output import Output, Prediction, output_loss
-from jaxbench.ops import fp8, remat
+from jaxbench.ops import quantized, remat
 from jaxbench.ops.blocks import Stash, apply_blocks, can_offload
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks, stacks
@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B S"],
         execution: Execution,
         precision: Precision,
-        scaled: Sequence[fp8.Scaled] = (),
+        scaled: Sequence[quantized.Scaled] = (),
         stashes: Sequence[Stash | None] = (),
         first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Hidden, list[RoutingFigures], list[Stash]]:
@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
         segment: Segment,
         x: Hidden,
         ctx: ForwardContext,
-        scaled: Sequence[fp8.Scaled] = (),
+        scaled: Sequence[quantized.Scaled] = (),
         stash: Stash | None = None,
     ) -> tuple[Hidden, RoutingFigures, Stash]:
         """(output, routing figures, stash as written) of the blocks of a segment."""
@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
         targets: Int[Array, "B S"],
         execution: Execution,
         precision: Precision,
-        scaled: Sequence[fp8.Scaled] = (),
+        scaled: Sequence[quantized.Scaled] = (),
         stashes: Sequence[Stash | None] = (),
         first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
@@ -209,7 +209,7 @@ class Decoder(nnx.Module):
             tokens, execution, precision, scaled, main, first_sequence
         )
         ctx = forward_context(self.cfg, tokens.shape[1], execution, precision, first_sequence)
-        segment = prediction_segment(self.cfg, execution)
+        segment = prediction_segment(self.cfg, execution, precision)
 
         def apply(
             x: Hidden, depth: int, stash: Stash | None
@@ -236,7 +236,7 @@ class Decoder(nnx.Module):
 def apply_block(
     block: Block,
     observed: Array | None,
-    scales: fp8.Scaled | None,
+    scales: quantized.Scaled | None,
     x: Hidden,
     ctx: ForwardContext,
     saved: frozenset[str] | None,
@@ -245,8 +245,8 @@ def apply_block(
     in_order: bool = False,
     offloaded: frozenset[str] = frozenset(),
 ) -> LayerOutput:
-    """One block under a remat policy; in an FP8 run with its scales, the zeros `observed` whose
-    gradients are the observed amax (`fp8.Scaled.observed`), and the mixers that stay in `bf16`.
+    """One block under a remat policy; in a quantized run with its scales, the zeros `observed`
+    whose gradients are the observed amax (`Scaled.observed`), and the mixers that stay in `bf16`.
 
     `saved`, `in_order` and `offloaded` are those of `remat.recomputed`; with `in_order` the
     gradient of x is available only once those of the block's weights are. A block of more than two
@@ -258,12 +258,13 @@ def apply_block(
     operands = block, observed, scales, ctx.arrays
 
     def attached(block, observed, scales, arrays) -> tuple[Block, ForwardContext]:
+        here, plain = ctx.with_arrays(arrays), block
         if scales is not None:
-            in_fp8 = fp8.attach(block, replace(scales, observed=observed))
+            scales = replace(scales, observed=observed)
+            block = quantized.attach(plain, scales, here.first_sequence, here.depth)
             for position in bf16:
-                in_fp8.layers[position] = block.layers[position]
-            block = in_fp8
-        return block, ctx.with_arrays(arrays)
+                block.layers[position] = plain.layers[position]
+        return block, here
 
     def whole(x: Hidden, operands: tuple) -> LayerOutput:
         weights, *rest = operands
@@ -282,8 +283,7 @@ def apply_block(
 
     count = len(block.layers)
     if saved is None or "residual" not in saved or count <= 2:
-        compute = remat.recomputed(whole, saved, in_order=in_order, offloaded=offloaded)
-        return compute(x, operands)
+        return remat.recomputed(whole, saved, in_order=in_order, offloaded=offloaded)(x, operands)
     figures: RoutingFigures = ()
     signals = [jnp.zeros(()), jnp.zeros(())]
     for index in range(count):
@@ -337,10 +337,13 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     return result
 
 
-def prediction_segment(cfg: ModelConfig, execution: Execution) -> Segment | None:
+def prediction_segment(
+    cfg: ModelConfig, execution: Execution, precision: Precision
+) -> Segment | None:
     """The block of multi-token prediction; it saves what all layers save on the device."""
     if cfg.prediction is None:
         return None
     counts = execution.saved(cfg.layers)
     saved = None if counts is None else frozenset(n for n, c in counts.items() if c == cfg.layers)
-    return Segment(len(repeating_blocks(cfg)), slice(0, 1), saved)
+    bf16 = range(len(cfg.prediction.pattern)) if "prediction" in precision.in_bf16 else ()
+    return Segment(len(repeating_blocks(cfg)), slice(0, 1), saved, frozenset(bf16))

@@ -22,7 +22,7 @@ from jaxbench.models.layers import (
     zero_bias,
 )
 from jaxbench.models.mlp import make_mlp
-from jaxbench.ops import dense, fp8, gating, grouped
+from jaxbench.ops import dense, gating, grouped, quantized
 from jaxbench.ops.duplicated import Duplicated, single
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
@@ -66,17 +66,21 @@ class Experts(nnx.Module):
         if self.gated:
             parts, inner = "experts expert_embed part expert_ffn", (*shape[:2], 2, mixer.ffn)
             gate_up = normal(k_up, cfg, parts, inner, fan_in=width, truncated=True)
-            self.gate_up = Weight(gate_up, fp8=True)
+            self.gate_up = Weight(gate_up, quantized=True, experts=True)
         else:
-            self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=width), fp8=True)
+            up = normal(k_up, cfg, dims, shape, fan_in=width)
+            self.up = Weight(up, quantized=True, experts=True)
         down = normal(k_down, cfg, dims, shape, fan_in=mixer.ffn, truncated=True, residual=True)
-        self.down = Weight(down, fp8=True)
+        self.down = Weight(down, quantized=True, experts=True)
         self.shared = make_mlp(cfg, mixer.shared, key=k_shared) if mixer.shared else None
         if mixer.latent:
             dims, outer = "embed latent", (cfg.embed, mixer.latent)
             into = normal(k_into, cfg, dims, outer, fan_in=cfg.embed)
             out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent, residual=True)
-            self.into_latent, self.out_of_latent = Weight(into, fp8=True), Weight(out_of, fp8=True)
+            self.into_latent, self.out_of_latent = (
+                Weight(into, quantized=True),
+                Weight(out_of, quantized=True),
+            )
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
@@ -126,7 +130,7 @@ class Experts(nnx.Module):
         return y, mesh.sum_seq(~sent, axis=(1, 2))
 
     @property
-    def _into(self) -> Weight | fp8.Operand:
+    def _into(self) -> Weight | quantized.Operand:
         """The weight of the first product."""
         return self.gate_up if self.gated else self.up
 

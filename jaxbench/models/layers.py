@@ -61,7 +61,8 @@ class ForwardContext(NamedTuple):
 
 class Weight(nnx.Param):
     """A matrix that `dense.dot` multiplies with: cast to the compute dtype once per step. With
-    `fp8=True` its product runs in FP8 where the recipe asks for it."""
+    `quantized=True` its product runs in the quantized format that the recipe asks for;
+    `experts=True` marks a first dimension of experts."""
 
 
 class Vector(nnx.Param):

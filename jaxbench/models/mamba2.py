@@ -72,11 +72,11 @@ class Mamba2(nnx.Module):
         k_in, k_groups, k_out = jax.random.split(key, 3)
         shape = (cfg.embed, mamba.groups, self.dims.columns)
         in_proj = normal(k_in, cfg, "embed groups inner", shape, fan_in=cfg.embed)
-        self.in_proj = Weight(in_proj, fp8=True)
+        self.in_proj = Weight(in_proj, quantized=True)
         self.groups = GroupParameters(mamba, key=k_groups)
         shape, fan_in = (cfg.embed, mamba.groups, mamba.inner), mamba.groups * mamba.inner
         out = normal(k_out, cfg, "embed groups inner", shape, fan_in=fan_in, residual=True)
-        self.out = Weight(out, fp8=True)
+        self.out = Weight(out, quantized=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         mixer = ssd.IMPLEMENTATIONS[ctx.ssd].mixer

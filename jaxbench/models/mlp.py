@@ -23,10 +23,10 @@ class GatedMlp(nnx.Module):
         self.activation = gating.GATES[mixer.activation]
         dims, inner = "embed part ffn", (cfg.embed, 2, mixer.ffn)
         gate_up = normal(k_gate_up, cfg, dims, inner, fan_in=cfg.embed, truncated=True)
-        self.gate_up = Weight(gate_up, fp8=True)
+        self.gate_up = Weight(gate_up, quantized=True)
         dims, outer = "embed ffn", (cfg.embed, mixer.ffn)
         down = normal(k_down, cfg, dims, outer, fan_in=mixer.ffn, truncated=True, residual=True)
-        self.down = Weight(down, fp8=True)
+        self.down = Weight(down, quantized=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)
@@ -43,9 +43,9 @@ class SquaredReluMlp(nnx.Module):
     def __init__(self, cfg: ModelConfig, mixer: MlpConfig, *, key):
         k_up, k_down = jax.random.split(key)
         dims, shape = "embed ffn", (cfg.embed, mixer.ffn)
-        self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed), fp8=True)
+        self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed), quantized=True)
         down = normal(k_down, cfg, dims, shape, fan_in=mixer.ffn, residual=True)
-        self.down = Weight(down, fp8=True)
+        self.down = Weight(down, quantized=True)
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         x = mesh.gather_seq(x)

@@ -9,14 +9,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops import fp8
+from jaxbench.ops import quantized
 from jaxbench.ops.contract import contract, einsum_dims
 from jaxbench.ops.duplicated import Duplicated, single
 
 
-def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -> jax.Array:
+def dot(equation: str, x: jax.Array, w: nnx.Variable | quantized.Operand, dims: str) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest: all-gather the weight, then
-    multiply, in FP8 where the weight is an `fp8.Operand`.
+    multiply, in FP8 where the weight is an `quantized.Operand`.
 
     `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
@@ -27,15 +27,15 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | fp8.Operand, dims: str) -
 
 
 def dot_duplicated(
-    equation: str, x: Duplicated, w: nnx.Variable | fp8.Operand, dims: str
+    equation: str, x: Duplicated, w: nnx.Variable | quantized.Operand, dims: str
 ) -> Duplicated:
     """`dot` with a duplicated producer of its input and of its result's gradient; bf16 products use
     `value` only."""
     x_dims, w_dims, out = einsum_dims(equation)
     split_sum = mesh.contracts_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
-    if isinstance(w, fp8.Operand):
-        return fp8.dot(equation, x, w, spec)
+    if isinstance(w, quantized.Operand):
+        return quantized.dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
     return Duplicated.of(_product(equation, spec, x.value, weight))

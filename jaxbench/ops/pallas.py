@@ -72,6 +72,7 @@ def call(
     flops: int = 0,
     sizes: tuple[int, ...] = (),
     converted: str | None = None,
+    blocks: str | None = None,
     touched: Mapping[str, int] | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
@@ -80,15 +81,16 @@ def call(
     `flops` are those of the kernel's products over all programs. Memory traffic counts each array
     once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
     part. A kernel whose work is a product has its `sizes`, and the dtype to which it has
-    `converted` its operands (`Work`). All are stored in the compiled call, for plans.
+    `converted` its operands (`Work`), or the HLO dtype of block-scaled ones, `blocks`. All are
+    stored in the compiled call, for plans.
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
     moved = dict(zip(names, map(_bytes, [*arrays, *outputs.values()]), strict=True))
     moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
     cost = {"kind": "product" if sizes else name, "flops": str(flops), "sizes": json.dumps(sizes)}
-    cost |= {"moved": str(sum(moved.values())), "dtype": HLO_DTYPES[like.dtype.name]}
-    cost["converted"] = converted or ""
+    cost |= {"moved": str(sum(moved.values())), "dtype": blocks or HLO_DTYPES[like.dtype.name]}
+    cost |= {"converted": converted or "", "blocks": blocks or ""}
 
     def body(*refs):
         kernel(SimpleNamespace(**dict(zip(names, refs, strict=True))))
@@ -133,6 +135,7 @@ def work(i: Instruction, scope: Scope) -> Work:
         sizes=tuple(json.loads(cost["sizes"])),
         bytes=int(cost["moved"]),
         converted=cost["converted"] or None,
+        blocks=bool(cost["blocks"]),
     )
 
 
@@ -150,3 +153,28 @@ def product(a: Array, b: Array) -> Array:
     """The fp32 product of two matrices, inside a kernel."""
     dims = (((1,), (0,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:
+    """(features `first` to `first` + `width` of rows by their indices; which of the rows are not
+    beyond the array), inside a kernel."""
+    shape = (rows.size, width)
+    index = jnp.broadcast_to(rows[:, None], shape)
+    features = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return x.at[index, features], index < x.shape[0]
+
+
+def gathered(x: Any, rows: Array, first: Array | int, width: int) -> Array:
+    """A tile of rows by their indices, inside a kernel; zeros for those beyond the array."""
+    tile, filled = tile_at(x, rows, first, width)
+    return triton.load(tile, mask=filled, other=jnp.zeros((), x.dtype))
+
+
+def whole(x: Array) -> pl.BlockSpec:
+    """The block of a kernel that sees all of an array."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
+def largest(size: int, *widths: int) -> int:
+    """The largest of some widths, in falling order, that divides a size."""
+    return next(width for width in widths if size % width == 0)

@@ -40,8 +40,16 @@ def write(tree: Any, values: Any, *index: Any) -> Any:
 
 
 def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
-    """The leaves with `values` combined into the entry at `index`; in place when compiled."""
-    return write(tree, jax.tree.map(combine, read(tree, *index), values), *index)
+    """The leaves with `values` combined into the entry at `index`; in place when compiled, since
+    the entry keeps its leading dimensions: XLA fuses only slices and updates of equal shapes."""
+
+    def merged(a: jax.Array, value: Any) -> jax.Array:
+        start = (*index, *(0 for _ in value.shape))
+        value = jax.lax.expand_dims(jnp.asarray(value), range(len(index)))
+        entry = jax.lax.dynamic_slice(a, start, value.shape)
+        return jax.lax.dynamic_update_slice(a, combine(entry, value), start)
+
+    return jax.tree.map(merged, tree, values)
 
 
 add = partial(merge, lambda total, value: total + value.astype(total.dtype))

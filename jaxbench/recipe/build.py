@@ -1,6 +1,5 @@
 """Settings as dataclasses, from the plain values of YAML; each mistake is one line."""
 
-import difflib
 import math
 import types
 import typing
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, meant
 
 LARGEST = 2**31 - 1
 """Largest integer setting: array indices are int32."""
@@ -47,8 +46,8 @@ def differing(
 def known(key: Any, allowed: list[str], where: str) -> None:
     """Raises RecipeError, with the nearest name, unless the key is allowed."""
     if key not in allowed:
-        close = difflib.get_close_matches(shown(key), allowed, n=1, cutoff=0.0)
-        raise RecipeError(f"{where}: unknown key {shown(key)}; did you mean {close[0]!r}?")
+        near = meant(shown(key), allowed, cutoff=0.0)
+        raise RecipeError(f"{where}: unknown key {shown(key)}{near}")
 
 
 def mapping(value: Any, where: str) -> dict:

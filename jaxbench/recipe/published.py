@@ -1,7 +1,7 @@
 """The published measurements (configs/published.csv).
 
-A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks of 989 and
-1979 TFLOP/s (2450 and 4900 on GB200) and their own, often rounded, model FLOPs. Where a printed
+A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks (`hardware`:
+989 and 1979 TFLOP/s on H100) and their own, often rounded, model FLOPs. Where a printed
 figure does not follow from what its source states, the row carries an erratum code (`ERRATA`); the
 printed figure is kept, and the code says how to reproduce it (`tests/recipe/test_flops.py` does).
 Where a source prints TFLOP/s instead, MFU is those over the peak.
@@ -32,6 +32,8 @@ ERRATA = {
     "HALF": "tokens/s and days are those of half the global batch",
     "OVER": "model FLOPs take Nano's Mamba-2 to be 5376 wide instead of 4096",
     "OLD": "MFU is that of an older count: experts without a gate, attention without windows",
+    "CAUSAL": "MFU counts the causal half of attention",
+    "WHOLE": "tokens/s are those of whole samples/s, MFU is not",
     "RATE": "the source prints tokens/s alone, some in whole samples/s; the step is computed",
 }
 

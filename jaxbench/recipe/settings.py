@@ -34,6 +34,16 @@ MAX_MARGIN = 16
 """Powers of two. e4m3 has normal numbers over 15 of them: a larger headroom leaves none."""
 
 
+PRODUCTS = (
+    "qkv", "out", "latent", "query", "key_value", "gate_up", "up", "down", "into_latent",
+    "out_of_latent", "in_proj",
+)  # fmt: skip
+"""Names of weights whose products are quantized."""
+
+BLOCKS = {"mxfp8": 32, "nvfp4": 16}
+"""Elements that share a scale in the block-scaled formats."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Sizes of the mesh axes. Their product divides the number of GPUs; `data` takes the rest."""
@@ -65,11 +75,12 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes of matmuls and gradients; everything from `scaling` on is for FP8."""
+    """Dtypes of matmuls and gradients."""
 
-    dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
-    """of matmuls; with `fp8` head, embedding, attention scores and the Mamba-2 scan stay in bf16,
-    norms in fp32, and the router in `model.experts.router_dtype`"""
+    dtype: Literal["bf16", "fp8", "mxfp8", "nvfp4", "fp32"] = "bf16"
+    """of matmuls: `fp8` has one scale for a tensor, `mxfp8` and `nvfp4` (Blackwell) one for each
+    block of 32 or 16 elements; with these head, embedding, attention scores and the Mamba-2 scan
+    stay in bf16, norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """in which gradients are summed over microbatches (a single microbatch's stay in bf16, the
     embedding's in fp32)"""
@@ -78,26 +89,58 @@ class Precision:
     over all ranks; `accumulate` leaves them as they are. Within a replica without a pipeline each
     microbatch's gradients are reduced in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
-    """scale of a tensor: from the amax of the last `amax_history` steps, as published, or from the
-    tensor itself"""
+    """FP8's scale of a tensor: from the amax of the last `amax_history` steps, as published, or
+    from the tensor itself"""
     amax_history: int = 1024
     """steps whose amax `delayed` scaling considers"""
     margin: int = 0
-    """powers of two of headroom, up to 16"""
+    """powers of two of headroom in FP8, up to 16"""
     first_bf16_layers: int = 0
     """first layers whose matmuls stay in bf16"""
     last_bf16_layers: int = 0
     """last layers whose matmuls stay in bf16"""
+    bf16_products: str = ""
+    """products that stay in bf16 in all layers, by their names in the guide to precision, and
+    `prediction`, all of the block of multi-token prediction: `qkv,out,prediction`"""
     gather: Literal["fp8", "bf16"] = "fp8"
-    """dtype in which weights are all-gathered: `fp8` is half the bytes with the same result"""
+    """dtype in which FP8 weights are all-gathered: `fp8` is half the bytes with the same result;
+    block-scaled ones are gathered as they are"""
     implementation: Literal["auto", "te", "xla"] = "auto"
     """of FP8 matmuls: XLA's, Transformer Engine's, or `auto`, which is XLA's on every machine"""
+    square_blocks: bool = True
+    """NVFP4 weights have blocks of 16 x 16, so that all products see the same weight"""
+    stochastic_rounding: bool = True
+    """NVFP4 gradients are rounded stochastically"""
+    hadamard: bool = True
+    """a random Hadamard transform before NVFP4's weight gradients"""
 
     def __post_init__(self) -> None:
         positive("precision.", self, "amax_history")
         not_negative("precision.", self, "margin", "first_bf16_layers", "last_bf16_layers")
+        implemented = self.implementation != "te" or self.dtype not in BLOCKS
+        require(
+            implemented, f"precision.implementation = te: {self.dtype} has XLA's products alone"
+        )
+        unknown = sorted(self.in_bf16 - {*PRODUCTS, "prediction"})
+        known = f"expected some of {', '.join(PRODUCTS)}, prediction"
+        require(not unknown, f"precision.bf16_products: no product {', '.join(unknown)}; {known}")
         limit = f"precision.margin = {self.margin} must be at most {MAX_MARGIN}"
         require(self.margin <= MAX_MARGIN, limit)
+
+    @property
+    def quantized(self) -> bool:
+        """True if products of layers are quantized."""
+        return self.dtype == "fp8" or self.dtype in BLOCKS
+
+    @property
+    def in_bf16(self) -> frozenset[str]:
+        """Names of the products that stay in bf16."""
+        return frozenset(filter(None, self.bf16_products.split(",")))
+
+    @property
+    def draws(self) -> bool:
+        """True if gradients are rounded stochastically."""
+        return self.dtype == "nvfp4" and self.stochastic_rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +222,7 @@ class Run:
 
     @property
     def unrolled(self) -> bool:
-        """Whether layers are compiled one by one, not scanned (`ops.blocks`)."""
+        """True if layers are compiled one by one, not scanned (`ops.blocks`)."""
         return self.parallelism.pipeline == 1 and self.execution.saved(self.model.layers) is None
 
     @property

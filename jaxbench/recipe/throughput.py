@@ -21,6 +21,14 @@ def throughput(run: Run, step_time_s: float, peak: float | None) -> dict[str, An
     }
 
 
+def energy(watts: float, tokens_per_s: float) -> dict[str, float]:
+    """Energy of tokens at the power of all GPUs, without hosts, switches and cooling."""
+    return {
+        "joules_per_token": watts / tokens_per_s,
+        "tokens_per_kwh": 3.6e6 * tokens_per_s / watts,
+    }
+
+
 def model_flops(run: Run, convention: str) -> float:
     """Training FLOPs of one sequence of the run under a convention of `flops.CONVENTIONS`."""
     if convention == "published":

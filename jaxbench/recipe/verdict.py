@@ -13,7 +13,7 @@ SMOKE: Final = (
 )
 """First line of the log of a smoke run."""
 
-Name = Literal["pass", "slow", "failed", "incomplete", "not comparable"]
+Name = Literal["pass", "slow", "failed", "interrupted", "incomplete", "not comparable"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Verdict:
     @property
     def bad(self) -> bool:
         """True if `report` exits with status 1."""
-        return self.name in ("slow", "failed", "incomplete")
+        return self.name not in ("pass", "not comparable")
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -44,13 +44,16 @@ def judge(
     published_s: float | None,
     *,
     failed: str | None = None,
+    interrupted: str | None = None,
     incomplete: Sequence[str] = (),
     not_comparable: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a mean step time. A failed or incomplete run is not compared, and a run of
-    other work than the published one never passes."""
+    """The verdict on a mean step time. A failed, interrupted (why) or incomplete run is not
+    compared, and a run of other work than the published one never passes."""
     if failed:
         return Verdict("failed", failed)
+    if interrupted:
+        return Verdict("interrupted", interrupted)
     if incomplete:
         return Verdict("incomplete", "; ".join(incomplete))
     if step_time_s is None:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Final
 
 PUBLISHED: Final = (11, 44)
@@ -13,19 +14,39 @@ WINDOWS = {"published": PUBLISHED, "newer": (35, 44)}
 the source's later releases."""
 
 
-def window(steps: int) -> tuple[int, int]:
+def window(steps: int, begin: int = 0) -> tuple[int, int]:
     """First and last step of the summary: the published window, or the last half of a run too short
-    for it."""
+    for it. A restored run begins at a later step."""
     first, last = PUBLISHED
-    return (first, last) if steps > last else (steps // 2, steps - 1)
+    whole = begin < first and steps > last
+    return (first, last) if whole else ((begin + steps) // 2, steps - 1)
 
 
-def too_short(steps: int) -> list[str]:
-    """The reason why a run of so many steps is not comparable with published ones; none if it
-    is."""
+def too_short(steps: int, begin: int = 0) -> list[str]:
+    """The reason why a run of the steps from `begin` on is not comparable with published ones; none
+    if it is."""
     first, last = PUBLISHED
-    reason = f"{steps} iterations: the published means are of iterations {first} to {last}"
-    return [] if steps > last else [reason]
+    had = f"iterations {begin} to {steps - 1}" if begin else f"{steps} iterations"
+    reason = f"{had}: the published means are of iterations {first} to {last}"
+    return [] if begin < first and steps > last else [reason]
+
+
+SIGMAS, MARGIN = 3.0, 0.01
+"""An outlier is that many robust standard deviations and this share of the median from the median.
+"""
+
+
+def robust_deviation(samples: Sequence[float]) -> float:
+    """The standard deviation of normal noise, 1.4826 times the median absolute deviation, which
+    half of the samples could not falsify."""
+    median = statistics.median(samples)
+    return 1.4826 * statistics.median(abs(s - median) for s in samples)
+
+
+def outlier_limit(samples: Sequence[float]) -> float:
+    """The value above which one of some positive samples is an outlier."""
+    median = statistics.median(samples)
+    return median + max(SIGMAS * robust_deviation(samples), MARGIN * median)
 
 
 def spread(samples: list[float]) -> dict[str, float]:

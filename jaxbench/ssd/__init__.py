@@ -24,7 +24,7 @@ from jaxbench.ssd import pallas, xla
 from jaxbench.ssd.parts import Axes, Dims, Parameters
 from jaxbench.xla.hlo import Rules
 
-__all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose"]
+__all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +44,30 @@ class Implementation:
 
 
 IMPLEMENTATIONS = {
-    "xla": Implementation(mixer=xla.mixer),
     "pallas": Implementation(
         mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, rules=pallas.RULES
     ),
+    "xla": Implementation(mixer=xla.mixer),
 }
-"""By name; `auto` takes the first: XLA's, until the kernels have been measured on a GPU."""
+"""By name; `auto` takes the first that can."""
 
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
     """The name of the implementation that computes a model's mixers, with `length` tokens of a
-    sequence on each rank. Raises RecipeError where the requested one cannot."""
-    setting = f"execution.ssd = {execution.ssd}"
-    if execution.ssd == "auto" or cfg.mamba is None:
-        return next(iter(IMPLEMENTATIONS))
-    implementation = IMPLEMENTATIONS[execution.ssd]
+    sequence on each rank; any without mixers. Raises RecipeError where the requested one cannot."""
+    requested = execution.ssd
+    if requested != "auto" and (refused := refusal(requested, cfg, dtype, length, platform)):
+        raise RecipeError(f"execution.ssd = {requested} {refused}; expected auto or xla")
+    names = IMPLEMENTATIONS if requested == "auto" else (requested,)
+    return next(name for name in names if not refusal(name, cfg, dtype, length, platform))
+
+
+def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:
+    """Why an implementation cannot compute a model's mixers; None if it can."""
+    implementation = IMPLEMENTATIONS[name]
+    if cfg.mamba is None:
+        return None
     if platform not in (implementation.platforms or (platform,)):
-        raise RecipeError(f"{setting} does not run on a {platform}; expected auto or xla")
-    if refused := implementation.refusal(cfg.mamba, dtype, length):
-        raise RecipeError(f"{setting} cannot compute {refused}; expected auto or xla")
-    return execution.ssd
+        return f"does not run on a {platform}"
+    refused = implementation.refusal(cfg.mamba, dtype, length)
+    return refused and f"cannot compute {refused}"

@@ -35,19 +35,20 @@ def run_steps(
 
     A step is queued before the figures of the one before are awaited, so the device never waits for
     the host; step times are from completion to completion, and `wait_s` is the part for which the
-    host waited. No step n is started after `stop(n)`.
+    host waited; `host_s` is what the caller did with the figures of the step before, which takes
+    time from the step only where it takes longer than one. No step n is started after `stop(n)`.
     """
     if state is None:
         state = jax.block_until_ready(jax.jit(partial(init_state, run))())
-    last_completed = time.perf_counter()
+    last_completed, host_s = time.perf_counter(), 0.0
 
     def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
         nonlocal last_completed
         waiting_since = time.perf_counter()
         values = {name: value.tolist() for name, value in jax.device_get(figures).items()}
         end = time.perf_counter()
-        times = {"wait_s": end - waiting_since, "step_time_s": end - last_completed}
-        last_completed = end
+        step_time_s, last_completed = end - last_completed, end
+        times = {"wait_s": end - waiting_since, "step_time_s": step_time_s, "host_s": host_s}
         return {"step": step, **values, **times, **memory()}
 
     queued: list[tuple[int, dict[str, jax.Array]]] = []
@@ -56,6 +57,7 @@ def run_steps(
         due = [pause for pause in pauses if pause.due(step, ending)]
         while queued and (due or ending or len(queued) > 1):
             yield completed(*queued.pop(0))
+            host_s = time.perf_counter() - last_completed
         if due:
             # Figures are of the first device alone. Waiting for all here makes a device that hangs
             # do so in the phase `training`.
@@ -65,7 +67,7 @@ def run_steps(
         if ending:
             return
         if due:
-            last_completed = time.perf_counter()
+            last_completed, host_s = time.perf_counter(), 0.0
         state, figures = program(state)
         queued.append((step, figures))
 

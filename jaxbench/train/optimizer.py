@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbench.models.layers import LoadBias, Vector
-from jaxbench.ops.fp8.scaling import is_variable
+from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.recipe.optimizer import Optimizer
 
 CLIP_NORM = 1.0

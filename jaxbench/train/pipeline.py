@@ -24,7 +24,7 @@ from jaxbench.models.context import forward_context
 from jaxbench.models.decoder import Decoder, segments
 from jaxbench.models.layers import ForwardContext
 from jaxbench.models.output import Output
-from jaxbench.ops import fp8
+from jaxbench.ops import quantized
 from jaxbench.ops.stash import read
 from jaxbench.recipe.blocks import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
@@ -38,7 +38,7 @@ Values = tuple[jax.Array, routing.Figures]
 
 def accumulate(
     weights: Decoder,
-    scaled: list[fp8.Scaled],
+    scaled: list[quantized.Scaled],
     tokens: jax.Array,
     targets: jax.Array,
     first_sequences: jax.Array,
@@ -47,7 +47,7 @@ def accumulate(
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
     with the types of one forward and backward pass without a pipeline.
 
-    `weights` come from `mesh.accumulating`, `scaled` from `fp8.with_observed`; `tokens` and
+    `weights` come from `mesh.accumulating`, `scaled` from `quantized.with_observed`; `tokens` and
     `targets` are `"microbatch batch seq"`, `first_sequences` those of each microbatch
     (`ForwardContext`).
     """
@@ -92,9 +92,7 @@ class _Pipeline:
         self.stack_dims = [list(map(_gathered_dims, jax.tree.leaves(s))) for s in weights.stacks]
         self.prediction_dims = list(map(_gathered_dims, jax.tree.leaves(weights.prediction)))
         self.head_dims = _gathered_dims(head)
-        self.stored_dims = [
-            {name: _gathered_dims(w) for name, w in s.stored.items()} for s in scaled
-        ]
+        self.stored_dims = [list(map(_gathered_dims, jax.tree.leaves(s.stored))) for s in scaled]
 
     def on_rank(
         self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any,
@@ -162,8 +160,7 @@ class _Pipeline:
             stack = _each(mesh.gather, weights.stacks[index], self.stack_dims[index])
             stack_scales = None
             if scaled:
-                dims = self.stored_dims[index]
-                stored = {n: mesh.gather(w, dims[n]) for n, w in scaled[index].stored.items()}
+                stored = _each(mesh.gather, scaled[index].stored, self.stored_dims[index])
                 stack_scales = replace(scaled[index], stored=stored)
             for block in range(self.repeats[index]):
                 blocks.append(read(stack, block))
@@ -177,14 +174,14 @@ class _Pipeline:
             stack = _stack(list(islice(rest, self.repeats[index])))
             yield _each(mesh.scatter, stack, self.stack_dims[index])
 
-    def _bring_scaled(self, scaled: fp8.Scaled) -> fp8.Scaled:
-        gather, observed, dims = self.stages.gather_layers, scaled.observed, self.stored_dims
-        return replace(
-            scaled,
-            stored={n: gather(w, dims[self.staged][n]) for n, w in scaled.stored.items()},
-            scale_inv=gather(scaled.scale_inv, [], padding=1),  # 0 / 0 would be NaN
-            observed=None if observed is None else gather(observed, []),
-        )
+    def _bring_scaled(self, scaled: quantized.Scaled) -> quantized.Scaled:
+        gather, dims = self.stages.gather_layers, self.stored_dims[self.staged]
+        figures = scaled.observed, scaled.seeds
+        observed, seeds = jax.tree.map(partial(gather, dims=[]), figures)
+        # Padding of 1: 0 / 0 would be NaN.
+        scale_inv = jax.tree.map(partial(gather, dims=[], padding=1), scaled.scale_inv)
+        stored = _each(gather, scaled.stored, dims)
+        return replace(scaled, stored=stored, scale_inv=scale_inv, observed=observed, seeds=seeds)
 
     def _of_chunk(self, tree: Any) -> list[Any]:
         """The blocks of a model chunk, `[chunks, ..]`, from leaves `[chunks, size, ..]`."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxbench.models.decoder import apply_block
 from jaxbench.models.layers import Embedding, ForwardContext, LayerOutput, embed
 from jaxbench.models.output import Output, output_loss
-from jaxbench.ops import fp8
+from jaxbench.ops import quantized
 from jaxbench.ops.stash import add, read
 from jaxbench.recipe.model import ModelConfig
 
@@ -52,8 +52,8 @@ class Ends:
     ctx: ForwardContext
     saved: frozenset[str] | None
     weights: EndWeights
-    first: list[fp8.Scaled | None]
-    last: list[fp8.Scaled | None]
+    first: list[quantized.Scaled | None]
+    last: list[quantized.Scaled | None]
     tokens: jax.Array
     targets: jax.Array
     first_sequences: jax.Array

@@ -28,8 +28,8 @@ from jaxbench import mesh
 from jaxbench.jax_internals import residuals, restore_vjp
 from jaxbench.models.decoder import apply_block
 from jaxbench.models.layers import ForwardContext, LoadBias
-from jaxbench.ops import fp8
-from jaxbench.ops.fp8.scaling import is_variable
+from jaxbench.ops import quantized
+from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
 from jaxbench.train.pipeline_ends import Ends, EndWeights
@@ -92,7 +92,7 @@ class Rank:
     saved: frozenset[str] | None
     ends: Ends
     blocks: list[Any]
-    scaled: list[fp8.Scaled | None]
+    scaled: list[quantized.Scaled | None]
     ctx: ForwardContext
     first_sequences: jax.Array
 
@@ -283,6 +283,9 @@ class Rank:
         d_layers, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
         d_layers, amax = zip(*d_layers, strict=True)
         d_layers = jax.tree.map(loads_unless_idle, list(d_layers), is_leaf=is_variable)
+        if self.stages.chunks > 1:
+            # XLA would let products add to the sums, and copy a chunk's sums out of their stack.
+            d_layers = jax.tree.map(jax.lax.optimization_barrier, d_layers)
         dx, d_inputs = _after((dx, self._to_rank_before(carry.d_inputs)))
         leaves = (rank == 0) & (chunk == 0) & action["busy"]
         return replace(

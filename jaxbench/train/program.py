@@ -8,13 +8,13 @@ import jax
 import jaxlib
 
 from jaxbench import mesh, ssd
-from jaxbench.errors import RunFailed
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.forecast.guide import guide
-from jaxbench.hardware import Gpu, identify
+from jaxbench.hardware import PLANNED, Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
 from jaxbench.models.decoder import prediction_segment, segments
-from jaxbench.ops import attention, fp8, grouped
+from jaxbench.ops import attention, grouped, quantized
 from jaxbench.ops.blocks import can_offload
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
@@ -27,7 +27,7 @@ RULES: Rules = {
     target: rule
     for registry in (
         attention.KERNELS,
-        fp8.IMPLEMENTATIONS,
+        quantized.IMPLEMENTATIONS,
         grouped.IMPLEMENTATIONS,
         ssd.IMPLEMENTATIONS,
     )
@@ -83,10 +83,14 @@ def offloaded_bytes(compiled: Any) -> int:
     return compiled.memory_analysis().host_temp_size_in_bytes
 
 
-def check_run(run: Run, platform: str) -> None:
-    """Raises RecipeError for a request of the run that the platform cannot fulfil."""
+def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
+    """Raises RecipeError for a request of the run that the platform, or a GPU that is known, cannot
+    fulfil."""
+    if gpu and not gpu.multiplies(dtype := run.precision.dtype):
+        others = ", ".join(name for name, of in PLANNED.items() if of.multiplies(dtype))
+        raise RecipeError(f"precision.dtype = {dtype}: not on {gpu.name}, but on {others}")
     flags.options(run, platform)
-    fp8.choose(run.precision, platform)
+    quantized.choose(run.precision, platform)
     _implementations(run, platform)
 
 
@@ -97,7 +101,7 @@ def kernels(run: Run) -> dict[str, str]:
     chosen = _implementations(run, platform)
     by = {"attention": chosen["kernel"]}
     if run.model.each(MambaConfig):
-        by["Mamba-2"] = chosen["ssd"]
+        by["Mamba-2"] = _mamba(run, chosen["ssd"], platform)
     if run.model.dropless:
         by["dropless experts"] = chosen["grouped_matmul"]
     if run.execution.offload != "none":
@@ -109,15 +113,26 @@ def kernels(run: Run) -> dict[str, str]:
     return by | {"products": _products(run, platform)}
 
 
+def _mamba(run: Run, name: str, platform: str) -> str:
+    """The implementation of Mamba-2; on a GPU why not the one that `auto` prefers."""
+    first, length = next(iter(ssd.IMPLEMENTATIONS)), run.batch.sequence_length
+    length //= run.parallelism.context
+    dtype, automatic = run.precision.dtype, run.execution.ssd == "auto"
+    refused = ssd.refusal(first, run.model, dtype, length, platform)
+    told = automatic and refused and platform == "gpu"
+    return f"{name} ({first} {refused})" if told else name
+
+
 def _products(run: Run, platform: str) -> str:
-    if run.precision.dtype != "fp8":
-        return run.precision.dtype
+    dtype = run.precision.dtype
+    if not run.precision.quantized:
+        return dtype
     if platform != "gpu":
-        return "fp8, emulated in bf16"
-    by = fp8.choose(run.precision, platform)
+        return f"{dtype}, emulated in {'bf16' if dtype == 'fp8' else 'fp32'}"
+    by = quantized.choose(run.precision, platform)
     if by == "te" and run.model.each(ExpertsConfig):
         return "fp8 by te, those of experts by xla"
-    return f"fp8 by {by}"
+    return f"{dtype} by {by}"
 
 
 def check_program(compiled: Any, run: Run) -> None:
@@ -130,16 +145,16 @@ def check_program(compiled: Any, run: Run) -> None:
         ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen["grouped_matmul"]]),
     )
     expected = [(what, t) for what, present, kernel in requested if present for t in kernel.rules]
-    in_fp8 = run.precision.dtype == "fp8" and platform == "gpu"
-    if not (expected or in_fp8):
+    is_quantized = run.precision.quantized and platform == "gpu"
+    if not (expected or is_quantized):
         return
     program = read(compiled)
     calls = program.custom_calls()
     for what, target in expected:
         if not calls[target]:
             raise RunFailed(f"{what} was asked for, but not compiled: no {target}")
-    if in_fp8:
-        _check_fp8(program, run)
+    if is_quantized:
+        _check_quantized(program, run)
 
 
 def _implementations(run: Run, platform: str) -> dict[str, str]:
@@ -147,28 +162,33 @@ def _implementations(run: Run, platform: str) -> dict[str, str]:
     return implementations(run.model, length, shards, run.execution, run.precision, platform)
 
 
-def _check_fp8(program: Program, run: Run) -> None:
-    implementation = fp8.IMPLEMENTATIONS[fp8.choose(run.precision, mesh.platform())]
+def _check_quantized(program: Program, run: Run) -> None:
+    implementation = quantized.IMPLEMENTATIONS[quantized.choose(run.precision, mesh.platform())]
     if problem := implementation.problem(program, run.precision):
         raise RunFailed(problem)
-    compiled = fp8.compiled_products(program)
+    dtype = run.precision.dtype
+    compiled = quantized.compiled_products(program, dtype)
     parts = segments(run.model, run.execution, run.precision)
-    if run.model.prediction and (further := prediction_segment(run.model, run.execution)):
+    further = prediction_segment(run.model, run.execution, run.precision)
+    if run.model.prediction and further:
         parts += run.model.prediction.depth * [further]
-    hint = "; precision.gather=bf16 may help" if run.precision.gather == "fp8" else ""
+    in_fp8 = dtype == run.precision.gather == "fp8"
+    hint = "; precision.gather=bf16 may help" if in_fp8 else ""
     for stack, block in enumerate(abstract_state(run).model.stacks):
-        for product in fp8.products(block):
+        for product in quantized.products(block):
             position = int(product.split(".")[1])
+            if quantized.in_bf16(product, run.precision):
+                continue
             repeats = sum(
                 part.repeats.stop - part.repeats.start
                 for part in parts
                 if part.stack == stack and position not in part.bf16
             )
             expected = 3 * repeats * run.accumulation // run.parallelism.pipeline
-            name = fp8.product_name(stack, product)
+            name = quantized.product_name(stack, product)
             runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:
                 raise RunFailed(
-                    f"FP8 was asked for, but product {name} runs {runs} times in FP8 and "
-                    f"{others} times otherwise; expected at least {expected} and 0{hint}"
+                    f"{dtype.upper()} was asked for, but product {name} runs {runs} times in it "
+                    f"and {others} times otherwise; expected at least {expected} and 0{hint}"
                 )

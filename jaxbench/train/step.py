@@ -13,8 +13,8 @@ from jaxbench import mesh
 from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
-from jaxbench.ops import fp8
-from jaxbench.ops.fp8.scaling import is_variable
+from jaxbench.ops import quantized
+from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train import data, pipeline
@@ -42,7 +42,7 @@ def init_state(run: Run) -> State:
     dtype of `optimizer.moments`, sharded alike."""
     model = Decoder(run.model, key=data.root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
-    histories = fp8.init_histories(model.stacks, run.precision)
+    histories = quantized.init_histories(model.stacks, run.precision)
     return State(jnp.zeros((), jnp.int32), model, optimizer, histories)
 
 
@@ -76,20 +76,20 @@ def train_step(
 
 def gradients(
     state: State, tokens: jax.Array, targets: jax.Array, run: Run
-) -> tuple[tuple[jax.Array, Figures], Decoder, fp8.Histories]:
+) -> tuple[tuple[jax.Array, Figures], Decoder, quantized.Histories]:
     """((mean loss, routing figures), gradients in fp32, sharded like the weights, next histories of
     delayed scaling).
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
     a replica of the model as they arise; across replicas they are summed once, here, at the end.
     """
-    implementation = fp8.choose(run.precision, mesh.platform())
+    implementation = quantized.choose(run.precision, mesh.platform())
     precision = replace(run.precision, implementation=implementation)
     weights = compute_weights(state.model, DTYPES[precision.dtype])
-    scaled = fp8.scale(weights.stacks, state.fp8, precision)
+    scaled = quantized.scale(weights.stacks, state.fp8, precision, run.seed)
 
     def share_of_loss(weights, observed, stashes, tokens, targets, first_sequence):
-        scales = fp8.with_observed(scaled, observed)
+        scales = quantized.with_observed(scaled, observed)
         loss, (figures, stashes) = weights.loss(
             tokens, targets, run.execution, precision, scales, stashes, first_sequence
         )
@@ -99,7 +99,7 @@ def gradients(
     def one_microbatch(batch, stashes=()):
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             share_of_loss, argnums=(0, 1), has_aux=True
-        )(weights, fp8.zero_observed(state.fp8), stashes, *batch)
+        )(weights, quantized.zero_observed(state.fp8), stashes, *batch)
         return ((loss, figures), grads), observed, stashes
 
     def accumulate(carry, batch):
@@ -110,12 +110,12 @@ def gradients(
 
     batches = tokens, targets, first_sequences(state, tokens)
     if run.parallelism.pipeline > 1:
-        scaled = fp8.with_observed(scaled, fp8.zero_observed(state.fp8))
+        scaled = quantized.with_observed(scaled, quantized.zero_observed(state.fp8))
         total, observed = pipeline.accumulate(weights, scaled, *batches, run)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        nothing = weights, fp8.zero_observed(state.fp8), ()
+        nothing = weights, quantized.zero_observed(state.fp8), ()
         loss, (figures, stashes) = jax.eval_shape(
             partial(share_of_loss, *nothing), *read(batches, 0)
         )
@@ -123,12 +123,12 @@ def gradients(
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
             jax.tree.map(partial(zero_gradient, precision=precision), weights, is_leaf=is_variable),
         )
-        start = zeros, fp8.zero_observed(state.fp8), allocate(stashes)
+        start = zeros, quantized.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
     reduced = jax.tree.map(mesh.sum_replicas, to_reduce(grads, precision), state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
-    return values, grads, fp8.update(state.fp8, weights.stacks, observed)
+    return values, grads, quantized.update(state.fp8, weights.stacks, observed)
 
 
 def first_sequences(state: State, tokens: jax.Array) -> jax.Array:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench.models.layers import LoadBias
-from jaxbench.ops.fp8.scaling import is_variable
+from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.recipe.settings import Precision
 
-DTYPES = {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp32": jnp.float32}
+DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
 
 
 def sum_dtype(variable: Any, precision: Precision) -> Any:

@@ -40,7 +40,7 @@ class Work:
     a product are (batch, m, n, k) for `[m, k]` times `[k, n]`; of attention (batch, heads, length,
     head dim), with `backward` for its gradient. `bytes` is the memory traffic where it is not that
     of operands and results. `converted` is the dtype to which a kernel converts operands before it
-    multiplies them, and whose peak it has.
+    multiplies them, and whose peak it has. `blocks` is true for operands with scales of blocks.
     """
 
     kind: str
@@ -50,11 +50,19 @@ class Work:
     backward: bool = False
     bytes: int | None = None
     converted: str | None = None
+    blocks: bool = False
 
     @property
     def multiplied(self) -> str:
         """The dtype in which it multiplies."""
         return self.converted or self.dtype
+
+    @property
+    def format(self) -> str:
+        """The name of the format in which a product multiplies: `fp8`, `mxfp8`, `nvfp4`, or the HLO
+        dtype of another."""
+        short = self.multiplied[:2]
+        return {"f8": "mxfp8" if self.blocks else "fp8", "f4": "nvfp4"}.get(short, self.multiplied)
 
 
 Rules = Mapping[str, Callable[[Instruction, Scope], Work]]

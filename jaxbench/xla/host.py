@@ -71,13 +71,14 @@ class HostLink:
         self._free_at: dict[str, float] = {}
         self._running: dict[str, float] = {}
 
-    def start(self, name: str, now: float, direction: str, size: int) -> None:
-        """Starts a copy of so many bytes."""
+    def start(self, name: str, now: float, direction: str, size: int) -> tuple[float, float]:
+        """Starts a copy of so many bytes; when it begins to move, and when it ends."""
         if direction == TO_HOST:
             self.traffic.to_host += size
         else:
             self.traffic.from_host += size
-        self._running[name] = self._queue(direction, now, size)
+        self._running[name] = end = self._queue(direction, now, size)
+        return end - size / (self.gpu.host * 1e9), end
 
     def finish(self, name: str, now: float) -> float:
         """Seconds for which kernels wait for a copy, 0 for anything else."""

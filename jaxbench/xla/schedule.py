@@ -8,44 +8,20 @@ until its `-done`, and all of it then. `Roofline` is the cost model of the bound
 docs/design/plan.md; `forecast.costs.Measured` extends it.
 """
 
-import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import Gpu
 from jaxbench.xla import collectives, host
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import GEMM_CALLS, Program, Work
-from jaxbench.xla.host import HostLink, HostTraffic
-from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root
+from jaxbench.xla.hlo import Program, Work
+from jaxbench.xla.host import HostLink
+from jaxbench.xla.instruction import SOURCE, Instruction, Scope
 from jaxbench.xla.launches import launches, launches_kernel
+from jaxbench.xla.moved import traffic
 from jaxbench.xla.rewrites import COLLECTIVES
-
-SLICES = ("dynamic-slice", "slice", "gather")
-
-SCAN = "ssd.scan"
-"""Named scope of every kernel of the Mamba-2 scan."""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One run of a kernel: its work (fused work included), the bytes that it reads and writes, its
-    JAX operation, and the target of a custom call whose work is unknown."""
-
-    works: tuple[Work, ...]
-    bytes: int
-    source: str
-    unknown: str = ""
-
-    @property
-    def part(self) -> str:
-        """Part of the step time: `products`, `attention`, `scan` or `other kernels`."""
-        if SCAN in self.source:
-            return "scan"
-        kinds = {"product": "products", "attention": "attention"}
-        return kinds.get(self.works[0].kind, "other kernels") if self.works else "other kernels"
+from jaxbench.xla.timeline import COPIES, KERNELS, LINKS, Kernel, Schedule, Transfer
 
 
 @dataclass
@@ -71,68 +47,6 @@ class Roofline:
     def collective(self, collective: Collective) -> float:
         """Seconds of one run, alone."""
         return collective.seconds(self.gpu)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A collective with its time. `seconds` and `exposed_s` are per step; `covered` is true where a
-    matrix product or attention overlaps with it."""
-
-    collective: Collective
-    seconds: float
-    exposed_s: float
-    covered: bool
-
-    def repeated(self, times: int) -> "Transfer":
-        """The same collective in a loop that runs `times`."""
-        collective = replace(self.collective, count=self.collective.count * times)
-        return Transfer(collective, self.seconds * times, self.exposed_s * times, self.covered)
-
-
-@dataclass
-class Schedule:
-    """Simulated times of a step, kernel launches, and all collectives.
-
-    `parts` are the seconds of kernels by part, without overlap; `slowed_s` is what overlapping
-    collectives add to them, `exposed_s` the wait for collectives and for copies from and to the
-    host. Their sum is `step_s`, of which the memory bandwidth is in use for `moving_s`. `computes`
-    is true where a matrix product or attention runs.
-    """
-
-    parts: Counter[str] = field(default_factory=Counter)
-    slowed_s: float = 0.0
-    exposed_s: float = 0.0
-    moving_s: float = 0.0
-    kernels: int = 0
-    transfers: list[Transfer] = field(default_factory=list)
-    host: HostTraffic = field(default_factory=HostTraffic)
-    computes: bool = False
-
-    @property
-    def kernel_s(self) -> float:
-        """Seconds of kernels, without overlap."""
-        return sum(self.parts.values())
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step."""
-        return self.kernel_s + self.slowed_s + self.exposed_s
-
-    @property
-    def uncovered_bytes(self) -> int:
-        """Wire bytes of collectives that no matrix product or attention overlaps."""
-        return sum(t.collective.wire_bytes for t in self.transfers if not t.covered)
-
-    def add(self, body: "Schedule", times: int) -> None:
-        """Adds a computation that runs `times`."""
-        for name, seconds in body.parts.items():
-            self.parts[name] += seconds * times
-        self.slowed_s += body.slowed_s * times
-        self.exposed_s += body.exposed_s * times
-        self.moving_s += body.moving_s * times
-        self.kernels += body.kernels * times
-        self.transfers += [t.repeated(times) for t in body.transfers]
-        self.host.add(body.host, times)
 
 
 class Walk:
@@ -179,27 +93,32 @@ class Walk:
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
         for i in scope.values():
-            start_s, kernel_s, computes = total.step_s, total.kernel_s, False
-            total.kernels += launches(self.program, i)
+            start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
+            launched = launches(self.program, i)
+            total.kernels += launched
             if (kernel := self._kernel(name, i)) is not None and _moves_beside(i, kernel):
-                beside.start(i.name, costs.kernel(kernel))
+                beside.start(i.name, kernel, costs.kernel(kernel))
             elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))
                 total.moving_s += costs.moving(kernel)
+                total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
                 computes = bool(kernel.works)
             elif i.opcode.endswith("-done"):
                 beside.finish(i.operands[0])
-                total.exposed_s += link.finish(i.operands[0], total.step_s)
+                waited_s = link.finish(i.operands[0], total.step_s)
             elif launches_kernel(i) and host.copies(i, scope):
-                link.start(i.name, total.step_s, *host.written(self.program, i, scope))
+                direction, size = host.written(self.program, i, scope)
+                begins, ends = link.start(i.name, total.step_s, direction, size)
+                total.occupy(direction, i.name, begins, ends - begins, launched)
                 if not i.opcode.endswith("-start"):
-                    total.exposed_s += link.finish(i.name, total.step_s)
+                    waited_s = link.finish(i.name, total.step_s)
+            total.wait(i.name, waited_s)
             for callee, times in _bodies(i):
                 body = self._simulate(callee, costs)
                 computes = computes or body.computes
                 total.add(body, times)
             busy_s = max(links_free_at.values()) - start_s
-            total.slowed_s += _slowed(total.kernel_s - kernel_s, busy_s, costs.slowdown)
+            total.slow(i.name, _slowed(total.kernel_s - kernel_s, busy_s, costs.slowdown))
             if computes:
                 total.computes = True
                 uncovered.clear()
@@ -208,13 +127,15 @@ class Walk:
                 links = collective.crosses_domains(costs.gpu)
                 links_free_at[links] = max(total.step_s, links_free_at[links]) + seconds
                 running[i.name] = collective, seconds, links_free_at[links]
+                begins = links_free_at[links] - seconds
+                total.occupy(LINKS[links], i.name, begins, seconds, launched, collective)
                 if links:
                     link.share(total.step_s, seconds)
                 uncovered.add(i.name)
             if not i.opcode.endswith("-start") and (start := _start_name(i)) in running:
                 collective, seconds, end = running.pop(start)
                 exposed_s = max(0.0, end - total.step_s)
-                total.exposed_s += exposed_s
+                total.wait(i.name, exposed_s, collective)
                 total.transfers.append(
                     Transfer(collective, seconds, exposed_s, start not in uncovered)
                 )
@@ -227,21 +148,24 @@ class _Beside:
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.free_at = schedule, 0.0
-        self.running: dict[str, tuple[Mapping[str, float], float]] = {}
+        self.running: dict[str, tuple[Kernel, Mapping[str, float], float, float]] = {}
         self.moved_s = 0.0
 
-    def start(self, name: str, parts: Mapping[str, float]) -> None:
+    def start(self, name: str, kernel: Kernel, parts: Mapping[str, float]) -> None:
         seconds = sum(parts.values())
         self.free_at = max(self._unused_s, self.free_at) + seconds
         self.moved_s += seconds
-        self.running[name] = parts, self.free_at
+        self.running[name] = kernel, parts, self.schedule.step_s, self.free_at
 
     def finish(self, name: str) -> None:
         """Lets the schedule wait for what is left of a kernel."""
         if name in self.running:
-            parts, end = self.running.pop(name)
-            left = max(0.0, end - self._unused_s) / (sum(parts.values()) or 1.0)
+            kernel, parts, start_s, end = self.running.pop(name)
+            now, seconds = self.schedule.step_s, sum(parts.values())
+            left = max(0.0, end - self._unused_s) / (seconds or 1.0)
             self.schedule.parts.update({part: s * left for part, s in parts.items()})
+            self.schedule.occupy(COPIES, name, start_s, now - start_s, 1, kernel)
+            self.schedule.occupy(KERNELS, name, now, seconds * left, cause=kernel)
 
     def finished(self) -> Schedule:
         """The schedule, after all kernels."""
@@ -282,60 +206,10 @@ def peak(gpu: Gpu, dtype: str) -> float:
     RunFailed where the GPU has none that is known."""
     if dtype == "f32":
         return gpu.tflops["bf16"] / 2
-    name = {"f8": "fp8", "f6": "fp6", "f4": "fp4"}.get(dtype[:2], "bf16")
+    name = {"f8": "fp8", "f6": "fp6", "f4": "nvfp4"}.get(dtype[:2], "bf16")
     if name not in gpu.tflops:
         raise RunFailed(f"no bound of products in {dtype}: the {gpu.name}'s peak is not known")
     return gpu.tflops[name]
-
-
-def traffic(program: Program, i: Instruction, scope: Scope) -> int:
-    """Bytes that a kernel reads and writes: each operand and result once, without workspaces of
-    products.
-
-    An operand that is only sliced counts as its slice, an array that is updated in place as its
-    update. `Work.bytes` takes precedence.
-    """
-    work = program.work(i, scope)
-    if work is not None and work.bytes is not None:
-        return work.bytes
-    if not i.callees:
-        read = sum(_read(name, scope, [i]) for name in set(i.operands))
-        return read + _written(i, scope)
-    body = program.computations[i.callees[0][0]]
-    parameters = [j.name for j in body.values() if j.opcode == "parameter"]
-    read = sum(_read(name, body, list(body.values())) for name in parameters)
-    return read + _written(root(body), body)
-
-
-def _read(name: str, body: Scope, users: list[Instruction]) -> int:
-    """Bytes that these instructions read of an array."""
-    if name not in body:
-        return 0
-    total = 0
-    for user in users:
-        if name not in user.operands:
-            continue
-        first = user.operands[0] == name
-        if user.opcode == "bitcast":
-            total += _read(user.name, body, users)
-        elif user.opcode in SLICES and first:
-            total += user.bytes
-        elif not (user.opcode == "dynamic-update-slice" and first):
-            return body[name].bytes
-    return min(total, body[name].bytes)
-
-
-def _written(i: Instruction, body: Scope) -> int:
-    """Bytes that a computation writes as its result."""
-    if i.opcode == "tuple":
-        return sum(_written(body[name], body) for name in i.operands)
-    if i.opcode == "bitcast":
-        return _written(body[i.operands[0]], body)
-    if i.opcode == "dynamic-update-slice":
-        return body[i.operands[1]].bytes
-    if i.target in GEMM_CALLS and i.shape.startswith("("):
-        return i.bytes - math.prod(i.arrays[-1][1])  # without its workspace, in bytes
-    return i.bytes
 
 
 def _bodies(i: Instruction) -> list[tuple[str, int]]:

@@ -7,18 +7,18 @@ import pytest
 
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import CONDITIONS, SPREAD, Measured, slowest
-from jaxbench.hardware import H100
+from jaxbench.hardware import H100, PLANNED
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
-from jaxbench.xla.schedule import Kernel
+from jaxbench.xla.timeline import Kernel
 
 
 def measured(gpu=H100, conditions="expected") -> Measured:
     return Measured(gpu, tables.load("h100"), CONDITIONS[conditions])
 
 
-def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1) -> Work:
-    return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k))
+def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1, **more) -> Work:
+    return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), **more)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f8e4m3fn", "f8e5m2"])
@@ -39,7 +39,31 @@ def test_products_of_a_step_keep_the_sustained_rate(dtype, name):
     assert measured().work(small) == measured(conditions="fast").work(small)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "gb200"])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("f8e4m3fn", "mxfp8"), ("f4e2m1fn", "nvfp4"), ("bf16", "bf16")]
+)
+@pytest.mark.parametrize("gpu", ["b200", "gb200", "b300", "gb300"])
+def test_block_scaled_products_have_tables_of_their_own(gpu, dtype, name):
+    """A product whose operands have scales of blocks is not a per-tensor one, whose table has its
+    quantization: that of an MXFP8 product is less."""
+    loaded, gpu = tables.load(gpu), PLANNED[gpu]
+    burst, expected = (Measured(gpu, loaded, CONDITIONS[c]) for c in ("fast", "expected"))
+    work = product(8192, 8192, 8192, dtype, blocks=name != "bf16")
+    time = loaded.values["product", name][8192, 8192, 8192] * 1e-6
+    assert burst.work(work) == pytest.approx(time)
+    rate = loaded.values["sustained", name][(200,)] * 1e12
+    assert expected.work(work) == pytest.approx(max(time, work.flops / rate))
+    assert burst.covers(work)
+    if name == "mxfp8":
+        assert burst.work(work) < 0.95 * burst.work(replace(work, blocks=False))
+
+
+def test_mxfp8_without_a_table_takes_the_time_of_fp8():
+    mxfp8 = product(4096, 8192, 8192, "f8e4m3fn", blocks=True)
+    assert measured().work(mxfp8) == measured().work(replace(mxfp8, blocks=False))
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "gb200", "b300", "gb300"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_sustained_rates_are_those_of_the_longest_products(gpu, dtype):
     """Products of 16 ms and more, 12 in a row, are measured under the power limit. The package has
@@ -91,13 +115,23 @@ def test_no_product_is_faster_than_the_peak_or_its_bytes():
     assert costs.kernel(moving) == {"products": pytest.approx(start + seconds)}
 
 
+@pytest.mark.parametrize(
+    ("conditions", "tokens"), [("expected", 22.65), ("fast", 22.65), ("slow", 12.62)]
+)
+def test_the_scan_takes_the_time_of_a_public_triton_kernel(conditions, tokens):
+    """Million tokens per second of 128 heads of 64 features, one group, state 128, in chunks of 128
+    tokens: vllm-project/vllm pull request 27299. 6.32 MFLOP per token."""
+    flops = 128 * (2 * 128 * 64 + 4 * 128 * 64) + 2 * 128 * 128
+    scan = Work("ssd_forward", "bf16", flops * 10**6)
+    assert measured(conditions=conditions).work(scan) == pytest.approx(1 / tokens, rel=1e-3)
+    assert not measured().covers(scan)
+
+
 def test_work_of_which_there_is_no_table_takes_its_peak_or_its_bytes():
     costs = measured()
-    scan = Work("ssd_forward", "bf16", 10**12, bytes=10**9)
-    assert costs.work(scan) == pytest.approx(1e12 / 989e12, rel=1e-3)
-    assert not costs.covers(scan)
-    (seconds,) = costs.kernel(Kernel((scan,), 10**9, "jit(step)/ssd.scan/ssd_forward")).values()
-    assert seconds == pytest.approx(1e12 / 989e12, rel=1e-3)
+    work = Work("other", "bf16", 10**12, bytes=10**9)
+    assert costs.work(work) == pytest.approx(1e12 / 989e12, rel=1e-3)
+    assert not costs.covers(work)
     gate = Work("gate_norm", "bf16", 0, bytes=10**9)
     assert costs.covers(gate)
     assert costs.kernel(Kernel((gate,), 10**9, "")) == {

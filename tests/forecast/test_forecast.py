@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from compiled import needs_compiler
+from made_plans import PROGRAM
 
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import forecast
@@ -12,24 +13,6 @@ from jaxbench.hardware import H100
 from jaxbench.plan import command, text
 from jaxbench.xla import hlo
 from jaxbench.xla.schedule import Walk
-
-PROGRAM = """\
-HloModule toy, is_scheduled=true
-
-ENTRY %main (x: bf16[8192,8192]) -> bf16[8192,8192] {
-  %x = bf16[8192,8192]{1,0} parameter(0)
-  %shard = bf16[1024,8192]{1,0} bitcast(%x)
-  %start = ((bf16[1024,8192]{1,0}), bf16[8192,8192]{1,0}) all-gather-start(%shard), \
-replica_groups=[8,8]<=[64], dimensions={0}
-  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %done = bf16[8192,8192]{1,0} all-gather-done(%start)
-  %long = bf16[8192,131072]{1,0} parameter(1)
-  %wide = bf16[8192,131072]{1,0} dot(%x, %long), lhs_contracting_dims={1}, \
-rhs_contracting_dims={0}
-  %again = bf16[8192,8192]{1,0} all-gather(%shard), replica_groups=[8,8]<=[64], dimensions={0}
-  ROOT %copy = bf16[8192,131072]{1,0} copy(%wide)
-}
-"""
 
 
 def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
@@ -53,6 +36,16 @@ def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
     assert found.beyond == ["product bf16 1 x 8192 x 131072 x 8192"]
     moved = found.parts_s["other kernels"] + found.parts_s["launches"]
     assert found.outside == pytest.approx(wide / (square + wide + moved))
+    links = gather * (2 - 1 / 1.189)
+    assert found.rests_on == {
+        "measured shapes": pytest.approx(square), "in proportion": pytest.approx(wide),
+        "links": pytest.approx(links), "bytes": pytest.approx(moved),
+    }  # fmt: skip
+    last = text.forecast(found)[-1]
+    shares = [round(100 * s / found.step_s) for s in (wide, square, links, moved)]
+    names = f"in proportion {shares[0]} % ({found.beyond[0]})", f"measured shapes {shares[1]} %"
+    assert last.startswith("  rests on: ")
+    assert all(name in last for name in names)
 
 
 def repeated(factor: float) -> tables.Tables:

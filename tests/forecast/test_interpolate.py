@@ -33,7 +33,7 @@ def test_between_points():
     assert [between(points, x) for x in (0, 1, 1.5, 2, 4)] == pytest.approx([3, 5, 6, 7, 14])
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "gb200"])
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "gb200", "b300", "gb300"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_products_that_are_left_out_are_found_again(gpu, dtype):
     """Every second size of an axis is left out, so that cells are twice as wide as they are. The

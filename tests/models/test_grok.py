@@ -67,7 +67,7 @@ def test_loss_of_the_original_against_numpy(overrides):
         placed = [jax.device_put(x, spec) for x in (tokens, targets)]
         loss = jax.jit(
             lambda model, *batch: compute_weights(model, jnp.float32).loss(
-                *batch, run.execution, run.precision
+                *batch, execution=run.execution, precision=run.precision
             )[0]
         )(model, *placed)
     shares = softmax(logits_reference(model, tokens, run.model))

@@ -144,7 +144,7 @@ def test_multi_token_prediction_equals_that_of_a_public_implementation():
         embedded = model.embedding.table[...][tokens[:, 1:]]
         x = model.prediction(embedded, model.norm(hidden)[:, :-1])
         ctx = forward_context(model.cfg, x.shape[1], Execution(), FP32)
-        x, *_ = model.apply(prediction_segment(model.cfg, Execution()), x, ctx)
+        x, *_ = model.apply(prediction_segment(model.cfg, Execution(), Precision()), x, ctx)
         assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 

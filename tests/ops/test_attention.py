@@ -18,7 +18,7 @@ from jaxbench.recipe.execution import Execution
 RNG = np.random.default_rng(0)
 
 
-KINDS = {
+KINDS: dict[str, dict] = {
     "plain": {},
     "capped": {"cap": 2.0},
     "window": {"window": 5},
@@ -127,7 +127,8 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
         np.asarray(jnp.asarray(RNG.normal(size=(2, 16, h, 8)), jnp.bfloat16)) for h in (4, 2, 2)
     )
     with on("one device"):
-        out = attend(*(jnp.asarray(x) for x in (q, k, v)), "xla", Scores(scale=8**-0.5))
+        operands = (jnp.asarray(x) for x in (q, k, v))
+        out = attend(*operands, kernel="xla", scores=Scores(scale=8**-0.5))
     exact = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))
     # Weights and result are rounded to 8 bits each; scores and sums are fp32.
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=3 * 2**-8 * np.abs(v).max())

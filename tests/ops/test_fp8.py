@@ -15,8 +15,8 @@ from tiny import mesh_of, tiny_run, to_numpy
 
 from jaxbench import mesh
 from jaxbench.models.layers import Weight
-from jaxbench.ops import dense, fp8
-from jaxbench.ops.fp8 import per_tensor
+from jaxbench.ops import dense, quantized
+from jaxbench.ops.quantized import per_tensor
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.step import train_step
 
@@ -80,7 +80,7 @@ class OneProduct(nnx.Module):
     """A unit with a single weight."""
 
     def __init__(self, kernel):
-        self.qkv = Weight(kernel, fp8=True)
+        self.qkv = Weight(kernel, quantized=True)
 
 
 def fp8_product(kind, mesh_name, precision, arrays):
@@ -92,19 +92,19 @@ def fp8_product(kind, mesh_name, precision, arrays):
         stack = OneProduct(mesh.accumulating(kernel[None]))
         histories = [jnp.tile(amax[None, None, :, None], (1, 1, 1, 4))]
         histories = histories if precision.scaling == "delayed" else []
-        scaled = fp8.scale([stack], histories, precision)
+        scaled = quantized.scale([stack], histories, precision)
 
         def product(x, stack, observed):
-            (observing,) = fp8.with_observed(scaled, observed)
-            unit = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
+            (observing,) = quantized.with_observed(scaled, observed)
+            unit = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
             if kind == "in":
                 return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
             return mesh.scatter_seq(dense.dot(equation, x, unit.qkv, y_dims))
 
-        y, vjp = jax.vjp(product, x, stack, fp8.zero_observed(histories))
+        y, vjp = jax.vjp(product, x, stack, quantized.zero_observed(histories))
         dx, d_stack, observed = vjp(dy)
         dw = mesh.sum_replicas(d_stack.qkv[...], kernel[None])[0]
-        return y, dx, dw, fp8.update(histories, [stack], observed)
+        return y, dx, dw, quantized.update(histories, [stack], observed)
 
     x, w, dy = arrays
     with on(mesh_name):
@@ -175,7 +175,7 @@ def test_product_and_gradients(mesh_name, kind, scaling, implementation, request
 def test_delayed_scaling_with_accumulation_4_equals_accumulation_1():
     # Weights stand still: updates would differ by the order in which bf16 gradients are summed.
     still = ("optimizer.learning_rate=0", "optimizer.final_learning_rate=0")
-    settings = (FP8, "precision.amax_history=3", *still)
+    settings = (FP8, FULL, "precision.amax_history=3", *still)
     whole, parts = tiny_run(*settings), tiny_run(*settings, "batch.microbatch=2")
     assert (whole.accumulation, parts.accumulation) == (1, 4)
     (losses, state), (parts_losses, parts_state) = (steps_of(run, 4) for run in (whole, parts))
@@ -194,8 +194,8 @@ def test_delayed_scaling_with_accumulation_4_equals_accumulation_1():
 
 @pytest.mark.slow
 def test_amax_is_the_largest_over_devices_and_leave_the_optimizer_alone():
-    overrides = (FP8, "parallelism.fsdp=2", "parallelism.tensor=2", "batch.microbatch=1")
-    _, one = steps_of(tiny_run(FP8, "precision.amax_history=2"), 1)
+    overrides = (FP8, FULL, "parallelism.fsdp=2", "parallelism.tensor=2", "batch.microbatch=1")
+    _, one = steps_of(tiny_run(FP8, FULL, "precision.amax_history=2"), 1)
     _, many = steps_of(tiny_run(*overrides, "precision.amax_history=2", devices=8), 1)
     for name, history in to_numpy(one.fp8).items():
         # Sums over tensor ranks are rounded to bf16 in parts. Where one falls on the other side of
@@ -210,11 +210,11 @@ def test_history_is_newest_first_and_its_maximum_is_the_scale():
     stack = OneProduct(jnp.full((1, 2, 2), 3.0))
     precision = Precision(dtype="fp8", amax_history=2, margin=1)
     with mesh_of(tiny_run()):
-        histories = fp8.init_histories([stack], precision)
+        histories = quantized.init_histories([stack], precision)
         for x, dy in ((8.0, 1.0), (2.0, 4.0), (1.0, 2.0)):
-            histories = fp8.update(histories, [stack], [jnp.array([[[[x], [dy]]]])])
+            histories = quantized.update(histories, [stack], [jnp.array([[[[x], [dy]]]])])
         np.testing.assert_array_equal(histories[0][0, 0], [[1, 2], [3, 3], [2, 4]])
-        (scaled,) = fp8.scale([stack], histories, precision)
+        (scaled,) = quantized.scale([stack], histories, precision)
     exact = np.array([2 * 2 / 448, 3 * 2 / 448, 4 * 2 / 57344])
     np.testing.assert_allclose(scaled.scale_inv[0, 0], exact, rtol=2**-7)
 
@@ -271,7 +271,7 @@ def test_a_layer_kept_in_bf16_inside_of_a_block():
     run = tiny_run(FP8, *changes, family="nemotronh_56b_bf16")
     _, state = steps_of(run, 1)
     (stack,), (history,) = state.model.stacks, np.asarray(state.fp8)
-    positions = [int(name.split(".")[1]) for name in fp8.products(stack)]
+    positions = [int(name.split(".")[1]) for name in quantized.products(stack)]
     expected = [[5 * block + position < 3 for position in positions] for block in range(2)]
     np.testing.assert_array_equal(history[:, :, 0].max(axis=-1) > 0, expected)
 

@@ -2,23 +2,35 @@
 Pallas's interpreter."""
 
 import importlib
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on, put
 from cases import slow_except
 from compiled import needs_compiler
+from test_block_scaled import OneProduct, assert_rounded, in_mxfp8
 
+from jaxbench import mesh
 from jaxbench.errors import RecipeError
-from jaxbench.ops import grouped
-from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES
-from jaxbench.ops.grouped import BLOCK, NONE, pallas, xla
+from jaxbench.hardware import PLANNED
+from jaxbench.ops import grouped, quantized
+from jaxbench.ops.duplicated import Duplicated, single
+from jaxbench.ops.grouped import BLOCK, NONE, pallas, scaled, xla
+from jaxbench.ops.pallas import undeprecated
+from jaxbench.ops.quantized import block_scaled, kernels
+from jaxbench.ops.quantized.blocks import FORMATS
+from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
+from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.settings import Precision
 
 EPS32, EPS16 = np.finfo(np.float32).eps, 2**-8
 RNG = np.random.default_rng(0)
@@ -161,12 +173,163 @@ def test_products_of_fp8_operands(name):
         np.testing.assert_allclose(actual, exact, rtol=2**-8, atol=1e-4)
 
 
+def rows_of(groups):
+    """Arriving rows, undefined where none has arrived, and permuted ones, zeros there; bf16."""
+    filled = np.asarray(groups.row) != NONE
+    x = np.full((groups.place.size, D), np.nan)
+    x[np.asarray(groups.place) != NONE] = RNG.normal(size=(filled.sum(), D))
+    y = RNG.normal(size=(filled.size, N)) * filled[:, None]
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(y, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("into", slow_except([True], [True, False]), ids=str)
+def test_mxfp8_products_and_gradients(into):
+    """Each of the three from operands in blocks along its contraction; rows in blocks of one
+    group."""
+    groups = grouped.group(jnp.asarray(RECEIVED["some"]), SLOTS, expected=1)
+    x, y = rows_of(groups)
+    w = jnp.asarray(RNG.normal(size=(4, D, N)), jnp.bfloat16)
+    dot = partial(grouped.to_permuted if into else grouped.from_permuted, "xla")
+
+    def run(x, w, dy, groups):
+        stack = OneProduct(mesh.accumulating(w[None]), experts=True)
+        (scales,) = quantized.scale([stack], [], Precision(dtype="mxfp8"))
+
+        def product(x, stack):
+            block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scales)))
+            return single(dot(Duplicated.of(x), block.w, groups))
+
+        y, vjp = jax.vjp(product, x, stack)
+        return y, *vjp(dy)
+
+    with on("one device"):
+        operands = [put(a, d, dtype=a.dtype) for a, d in ((x, "slots embed"), (y, "slots embed"))]
+        weight = put(w, "experts expert_embed expert_ffn", mesh.WEIGHT, dtype=w.dtype)
+        inputs, gradient = operands if into else operands[::-1]
+        got, d_inputs, d_stack = jax.jit(run)(inputs, weight, gradient, groups)
+        d_weight = d_stack.w[...][0]
+
+    row, of = np.asarray(groups.row), np.repeat(np.asarray(groups.group), BLOCK)
+    filled, of = row != NONE, np.minimum(of, 3)
+    x, y, w = (np.asarray(a, np.float64) for a in (x, y, w))
+    permuted = np.zeros((row.size, D))
+    permuted[filled] = x[row[filled]]
+    long = np.einsum("RD,RDN->RN", in_mxfp8(permuted, 1), in_mxfp8(w, 1)[of])
+    back = np.einsum("RN,RDN->RD", in_mxfp8(y, 1), in_mxfp8(w, 2)[of])
+    a, b = in_mxfp8(permuted, 0), in_mxfp8(y, 0)
+    sums = np.stack([a[of == e].T @ b[of == e] for e in range(4)])
+    to_permuted, arriving = (got, d_inputs) if into else (d_inputs, got)
+    actual = [np.asarray(a, np.float64) for a in (to_permuted, arriving, d_weight)]
+    actual[1] = actual[1][row[filled]]
+    assert_rounded(actual, (long, back[filled], sums), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", slow_except(["mxfp8"], FORMATS))
+def test_kernels_of_block_scaled_products(dtype):
+    """Quantization of rows that are gathered, and of permuted ones, bit for bit; the products as
+    those of what the operands represent."""
+    groups = grouped.group(jnp.asarray(RECEIVED["some"]), SLOTS, expected=1)
+    precision, of = Precision(dtype=dtype, hadamard=False), FORMATS[dtype]
+    w = jnp.asarray(RNG.normal(size=(4, D, N)), jnp.bfloat16)
+    amax = jnp.float32(np.abs(w).max())
+
+    # XLA's compiler for CPUs stops at 4-bit operands of kernels in a larger program.
+    together = jax.jit if dtype == "mxfp8" else lambda function: function
+
+    @together
+    def reference(x, y, w):
+        weights = block_scaled.quantize_weight(w, amax, precision, experts=True)
+        both, results, transposed = [], [], []
+        for a, side in ((x, "first"), (y, "last")):
+            both.append(block_scaled._both(a[None], precision, scaled.rows(side, groups)))
+            values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
+            operands = values, weights[side].unpacked(of), side, groups
+            results.append(scaled.DEQUANTIZED.by_weight(*operands))
+            transposed.append(of_rows)
+        first, last = transposed
+        return weights, both, results, scaled.DEQUANTIZED.of_weight(first, last, groups)
+
+    def by_kernels(x, y, weights):
+        both, results, transposed = [], [], []
+        for a, side in ((x, "first"), (y, "last")):
+            rows = scaled.rows(side, groups)
+            both.append(
+                kernels.mxfp8_both(a[None], rows, interpret=True)
+                if dtype == "mxfp8"
+                else kernels.nvfp4_both(a[None], None, rows, turn=False, interpret=True)
+            )
+            values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
+            operands = values, weights[side].unpacked(of), side, groups
+            results.append(scaled.by_weight(*operands, interpret=True))
+            transposed.append(of_rows)
+        return both, results, scaled.of_weight(*transposed, groups, interpret=True)
+
+    arrays = rows_of(groups)
+    weights, both, results, gradient = reference(*arrays, w)
+    actual_both, actual_results, actual_gradient = together(by_kernels)(*arrays, weights)
+    taken = np.repeat(np.asarray(groups.group) < 4, BLOCK)
+    for got, want in zip(actual_both, both, strict=True):
+        for axis, (a, b) in enumerate(zip(got, want, strict=True), 1):
+            for part, exact in ((a.values, b.values), (a.scales, b.scales)):
+                kept = taken[:: taken.size // part.shape[axis]]
+                np.testing.assert_array_equal(*(np.compress(kept, p, axis) for p in (part, exact)))
+    arrived = np.asarray(groups.place) != NONE
+    for a, b, kept in (
+        (actual_results[0], results[0], slice(None)),
+        (actual_results[1], results[1], arrived),
+        (actual_gradient, gradient, slice(None)),
+    ):
+        a, b = (np.asarray(x, np.float64)[kept] for x in (a, b))
+        # NVFP4's scale of both tensors multiplies a sum, or its terms: a rounding to bf16 apart.
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-5 * np.abs(b).max())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
+    """In the code that is made for Blackwell: neither operand is dequantized."""
+    of, (device,) = FORMATS[dtype], compile_only_devices(PLANNED["gb200"], 1)
+    received = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    groups = jax.eval_shape(partial(grouped.group, slots=SLOTS, expected=300), received)
+
+    def products(x, y, w, groups):
+        precision = Precision(dtype=dtype)
+        weights = block_scaled.quantize_weight(w, jnp.max(w).astype(jnp.float32), precision, True)
+        of_rows, results = [], []
+        for rows, side in ((x, "first"), (y, "last")):
+            both = block_scaled._both(rows[None], precision, scaled.rows(side, groups))
+            values, transposed = (blocks.unpacked(of) for blocks in both)
+            of_rows.append(transposed)
+            weight = weights[side].unpacked(of)
+            results.append(scaled.by_weight(values, weight, side, groups))
+        return *results, scaled.of_weight(*of_rows, groups)
+
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}
+    of_one = jax.sharding.Mesh([device], ("gpu",))
+    with undeprecated(), jax.set_mesh(of_one):
+        placed = jax.sharding.NamedSharding(of_one, jax.sharding.PartitionSpec())
+        shapes = (groups.place.size, D), (groups.row.size, N), (4, D, N)
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        arguments = jax.tree.map(lambda s: s.update(sharding=placed), (*arrays, groups))
+        jax.jit(products).lower(*arguments).compile(compiler_options=options)
+    code = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    kind = {"mxfp8": "mxf8f6f4", "nvfp4": "mxf4nvf4"}[dtype]
+    of_kernel = [part for part in code.split(".visible .entry ") if "grouped_scaled" in part[:99]]
+    assert len(of_kernel) == 3
+    for kernel in of_kernel:
+        assert re.search(rf"tcgen05\.mma\S*kind::{kind}\.block_scale", kernel)
+        assert not re.search(r"kind::(tf32|f16)|wgmma|mma\.sync", kernel)
+
+
 def test_the_kernels_are_chosen_where_they_can():
     auto, pallas_alone = Execution(), Execution(grouped_matmul="pallas")
     cfg = MODELS["qwen3_30b_a3b"]
     assert grouped.choose(auto, cfg, "bf16", "gpu") == "pallas"
     assert grouped.choose(auto, cfg, "fp32", "gpu") == "xla"
     assert grouped.choose(auto, cfg, "fp8", "cpu") == "xla"
+    assert grouped.choose(auto, cfg, "nvfp4", "gpu") == "pallas"
+    with pytest.raises(RecipeError, match="multiplies in bf16 there, not in MXFP8"):
+        grouped.choose(Execution(grouped_matmul="xla"), cfg, "mxfp8", "gpu")
     with pytest.raises(RecipeError, match="grouped_matmul = pallas: pallas does not run on a cpu"):
         grouped.choose(pallas_alone, cfg, "bf16", "cpu")
     odd = replace(cfg, experts=replace(cfg.experts, ffn=1000))

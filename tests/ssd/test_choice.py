@@ -5,10 +5,11 @@ import typing
 import pytest
 from tiny import tiny_run
 
+from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.recipe.execution import Execution
 from jaxbench.ssd import IMPLEMENTATIONS, choose
-from jaxbench.train.program import check_run
+from jaxbench.train.program import check_run, kernels
 
 PALLAS = (
     "execution.ssd=pallas", "precision.dtype=bf16", "batch.sequence_length=128",
@@ -32,8 +33,24 @@ def test_every_implementation_has_a_name_that_a_recipe_can_ask_for():
 
 def test_kernels_run_when_asked_for():
     assert chosen(run_of(), "gpu") == "pallas"
-    assert chosen(run_of("execution.ssd=auto"), "gpu") == "xla"
+    assert chosen(run_of("execution.ssd=xla"), "gpu") == "xla"
     assert chosen(run_of("execution.ssd=xla"), "cpu") == "xla"
+
+
+def test_the_kernels_run_by_default_where_they_can():
+    assert chosen(run_of("execution.ssd=auto"), "gpu") == "pallas"
+    assert chosen(run_of("execution.ssd=auto"), "cpu") == "xla"
+
+
+def test_a_gpu_whose_kernels_cannot_says_why(monkeypatch):
+    """The record and the log of a run have this text."""
+    monkeypatch.setattr(mesh, "platform", lambda: "gpu")
+    assert kernels(run_of("execution.ssd=auto"))["Mamba-2"] == "pallas"
+    short = run_of("execution.ssd=auto", "batch.sequence_length=64")
+    reason = "64 tokens per sequence and rank, not a multiple of 128"
+    assert kernels(short)["Mamba-2"] == f"xla (pallas cannot compute {reason})"
+    asked = run_of("execution.ssd=xla", "batch.sequence_length=64")
+    assert kernels(asked)["Mamba-2"] == "xla"
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,18 @@ def test_slots_are_updated_in_place(long):
     assert not copied
 
 
+def test_gradients_are_added_to_their_sums_in_place(nemotron4):
+    """In each of 207 steps, for each of a layer's two largest weights, one kernel that reads the
+    sum and the gradient and writes the sum. Nothing copies sums out of their stack."""
+    weight = 2 * EMBED * 4 * EMBED // TENSOR
+    adding = sum(
+        runs
+        for _, kernel, runs in schedule.Walk(nemotron4.program).kernels()
+        if kernel.source.endswith("dynamic_update_slice") and kernel.bytes // weight == 3
+    )
+    assert adding == 2 * 207
+
+
 def test_memory_does_not_grow_with_the_microbatches(short, long):
     """Except the tables of actions: a few numbers for each step."""
     assert abs(short.peak_gib - long.peak_gib) < 2**-10

@@ -6,7 +6,7 @@ import pytest
 from jaxlib.xla_client import PrimitiveType
 
 from jaxbench.errors import RunFailed
-from jaxbench.ops import fp8
+from jaxbench.ops import quantized
 from jaxbench.train.program import RULES
 from jaxbench.xla import collectives, hlo
 from jaxbench.xla.instruction import DTYPE_BITS, Instruction
@@ -165,8 +165,8 @@ body (p: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
   %b = bf16[8,2] get-tuple-element(%p), index=1
   %one = f32[1] constant({1})
   %w = f8e4m3fn[2,8] constant({...})
-  %te = (bf16[4,2], u8[32]) custom-call(%a, %one, %w, %one), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/fp8.stacks.0.qkv/x"}
-  %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/fp8.stacks.0.out/dot_general"}
+  %te = (bf16[4,2], u8[32]) custom-call(%a, %one, %w, %one), custom_call_target="te_gemm_v2_ffi", metadata={op_name="jit(f)/quantized.stacks.0.qkv/x"}
+  %dot = bf16[4,2] dot(%b, %b), lhs_contracting_dims={0}, metadata={op_name="jit(f)/quantized.stacks.0.out/dot_general"}
   ROOT %t = (f8e4m3fn[4,8], bf16[8,2]) tuple(%a, %b)
 }
 
@@ -176,7 +176,10 @@ ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
 }
 """  # noqa: E501
     program = hlo.Program.parse(text, RULES)
-    assert fp8.compiled_products(program) == {("stacks.0.qkv", True): 3, ("stacks.0.out", False): 3}
+    assert quantized.compiled_products(program, "fp8") == {
+        ("stacks.0.qkv", True): 3,
+        ("stacks.0.out", False): 3,
+    }
     # [4, 8] x [8, 2], three times.
     assert program.flops()["product", "f8e4m3fn"] == 3 * 2 * 4 * 8 * 2
 

@@ -370,8 +370,8 @@ def test_the_slowest_of_the_groups_decides():
 
 
 def test_a_dtype_has_its_own_peak_or_none():
-    with_fp4 = replace(GPU, tflops=GPU.tflops | {"fp4": 4000.0})
-    assert schedule.peak(with_fp4, "f4e2m1fn") == 4000
+    with_nvfp4 = replace(GPU, tflops=GPU.tflops | {"nvfp4": 4000.0})
+    assert schedule.peak(with_nvfp4, "f4e2m1fn") == 4000
     assert schedule.peak(GPU, "f8e4m3fn") == 1979
     with pytest.raises(RunFailed, match="products in f4e2m1fn: the H100's peak is not known"):
         schedule.peak(GPU, "f4e2m1fn")

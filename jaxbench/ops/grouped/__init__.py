@@ -23,12 +23,14 @@ from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
-from jaxbench.ops import fp8
+from jaxbench.ops import quantized
 from jaxbench.ops.duplicated import Duplicated
-from jaxbench.ops.grouped import pallas, xla
+from jaxbench.ops.grouped import pallas, scaled, xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
+from jaxbench.ops.quantized import block_scaled
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import BLOCKS
 from jaxbench.xla.hlo import Rules
 
 __all__ = [
@@ -37,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-Weight = nnx.Variable | fp8.Operand
+Weight = nnx.Variable | quantized.Operand
 """A weight at rest."""
 
 
@@ -48,7 +50,7 @@ class Implementation:
     and of both kinds of rows, summed over each group, as the gradient of the weights.
 
     The product of FP8 operands is multiplied by a `scale`. Rows of padding are zeros in permuted
-    results; among arriving ones they are undefined.
+    results; among arriving ones they are undefined. Products of block-scaled operands are `scaled`.
     `refusal` returns why it cannot multiply by a model's experts in a dtype on a platform, or None.
     `rules` give the work of its custom calls, all of which a compiled step must contain.
     """
@@ -56,6 +58,7 @@ class Implementation:
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "A D"]]
     weights: Callable[..., Float[Array, "E D N"]]
+    scaled: block_scaled.Products
     refusal: Callable[[ModelConfig, str, str], str | None]
     rules: Rules = field(default_factory=dict)
 
@@ -65,6 +68,7 @@ IMPLEMENTATIONS = {
         to_permuted=pallas.to_permuted,
         from_permuted=pallas.from_permuted,
         weights=pallas.weights,
+        scaled=scaled.KERNELS,
         refusal=pallas.refusal,
         rules=pallas.RULES,
     ),
@@ -72,6 +76,7 @@ IMPLEMENTATIONS = {
         to_permuted=xla.to_permuted,
         from_permuted=xla.from_permuted,
         weights=xla.weights,
+        scaled=scaled.DEQUANTIZED,
         refusal=xla.refusal,
     ),
 }
@@ -93,7 +98,7 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
 
 def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
     """Arriving rows times the weights of their groups, `[E, D, *N]`, permuted by group. The weights
-    are gathered, but for E; products are in FP8 where they are an `fp8.Operand`."""
+    are gathered, but for E; products are quantized where they are a `quantized.Operand`."""
     return _dot(_Products(implementation, into=True), x, w, groups)
 
 
@@ -150,7 +155,7 @@ class _Products:
 
 
 @dataclass(frozen=True)
-class _Fp8Product(fp8.Product):
+class _Fp8Product(quantized.Product):
     """`_Products` in FP8."""
 
     products: _Products
@@ -166,16 +171,18 @@ class _Fp8Product(fp8.Product):
 
 
 def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
-    if not isinstance(w, fp8.Operand):
+    if not isinstance(w, quantized.Operand):
         weight = mesh.gather_weight(w[...], 0)
         return Duplicated.of(_product(products, x.value, weight, groups))
-    # Dimensions of rows: A, of either order. Those of the weight behind D are permuted rows'.
-    dims = "EDPF" if w.stored.ndim == 4 else "EDF"
-    equation = f"AD,{dims}->A{dims[2:]}" if products.into else f"A{dims[2:]},{dims}->AD"
-    spec = _spec(products, x.value, w.stored)
-    inputs = mesh.cotangent_spec(x.value)
-    product = _Fp8Product(equation, spec, inputs, w.name, w.precision.margin, products)
-    return fp8.xla.dot(product, x, w, groups)
+    # Dimensions of rows: A arriving, R permuted. Those of the weight behind D are permuted rows'.
+    dims = "EDPF" if w.weight.ndim == 4 else "EDF"
+    inputs, outputs = ("AD", f"R{dims[2:]}") if products.into else (f"R{dims[2:]}", "AD")
+    equation, spec = f"{inputs},{dims}->{outputs}", _spec(products, x.value, w.weight)
+    named = equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin
+    if w.precision.dtype in BLOCKS:
+        by = IMPLEMENTATIONS[products.implementation].scaled
+        return block_scaled.dot(quantized.Product(*named), x, w, by, groups)
+    return quantized.xla.dot(_Fp8Product(*named, products), x, w, groups)
 
 
 def _spec(products: _Products, x: Array, w: Array) -> PartitionSpec:

@@ -1,4 +1,4 @@
-"""What all implementations share: the order of rows by group, as index maps from counts alone,
+"""Shared by all implementations: the order of rows by group, as index maps from counts alone,
 without a sort; and the dtype of results."""
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NONE = 2**31 - 1
 )
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong to which group.
+    """Assignment of rows: which belong to which group.
 
     `row` (`"R"`) is the arriving row of each permuted one and `place` (`"A"`) its inverse, `NONE`
     for padding; `group` (`"blocks"`) is the group of each block of permuted rows, the number of

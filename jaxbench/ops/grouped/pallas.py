@@ -13,7 +13,19 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
-from jaxbench.ops.pallas import TARGET, Inputs, Launch, Output, call, product, work
+from jaxbench.ops.pallas import (
+    TARGET,
+    Inputs,
+    Launch,
+    Output,
+    call,
+    gathered,
+    largest,
+    product,
+    tile_at,
+    whole,
+    work,
+)
 from jaxbench.recipe.model import ModelConfig
 
 RULES = {TARGET: work}
@@ -52,13 +64,13 @@ def to_permuted(
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    width = _tile(w.shape[2])
+    width = largest(w.shape[2], *TILES)
     y = (groups.row.size, w.shape[2])
     return call(
-        partial(_to_permuted, depth=_tile(w.shape[1], DEPTH)), "grouped_to_permuted",
+        partial(_to_permuted, depth=largest(w.shape[1], DEPTH)), "grouped_to_permuted",
         (w.shape[2] // width, groups.group.size),
         {
-            "x": (x, _whole(x)),
+            "x": (x, whole(x)),
             "w": (w, pl.BlockSpec((*w.shape[:2], width), lambda n, b: (0, 0, n))),
             "row": (groups.row, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
@@ -78,10 +90,10 @@ def from_permuted(
     interpret: bool = False,
 ) -> Float[Array, "A D"]:
     """`Implementation.from_permuted`."""
-    width = _tile(w.shape[1])
+    width = largest(w.shape[1], *TILES)
     x = (groups.place.size, w.shape[1])
     return call(
-        partial(_from_permuted, depth=_tile(w.shape[2], DEPTH)), "grouped_from_permuted",
+        partial(_from_permuted, depth=largest(w.shape[2], DEPTH)), "grouped_from_permuted",
         (w.shape[1] // width, groups.group.size),
         {
             "y": (y, pl.BlockSpec((BLOCK, y.shape[1]), lambda d, b: (b, 0))),
@@ -104,15 +116,15 @@ def weights(
     interpret: bool = False,
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    tile = _tile(x.shape[1]), _tile(y.shape[1])
+    tile = largest(x.shape[1], *TILES), largest(y.shape[1], *TILES)
     w = (groups.ends.size, x.shape[1], y.shape[1])
     return call(
         _weights, "grouped_weights", (w[2] // tile[1], w[1] // tile[0], w[0]),
         {
             "x": (x, pl.BlockSpec((x.shape[0], tile[0]), lambda n, d, e: (0, d))),
             "y": (y, pl.BlockSpec((y.shape[0], tile[1]), lambda n, d, e: (0, n))),
-            "row": (groups.row, _whole(groups.row)),
-            "ends": (groups.ends, _whole(groups.ends)),
+            "row": (groups.row, whole(groups.row)),
+            "ends": (groups.ends, whole(groups.ends)),
             **_scale(scale),
         },
         {"w": Output(w, result_dtype(x), pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},
@@ -124,7 +136,7 @@ def _to_permuted(r: SimpleNamespace, *, depth: int) -> None:
     rows, of = r.row[...], r.group[0]
 
     def step(i, total):
-        x = _gathered(r.x, rows, i * depth, depth)
+        x = gathered(r.x, rows, i * depth, depth)
         return total + _product(x, r.w[of, pl.ds(i * depth, depth), :])
 
     @pl.when(of < r.w.shape[0])
@@ -146,7 +158,7 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     @pl.when(of < r.w.shape[0])
     def _():
-        tile, filled = _tile_at(r.x, rows, 0, r.x.shape[1])
+        tile, filled = tile_at(r.x, rows, 0, r.x.shape[1])
         total = _sum(step, 0, r.y.shape[1] // depth, (BLOCK, r.x.shape[1]), r)
         triton.store(tile, total.astype(r.x.dtype), mask=filled)
 
@@ -157,7 +169,7 @@ def _weights(r: SimpleNamespace) -> None:
 
     def step(b, total):
         block = pl.ds(b * BLOCK, BLOCK)
-        x = _gathered(r.x, r.row[block], 0, r.x.shape[1])
+        x = gathered(r.x, r.row[block], 0, r.x.shape[1])
         return total + _product(x.T, r.y[block, :])
 
     r.w[...] = _sum(step, first, r.ends[of], r.w.shape, r).astype(r.w.dtype)
@@ -174,30 +186,6 @@ def _product(a: Array, b: Array) -> Array:
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     return product(a, b)
-
-
-def _tile_at(x, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:
-    """(features `first` to `first` + `width` of rows by their indices; which of the rows are not
-    `NONE`)."""
-    shape = (rows.size, width)
-    index = jnp.broadcast_to(rows[:, None], shape)
-    features = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return x.at[index, features], index < x.shape[0]
-
-
-def _gathered(x, rows: Array, first: Array | int, width: int) -> Array:
-    """A tile of rows by their indices, zeros for `NONE`."""
-    tile, filled = _tile_at(x, rows, first, width)
-    return triton.load(tile, mask=filled, other=jnp.zeros((), x.dtype))
-
-
-def _whole(x: Array) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def _tile(features: int, *widths: int) -> int:
-    """The largest width that divides the features."""
-    return next(width for width in widths or TILES if features % width == 0)
 
 
 def _scale(scale: Array | None) -> Inputs:

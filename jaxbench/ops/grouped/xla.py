@@ -11,12 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import BLOCKS
 
 
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
     """Why it cannot multiply; None if it can."""
-    if (dtype, platform) == ("fp8", "gpu"):
-        return "multiplies in bf16 there, not in FP8"
+    if platform == "gpu" and dtype in ("fp8", *BLOCKS):
+        return f"multiplies in bf16 there, not in {dtype.upper()}"
     return None
 
 

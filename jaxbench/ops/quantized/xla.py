@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.duplicated import Duplicated
-from jaxbench.ops.fp8.operand import Operand, Product, gathered
-from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
+from jaxbench.ops.quantized.operand import Operand, Product, gathered
+from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
 from jaxbench.ops.remat import SMALL, save
 
 

@@ -18,8 +18,8 @@ from jaxbench import mesh
 from jaxbench.jax_internals import empty_arrays_from
 from jaxbench.ops import latency
 from jaxbench.ops.duplicated import Duplicated
-from jaxbench.ops.fp8.operand import Operand, Product, gathered
-from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES, amax_of
+from jaxbench.ops.quantized.operand import Operand, Product, gathered
+from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.instruction import Instruction, Scope

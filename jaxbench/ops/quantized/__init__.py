@@ -1,4 +1,4 @@
-"""FP8 matrix products: the format (`per_tensor`), the scales of a step (`scaling`), and one file
+"""Quantized matrix products: FP8 (`per_tensor`), the scales of a step (`scaling`), and one file
 per implementation of the product.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.ops.duplicated import Duplicated
-from jaxbench.ops.fp8 import te, xla
-from jaxbench.ops.fp8.operand import Operand, Product, compiled_products
-from jaxbench.ops.fp8.scaling import (
+from jaxbench.ops.quantized import block_scaled, te, xla
+from jaxbench.ops.quantized.blocks import FORMATS
+from jaxbench.ops.quantized.operand import Operand, Product, compiled_products
+from jaxbench.ops.quantized.scaling import (
     Histories,
     Scaled,
     attach,
+    in_bf16,
     init_histories,
     product_name,
     products,
@@ -33,8 +35,8 @@ from jaxbench.xla.hlo import Program, Rules
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
-    "compiled_products", "dot", "init_histories", "product_name", "products", "scale", "update",
-    "with_observed", "xla", "zero_observed",
+    "compiled_products", "dot", "in_bf16", "init_histories", "product_name", "products", "scale",
+    "update", "with_observed", "xla", "zero_observed",
 ]  # fmt: skip
 
 
@@ -65,7 +67,7 @@ IMPLEMENTATIONS: dict[Name, Implementation] = {
         rules={te.GEMM: te.work},
         problem=te.problem,
     ),
-    "xla": Implementation(dot=xla.dot),
+    "xla": Implementation(dot=xla.dot, rules={block_scaled.TARGET: block_scaled.work}),
 }
 
 AUTO: Name = "xla"
@@ -86,8 +88,10 @@ def choose(precision: Precision, platform: str) -> Name:
 
 def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
-    both of its gradients in FP8."""
-    assert w.precision.implementation != "auto"
+    both of its gradients in the quantized format of the weight."""
     product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin)
+    if w.precision.dtype in FORMATS:
+        return block_scaled.dot(product, x, w)
+    assert w.precision.implementation != "auto"
     chosen = IMPLEMENTATIONS[w.precision.implementation]
     return (chosen if chosen.takes(product) else IMPLEMENTATIONS["xla"]).dot(product, x, w)

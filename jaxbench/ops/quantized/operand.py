@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -11,26 +11,31 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.contract import contract, einsum_dims
-from jaxbench.ops.fp8.per_tensor import VALUES, quantize
+from jaxbench.ops.quantized import hadamard
+from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program
+from jaxbench.xla.timeline import QUANTIZED
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A weight whose product runs in FP8; it replaces the weight in its layer.
+    """A weight whose product runs in a quantized format; it replaces the weight in its layer.
 
-    `weight` is in bf16 at rest and receives the gradient. `stored` is the array that is gathered:
-    its FP8 form, or `weight` itself. `scale_inv` `[3]` are the inverse scales of input, weight and
-    output gradient; current scaling uses the second only. `observed` is zeros `[2, devices]` whose
-    cotangent is the amax of input and gradient on each device; None under current scaling.
+    `weight` is in bf16 at rest and receives the gradient. `stored` is what is gathered: in FP8 the
+    quantized array, or `weight` itself; in block-scaled formats `block_scaled.Copies`.
+    In FP8 `scale_inv` `[3]` are the inverse scales of input, weight and output gradient, of which
+    current scaling uses the second only; `observed` is zeros `[2, devices]` whose cotangent is the
+    amax of input and gradient on each device, None under current scaling. `seed` is that of
+    stochastic rounding. Other formats have None.
     """
 
     weight: jax.Array
-    stored: jax.Array
-    scale_inv: jax.Array
+    stored: Any
+    scale_inv: jax.Array | None
     observed: jax.Array | None
+    seed: jax.Array | None
     name: str = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})
 
@@ -73,7 +78,7 @@ class Product:
 
     def scope(self) -> Any:
         """Names the operations, for `compiled_products`."""
-        return jax.named_scope(f"fp8.{self.name}")
+        return jax.named_scope(f"{QUANTIZED}{self.name}")
 
 
 def multiply(equation: str, a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b) -> jax.Array:
@@ -92,12 +97,13 @@ def gathered(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> ja
     return weight if weight.dtype == VALUES else quantize(weight, scale_inv, VALUES)
 
 
-def compiled_products(program: Program) -> Counter[tuple[str, bool]]:
+def compiled_products(program: Program, dtype: str) -> Counter[tuple[str, bool]]:
     """Runs per step of the products in a compiled program, by the name in their `Product.scope` and
-    whether their operands are FP8."""
+    whether their operands are in the format `dtype`, in FP8 also if it is converted to bf16."""
     runs_of: Counter[tuple[str, bool]] = Counter()
     for work, runs, source in program.works():
-        named = re.search(r"fp8\.([\w.]+)", source)
-        if work.kind == "product" and named:
-            runs_of[named.group(1), work.dtype.startswith("f8")] += runs
+        named = re.search(rf"{re.escape(QUANTIZED)}([\w.]+)", source)
+        if work.kind == "product" and named and hadamard.SCOPE not in source:
+            operands = replace(work, converted=None) if dtype == "fp8" else work
+            runs_of[named.group(1), operands.format == dtype] += runs
     return runs_of

@@ -1,0 +1,197 @@
+"""Grouped matmuls of block-scaled operands. Rows are quantized in their permuted order, so that a
+block of 32 or 16 of them is of one group, and no product gathers: in Pallas kernels for Blackwell,
+whose tensor cores multiply by the scales, and in plain XLA, which dequantizes, for CPUs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float
+
+from jaxbench.ops.grouped import xla
+from jaxbench.ops.grouped.groups import BLOCK, Groups
+from jaxbench.ops.grouped.pallas import LAUNCH, TILES
+from jaxbench.ops.pallas import Inputs, Output, call, largest, tile_at, whole
+from jaxbench.ops.quantized.block_scaled import Products
+from jaxbench.ops.quantized.blocks import MXFP8, NVFP4, Blocks, as_bytes, dequantized
+from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
+
+DEPTHS = 128, 64
+"""Features of a step of the sums over features, the largest that divides them."""
+
+
+def rows(side: str, groups: Groups) -> Rows:
+    """`Products.rows`: those that arrive are gathered into the permuted order."""
+    filled = (groups.group < groups.ends.size).astype(jnp.int32)
+    index = groups.row if side == "first" else None
+    return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.expected)
+
+
+def by_weight(
+    x: Blocks, w: Blocks, side: str, groups: Groups, *, interpret: bool = False
+) -> Float[Array, "R U"]:
+    """`Products.by_weight` by a kernel: permuted rows if the copy is the `first`, else arriving
+    ones."""
+    count, kept, summed = w.values.shape
+    width, into = largest(kept, *TILES), side == "first"
+    y = (groups.row.size if into else groups.place.size), kept
+    block, index = (BLOCK, width), lambda n, b: (b, n)
+    if not into:
+        block, index = (y[0], width), lambda n, b: (0, n)
+    x_parts = _operand("x", x, (BLOCK,), lambda n, b: (b, 0))
+    return call(
+        partial(_by_weight, into=into, step=_step(x, largest(summed, *DEPTHS))), "grouped_scaled",
+        (kept // width, groups.group.size),
+        {
+            **x_parts,
+            **_operand("w", w, (count, width), lambda n, b: (0, n, 0)),
+            "row": (groups.row, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
+            "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
+            **_scale(x, w),
+        },
+        {"y": Output(y, jnp.bfloat16, pl.BlockSpec(block, index))}, LAUNCH,
+        **_cost(groups, (count, kept, summed), x, x_parts, {"y": 2 * kept}), interpret=interpret,
+    )["y"]  # fmt: skip
+
+
+def of_weight(
+    first: Blocks, last: Blocks, groups: Groups, *, interpret: bool = False
+) -> Float[Array, "E D O"]:
+    """`Products.of_weight` by a kernel."""
+    w = groups.ends.size, first.values.shape[1], last.values.shape[1]
+    tile = [largest(size, *TILES) for size in w[1:]]
+    operands = {
+        **_operand("a", first, (tile[0],), lambda o, d, e: (d, 0)),
+        **_operand("b", last, (tile[1],), lambda o, d, e: (o, 0)),
+    }
+    return call(
+        partial(_of_weight, step=_step(first, BLOCK)), "grouped_scaled_weights",
+        (w[2] // tile[1], w[1] // tile[0], w[0]),
+        {**operands, "ends": (groups.ends, whole(groups.ends)), **_scale(first, last)},
+        {"w": Output(w, jnp.bfloat16, pl.BlockSpec((None, *tile), lambda o, d, e: (e, d, o)))},
+        LAUNCH, **_cost(groups, w, first, operands), interpret=interpret,
+    )["w"]  # fmt: skip
+
+
+def _by_weight(r: SimpleNamespace, *, into: bool, step: Callable) -> None:
+    of = r.group[0]
+
+    def add(i, total):
+        values, scales = step(i)
+        w, w_scales = r.w[of, :, values], r.w_scales[of, :, scales]
+        return multiplied(total, r.x[:, values], w, r.x_scales[:, scales], w_scales)
+
+    @pl.when(of < r.w.shape[0])
+    def _():
+        steps = r.x.shape[1] // step(0)[0].size
+        total = _sum(add, 0, steps, (BLOCK, r.y.shape[1]), r)
+        if into:
+            r.y[...] = total
+        else:
+            tile, filled = tile_at(r.y, r.row[...], 0, r.y.shape[1])
+            triton.store(tile, total, mask=filled)
+
+    if into:
+
+        @pl.when(of == r.w.shape[0])
+        def _():
+            r.y[...] = jnp.zeros(r.y.shape, r.y.dtype)
+
+
+def _of_weight(r: SimpleNamespace, *, step: Callable) -> None:
+    of = pl.program_id(2)
+    first = jnp.where(of > 0, r.ends[jnp.maximum(of - 1, 0)], 0)
+
+    def add(b, total):
+        values, scales = step(b)
+        return multiplied(
+            total, r.a[:, values], r.b[:, values], r.a_scales[:, scales], r.b_scales[:, scales]
+        )
+
+    r.w[...] = _sum(add, first, r.ends[of], r.w.shape, r)
+
+
+def _sum(add: Callable, first: Any, last: Any, shape: tuple[int, ...], r: SimpleNamespace) -> Array:
+    """The bf16 sum of all steps, times the scale of both tensors in NVFP4."""
+    total = jax.lax.fori_loop(first, last, add, jnp.zeros(shape, jnp.float32))
+    return (total * r.scale[0] if hasattr(r, "scale") else total).astype(jnp.bfloat16)
+
+
+def _step(x: Blocks, depth: int) -> Callable[[Any], tuple[Any, Any]]:
+    """Returns a function of a step of the sum: its spans of values, as they are in memory, and of
+    scales."""
+    four = jnp.finfo(x.values.dtype).bits == 4
+    of, packed = (NVFP4, 2) if four else (MXFP8, 1)
+    spans = depth // packed, depth // of.size
+    return lambda i: (pl.ds(i * spans[0], spans[0]), pl.ds(i * spans[1], spans[1]))
+
+
+def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> Inputs:
+    """Values and scales of an operand, `[rows, summed]` or `[E, rows, summed]` with blocks of these
+    rows: 4-bit values in pairs and e8m0 scales as bytes."""
+    values, scales = x.values, x.scales
+    if values.dtype == NVFP4.values:
+        pairs = values.reshape(*values.shape[:-1], -1, 2)
+        values = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
+    else:
+        scales = as_bytes(scales)
+    if len(rows) == 1:
+        values, scales = values[0], scales[0]
+    blocks = (pl.BlockSpec((*rows, part.shape[-1]), index) for part in (values, scales))
+    return dict(
+        zip((name, f"{name}_scales"), zip((values, scales), blocks, strict=True), strict=True)
+    )
+
+
+def _scale(a: Blocks, b: Blocks) -> Inputs:
+    if a.inverse is None:
+        return {}
+    return {"scale": ((a.inverse * b.inverse).reshape(1), pl.BlockSpec((1,), lambda *_: (0,)))}
+
+
+def _cost(
+    groups: Groups, w: tuple[int, int, int], x: Blocks, operands: Inputs, of_row: dict | None = None
+) -> dict[str, Any]:
+    """FLOPs and bytes of a product with weights `[E, m, k]` for the number of rows that is
+    expected, a share of those of `operands`; `of_row` are the bytes of a row of others."""
+    expected, (count, m, k) = groups.expected, w
+    share = expected / groups.row.size
+    touched = {name: round(share * part.nbytes) for name, (part, _) in operands.items()}
+    return {
+        "flops": 2 * expected * m * k,
+        "sizes": (count, -(-expected // count), m, k),
+        "touched": touched | {name: expected * size for name, size in (of_row or {}).items()},
+        "blocks": "f4e2m1fn" if x.values.dtype == NVFP4.values else "f8e4m3fn",
+    }
+
+
+def _dequantized_by_weight(x: Blocks, w: Blocks, side: str, groups: Groups) -> Array:
+    wide, weights = dequantized(x)[0], dequantized(w)
+    if side == "first":
+        y = xla.to_permuted(wide, weights.swapaxes(1, 2), _in_order(groups))
+    else:
+        y = xla.from_permuted(wide, weights, groups)
+    return y.astype(jnp.bfloat16)
+
+
+def _dequantized_of_weight(first: Blocks, last: Blocks, groups: Groups) -> Array:
+    a, b = dequantized(first)[0].T, dequantized(last)[0].T
+    return xla.weights(a, b, _in_order(groups)).astype(jnp.bfloat16)
+
+
+def _in_order(groups: Groups) -> Groups:
+    """Groups of rows that are permuted already. Padding is zeros, or what a Hadamard transform
+    makes of a block with some, which belongs to its product."""
+    return replace(groups, row=jnp.arange(groups.row.size))
+
+
+KERNELS = Products(by_weight=by_weight, of_weight=of_weight, rows=rows)
+DEQUANTIZED = Products(
+    by_weight=_dequantized_by_weight, of_weight=_dequantized_of_weight, rows=rows
+)

@@ -1,0 +1,296 @@
+"""Products in MXFP8 and NVFP4: weights quantized at rest, and the three products of a step.
+
+Blocks run along the contraction, so each of the three products has operands of its own, quantized
+from the tensors in high precision: forward from input and weight, the input's gradient from output
+gradient and weight, the weight's from input and output gradient, along the tokens. The input's copy
+for the last is made in the forward pass and is its residual.
+
+Here a device's tensors are matrices, for each expert: activations `[E, T, I]` and `[E, T, U]` of
+tokens by features, weights `[E, D, O]`; E is 1 without experts. A product contracts D or O.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from jaxbench import mesh
+from jaxbench.ops import latency
+from jaxbench.ops.duplicated import Duplicated
+from jaxbench.ops.quantized import draws, hadamard, kernels
+from jaxbench.ops.quantized.blocks import FORMATS, Blocks, dequantized, mxfp8, nvfp4
+from jaxbench.ops.quantized.operand import Operand, Product
+from jaxbench.ops.quantized.per_tensor import amax_of
+from jaxbench.recipe.checks import require
+from jaxbench.recipe.settings import AXES, BLOCKS, Precision
+from jaxbench.xla.hlo import Work
+from jaxbench.xla.instruction import Instruction, Scope
+
+TARGET = "__cudnn$blockScaledDot"
+"""Target of the compiled product."""
+
+Copies = dict[str, Blocks | Array]
+"""The quantized copies of a weight `[.., D, O]`, `Blocks.packed`, by the names of `copies`; in the
+place of one that cannot be quantized at rest the weight itself."""
+
+
+def copies(precision: Precision, experts: bool) -> tuple[str, ...]:
+    """Names of a weight's copies: `first`, for products that contract its first dimension (the
+    second of an expert's), and `last`, for those that contract the others, with blocks along the
+    last; one that is both where blocks are `square`. An expert's `first` copy is transposed,
+    `[E, O, D]`, so that kernels read both along the contraction."""
+    square = precision.dtype == "nvfp4" and precision.square_blocks
+    return ("square",) if square and not experts else ("first", "last")
+
+
+def work(i: Instruction, scope: Scope) -> Work:
+    """The work of a compiled product, `[batch, m, k]` times `[batch, n, k]`."""
+    dtype, (batch, m, k) = scope[i.operands[0]].arrays[0]
+    n = scope[i.operands[1]].arrays[0][1][1]
+    return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), blocks=True)
+
+
+def at_rest(rows: int, name: str, precision: Precision) -> bool:
+    """True if a copy is quantized before it is gathered, given the rows of a device's part of the
+    weight: blocks along rows must not lie on two devices."""
+    return name == "last" or rows % BLOCKS[precision.dtype] == 0
+
+
+def quantize_weight(w: Array, amax: Array, precision: Precision, experts: bool) -> Copies:
+    """The copies of a device's part of a weight, as matrices `[.., D, O]`; `amax` is that of the
+    whole weight."""
+    w = w.reshape(*w.shape[: int(experts) + 1], -1)
+    _check(precision, {"columns of a weight": w.shape[-1]})
+    if experts:
+        _check(precision, {"rows of an expert's weight": w.shape[1]})
+    return {
+        name: _quantized(w, name, amax, precision).packed()
+        if at_rest(w.shape[-2], name, precision)
+        else w
+        for name in copies(precision, experts)
+    }
+
+
+def _quantized(w: Array, name: str, amax: Array, precision: Precision) -> Blocks:
+    """A copy of a weight, `[D, O]` or of experts."""
+    experts, square = w.ndim == 3, precision.dtype == "nvfp4" and precision.square_blocks
+    turned = experts and name == "first"
+    matrix = w.swapaxes(1, 2) if turned else w
+    axis = matrix.ndim - (2 if name == "first" and not turned else 1)
+    if precision.dtype == "mxfp8":
+        return mxfp8(matrix, axis)
+    blocks = nvfp4(matrix, (w.ndim - 2, w.ndim - 1) if square else (axis,), amax)
+    return _of_each_row(blocks) if experts else blocks
+
+
+def _of_each_row(w: Blocks) -> Blocks:
+    """Blocks `[E, rows, columns]` with scales of every row."""
+    in_block = w.values.shape[1] // w.scales.shape[1]
+    return Blocks(w.values, jnp.repeat(w.scales, in_block, 1), w.inverse)
+
+
+def _check(precision: Precision, sizes: dict[str, int]) -> None:
+    """Raises RecipeError unless blocks divide a device's sizes of what is quantized."""
+    block = BLOCKS[precision.dtype]
+    for what, size in sizes.items():
+        require(
+            size % block == 0,
+            f"precision.dtype = {precision.dtype}: blocks of {block} must divide the {size} {what} "
+            "that a device holds; fewer ranks (fsdp, tensor, context) leave it more",
+        )
+
+
+@dataclass(frozen=True)
+class Products:
+    """How a device multiplies, for `dot` of dense weights and of grouped ones.
+
+    `by_weight(rows, w, side, groups)`: `[1, T, F]` times a weight `[E, kept, F]`, which has the
+    copy `side`. `of_weight(first, last, groups)`: the gradient of `[E, D, O]` from `[1, D, T]` and
+    `[1, O, T]`. `rows(side, groups)`: the rows of an activation that are quantized, None for all.
+    """
+
+    by_weight: Callable[[Blocks, Blocks, str, Any], Array]
+    of_weight: Callable[[Blocks, Blocks, Any], Array]
+    rows: Callable[[str, Any], kernels.Rows | None] = lambda side, groups: None
+
+
+def dot(
+    product: Product, x: Duplicated, w: Operand, by: Products | None = None, groups: Any = None
+) -> Duplicated:
+    """Product of a bf16 activation with a weight at rest; it and both gradients are in the format
+    of the recipe. `groups` are those of a grouped matmul."""
+    by = by or DENSE
+    return Duplicated.of(
+        _dot(product, w.precision, by, x.value, w.weight, w.stored, w.seed, groups)
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dot(product, precision, by, x, weight, stored, seed, groups):
+    return _forward(product, precision, by, x, weight, stored, seed, groups)[0]
+
+
+def _forward(product, precision, by, x, weight, stored, seed, groups):
+    x_dims, w_dims, y_dims = product.dims
+    side, of = "first" if _sums_first(product) else "last", FORMATS[precision.dtype]
+    copy, gather = _copy(stored, side, product, precision)
+
+    def local(x, copy, weight, groups):
+        with product.scope():
+            w = gather(copy)
+            rows, columns = _both(_matrix(x, x_dims, w_dims), precision, by.rows(side, groups))
+            y = by.by_weight(rows.unpacked(of), _operand(w, side, product), side, groups)
+        sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, product, weight), strict=True))
+        # A residual has no logical dimensions: it is one matrix of each device.
+        columns = jax.tree.map(lambda part: part[None], columns)
+        return y.reshape([sizes.get(d, -1) for d in y_dims]), columns
+
+    specs = product.y_spec, mesh.per_device()
+    y, columns = mesh.on_each_device(local, specs, check_vma=False)(x, copy, weight, groups)
+    return y, (columns, weight, stored, seed, groups)
+
+
+def _backward(product, precision, by, residuals, dy):
+    columns, weight, stored, seed, groups = residuals
+    x_dims, w_dims, y_dims = product.dims
+    side, of = "last" if _sums_first(product) else "first", FORMATS[precision.dtype]
+    copy, gather = _copy(stored, side, product, precision)
+    dims = mesh.gathered_dims(weight, product.experts)
+
+    def local(dy, columns, copy, weight, seed, groups):
+        with product.scope():
+            draw = None if seed is None else draws.fold(seed, *_place())
+            matrix = _matrix(dy, y_dims, w_dims)
+            rows, of_dy = _both(matrix, precision, by.rows(side, groups), draw)
+            w = gather(copy)
+            dx = by.by_weight(rows.unpacked(of), _operand(w, side, product), side, groups)
+            of_dy = of_dy.unpacked(of)
+            of_x = jax.tree.map(lambda part: part[0], columns).unpacked(of)
+            dw = by.of_weight(*((of_x, of_dy) if side == "last" else (of_dy, of_x)), groups)
+        w_shape = _shape(w, side, product, weight)
+        sizes = dict(zip(y_dims + w_dims, dy.shape + w_shape, strict=True))
+        dx = dx.reshape([sizes.get(d, -1) for d in x_dims])
+        return dx, mesh.scatter(dw.reshape(w_shape), dims)
+
+    specs = product.dx_spec, mesh.cotangent_spec(weight)
+    run = mesh.on_each_device(local, specs, check_vma=False)
+    dx, dw = run(dy, columns, copy, weight, seed, groups)
+    return dx, dw, None, None, None
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def _sums_first(product: Product) -> bool:
+    """True if the product contracts the first dimension of its weight, after experts."""
+    x, w, _ = product.dims
+    return w[int(product.experts is not None)] in x
+
+
+def _copy(
+    stored: Copies, side: str, product: Product, precision: Precision
+) -> tuple[Blocks | Array, Callable[[Any], Blocks]]:
+    """(the copy of a weight for products that contract its `first` dimension or the `last` ones;
+    what gathers it, inside a `shard_map`, and quantizes it where it is not yet)."""
+    name = side if side in stored else "square"
+    copy = stored[name]
+    split = mesh.gathered_dims(copy.values if isinstance(copy, Blocks) else copy, product.experts)
+
+    def gather(copy: Any) -> Blocks:
+        if isinstance(copy, Blocks):
+            whole = copy.map(lambda part: mesh.gather(part, split))
+            return whole.unpacked(FORMATS[precision.dtype])
+        weight = mesh.gather(copy, split)
+        return _quantized(weight, name, amax_of(weight), precision)
+
+    return copy, gather
+
+
+def _place() -> list[Array]:
+    """The indices of this device on the axes of the mesh, inside a `shard_map`."""
+    return [jax.lax.axis_index(axis) for axis in mesh.used(*AXES)]
+
+
+def _matrix(x: Array, dims: str, w_dims: str) -> Float[Array, "E T F"]:
+    """An activation whose dimensions are experts, if any, then tokens, then features."""
+    experts = int(dims[0] in w_dims)
+    tokens = sum(dim not in w_dims for dim in dims)
+    features = prod(x.shape[experts + tokens :])
+    return x.reshape(x.shape[0] if experts else 1, -1, features)
+
+
+def _shape(w: Blocks, side: str, product: Product, weight: Array) -> tuple[int, ...]:
+    """Shape of a gathered weight with all of its dimensions; `weight` is its part at rest."""
+    rows = w.values.shape[:-1]
+    if product.experts is not None and side == "first":
+        rows = rows[0], w.values.shape[-1]
+    return *rows, *weight.shape[len(rows) :]
+
+
+def _operand(w: Blocks, side: str, product: Product) -> Blocks:
+    """A gathered weight as `[E, kept, contracted]`, with a scale for each kept element."""
+    if product.experts is not None:
+        return w
+
+    def matrix(part: Array) -> Array:
+        return part[None].swapaxes(1, 2) if side == "first" else part[None]
+
+    return _of_each_row(w.map(matrix))
+
+
+def _both(
+    x: Float[Array, "E T F"],
+    precision: Precision,
+    of: kernels.Rows | None,
+    draw: UInt32[Array, ""] | None = None,
+) -> tuple[Blocks, ...]:
+    """(`[E, T, F]` in blocks along features, `[E, F, T]` along tokens), packed, of a device's part
+    of an activation or of its gradient, or of some rows. NVFP4 takes one fp32 scale of this part
+    for each; rounds gradients, which have a `draw`, stochastically; and transforms what is for a
+    weight's gradient."""
+    tokens = {} if of else {"tokens of a microbatch": x.shape[1]}
+    _check(precision, tokens | {"features": x.shape[2]})
+    seeds = None if draw is None else jnp.stack([draws.fold(draw, n) for n in range(2)])
+    if mesh.platform() == "gpu" and kernels.takes(x, of):
+        if precision.dtype == "mxfp8":
+            return kernels.mxfp8_both(x, of)
+        return kernels.nvfp4_both(x, seeds, of, turn=precision.hadamard)
+    if of and of.index is not None:
+        x = jnp.take(x, of.index, axis=1, mode="fill", fill_value=0)
+    if precision.dtype == "mxfp8":
+        return _packed(mxfp8(x, 2), mxfp8(x.swapaxes(1, 2), 2))
+    turned = hadamard.transformed(x, 1) if precision.hadamard else x
+    turned = turned.swapaxes(1, 2)
+    first, second = (None if seeds is None else partial(draws.uniform, seeds[n]) for n in range(2))
+    return _packed(nvfp4(x, (2,), amax_of(x), first), nvfp4(turned, (2,), amax_of(turned), second))
+
+
+def _packed(*both: Blocks) -> tuple[Blocks, ...]:
+    return tuple(blocks.packed() for blocks in both)
+
+
+def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
+    """`[E, m, k]` times the transpose of `[E, n, k]`, in bf16; blocks run along k."""
+    if mesh.platform() != "gpu":  # jax 0.10 has no such product on a CPU
+        wide = jnp.einsum("emk,enk->emn", dequantized(a), dequantized(b))
+        return wide.astype(jnp.bfloat16)
+    (experts, m, k), n = a.values.shape, b.values.shape[1]
+    name = next(name for name, of in FORMATS.items() if of.values == a.values.dtype)
+    with latency.of_product(2 * experts * m * n * k, name):
+        y = jax.nn.scaled_matmul(
+            a.values, b.values, a.scales, b.scales, preferred_element_type=jnp.bfloat16
+        )
+    if a.inverse is not None and b.inverse is not None:
+        y = y.astype(jnp.float32) * (a.inverse * b.inverse)
+    return y.astype(jnp.bfloat16)
+
+
+DENSE = Products(
+    by_weight=lambda rows, w, side, groups: multiply(rows, w),
+    of_weight=lambda first, last, groups: multiply(first, last),
+)

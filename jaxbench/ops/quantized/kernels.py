@@ -1,0 +1,232 @@
+"""Quantization of an activation for both of its products in one Pallas kernel: each element is read
+once. XLA reads it twice for each, for the amax of a block and for the values. And the product of
+block-scaled tiles, for kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxbench import jax_internals
+from jaxbench.ops.pallas import Launch, Output, call, gathered, product, whole
+from jaxbench.ops.quantized import draws, hadamard
+from jaxbench.ops.quantized.blocks import (
+    MXFP8,
+    NVFP4,
+    Blocks,
+    as_bytes,
+    dequantized,
+    e2m1_bits,
+    encode_of,
+    mxfp8_parts,
+    nvfp4_parts,
+)
+
+TILES = 64, 128
+"""Rows and columns of a program's tile, at most."""
+
+LAUNCH = Launch(warps=8)
+"""Not yet chosen by measurement."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a quantized activation `[1, T, F]`: `index` is that of the activation's row for
+    each of them, zeros for those beyond it; None if they are the same. `filled` is 0 for spans of
+    `SPAN` rows that are left out, whose results are undefined. `expected` is the number of rows in
+    the others, for plans."""
+
+    index: Int[Array, " T"] | None
+    filled: Int[Array, " spans"]
+    expected: int
+
+
+SPAN = TILES[0]
+
+
+def takes(x: Float[Array, "E T F"], rows: Rows | None) -> bool:
+    """True for sizes that fill tiles."""
+    return all(size % MXFP8.size == 0 for size in x.shape[2 if rows else 1 :])
+
+
+class _Tiles:
+    """Tiles of an activation, and of arrays that have blocks of its features or, transposed, of its
+    tokens."""
+
+    def __init__(self, x: Float[Array, "E T F"], rows: Rows | None):
+        self.experts, self.tokens, self.features = x.shape
+        if rows:
+            self.tokens = rows.filled.size * SPAN
+        self.t, self.f = map(_largest, (self.tokens, self.features), TILES)
+        self.grid = self.experts, self.tokens // self.t, self.features // self.f
+        self.inputs: Any = {"x": (x, self.rows(1, x.dtype).block)}
+        self.share = rows.expected / self.tokens if rows else 1.0
+        if rows:
+            self.inputs["filled"] = rows.filled, pl.BlockSpec((1,), lambda e, t, f: (t,))
+            if rows.index is not None:
+                self.inputs["x"] = x[0], whole(x[0])
+                self.inputs["index"] = rows.index, pl.BlockSpec((SPAN,), lambda e, t, f: (t,))
+
+    def touched(self, outputs: dict[str, Output]) -> dict[str, int]:
+        """Bytes of the arrays of which the expected rows are a part."""
+        read = self.tokens * self.features * self.inputs["x"][0].dtype.itemsize
+        sizes = {"x": self.experts * read}
+        sizes |= {name: prod(o.shape) * jnp.dtype(o.dtype).itemsize for name, o in outputs.items()}
+        return {name: round(self.share * size) for name, size in sizes.items()}
+
+    def rows(self, divisor: int, dtype: Any) -> Output:
+        shape = self.experts, self.tokens, self.features // divisor
+        block = None, self.t, self.f // divisor
+        return Output(shape, dtype, pl.BlockSpec(block, lambda e, t, f: (e, t, f)))
+
+    def columns(self, divisor: int, dtype: Any) -> Output:
+        shape = self.experts, self.features, self.tokens // divisor
+        block = None, self.f, self.t // divisor
+        return Output(shape, dtype, pl.BlockSpec(block, lambda e, t, f: (e, f, t)))
+
+    def both(self, size: int, values: Any, scales: Any, packed: int = 1) -> dict[str, Output]:
+        """The four results of a quantization; `packed` values take one element."""
+        return {
+            "rows": self.rows(packed, values), "row_scales": self.rows(size, scales),
+            "columns": self.columns(packed, values), "column_scales": self.columns(size, scales),
+        }  # fmt: skip
+
+
+def mxfp8_both(
+    x: Float[Array, "E T F"], rows: Rows | None = None, *, interpret: bool = False
+) -> tuple[Blocks, Blocks]:
+    """`x`, or `rows` of it, in MXFP8 with blocks along features, and its transpose, `[E, F, T]`,
+    with blocks along tokens; packed."""
+    tiles = _Tiles(x, rows)
+    outputs = tiles.both(MXFP8.size, MXFP8.values, jnp.uint8)
+    y = call(
+        partial(_mxfp8, width=tiles.f), "quantize_mxfp8", tiles.grid, tiles.inputs, outputs, LAUNCH,
+        touched=tiles.touched(outputs), interpret=interpret,
+    )  # fmt: skip
+    return Blocks(as_bytes(y["rows"]), y["row_scales"]), Blocks(
+        as_bytes(y["columns"]), y["column_scales"]
+    )
+
+
+def nvfp4_both(
+    x: Float[Array, "E T F"],
+    seeds: UInt32[Array, "2"] | None,
+    rows: Rows | None = None,
+    *,
+    turn: bool,
+    interpret: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """`x` in NVFP4, as `mxfp8_both`, each with the fp32 scale of its amax; the transpose after the
+    Hadamard transform of the tokens with `turn`. Rounded stochastically by `seeds`."""
+    tiles, f32 = _Tiles(x, rows), jnp.float32
+    square = pl.BlockSpec((hadamard.SIZE, hadamard.SIZE), lambda *_: (0, 0))
+    two = pl.BlockSpec((2,), lambda *_: (0,))
+    inputs = tiles.inputs | ({"h": (hadamard.matrix(x.dtype), square)} if turn else {})
+    one = pl.BlockSpec((1,), lambda e, t, f: ((e * tiles.grid[1] + t) * tiles.grid[2] + f,))
+    amax = {name: Output((prod(tiles.grid),), f32, one) for name in ("rows", "columns")}
+    found = call(
+        partial(_amax, width=tiles.f), "amax_nvfp4", tiles.grid, inputs, amax, LAUNCH,
+        touched=tiles.touched({}), interpret=interpret,
+    )  # fmt: skip
+    encode = encode_of(jnp.stack([jnp.max(found["rows"]), jnp.max(found["columns"])]))
+    inputs["encode"] = encode, two
+    if seeds is not None:
+        inputs["seeds"] = seeds, two
+    outputs = tiles.both(NVFP4.size, jnp.uint8, NVFP4.scales, packed=2)
+    y = call(
+        partial(_nvfp4, width=tiles.f, tokens=tiles.tokens, features=tiles.features),
+        "quantize_nvfp4",
+        tiles.grid, inputs, outputs, LAUNCH,
+        touched=tiles.touched(outputs), interpret=interpret,
+    )  # fmt: skip
+    return (
+        Blocks(y["rows"], as_bytes(y["row_scales"]), 1 / encode[0]),
+        Blocks(y["columns"], as_bytes(y["column_scales"]), 1 / encode[1]),
+    )
+
+
+def _x(r: SimpleNamespace, first: Array, width: int) -> Array:
+    """The tile of a program, whose features start at `first`."""
+    return gathered(r.x, r.index[...], first, width) if hasattr(r, "index") else r.x[...]
+
+
+def _where_filled(r: SimpleNamespace, body: Callable[[], None]) -> None:
+    """Runs a kernel's body unless its rows are left out."""
+    pl.when(r.filled[0] != 0)(body) if hasattr(r, "filled") else body()
+
+
+def _mxfp8(r: SimpleNamespace, *, width: int) -> None:
+    first = pl.program_id(2) * width  # the interpreter knows it outside of conditions alone
+
+    def body() -> None:
+        x = _x(r, first, width)
+        r.rows[...], r.row_scales[...] = mxfp8_parts(x, 1)
+        values, scales = mxfp8_parts(x, 0)
+        r.columns[...], r.column_scales[...] = values.T, scales.T
+
+    _where_filled(r, body)
+
+
+def _amax(r: SimpleNamespace, *, width: int) -> None:
+    x = _x(r, pl.program_id(2) * width, width)
+    r.rows[...] = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
+    r.columns[...] = jnp.max(jnp.abs(_turned(r, x))).astype(jnp.float32).reshape(1)
+
+
+def _nvfp4(r: SimpleNamespace, *, width: int, tokens: int, features: int) -> None:
+    e, first_t, first_f = pl.program_id(0), pl.program_id(1), pl.program_id(2) * width
+
+    def quantized(x: Array, n: int, row: Array, width: int, column: Array):
+        """(packed values, scales) of a tile at a row and a column of an array of this width."""
+        draw = None
+        if hasattr(r, "seeds"):
+            rows = (row + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)).astype(jnp.uint32)
+            columns = (column + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)).astype(jnp.uint32)
+            draw = draws.uniform_at(r.seeds[n], rows * jnp.uint32(width) + columns)
+        values, scales = nvfp4_parts(x, (1,), r.encode[n], draw)
+        pairs = e2m1_bits(values).reshape(x.shape[0], x.shape[1] // 2, 2)
+        shift = 4 * jax.lax.broadcasted_iota(jnp.int32, pairs.shape, 2)
+        return jnp.sum(pairs << shift, axis=2).astype(jnp.uint8), scales
+
+    def body() -> None:
+        x = _x(r, first_f, width)
+        t = first_t * x.shape[0]
+        r.rows[...], r.row_scales[...] = quantized(x, 0, e * tokens + t, features, first_f)
+        turned = _turned(r, x)
+        r.columns[...], r.column_scales[...] = quantized(
+            turned, 1, e * features + first_f, tokens, t
+        )
+
+    _where_filled(r, body)
+
+
+def _turned(r: SimpleNamespace, x: Array) -> Array:
+    """The transposed tile, after the Hadamard transform of its tokens where there is a matrix."""
+    x = x.T
+    if not hasattr(r, "h"):
+        return x
+    turned = product(x.reshape(-1, hadamard.SIZE), r.h[...])
+    return turned.astype(x.dtype).reshape(x.shape)
+
+
+def _largest(size: int, most: int) -> int:
+    """The largest power of two that divides a size, `most` at most."""
+    return min(size & -size, most)
+
+
+@jax_internals.block_scaled_product
+def multiplied(total: Array, a: Array, b: Array, scales_a: Array, scales_b: Array) -> Array:
+    """`jax_internals.block_scaled_product`."""
+    of = NVFP4 if a.dtype == jnp.uint8 else MXFP8
+    wide = (
+        dequantized(Blocks(values, scales).unpacked(of))
+        for values, scales in ((as_bytes(a), as_bytes(scales_a)), (as_bytes(b), as_bytes(scales_b)))
+    )
+    return total + jnp.einsum("mk,nk->mn", *wide, precision=jax.lax.Precision.HIGHEST)

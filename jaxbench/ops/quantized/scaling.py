@@ -1,0 +1,247 @@
+"""Quantization in a training step: weights quantized once per step, scales of products, amax
+histories.
+
+Weights marked `Weight(value, quantized=True)` multiply in FP8 or in a block-scaled format. Those of
+a stack of blocks (`models.decoder`) are its *products*, in the order of the pytree.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxbench import mesh
+from jaxbench.ops.quantized import draws
+from jaxbench.ops.quantized.block_scaled import Copies, at_rest, copies, quantize_weight
+from jaxbench.ops.quantized.blocks import Blocks
+from jaxbench.ops.quantized.operand import Operand
+from jaxbench.ops.quantized.per_tensor import VALUES, amax_of, quantize, scale_invs_of
+from jaxbench.recipe.settings import Precision
+
+B = TypeVar("B", bound=nnx.Module)
+
+Histories = list[jax.Array]
+"""Delayed scaling: for each stack of blocks the amax of past steps, `[blocks, products, 3,
+history]`, newest first; the three tensors are input, weight and output gradient."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Quantized weights and scales of a stack of blocks during a step, sliced per block.
+
+    `stored` maps a product's name to what is gathered; in FP8 `scale_inv` is `[blocks, products,
+    3]` and `observed` zeros `[blocks, products, 2, devices]`, None under current scaling; `seeds`
+    of stochastic rounding are `[blocks, products]` (`Operand`). `stack` is the index of the stack.
+    """
+
+    stored: dict[str, Any]
+    scale_inv: jax.Array | None
+    observed: jax.Array | None
+    seeds: jax.Array | None
+    stack: int = field(metadata={"static": True})
+    precision: Precision = field(metadata={"static": True})
+
+
+def products(block: nnx.Module) -> dict[str, Any]:
+    """The weights of a block, or of stacked blocks, that multiply in FP8, by path; or their
+    shapes."""
+    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
+    return {_name(path): w.get_value() for path, w in leaves if _is_marked(w)}
+
+
+def _experts(block: nnx.Module) -> set[str]:
+    """Names of the products of `products` whose weights have a dimension of experts in front."""
+    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
+    return {
+        _name(path)
+        for path, w in leaves
+        if _is_marked(w) and w.get_metadata().get("experts", False)
+    }
+
+
+def product_name(stack: int, name: str) -> str:
+    """A product's name in the whole model: `stacks.0.layers.0.mixer.qkv`."""
+    return f"stacks.{stack}.{name}"
+
+
+def is_variable(node: object) -> bool:
+    """True for a node of a model's pytree that is a variable."""
+    return isinstance(node, nnx.Variable)
+
+
+def _is_marked(node: object) -> bool:
+    return isinstance(node, nnx.Variable) and node.get_metadata().get("quantized", False)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def in_bf16(name: str, precision: Precision) -> bool:
+    """True if a product of `products` stays in bf16 by the recipe."""
+    return name.rpartition(".")[2] in precision.in_bf16
+
+
+def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histories:
+    """Zero histories of every product; none unless FP8 has delayed scaling."""
+    if precision.dtype != "fp8" or precision.scaling == "current":
+        return []
+    weights = [list(products(stack).values()) for stack in stacks]
+    return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in weights]
+
+
+def scale(
+    stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, seed: int = 0
+) -> list[Scaled]:
+    """`Scaled` of every stack, the same for all microbatches of a step; empty unless products are
+    quantized. Weights are quantized here, or by the product where they are gathered in bf16."""
+    if not precision.quantized:
+        return []
+    scaled = []
+    for number, stack in enumerate(stacks):
+        scale_inv, stored = (
+            _per_tensor(stack, histories[number : number + 1], precision)
+            if precision.dtype == "fp8"
+            else (None, _in_blocks(stack, precision))
+        )
+        seeds = _seeds(stack, seed, number) if precision.draws else None
+        scaled.append(
+            Scaled(
+                stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
+                precision=precision,
+            )
+        )  # fmt: skip
+    return scaled
+
+
+def _per_tensor(
+    stack: nnx.Module, histories: Histories, precision: Precision
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(inverse scales, weights to gather) in FP8."""
+    if histories:
+        amax = jnp.max(histories[0], axis=-1)
+    else:  # current scaling: inputs and gradients are scaled in the product
+        of_weights = _weight_amax(stack)
+        amax = jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
+    scale_inv = scale_invs_of(amax, precision.margin)
+    stored = {
+        name: _quantized(w, scale_inv[:, product, 1]) if precision.gather == "fp8" else w
+        for product, (name, w) in enumerate(products(stack).items())
+    }
+    return scale_inv, stored
+
+
+def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
+    """Copies of all weights in a block-scaled format, each layer's with its own fp32 scale."""
+    amax, of_experts = _weight_amax(stack), _experts(stack)
+
+    def quantized(w: jax.Array, amax: jax.Array, name: str) -> Copies:
+        experts = name in of_experts
+        quantize = partial(quantize_weight, precision=precision, experts=experts)
+        columns = 2 + experts  # of the matrix, after layers, experts and rows
+        *before, rows = (split := mesh.partition(w))[:columns]
+        # The columns have the place of several dimensions, and the axes of all of them.
+        of_columns = tuple(jax.tree.leaves(split[columns:])) or None
+        inverse = PartitionSpec() if precision.dtype == "nvfp4" else None
+        on_a_device = jax.typeof(w).sharding.shard_shape(w.shape)[columns - 1]
+        specs: dict[str, Any] = {}
+        for copy in copies(precision, experts):
+            turned = experts and copy == "first"
+            matrix = (of_columns, rows) if turned else (rows, of_columns)
+            specs[copy] = PartitionSpec(*before, *matrix)
+            if at_rest(on_a_device, copy, precision):
+                specs[copy] = Blocks(specs[copy], specs[copy], inverse)
+        run = mesh.on_each_device(jax.vmap(quantize), specs, check_vma=False)
+        parts = run(mesh.unmarked(w), amax)
+        # Not the scale of a whole weight: XLA would merge the zero that is its gradient, and
+        # unreduced, with other zeros.
+        return jax.tree.map(lambda part: mesh.accumulating(part) if part.ndim > 1 else part, parts)
+
+    return {
+        name: quantized(w, amax[:, n], name)
+        for n, (name, w) in enumerate(products(stack).items())
+        if not in_bf16(name, precision)
+    }
+
+
+def _seeds(stack: nnx.Module, seed: int, number: int) -> jax.Array:
+    """Seeds of stochastic rounding, `[blocks, products]`; no two products share one."""
+    weights = list(products(stack).values())
+    blocks, count = jnp.arange(weights[0].shape[0]), jnp.arange(len(weights))
+    return draws.fold(jnp.uint32(seed), number, blocks[:, None], count)
+
+
+def _quantized(w: jax.Array, scale_inv: jax.Array) -> jax.Array:
+    """The FP8 form of stacked weights at rest, with one scale per block."""
+    in_layers = jax.vmap(partial(quantize, dtype=VALUES))
+    return mesh.accumulating(in_layers(mesh.unmarked(w), scale_inv))
+
+
+def _weight_amax(stack: nnx.Module) -> jax.Array:
+    """Amax of every weight, `[blocks, products]`."""
+    amax = [
+        amax_of(mesh.unmarked(w), axis=tuple(range(1, w.ndim))) for w in products(stack).values()
+    ]
+    return jnp.stack(amax, axis=1)
+
+
+def zero_observed(histories: Histories) -> list[jax.Array]:
+    """Zeros `[blocks, products, 2, devices]`, whose cotangents are the observed amax."""
+    devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
+    sharding = PartitionSpec(None, None, None, *mesh.per_device())
+    return [jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in histories]
+
+
+def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scaled]:
+    """`scaled` with the arrays of `zero_observed`; unchanged under current scaling."""
+    if not observed:
+        return scaled
+    return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
+
+
+def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
+    """One block with an `Operand` in the place of each weight whose product is quantized.
+    `microbatch` is a number that no other has, of a step or of another one; `depth` that of an
+    application of the block to it."""
+    order, seeds = list(products(block)), scaled.seeds
+    if seeds is not None:
+        seeds = draws.fold(seeds, microbatch, depth)
+
+    def convert(path, variable):
+        name = _name(path)
+        if not _is_marked(variable) or in_bf16(name, scaled.precision):
+            return variable
+        product = order.index(name)
+        return Operand(
+            weight=variable.get_value(),
+            stored=scaled.stored[name],
+            scale_inv=None if scaled.scale_inv is None else scaled.scale_inv[product],
+            observed=None if scaled.observed is None else scaled.observed[product],
+            seed=None if seeds is None else seeds[product],
+            name=product_name(scaled.stack, name),
+            precision=scaled.precision,
+        )
+
+    return jax.tree_util.tree_map_with_path(convert, block, is_leaf=is_variable)
+
+
+def update(
+    histories: Histories, stacks: Sequence[nnx.Module], observed: list[jax.Array]
+) -> Histories:
+    """The histories with this step's amax: observed ones by maximum over devices, and weights'."""
+
+    def push(history: jax.Array, stack: nnx.Module, amax: jax.Array) -> jax.Array:
+        x, dy = jnp.moveaxis(jnp.max(amax, axis=-1), -1, 0)
+        newest = jnp.stack([x, _weight_amax(stack), dy], axis=-1)
+        return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)
+
+    if not histories:
+        return []
+    return [push(*args) for args in zip(histories, stacks, observed, strict=True)]

@@ -1,0 +1,147 @@
+"""The simulated schedule of a step: its kernels, collectives and copies, and their sums."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Work
+from jaxbench.xla.host import HostTraffic
+
+SCAN, QUANTIZED = "ssd.scan", "quantized."
+"""Named scope of every kernel of the Mamba-2 scan; beginning of that of a quantized product and of
+what makes its operands."""
+
+KERNELS, COPIES, EXPOSED = "kernels", "copies beside kernels", "exposed"
+LINKS = {True: "network", False: "NVLink"}
+"""Streams of a schedule: kernels, asynchronous ones that only move bytes, and the waits of kernels;
+collectives, by whether they cross domains. Those of copies from and to the host are `host`'s."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One run of a kernel: its work (fused work included), the bytes that it reads and writes, its
+    JAX operation, and the target of a custom call whose work is unknown."""
+
+    works: tuple[Work, ...]
+    bytes: int
+    source: str
+    unknown: str = ""
+
+    @property
+    def part(self) -> str:
+        """Part of the step time: `products`, `attention`, `scan`, `quantization` with what is fused
+        into it, or `other kernels`."""
+        if SCAN in self.source:
+            return "scan"
+        other = "quantization" if QUANTIZED in self.source else "other kernels"
+        kinds = {"product": "products", "attention": "attention"}
+        return kinds.get(self.works[0].kind, other) if self.works else other
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective with its time. `seconds` and `exposed_s` are per step; `covered` is true where a
+    matrix product or attention overlaps with it."""
+
+    collective: Collective
+    seconds: float
+    exposed_s: float
+    covered: bool
+
+    def repeated(self, times: int) -> "Transfer":
+        """The same collective in a loop that runs `times`."""
+        collective = replace(self.collective, count=self.collective.count * times)
+        return Transfer(collective, self.seconds * times, self.exposed_s * times, self.covered)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Interval that occupies a stream for some seconds, from `start_s` of its computation on: an
+    instruction and its launches, and the kernel or collective that it is, or that is waited for."""
+
+    stream: str
+    name: str
+    start_s: float
+    seconds: float
+    launches: int = 0
+    cause: Kernel | Collective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The slices of a computation of so many seconds that runs `times` from `start_s` on."""
+
+    start_s: float
+    seconds: float
+    times: int
+    slices: "list[Slice | Repeated]"
+
+
+@dataclass
+class Schedule:
+    """Simulated times of a step, kernel launches, all collectives, and `slices` along the step.
+
+    `parts` are the seconds of kernels by part, without overlap; `slowed_s` is what overlapping
+    collectives add to them, `exposed_s` the wait for collectives and for copies from and to the
+    host. Their sum is `step_s`, of which the memory bandwidth is in use for `moving_s`. `computes`
+    is true where a matrix product or attention runs.
+    """
+
+    parts: Counter[str] = field(default_factory=Counter)
+    slowed_s: float = 0.0
+    exposed_s: float = 0.0
+    moving_s: float = 0.0
+    kernels: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    host: HostTraffic = field(default_factory=HostTraffic)
+    computes: bool = False
+    slices: list[Slice | Repeated] = field(default_factory=list)
+
+    @property
+    def kernel_s(self) -> float:
+        """Seconds of kernels, without overlap."""
+        return sum(self.parts.values())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.kernel_s + self.slowed_s + self.exposed_s
+
+    @property
+    def uncovered_bytes(self) -> int:
+        """Wire bytes of collectives that no matrix product or attention overlaps."""
+        return sum(t.collective.wire_bytes for t in self.transfers if not t.covered)
+
+    def add(self, body: "Schedule", times: int) -> None:
+        """Adds a computation that runs `times`."""
+        self.slices.append(Repeated(self.step_s, body.step_s, times, body.slices))
+        for name, seconds in body.parts.items():
+            self.parts[name] += seconds * times
+        self.slowed_s += body.slowed_s * times
+        self.exposed_s += body.exposed_s * times
+        self.moving_s += body.moving_s * times
+        self.kernels += body.kernels * times
+        self.transfers += [t.repeated(times) for t in body.transfers]
+        self.host.add(body.host, times)
+
+    def occupy(
+        self, stream: str, name: str, start_s: float, seconds: float, launches: int = 0,
+        cause: Kernel | Collective | None = None,
+    ) -> None:  # fmt: skip
+        """Adds a slice, unless it is neither a launch nor takes time."""
+        if seconds > 0 or launches:
+            self.slices.append(Slice(stream, name, start_s, seconds, launches, cause))
+
+    def wait(self, name: str, seconds: float, cause: Collective | None = None) -> None:
+        """Lets kernels wait."""
+        self.occupy(EXPOSED, name, self.step_s, seconds, cause=cause)
+        self.exposed_s += seconds
+
+    def slow(self, name: str, seconds: float) -> None:
+        """Lets the kernels of an instruction, which came last, take longer."""
+        last = self.slices[-1] if self.slices else None
+        if isinstance(last, Slice) and (last.stream, last.name) == (KERNELS, name):
+            self.slices[-1] = replace(last, seconds=last.seconds + seconds)
+        else:
+            self.occupy(KERNELS, name, self.step_s, seconds)
+        self.slowed_s += seconds
