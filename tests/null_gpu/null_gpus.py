@@ -34,10 +34,10 @@ def missing() -> str | None:
 def environment(
     gpus: int = 2, *, model: str = "h100", memory_mb: int = 4096, **settings: object
 ) -> dict[str, str]:
-    """Variables with which a process has null GPUs. `model` is h100, h200, b200 or gb200, or one
-    for each device in turn, separated by commas; `settings` are the driver's other variables
-    without their NULL_GPU_, in lower case. XLA takes 8 bytes of host memory for each 256 of a
-    GPU's."""
+    """Variables with which a process has null GPUs. `model` is h100, h200, b200, gb200, b300 or
+    gb300, or one for each device in turn, separated by commas; `settings` are the driver's other
+    variables without their NULL_GPU_, in lower case. XLA takes 8 bytes of host memory for each 256
+    of a GPU's."""
     settings |= {"devices": gpus, "model": model, "memory_mb": memory_mb}
     return {"LD_PRELOAD": ":".join(map(str, null_libraries.libraries()))} | {
         f"NULL_GPU_{name.upper()}": str(value) for name, value in settings.items()
@@ -108,17 +108,23 @@ def start(
     return Command(process, folder)
 
 
-def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> list[Command]:
-    """Starts two processes of one job. Another program than `train` gets the coordinator's address
-    and its number as arguments. Faults know a process by SLURM_PROCID."""
+def job_of_two() -> dict[str, str]:
+    """Variables of the processes of a job, but for their numbers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    job = {
+    return {
         "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
         # If one process found the program and the other did not, it would autotune alone.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }  # fmt: skip
+
+
+def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> list[Command]:
+    """Starts two processes of one job. Another program than `train` gets the coordinator's address
+    and its number as arguments. Faults know a process by SLURM_PROCID."""
+    job = job_of_two()
+    address = job["JAX_COORDINATOR_ADDRESS"]
     return [
         start(*arguments, *((address, rank) if program else ()), program=program, **options,
               **({} if program else job | {"JAX_PROCESS_ID": str(rank)}), SLURM_PROCID=str(rank))

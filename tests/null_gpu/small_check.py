@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
 from one_gpu import choices, context, mixers, operators, speed, survives, trains
 
-from jaxbench import calibrate, hardware
+from jaxbench import hardware
+from jaxbench.calibrate import command as calibrate
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 

@@ -125,7 +125,7 @@ def test_a_slow_gpu_slows_all_ranks_and_is_named(tmp_path):
     for command in commands:
         assert command.wait().status == 0, command.text
     seconds = [step["step_time_s"] for step in commands[0].steps]
-    assert median(seconds[begun + 3 :]) > 2 * median(seconds[2:begun])
+    assert median(seconds[begun + 3 :]) > 1.5 * median(seconds[2:begun])
     other, slow = (rank["wait_s"] for rank in commands[0].record["ranks"])
     assert slow == pytest.approx(other, rel=0.1)
     assert re.search(r"^slow GPU: rank 1 on \S+, its device 0: [\d.]+ times", commands[0].out, re.M)

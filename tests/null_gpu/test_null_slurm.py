@@ -1,5 +1,8 @@
 """Jobs of Slurm on null GPUs: two nodes with a process each, and a GPU that fails in one."""
 
+import csv
+import gzip
+import json
 import re
 import subprocess
 import sys
@@ -29,18 +32,20 @@ def cluster(tmp_path_factory):
 class Job:
     """A submitted job in which a GPU fails once `arm` is there."""
 
-    def __init__(self, cluster, stage, *options, fault, steps, model="h100"):
+    def __init__(self, cluster, stage, *options, fault, steps, model="h100", kernel_us=20,
+                 **settings):  # fmt: skip
         self.cluster, self.arm = cluster, stage / "arm"
         pairs = [word for text in null_gpus.TINY for word in ("--set", text)]
         done = subprocess.run(
             ["launch/submit.sh", "configs/llama31_8b_bf16.yaml", "--watchdog", str(WATCHDOG_S),
-             *pairs, *options],
+             *pairs, "--check", "off", *options],
             cwd=ROOT, capture_output=True, text=True,
             env=cluster.environment | {
                 "STAGE_PATH": str(stage), "JOB_TOTAL_GPUS": "2", "GPUS_PER_NODE": "1",
                 "JAXBENCH_VENV": sys.prefix, "MAX_STEPS": str(steps),
                 **null_gpus.environment(
-                    1, model=model, memory_mb=2048, arm=self.arm, kernel_us=20, fault=fault
+                    1, model=model, memory_mb=2048, arm=self.arm, kernel_us=kernel_us, fault=fault,
+                    **settings
                 ),
             },
         )  # fmt: skip
@@ -91,12 +96,35 @@ def test_a_fault_names_its_rank_and_node(fault, cluster, tmp_path):
     assert job.log().splitlines()[-1].startswith(f"failed: {start}")
 
 
+def test_a_slow_gpu_names_its_rank_and_node(cluster, tmp_path):
+    """The job completes: the line stands before the result, and the record has what it rests on."""
+    state = tmp_path / "state"
+    state.write_text("* sm_mhz 1980\n* power_w 600\n1 sm_mhz 1683\n1 reasons 4\n")
+    job = Job(cluster, tmp_path, fault="slow:rank=1", steps=40, kernel_us=1000, state=state)
+    job.train(12)
+    job.arm.touch()
+    assert job.ended() == "COMPLETED", job.log()
+    record, _ = read(job.folder)
+    assert (record["status"], record["cause"]) == ("completed", None)
+    (other,), (slow,) = (rank["products_s"] for rank in record["ranks"])
+    assert slow > 2 * other
+    assert re.search(r"^slow GPU: rank 1 on n1, its device 0: [\d.]+ times", job.log(), re.M)
+    clocks = [(r["host"], r["gpus"][0]["clock_ratio"]) for r in record["ranks"]]
+    assert clocks == [("n0", 1.0), ("n1", pytest.approx(0.85))]
+    assert record["ranks"][1]["gpus"][0]["throttled_s"]["power cap"] > 0
+    figures = record["summary"]
+    assert figures["joules_per_token"] == pytest.approx(1200 / figures["tokens_per_s"])
+    for node in ("n0", "n1"):
+        with gzip.open(job.folder / "telemetry" / f"{node}.csv.gz", "rt") as file:
+            assert next(csv.DictReader(file))["power_w"] == "600"
+
+
 def test_a_node_that_lacks_its_gpu_is_named(cluster, tmp_path):
     """As after a GPU was lost, until the machine starts again."""
     (tmp_path / "arm").touch()
     job = Job(cluster, tmp_path, fault="lost:rank=1", steps=100)
     assert job.ended() == "FAILED"
-    node = r"failed: rank 1 on n1: error: node \S+, process 1: 0 GPUs, 1 was expected: .*"
+    node = r"failed: rank 1 on n1: node \S+, process 1: 0 GPUs, 1 was expected: .*"
     assert re.fullmatch(node, job.log().splitlines()[-1])
 
 
@@ -105,6 +133,20 @@ def test_nodes_with_other_gpus_are_named(cluster, tmp_path):
     assert job.ended() == "FAILED"
     differ = r"1 x NVIDIA H100 80GB HBM3 \(null\) on \S+, 1 x NVIDIA B200 \(null\) on \S+; choose"
     assert re.search(differ, job.log().splitlines()[-1])
+
+
+def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
+    """The job is requeued without it; here no other node is left."""
+    (tmp_path / "state").write_text("* nvlink_gb_s 1000\n1 ecc_uncorrected 3\n")
+    job = Job(cluster, tmp_path, "--check", "on", "--exclude-slow", fault="slow", steps=20,
+              still=1, state=tmp_path / "state")  # fmt: skip
+    state = job.wait(lambda state: state["ExcNodeList"] == "n1" and state["JobState"] == "PENDING")
+    assert state["Restarts"] == "1"
+    line = "requeued without n1: n1 gpu 0: uncorrected ECC errors: 3"
+    assert line in job.log()
+    assert not (job.folder / "run.json").exists()
+    assert json.loads((job.folder / "check.json").read_text())["status"] == 6
+    cluster.run("scancel", job.number)
 
 
 def test_a_saving_job_comes_back_from_a_lost_gpu(cluster, tmp_path):

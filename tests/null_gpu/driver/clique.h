@@ -37,12 +37,14 @@ struct Clique {
   int joined, arrived;
   long round;
   bool aborted;
+  int nodes[MOST_RANKS];  // of the ranks
   Request requests[MOST_RANKS];
   Mailbox mailboxes[MOST_RANKS][MOST_RANKS];  // [from][to]
 };
 
 // Maps the clique of that name, made by whoever comes first.
-Clique *join(const std::string &name, int size);
+Clique *join(const std::string &name, int size, int rank);
+const char *link_of(const Clique *clique, int rank, int peer);  // between two ranks, or of one (-1) with all
 void leave(Clique *clique);
 void abort_clique(Clique *clique);
 

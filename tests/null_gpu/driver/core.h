@@ -20,7 +20,7 @@ using Lock = std::unique_lock<std::mutex>;
 struct Model {
   const char *key;   // in NULL_GPU_MODEL
   const char *name;  // the driver's, to which " (null)" is added
-  int major, multiprocessors;
+  int major, minor, multiprocessors;
   size_t memory;  // bytes
   int l2;         // bytes
   int nvlinks;
@@ -34,6 +34,7 @@ int physical_devices();
 const Model &model_of(int physical);
 std::string name_of(int physical);
 size_t memory_of(int physical);
+double state_of(int physical, const std::string &key, double otherwise);  // as the file NULL_GPU_STATE says
 void count(const std::string &name, long n = 1);  // for NULL_GPU_COUNTS
 void *opaque_handle();
 
@@ -58,6 +59,7 @@ const FaultSettings *fault(Fault kind, int device);  // null where no such fault
 int lost_before();                                   // 1 where a GPU was lost before this process began
 CUresult error_of(int device);                       // the context's error, which stays
 void run_kernel(int device);                         // on a stream: waits, or fails as NULL_GPU_FAULT says
+void move(int device, const char *link, size_t bytes);  // waits as long as NULL_GPU_STATE says, in GB/s by link
 int nccl_error(int device);                          // of the collective that is called now, as ncclResult_t
 
 // memory.cpp
@@ -75,9 +77,14 @@ CUresult enqueue(CUstream stream, std::function<void()> work);  // or adds to th
 CUresult synchronize(CUstream stream);
 
 // kernels.cpp
-using LaunchObserver = void (*)(const char *kernel, CUstream stream, int device);
-void observe_launches(LaunchObserver observer);
-void show(const char *kernel, CUstream stream);  // to the observer, unless it is captured
+struct Copy {
+  enum Kind { TO_DEVICE = 1, TO_HOST = 2, WITHIN = 8 } kind;  // CUpti_ActivityMemcpyKind
+  const void *to, *from;
+  size_t bytes;
+};
+using Observer = void (*)(const char *kernel, const Copy *copy, CUstream stream, int device);  // one of the first two
+void observe(Observer observer);
+void show(const char *kernel, const Copy *copy, CUstream stream);  // to the observer, unless it is captured
 CUresult launch(const char *kernel, CUstream stream);
 CUfunction function_named(const char *name);
 

@@ -1,4 +1,4 @@
-// libcupti: calls subscribers on every launch and records a kernel of 10 us for it. Types as in CUPTI's documentation of
+// libcupti: calls subscribers on every launch and copy, and records 10 us for it. Types as in CUPTI's documentation of
 // the callback and activity interfaces, in the fields that are used.
 #include "core.h"
 
@@ -13,9 +13,9 @@
 using namespace null_gpu;
 
 enum { SUCCESS = 0, MAX_LIMIT_REACHED = 12, INSUFFICIENT_PRIVILEGES = 35 };
-enum { KIND_KERNEL = 3, KIND_CONCURRENT_KERNEL = 10 };
+enum { KIND_COPY = 1, KIND_KERNEL = 3, KIND_CONCURRENT_KERNEL = 10 };
 enum { DOMAINS = 4, CALLBACKS = 2048, DRIVER_API = 1, LAUNCH_KERNEL = 307 };
-static const uint64_t KERNEL_NS = 10000;
+static const uint64_t EACH_NS = 10000;
 
 struct CallbackData {  // CUpti_CallbackData
   int site;            // 0 on entry, 1 on exit
@@ -36,6 +36,12 @@ struct LaunchParameters {  // cuLaunchKernel_params
   void **parameters, **extra;
 };
 
+struct CopyParameters {  // cuMemcpyDtoDAsync_v2_params and those of copies from and to the host
+  const void *to, *from;
+  size_t bytes;
+  CUstream stream;
+};
+
 struct __attribute__((packed, aligned(8))) KernelRecord {  // CUpti_ActivityKernel9
   uint32_t kind;
   uint8_t cache_config, shared_config;
@@ -50,17 +56,30 @@ struct __attribute__((packed, aligned(8))) KernelRecord {  // CUpti_ActivityKern
   uint8_t rest[112];
 };
 
+struct __attribute__((packed, aligned(8))) CopyRecord {  // CUpti_ActivityMemcpy5
+  uint32_t kind;
+  uint8_t copy_kind, from_kind, to_kind, flags;
+  uint64_t bytes, start, end;
+  uint32_t device, context, stream, correlation;
+  uint8_t rest[40];
+};
+
+union Record {
+  KernelRecord kernel;
+  CopyRecord copy;
+};
+
 using Callback = void (*)(void *user, int domain, uint32_t id, const void *data);
 using RequestBuffer = void (*)(uint8_t **buffer, size_t *size, size_t *records);
 using CompleteBuffer = void (*)(CUcontext, uint32_t stream, uint8_t *buffer, size_t size, size_t valid);
 
 static Callback callback;
 static void *callback_user;
-static bool enabled[DOMAINS][CALLBACKS], kernels_enabled;
+static bool enabled[DOMAINS][CALLBACKS], kernels_enabled, copies_enabled;
 static RequestBuffer request_buffer;
 static CompleteBuffer complete_buffer;
 static std::mutex mutex;
-static std::vector<KernelRecord> records;
+static std::vector<Record> records;
 
 static uint64_t nanoseconds() {
   timespec now;
@@ -76,44 +95,83 @@ static const char *kept(const char *name) {
   return names->insert(name).first->c_str();
 }
 
-static void call_back(const char *name, CUstream stream, int device, uint32_t correlation) {
-  LaunchParameters parameters{};
-  parameters.stream = stream;
+static void call_back(uint32_t id, const char *function, const void *parameters, const char *kernel, int device,
+                      uint32_t correlation) {
+  if (!callback || !enabled[DRIVER_API][id]) return;
   CUresult result = CUDA_SUCCESS;
   uint64_t data = 0;
-  CallbackData call{0, "cuLaunchKernel", &parameters, &result, name, context_of(device), device + 1u, &data,
-                    correlation};
-  for (call.site = 0; call.site < 2; call.site++) callback(callback_user, DRIVER_API, LAUNCH_KERNEL, &call);
+  CallbackData call{0, function, parameters, &result, kernel, context_of(device), device + 1u, &data, correlation};
+  for (call.site = 0; call.site < 2; call.site++) callback(callback_user, DRIVER_API, id, &call);
 }
 
-static void on_launch(const char *kernel, CUstream stream, int device) {
-  static std::atomic<uint32_t> correlations{0};
-  if (!callback && !kernels_enabled) return;
-  const char *name = kept(kernel);
-  uint32_t correlation = ++correlations;
-  if (callback && enabled[DRIVER_API][LAUNCH_KERNEL]) call_back(name, stream, device, correlation);
-  if (!kernels_enabled) return;
-  KernelRecord record{};
-  record.kind = KIND_CONCURRENT_KERNEL;
+template <class R>
+static R begun(uint32_t kind, CUstream stream, int device, uint32_t correlation) {
+  R record{};
+  record.kind = kind;
   record.start = nanoseconds();
-  record.end = record.start + KERNEL_NS;
+  record.end = record.start + EACH_NS;
   record.device = device;
   record.context = device + 1;
   record.stream = stream_id(stream);
   record.correlation = correlation;
-  record.name = name;
-  record.registers = 32;
-  for (int k = 0; k < 3; k++) record.grid[k] = record.block[k] = 1;
+  return record;
+}
+
+static void keep(const Record &record) {
   Lock lock(mutex);
   records.push_back(record);
 }
 
-__attribute__((constructor)) static void listen() { observe_launches(on_launch); }
+static void on_copy(const Copy &copy, CUstream stream, int device, uint32_t correlation) {
+  bool to_device = copy.kind == Copy::TO_DEVICE, to_host = copy.kind == Copy::TO_HOST;
+  CopyParameters parameters{copy.to, copy.from, copy.bytes, stream};
+  if (to_device)
+    call_back(277, "cuMemcpyHtoDAsync_v2", &parameters, nullptr, device, correlation);
+  else if (to_host)
+    call_back(279, "cuMemcpyDtoHAsync_v2", &parameters, nullptr, device, correlation);
+  else
+    call_back(281, "cuMemcpyDtoDAsync_v2", &parameters, nullptr, device, correlation);
+  if (!copies_enabled) return;
+  Record record{};
+  record.copy = begun<CopyRecord>(KIND_COPY, stream, device, correlation);
+  record.copy.copy_kind = copy.kind;
+  record.copy.from_kind = to_device ? 1 : 3;  // pageable, device
+  record.copy.to_kind = to_host ? 1 : 3;
+  record.copy.bytes = copy.bytes;
+  keep(record);
+}
+
+static void on_kernel(const char *kernel, CUstream stream, int device, uint32_t correlation) {
+  const char *name = kept(kernel);
+  LaunchParameters parameters{};
+  parameters.stream = stream;
+  call_back(LAUNCH_KERNEL, "cuLaunchKernel", &parameters, name, device, correlation);
+  if (!kernels_enabled) return;
+  Record record{};
+  record.kernel = begun<KernelRecord>(KIND_CONCURRENT_KERNEL, stream, device, correlation);
+  record.kernel.name = name;
+  record.kernel.registers = 32;
+  for (int k = 0; k < 3; k++) record.kernel.grid[k] = record.kernel.block[k] = 1;
+  keep(record);
+}
+
+static void on_work(const char *kernel, const Copy *copy, CUstream stream, int device) {
+  static std::atomic<uint32_t> correlations{0};
+  if (!callback && !kernels_enabled && !copies_enabled) return;
+  uint32_t correlation = ++correlations;
+  if (copy)
+    on_copy(*copy, stream, device, correlation);
+  else
+    on_kernel(kernel, stream, device, correlation);
+}
+
+__attribute__((constructor)) static void listen() { observe(on_work); }
 
 static int refused() { return fault(Fault::CUPTI, 0) ? INSUFFICIENT_PRIVILEGES : SUCCESS; }
 
 static int enable_activity(int kind, bool on) {
   if (kind == KIND_CONCURRENT_KERNEL || kind == KIND_KERNEL) kernels_enabled = on;
+  if (kind == KIND_COPY) copies_enabled = on;
   return refused();
 }
 
@@ -168,7 +226,7 @@ int cuptiActivityRegisterCallbacks(RequestBuffer request, CompleteBuffer complet
 }
 
 int cuptiActivityFlushAll(uint32_t) {
-  std::vector<KernelRecord> ready;
+  std::vector<Record> ready;
   {
     Lock lock(mutex);
     ready.swap(records);
@@ -177,18 +235,18 @@ int cuptiActivityFlushAll(uint32_t) {
     uint8_t *buffer = nullptr;
     size_t size = 0, most = 0;
     request_buffer(&buffer, &size, &most);
-    size_t n = std::min(ready.size() - at, size / sizeof(KernelRecord));
+    size_t n = std::min(ready.size() - at, size / sizeof(Record));
     if (!buffer || !n) return MAX_LIMIT_REACHED;
-    memcpy(buffer, &ready[at], n * sizeof(KernelRecord));
+    memcpy(buffer, &ready[at], n * sizeof(Record));
     at += n;
-    complete_buffer(nullptr, 0, buffer, size, n * sizeof(KernelRecord));
+    complete_buffer(nullptr, 0, buffer, size, n * sizeof(Record));
   }
   return SUCCESS;
 }
 
 int cuptiActivityGetNextRecord(uint8_t *buffer, size_t valid, uint8_t **record) {
-  uint8_t *next = *record ? *record + sizeof(KernelRecord) : buffer;
-  if (next + sizeof(KernelRecord) > buffer + valid) return MAX_LIMIT_REACHED;
+  uint8_t *next = *record ? *record + sizeof(Record) : buffer;
+  if (next + sizeof(Record) > buffer + valid) return MAX_LIMIT_REACHED;
   *record = next;
   return SUCCESS;
 }

@@ -94,6 +94,8 @@ static int attribute(CUdevice_attribute name, int device) {
   switch (name) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
       return model.major;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+      return model.minor;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
       return model.multiprocessors;
     case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:

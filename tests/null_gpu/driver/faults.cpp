@@ -88,7 +88,8 @@ CUresult error_of(int device) { return static_cast<CUresult>(errors[device].load
 }
 
 void run_kernel(int device) {
-  static const long microseconds = setting("NULL_GPU_KERNEL_US", 0);
+  static const long otherwise = setting("NULL_GPU_KERNEL_US", 0);
+  long microseconds = state_of(physical(device), "kernel_us", otherwise);
   bool begun = armed();
   const FaultSettings *slow = begun ? fault(Fault::SLOW, device) : nullptr;
   if (microseconds) std::this_thread::sleep_for(std::chrono::microseconds(microseconds * (slow ? slow->factor : 1)));
@@ -102,6 +103,11 @@ void run_kernel(int device) {
   for (auto &[kind, error] : STICKY)
     if (const FaultSettings *f = fault(kind, device); f && f->at == number) errors[device] = error;
   if (const FaultSettings *f = fault(Fault::HANG, device); f && f->at == number) wait_forever();
+}
+
+void move(int device, const char *link, size_t bytes) {
+  double rate = state_of(physical(device), link, 0);
+  if (rate > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(static_cast<long>(bytes / rate)));
 }
 
 int nccl_error(int device) {

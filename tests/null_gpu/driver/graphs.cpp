@@ -157,7 +157,7 @@ CUresult cuGraphExecUpdate(CUgraphExec executable, CUgraph graph, CUgraphExecUpd
 
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
   COUNT;
-  show("graph", stream);  // one record, where CUPTI has one for each kernel
+  show("graph", nullptr, stream);  // one record, where CUPTI has one for each kernel
   std::vector<Work> works;
   for (auto &[key, node] : get(executable)->steps) collect(node, works);
   return enqueue(stream, [works = std::move(works)] {

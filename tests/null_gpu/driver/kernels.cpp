@@ -46,16 +46,16 @@ static Module *load(const void *image) {
   return module;
 }
 
-static LaunchObserver observer = nullptr;
-void observe_launches(LaunchObserver function) { observer = function; }
+static Observer observer = nullptr;
+void observe(Observer function) { observer = function; }
 
-void show(const char *kernel, CUstream stream) {
+void show(const char *kernel, const Copy *copy, CUstream stream) {
   stream = stream_or_default(stream);
-  if (observer && !capturing(stream)) observer(kernel, stream, device_of(stream));
+  if (observer && !capturing(stream)) observer(kernel, copy, stream, device_of(stream));
 }
 
 CUresult launch(const char *kernel, CUstream stream) {
-  show(kernel, stream);
+  show(kernel, nullptr, stream);
   return enqueue(stream, [] {
     count("kernels of device " + std::to_string(current_device()));
     run_kernel(current_device());

@@ -108,6 +108,7 @@ static CUresult pointer_attribute(void *value, CUpointer_attribute name, CUdevic
 }
 
 CUresult copy(void *to, const void *from, size_t bytes, CUstream stream) {
+  if (still() && bytes > GRANULARITY) return CUDA_SUCCESS;
   return enqueue(stream, [=] { memmove(to, from, bytes); });
 }
 
@@ -117,7 +118,13 @@ void copy_within(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
   if (!still()) memmove(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes);
 }
 
+static void show(Copy::Kind kind, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  Copy copy{kind, reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes};
+  show(nullptr, &copy, stream);
+}
+
 static CUresult copy(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  show(Copy::WITHIN, to, from, bytes, stream);
   return enqueue(stream, [=] { copy_within(to, from, bytes); });
 }
 
@@ -266,11 +273,14 @@ CUresult cuMulticastGetGranularity(size_t *granularity, const CUmulticastObjectP
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
   COUNT;
+  show(Copy::TO_DEVICE, to, reinterpret_cast<CUdeviceptr>(from), bytes, stream);
+  enqueue(stream, [=] { move(current_device(), "host_gb_s", bytes); });
   return copy(reinterpret_cast<void *>(to), from, bytes, stream);
 }
 
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
   COUNT;
+  show(Copy::TO_HOST, reinterpret_cast<CUdeviceptr>(to), from, bytes, stream);
   return copy(to, reinterpret_cast<void *>(from), bytes, stream);
 }
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <set>
 #include <mutex>
 #include <vector>
 
@@ -39,11 +40,12 @@ struct PeerTransfer {  // of a group: all sends are posted before a receive wait
 
 static thread_local int group_depth = 0;
 static thread_local std::vector<PeerTransfer> group;
+static thread_local std::set<CUstream> launched;  // streams on which the group has a kernel
 
 static Communicator *communicator(void *handle) { return static_cast<Communicator *>(handle); }
 
 static int initialize(void **handle, const std::string &name, int size, int rank) {
-  *handle = new Communicator{join(name, size), name, rank, current_device()};
+  *handle = new Communicator{join(name, size, rank), name, rank, current_device()};
   return 0;
 }
 
@@ -57,6 +59,12 @@ static int check(Communicator *c, CUstream stream) {
 static void count_bytes(const char *name, size_t bytes) {
   count(name);
   count(std::string(name) + " bytes", bytes);
+}
+
+// NCCL launches one kernel for all calls of a group.
+static CUresult launch_once(const std::string &kernel, CUstream stream) {
+  if (group_depth && !launched.insert(stream).second) return CUDA_SUCCESS;
+  return launch(kernel.c_str(), stream);
 }
 
 // Collectives of a communicator run in the order in which they are issued, also on several streams, as NCCL's do.
@@ -74,8 +82,7 @@ static int collective(const char *name, Kind kind, const void *send, void *recei
                       int reduction, int root, void *handle, CUstream stream) {
   Communicator *c = communicator(handle);
   if (int error = check(c, stream)) return error;
-  CUresult failed = launch(("ncclDevKernel_" + std::string(name + 4)).c_str(), stream);
-  if (failed) return 1;  // ncclUnhandledCudaError
+  if (launch_once("ncclDevKernel_" + std::string(name + 4), stream)) return 1;  // ncclUnhandledCudaError
   Request request{reinterpret_cast<uintptr_t>(send), n, type, reduction, root, getpid()};
   enqueue(stream, [=, number = c->issued++] {
     count_bytes(name, n * width_of(type));
@@ -85,6 +92,10 @@ static int collective(const char *name, Kind kind, const void *send, void *recei
 }
 
 static void exchange(const std::vector<PeerTransfer> &transfers) {
+  for (const PeerTransfer &t : transfers)
+    if (t.send)
+      move(t.communicator->device, link_of(t.communicator->clique, t.communicator->rank, t.peer),
+           t.request.count * width_of(t.request.type));
   for (const PeerTransfer &t : transfers)
     if (t.send) post_send(t.communicator->clique, t.communicator->rank, t.peer, t.request);
   for (const PeerTransfer &t : transfers) {
@@ -100,6 +111,7 @@ static int end_group() {
   std::map<CUstream, std::vector<PeerTransfer>> by_stream;
   for (const PeerTransfer &t : group) by_stream[t.stream].push_back(t);
   group.clear();
+  launched.clear();
   for (auto &[stream, transfers] : by_stream) {
     if (launch("ncclDevKernel_SendRecv", stream)) return 1;
     enqueue(stream, [transfers = transfers] { exchange(transfers); });

@@ -36,6 +36,7 @@ int cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
   memset(properties, 0, sizeof *properties);
   strcpy(properties->name, name_of(physical(device)).c_str());
   properties->major = model.major;
+  properties->minor = model.minor;
   properties->multiProcessorCount = model.multiprocessors;
   properties->totalGlobalMem = memory_of(physical(device));
   properties->l2CacheSize = model.l2;
@@ -137,7 +138,7 @@ int cudaGetFuncBySymbol(CUfunction *function, const void *) {
 int cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
   const Model &model = model_of(physical(current_device()));
   memset(attributes, 0, sizeof *attributes);
-  attributes->ptxVersion = attributes->binaryVersion = 10 * model.major;
+  attributes->ptxVersion = attributes->binaryVersion = 10 * model.major + model.minor;
   attributes->maxThreadsPerBlock = 1024;
   return cudaSuccess;
 }

@@ -7,18 +7,22 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <map>
 #include <sstream>
 #include <vector>
 
 namespace null_gpu {
 
-// Memory, multiprocessors and caches as `nvidia-smi` and cudaGetDeviceProperties show them.
+// Memory, multiprocessors and caches as `nvidia-smi` and cudaGetDeviceProperties show them; of B300 and
+// GB300 those in jaxbench/hardware.py.
 static const Model MODELS[] = {
-    {"h100", "NVIDIA H100 80GB HBM3", 9, 132, 84942979072, 52428800, 18},
-    {"h200", "NVIDIA H200", 9, 132, 150754820096, 62914560, 18},
-    {"b200", "NVIDIA B200", 10, 148, 191507202048, 132644864, 18},
-    {"gb200", "NVIDIA GB200", 10, 152, 198521650176, 132644864, 18},
+    {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 84942979072, 52428800, 18},
+    {"h200", "NVIDIA H200", 9, 0, 132, 150754820096, 62914560, 18},
+    {"b200", "NVIDIA B200", 10, 0, 148, 191507202048, 132644864, 18},
+    {"gb200", "NVIDIA GB200", 10, 0, 152, 198521650176, 132644864, 18},
+    {"b300", "NVIDIA B300", 10, 3, 158, 297021865984, 135528448, 18},
+    {"gb300", "NVIDIA GB300", 10, 3, 152, 297021079552, 135528448, 18},
 };
 
 std::string text_setting(const char *name) {
@@ -68,6 +72,19 @@ std::string name_of(int physical) {
 size_t memory_of(int physical) {
   static size_t megabytes = setting("NULL_GPU_MEMORY_MB", 0);
   return megabytes ? megabytes << 20 : model_of(physical).memory;
+}
+
+// NULL_GPU_STATE names a file of lines "GPU KEY VALUE": GPU is a number, counted over the nodes of a Slurm job, or * for
+// all; a later line holds. The file is read anew each time, so that a test may change it.
+double state_of(int physical, const std::string &key, double otherwise) {
+  static const auto *path = new std::string(text_setting("NULL_GPU_STATE"));
+  if (path->empty()) return otherwise;
+  std::ifstream file(*path);
+  const std::string gpu = std::to_string(setting("SLURM_NODEID", 0) * physical_devices() + physical);
+  std::string line, who, name;
+  for (double value; std::getline(file, line);)
+    if (std::istringstream(line) >> who >> name >> value && name == key && (who == "*" || who == gpu)) otherwise = value;
+  return otherwise;
 }
 
 void *opaque_handle() {

@@ -1,0 +1,62 @@
+"""`jaxbench check` on two nodes of null GPUs with planted faults."""
+
+import json
+
+import null_gpus
+import pytest
+
+from jaxbench.versions import installed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(null_gpus.missing() is not None, reason=str(null_gpus.missing())),
+    pytest.mark.skipif(
+        not installed("pynvml"), reason="needs nvidia-ml-py: pip install nvidia-ml-py"
+    ),
+]
+
+PLANTED = """
+* kernel_us 1000
+* host_gb_s 4
+* nvlink_gb_s 10
+* network_gb_s 5
+1 kernel_us 1300
+1 reasons 68
+1 sm_mhz 1500
+2 nvlink_gb_s 5
+2 nvlinks_down 9
+3 network_gb_s 2.5
+4 ecc_uncorrected 2
+6 power_limit_w 500
+"""
+"""A GPU that is hot, one with dead NVLinks, a slow adapter, ECC errors, a lowered power limit; GPUs
+4 to 7 are the second node's."""
+
+NAMED = {
+    "node0 gpu 1": ("bf16 products", "1500 of 1980 MHz under load: hardware thermal slowdown"),
+    "node0 gpu 2": ("exchange in a node", "9 of 18 NVLinks are down"),
+    "node0 gpu 3 - node1 gpu 3": ("exchange between nodes",),
+    "node1 gpu 0": ("uncorrected ECC errors: 2",),
+    "node1 gpu 2": ("power limit 500 W of 700",),
+}
+
+
+def test_the_check_names_what_is_planted(tmp_path):
+    (tmp_path / "state").write_text(PLANTED)
+    variables = null_gpus.environment(4, state=tmp_path / "state", still=1)
+    variables |= null_gpus.job_of_two()
+    program = ("-m", "jaxbench.check", "--output", str(tmp_path))
+    jobs = [
+        null_gpus.start(program=program, folder=tmp_path, **variables, JAX_PROCESS_ID=rank,
+                        SLURM_NODEID=rank, SLURMD_NODENAME=f"node{rank}")
+        for rank in "01"
+    ]  # fmt: skip
+    first, _ = [job.wait() for job in jobs]
+    report = json.loads((tmp_path / "check.json").read_text())
+    found = dict(line.split(": ", 1) for line in report["faults"])
+    assert found.keys() == NAMED.keys(), first.text
+    for where, parts in NAMED.items():
+        assert all(part in found[where] for part in parts)
+    assert [job.status for job in jobs] == [6, 6]
+    assert report["null"]
+    assert "null GPUs: nothing here is a measurement" in first.out
