@@ -1,5 +1,5 @@
 """Forecasts beside published step times: every row of configs/published.csv, and the best figures
-published later (anchors.csv). Writes the tables of docs/forecast.md.
+published later (anchors.csv). Writes the tables of docs/forecast.md, and their picture.
 
     python benchmarks/forecast.py [--output docs/forecast.md]
 
@@ -20,6 +20,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from forecast_picture import picture
+
 from jaxbench import hardware
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
@@ -29,7 +31,7 @@ from jaxbench.plan.processes import Target, plan_each
 from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.settings import Run
+from jaxbench.recipe.settings import BLOCKS, Run
 from jaxbench.versions import versions
 
 ANCHORS = Path(__file__).with_name("anchors.csv")
@@ -188,16 +190,24 @@ def main() -> int:
     check_compiler()
     tables, later = table_figures(), later_figures()
     plans = make_plans([*tables, *later])
+    blocks = [f for f in tables if f.recipe.endswith(tuple(BLOCKS))]
+    whole = [f for f in tables if f not in blocks]
+
+    def both(figures: list[Figure]) -> list[str]:
+        chosen = {figure: plans[figure] for figure in figures}
+        return [*summary(chosen), "", *table(chosen)]
+
     packages = versions() | {"commit": None, "source": None}
     names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
     lines = [
         f"{time.strftime('%Y-%m-%d')}. {names}.", "",
-        "### Published tables", "", *summary({f: plans[f] for f in tables}), "",
-        *table({f: plans[f] for f in tables}), "",
+        "### Published tables", "", *both(whole), "",
+        "### Published tables in MXFP8 and NVFP4", "", *both(blocks), "",
         "### Published since", "", *table({f: plans[f] for f in later}),
     ]  # fmt: skip
     before = args.output.read_text().partition(MARK)[0]
     write_whole(args.output, f"{before}{MARK}\n\n" + "\n".join(lines) + "\n")
+    write_whole(args.output.with_suffix(".svg"), picture(lines))
     print("\n".join(lines))
     return int(any(isinstance(plan, str) for plan in plans.values()))
 

@@ -46,10 +46,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbench import hardware
 from jaxbench.experts.dispatch import rank_slots
-from jaxbench.ops.fp8.per_tensor import GRADIENTS, VALUES
 from jaxbench.ops.grouped import BLOCK, NONE, Groups, group, pallas, xla
 from jaxbench.ops.grouped.groups import result_dtype
 from jaxbench.ops.pallas import undeprecated
+from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices, installed
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
@@ -145,7 +145,8 @@ def mosaic_interpreted(m: int, n: int, k: int) -> Iterator[None]:
         return product(**operands)
 
     def kernel(*args, **keywords):
-        return launch(*args, **keywords | {"interpret": mosaic_gpu.InterpretGPUParams()})
+        interpret = mosaic_gpu.InterpretGPUParams()  # type: ignore[attr-defined]  # of jax 0.11
+        return launch(*args, **keywords | {"interpret": interpret})
 
     with (
         mock.patch.object(mosaic_gpu, "kernel", kernel),
@@ -234,7 +235,7 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
     executable = lowered.compile(compiler_options=flags.options(run, "gpu") | candidate.options)
 
     flops, kind = 2 * rows * d * n, "bf16" if dtype == "bf16" else "f8e4m3fn"
-    multiplied = 2 * candidate.multiplied(product, groups, rows, gpu.chip.capability) * d * n
+    multiplied = 2 * candidate.multiplied(product, groups, rows, gpu.chip.major) * d * n
     targets = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
     rules = dict.fromkeys(targets, lambda i, scope: Work("product", kind, multiplied))
     walk = Walk(Program.parse(executable.as_text(), rules | pallas.RULES))

@@ -38,29 +38,10 @@ VERDICT = {
     "SIGSTOP": rf"failed: no sign of life for {WATCHDOG} s from rank {{}} on .*",
     "reset": rf"failed: {ALONE}",
     # While it saves, the watchdog waits for longer than JAX.
-    "cut": rf"failed: (no progress within the time limit of {WATCHDOG} s: rank .*|{ALONE})",
+    "cut": rf"failed: (no sign of life for {WATCHDOG} s from rank .*|{ALONE})",
     "cut off": r"interrupted: lost a node",
 }
 NETWORK = ("reset", "cut", "cut off")
-
-
-def processes(number: str) -> dict[int, int]:
-    """Process ids of a job's ranks that run Python, by rank."""
-    pids = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"jaxbench.train" not in (folder / "cmdline").read_bytes().split(b"\0"):
-                continue
-            words = (folder / "environ").read_bytes().decode().split("\0")
-        except OSError:  # the process has ended
-            continue
-        environment = dict(word.partition("=")[::2] for word in words)
-        if (
-            environment.get("SLURM_JOB_ID") == number
-            and (folder / "exe").resolve().stem[:6] == "python"
-        ):
-            pids[int(environment["SLURM_PROCID"])] = int(folder.name)
-    return pids
 
 
 class Loser:
@@ -126,7 +107,7 @@ class Loser:
             )
 
         kind = self.kind(saves)
-        wait(lambda: self.log_of(log, start) != "" and len(processes(number)) == 4)
+        wait(lambda: self.log_of(log, start) != "" and len(slurm.processes(number)) == 4)
         if kind == "SIGKILL" and self.draw.random() < 0.4:
             time.sleep(self.draw.uniform(0, 8))
         else:
@@ -134,7 +115,7 @@ class Loser:
             last = self.draw.randrange(min(len(self.losses(log)), STEPS - 1), STEPS)
             wait(lambda: len(self.losses(log)) > min(last, STEPS - 5))
             time.sleep(self.draw.uniform(0, 0.2))
-        rank, pids = self.draw.randrange(4), processes(number)
+        rank, pids = self.draw.randrange(4), slurm.processes(number)
         if self.verdict(log, start) is not None or rank not in pids:
             return None
         if kind in NETWORK:

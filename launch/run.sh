@@ -20,7 +20,8 @@ fi
 bind_near "${SLURM_LOCALID:-0}" "${SLURM_NTASKS_PER_NODE:-1}"
 
 rank=${SLURM_PROCID:-${JAX_PROCESS_ID:-0}}
-command=("$python" -m jaxbench.train "$@")
+node=${SLURMD_NODENAME:-$(hostname)}
+command=("$python" -m "jaxbench.${JAXBENCH_COMMAND:-train}" "$@") # check comes before train
 if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
   nsys=(nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop --trace=cuda,nvtx --nic-metrics=true
     --cpuctxsw=none --kill=none --force-overwrite=true
@@ -33,21 +34,21 @@ if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
   mkdir -p "$JAXBENCH_RESULTS/$SLURM_JOB_ID/nsys"
   command=("${nsys[@]}" "${command[@]}")
 fi
-[ -n "${JAXBENCH_EXITS:-}" ] || exec "${command[@]}"
+[ -n "${JAXBENCH_MESSAGES:-}" ] || exec "${command[@]}"
 
-# Slurm's signals reach the process itself. This shell records the exit status of the first rank that fails, which decides
-# the verdict: mkdir succeeds for one rank only.
+# In a job. Slurm's signals reach the process itself. Its last words and its exit status go to standard error, by srun's own
+# connection; the first exit status in them decides the verdict. All else is the rank's log.
 trap : TERM INT USR1
-node=${SLURMD_NODENAME:-$(hostname)} status=0
+exec 3>&2 2> /dev/null # where the shell would say that a signal ended the process
+export JAXBENCH_RANK="rank $rank on $node"
+say() { echo "$JAXBENCH_RANK: $1" >&3; }
+status=0
 [ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # marks where this start begins in the log
-if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' 2> /dev/null; then
-  "${command[@]}" || status=$?
+if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)'; then
+  "${command[@]}" 2>&1 || status=$?
 else
-  echo "error: node $node: no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into" \
-    "a folder that every node has to see" >&2
+  say "error: no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
   status=2
 fi
-if [ "$status" -ne 0 ] && mkdir "$JAXBENCH_EXITS/first" 2> /dev/null; then
-  echo "$rank $node $status" > "$JAXBENCH_EXITS/first/rank"
-fi
+[ "$status" = 0 ] || say "exit $status"
 exit "$status"

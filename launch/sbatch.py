@@ -1,5 +1,6 @@
 """Options of sbatch, checks before submission, and submission."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -120,11 +121,19 @@ def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
 
 
 def check_venv(folder: Path) -> None:
-    if not os.access(folder / "bin" / "python", os.X_OK):
-        raise RecipeError(
-            f"there is no virtual environment in {folder}: run launch/setup.sh, or name one in "
-            "JAXBENCH_VENV, or an image in RUN_CONF_IMAGE"
-        )
+    """Raises RecipeError for a virtual environment that is not there, or is not executable."""
+    python = folder / "bin" / "python"
+    if os.access(python, os.X_OK):
+        return
+    if os.path.lexists(python):
+        reason = "Permission denied"
+        with contextlib.suppress(PermissionError):
+            reason = "Permission denied" if python.exists() else "No such file or directory"
+        raise RecipeError(f"{python} ({os.path.realpath(python)}) cannot be executed: {reason}")
+    raise RecipeError(
+        f"there is no virtual environment in {folder}: run launch/setup.sh, or name one in "
+        "JAXBENCH_VENV, or an image in RUN_CONF_IMAGE"
+    )
 
 
 def image_path(name: str) -> str:
@@ -149,6 +158,18 @@ def check_image(image: str, mounts: Iterable[Path]) -> None:
             "RUN_CONF_IMAGE needs pyxis: srun has no option --container-image here; unset it to "
             "run in a virtual environment (launch/setup.sh)"
         )
+
+
+def refusal(script: str) -> list[str]:
+    """A warning if Slurm could start a job neither now nor later, as for more nodes than a
+    partition has. None of its nodes may be up now, so that is no error."""
+    done = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
+    reason = " ".join(done.stderr.split())
+    return (
+        [f"with its nodes as they are, Slurm will never start this job ({reason}); scancel ends it"]
+        if done.returncode
+        else []
+    )
 
 
 def submit(script: str) -> str:

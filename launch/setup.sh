@@ -12,7 +12,7 @@ with RUN_CONF_IMAGE a container image. Environment variables:
 
   JAXBENCH_VENV   the virtual environment (default: .venv in the source tree); launch/submit.sh reads it too
   PYTHON          the Python that makes it, 3.11 or newer (default: python3)
-  EXTRAS          what is installed: gpu (default), or of pyproject.toml plan, te, dev; several with commas between
+  EXTRAS          what is installed: gpu (default), or of pyproject.toml plan, te, dev, docs; several with commas between
   RUN_CONF_IMAGE  a container image for enroot and pyxis to make instead, such as /shared/jaxbench.sqsh
   IMAGE           what that image is built on (default: docker://python:3.12)
 END
@@ -29,6 +29,10 @@ venv=$(realpath -ms -- "${JAXBENCH_VENV:-$root/.venv}")
 cd "$root"
 
 extras=${EXTRAS:-gpu}
+[[ "$extras" =~ ^(gpu|plan|te|dev|docs)(,(gpu|plan|te|dev|docs))*$ ]] || {
+  echo "error: EXTRAS=$extras: expected gpu, plan, te, dev or docs, several with commas between" >&2
+  exit 2
+}
 size="few packages and no GPU"
 [[ ",$extras," != *,plan,* ]] || size="XLA's compiler for GPUs, about 1.4 GB"
 [[ ! ",$extras," =~ ,(gpu|te), ]] || size="JAX with CUDA, about 2.5 GB, 4.7 GB when unpacked"

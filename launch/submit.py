@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import sbatch  # noqa: E402
 from options import parse_train, train_options  # noqa: E402
-from variables import Variables, gpu_type, recipe_path, stage_folder  # noqa: E402
+from variables import Variables, gpu_type, misspelt, recipe_path, stage_folder  # noqa: E402
 
 import jaxbench  # noqa: E402
 from jaxbench.errors import RecipeError  # noqa: E402
@@ -147,13 +147,20 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "--local-devices", str(local), *arguments.as_texts(options),
         "--compilation-cache", str(stage / "cache"), "--resume",
     )  # fmt: skip
-    arguments.check_arguments(arguments.parse_arguments([*texts, "--output", str(results)]))
+    train = arguments.parse_arguments([*texts, "--output", str(results)])
+    arguments.check_arguments(train)
+    arguments.check_profiled(train, gpus // per_node * processes)
     name = f"{run.recipe}_{gpus}"
+    check = args.check or ("on" if not args.cpu and gpus > per_node else "off")
+    if args.exclude_slow and check == "off":
+        raise RecipeError("--exclude-slow on one node needs --check on")
     image, venv = variables.text("RUN_CONF_IMAGE"), variables.text("JAXBENCH_VENV")
     settings |= {
         "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_STAGE": str(stage), "JAXBENCH_RESULTS": str(results),
         "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": args.system or "",
         "JAXBENCH_LOCAL_DEVICES": str(local), "JAXBENCH_RESTARTS": str(args.restarts),
+        "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
+        "JAXBENCH_CHECK_OPTIONS": f"--{'cpu' if args.cpu else 'local'}-devices {local}",
         **({"RUN_CONF_IMAGE": sbatch.image_path(image)} if image else {}),
         **({"JAXBENCH_VENV": str(Path(venv).absolute())} if venv else {}),
     }  # fmt: skip
@@ -194,6 +201,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--restarts", type=int, default=3, help="times that a saving job is requeued by itself")
     add("--requeue-at-time-limit", action="store_true",
         help="let a saving job go on in a new start when it reaches its time limit")  # fmt: skip
+    add("--check", choices=("on", "warn", "off"),
+        help="measure GPUs, links and nodes first (jaxbench check), and end if one is slow or "
+        "broken, or only say so (default on for jobs of several nodes)")  # fmt: skip
+    add("--exclude-slow", action="store_true",
+        help="requeue the job without the nodes that the check names")  # fmt: skip
     add("--cpu", action="store_true", help="rehearse: the smoke row, a CPU device for each GPU")
     add("--dry-run", action="store_true", help="print the batch script and the resolved recipe")
     at = argv.index("--") if "--" in argv else len(argv)
@@ -204,7 +216,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             raise RecipeError(
                 f"{unknown[0]} is an option of train: launch/submit.sh ... -- {shlex.join(unknown)}"
             )
-        raise RecipeError(f"unrecognized arguments: {shlex.join(unknown)}; see --help")
+        parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
+    if args.restarts < 0:
+        raise RecipeError(f"--restarts {args.restarts}: expected 0 or more")
+    if args.exclude_slow and args.check in ("warn", "off"):
+        raise RecipeError(f"--exclude-slow needs the check: leave out --check {args.check}")
     args.train = parse_train(argv[at + 1 :])
     return args
 
@@ -222,11 +238,12 @@ def main(argv: list[str] | None = None) -> int:
             print("".join(f"# {line}\n" for line in job.remarks()), end="")
             return 0
         sbatch.check(job.results, job.settings, ROOT)
+        warnings = [*misspelt(os.environ), *job.warnings(), *sbatch.refusal(job.script())]
         number = submit(job)
     except (RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in job.warnings():
+    for line in warnings:
         print(f"warning: {line}", file=sys.stderr)
     print(f"job {number}: {job.folder(number)}")
     print(f"watch it: tail -F {shlex.quote(str(job.log(number)))}")

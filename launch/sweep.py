@@ -14,13 +14,15 @@ submitted.
 import json
 import os
 import shlex
-import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sbatch
@@ -28,6 +30,7 @@ import submit
 
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_json, write_whole
+from jaxbench.jobs import queue, record_of, state
 from jaxbench.recipe import recipes
 from jaxbench.report import command as report
 from jaxbench.report.page import page
@@ -105,43 +108,21 @@ def entries(path: Path) -> list[Entry]:
     return runs
 
 
-def state(job: dict[str, str], queued: set[str]) -> str:
-    """`completed`, `running`, `pending`, `failed` or `interrupted` with the cause, or `lost`: not
-    ended in its record, and not in Slurm's queue. A failed job in the queue was requeued, and is
-    pending."""
-    path = Path(job["folder"]) / "run.json"
-    record = json.loads(path.read_text()) if path.exists() else {"status": "pending"}
-    recorded = record["status"]
-    if recorded == "completed":
-        return recorded
-    if job["id"] in queued:
-        return "running" if recorded == "running" else "pending"
-    if recorded in ("running", "pending"):
-        return "lost"
-    cause = record.get("cause")
-    return f"{recorded}: {cause}" if cause else recorded
+def new(run: Entry, jobs: Mapping[str, Any]) -> str:
+    """`new`, with the options under which the run was submitted before, if it was."""
+    base = run.key([])
+    rests = [key[len(base) :] for key in jobs if key.startswith(f"{base} ") or key == base]
+    others = [rest.strip() or "no options" for rest in rests if not rest.startswith(" --set=")]
+    return f"new, there with {', with '.join(others)}" if others else "new"
 
 
 def result(job: dict[str, str]) -> str:
     """The step time and rate of a completed run."""
-    summary = json.loads((Path(job["folder"]) / "run.json").read_text()).get("summary")
+    summary = record_of(Path(job["folder"])).get("summary")
     if summary is None:
         return ""
     rate, time = summary["tokens_per_s_per_gpu"], summary["step_time_s"]["mean"]
     return f"{time:.4g} s, {rate:.1f} tokens/s per GPU"
-
-
-def queue() -> set[str]:
-    """Ids of this user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer: jobs
-    would seem lost and be submitted again."""
-    command = ["squeue", "--me", "--noheader", "--format=%A"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise RecipeError(sbatch.NO_SLURM) from error
-    if done.returncode:
-        raise RecipeError(f"squeue: {' '.join(done.stderr.split())}")
-    return set(done.stdout.split())
 
 
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:
@@ -161,11 +142,17 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
     for run in entries(path):
         if (first := runs.setdefault(run.key(options), run)) is not run:
             raise RecipeError(f"{run.where}: the same run as {first.where}; use repeats")
-    states = {key: state(jobs[key], queued) if key in jobs else "new" for key in runs}
+    states = {
+        key: state(job["id"], record_of(Path(job["folder"])), queued)
+        if (job := jobs.get(key))
+        else new(run, jobs)
+        for key, run in runs.items()
+    }
     missing = [key for key, value in states.items() if value not in DONE and not show]
     checked = {key: runs[key].job(options) for key in missing}
     for key, run in runs.items():
         if key in checked:
+            warnings = sbatch.refusal(checked[key].script())
             try:
                 number = submit.submit(checked[key])
             except RecipeError as error:
@@ -173,6 +160,8 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
             jobs[key] = {"id": number, "folder": str(checked[key].folder(number))}
             write_json(store, jobs)
             states[key] += ", submitted"
+            for line in warnings:
+                print(f"warning: {run.where}: job {number}: {line}", file=sys.stderr)
         done = states[key] == "completed"
         text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
         print(f"{run}  {states[key]:27} {text}")

@@ -1,5 +1,6 @@
 """The published environment variables (docs/reference/launch.md)."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,27 @@ PROFILED_STEPS = {"grok1": (20, 30, 50), "nemotron4": (20, 30, 50), "nemotronh":
 """First profiled step, the one after the last, and run length, as published."""
 LLAMA_PROFILED_STEPS = (20, 25, 25)
 TRACED_STEPS = 5
+
+
+KNOWN = (
+    "WORKLOAD", "MODEL_SIZE", "DTYPE", "GPU_TYPE", "JOB_TOTAL_GPUS", "GPUS_PER_NODE", "STAGE_PATH",
+    "LLMB_INSTALL", "LLMB_WORKLOAD", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_GPUS_PER_NODE",
+    "ADDITIONAL_SLURM_PARAMS", "TIME_LIMIT", "MAX_STEPS", "ENABLE_PROFILE", "PROFILE_START_STEP",
+    "PROFILE_STOP_STEP", "ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE", "ENABLE_CHECKPOINT",
+    "LOAD_CHECKPOINT_PATH", "JAXBENCH_VENV", "DRY_RUN", *(f"RUN_CONF_{name}" for name in (
+        "GPU_PER_NODE", "MAX_STEPS", "PROFILE_START_STEP", "PROFILE_STOP_STEP", "PROFILE_RANKS",
+        "PROFILE_GPU_METRICS", "PROFILE_CPU", "IMAGE",
+    )),
+)  # fmt: skip
+"""All variables that the launcher reads, but for Slurm's own names of three."""
+
+
+def misspelt(environment: Mapping[str, str]) -> list[str]:
+    """A warning for each variable that nothing reads and whose name is nearly that of one that the
+    launcher reads."""
+    names = sorted(name for name in environment if name not in KNOWN and name[:6] != "SLURM_")
+    near = {name: difflib.get_close_matches(name, KNOWN, 1, cutoff=0.9) for name in names}
+    return [f"{name} is not read; is {match[0]} meant?" for name, match in near.items() if match]
 
 
 class Variables:

@@ -38,6 +38,7 @@ def refused(options, variables, message, monkeypatch, capsys):
 
 
 SBATCH = """#!/bin/sh
+if [ "$1" = --test-only ]; then cat "{folder}/refused" >&2 2> /dev/null && exit 1; exit 0; fi
 number=$(( $(ls "{folder}" | grep -c '^script-') + 77 ))
 cat > "{folder}/script-$number"
 echo $number
@@ -46,7 +47,7 @@ echo $number
 
 def slurm(folder, *, answer=SBATCH, pyxis=True):
     """The PATH of commands that take every job: submitted scripts are `script-<id>` in the folder,
-    ids from 77; jobs in `queue` are in the queue."""
+    ids from 77; jobs in `queue` are in the queue; `refused` is why it will never start any."""
     places = folder / "bin"
     places.mkdir(parents=True, exist_ok=True)
     container = "      --container-image=IMAGE  [pyxis]" if pyxis else ""

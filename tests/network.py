@@ -27,6 +27,12 @@ def missing() -> str | None:
 class Started:
     """A context manager whose `__exit__` ends what `_start` began, also where that failed."""
 
+    def _start(self):
+        raise NotImplementedError
+
+    def __exit__(self, *_):
+        raise NotImplementedError
+
     def __enter__(self):
         try:
             self._start()

@@ -192,13 +192,32 @@ def submit(cluster: Cluster, stage: Path, *options: str, **variables: str) -> tu
     return number, Path(folder)
 
 
-def wait(cluster, number, condition, seconds=150) -> dict[str, str]:
+def wait(cluster, number, condition, seconds=300) -> dict[str, str]:
     """Waits for a condition on what Slurm says about a job; returns that."""
     end = time.monotonic() + seconds
     while not condition(job := cluster.job(number)):
         assert time.monotonic() < end, (job, cluster.log()[-3000:])
         time.sleep(0.3)
     return job
+
+
+def processes(number: str) -> dict[int, int]:
+    """Process ids of a job's ranks that run Python, by rank."""
+    pids = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"jaxbench.train" not in (folder / "cmdline").read_bytes().split(b"\0"):
+                continue
+            words = (folder / "environ").read_bytes().decode().split("\0")
+        except OSError:  # the process has ended
+            continue
+        environment = dict(word.partition("=")[::2] for word in words)
+        if (
+            environment.get("SLURM_JOB_ID") == number
+            and (folder / "exe").resolve().stem[:6] == "python"
+        ):
+            pids[int(environment["SLURM_PROCID"])] = int(folder.name)
+    return pids
 
 
 def ended(job: dict[str, str]) -> bool:

@@ -11,7 +11,7 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.ops import fp8
+from jaxbench.ops import quantized
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe.settings import Precision, Run
@@ -46,7 +46,7 @@ CHOICES = (
     Choice("llama31_8b_fp8", flag("xla_gpu_enable_command_buffer=")),
     Choice("llama31_8b_fp8", "execution.remat=query,key,value,attention,gate,up"),
     Choice("llama2_70b_fp8", flag("xla_gpu_enable_while_loop_double_buffering=false")),
-    Choice("nemotronh_56b_fp8", "execution.ssd=pallas"),
+    Choice("nemotronh_56b_fp8", "execution.ssd=xla"),
     Choice("nemotronh_56b_fp8", flag("xla_gpu_enable_command_buffer=")),
     Choice("nemotronh_56b_fp8", flag("xla_gpu_enable_triton_gemm=true")),
     Choice("llama31_8b_bf16", "execution.attention=xla"),
@@ -70,7 +70,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     """Times each choice between two measurements of the unchanged row."""
     for choice in CHOICES:
         what = f"{choice.recipe}: {choice.change}"
-        implementation = fp8.IMPLEMENTATIONS[choice.implementation]
+        implementation = quantized.IMPLEMENTATIONS[choice.implementation]
         if reason := implementation.refusal(Precision(dtype="fp8"), "gpu"):
             yield Finding(what, NOT_RUN, reason)
             continue

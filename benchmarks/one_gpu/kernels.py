@@ -8,14 +8,14 @@ from statistics import median
 
 import jax
 
-from jaxbench import calibrate
+from jaxbench.calibrate import command as calibrate
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
-from jaxbench.xla.schedule import Kernel
+from jaxbench.xla.timeline import Kernel
 from one_gpu.context import MEASURED, OK, Context, Finding
 
 
@@ -46,7 +46,8 @@ def expected(costs: Measured, probe: calibrate.Probe) -> float:
     if kind == "attention":
         return costs.work(Work(kind, "bf16", 0, sizes, backward=name == "backward"))
     if kind == "memory":
-        return sum(costs.kernel(Kernel((), *sizes, "")).values())
+        (moved,) = sizes
+        return sum(costs.kernel(Kernel((), moved, "")).values())
     group, whole = sizes
     result = whole // group if name == "reduce-scatter" else whole
     return costs.collective(Collective(name, "", result, tuple(range(group)), 1, ""))

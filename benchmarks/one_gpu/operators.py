@@ -16,7 +16,7 @@ from jaxbench import mesh, ssd
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext, Weight
-from jaxbench.ops import attention, dense, embedding, fp8, grouped, loss
+from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.plan.absent import compile_only_devices
@@ -101,7 +101,7 @@ class OneProduct(nnx.Module):
     """A block with a single weight."""
 
     def __init__(self, weight):
-        self.w = Weight(weight, fp8=True)
+        self.w = Weight(weight, quantized=True)
 
 
 def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -112,10 +112,10 @@ def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array
     precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
     histories = [jnp.full((1, 1, 3, 4), 6.0)]
     stack = OneProduct(w[None])
-    (observing,) = fp8.with_observed(
-        fp8.scale([stack], histories, precision), fp8.zero_observed(histories)
+    (observing,) = quantized.with_observed(
+        quantized.scale([stack], histories, precision), quantized.zero_observed(histories)
     )
-    block = fp8.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
+    block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
     return dense.dot("BSD,DF->BSF", x, block.w, dims)
 
 
@@ -150,7 +150,7 @@ def product_shapes(ctx: Context) -> set[tuple[int, int, int]]:
 def implementations() -> list[str]:
     """FP8 implementations that can run here."""
     precision, platform = Precision(dtype="fp8"), jax.default_backend()
-    return [n for n, i in fp8.IMPLEMENTATIONS.items() if not i.refusal(precision, platform)]
+    return [n for n, i in quantized.IMPLEMENTATIONS.items() if not i.refusal(precision, platform)]
 
 
 def mixers(ctx: Context) -> Iterator[Case]:

@@ -6,6 +6,7 @@ waits for a device or disturbs a step.
 
 import json
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,10 @@ import jax
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.jax_internals import coordination_client
+
+ARRIVAL_S = 900.0
+"""Longest time for which a process waits for others that compile: on a busy host they may take some
+minutes more, and Gloo waits for half a minute."""
 
 TIMEOUT_MS = 300_000
 """Longest time for which a process waits for a value of another one."""
@@ -36,8 +41,30 @@ def join() -> None:
                 "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers"
             ) from error
         jax.distributed.initialize(address, count, index)
+        _say_host(index)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         jax.distributed.initialize()
+        _say_host(int(os.environ["SLURM_PROCID"]))
+
+
+def node() -> str:
+    """This node's name: Slurm's, as its options take it, or the host's."""
+    return os.environ.get("SLURMD_NODENAME", platform.node())
+
+
+def _say_host(rank: int) -> None:
+    """Tells the others where this process is. To ask JAX for its rank would look for devices."""
+    coordination_client().key_value_set(f"jaxbench/host/{rank}", platform.node())
+
+
+def one_of_node(name: str) -> bool:
+    """Returns True in the first process of each node that asks. A name serves once."""
+    if (client := coordination_client()) is not None:
+        try:
+            client.key_value_set(f"jaxbench/{name}/{node()}", "")
+        except jax.errors.JaxRuntimeError:
+            return False
+    return True
 
 
 def broadcast(name: str, make: Callable[[], Any]) -> Any:
@@ -99,3 +126,25 @@ def barrier(name: str, seconds: float) -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
+
+
+def meet(name: str, seconds: float = ARRIVAL_S) -> None:
+    """Waits until all processes have come to the same point. A name serves once. Raises RunFailed
+    that names those which have not come in time, before a collective fails for the lack of them."""
+    client = coordination_client()
+    if client is None:
+        return
+    client.key_value_set(f"jaxbench/{name}/{jax.process_index()}", "")
+    if barrier(name, seconds):
+        return
+    hosts, here = (_by_rank(prefix) for prefix in ("jaxbench/host", f"jaxbench/{name}"))
+    missing = [rank for rank in range(jax.process_count()) if rank not in here]
+    named = ", ".join(f"rank {rank} on {hosts.get(rank, '?')}" for rank in missing[:8])
+    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    came = f"not there after {seconds:g} s: {named}{more}" if missing else "the barrier failed"
+    raise RunFailed(f"{name}: {came}", "network")
+
+
+def _by_rank(prefix: str) -> dict[int, str]:
+    values = coordination_client().key_value_dir_get(prefix)
+    return {int(key.rpartition("/")[2]): value for key, value in values}

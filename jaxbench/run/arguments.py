@@ -1,4 +1,4 @@
-"""Options of `python -m jaxbench.train` and their checks.
+"""Options of `jaxbench train` and their checks.
 
 Needs no JAX: `launch/submit.py` checks the options of a job on a login node.
 """
@@ -6,36 +6,52 @@ Needs no JAX: `launch/submit.py` checks the options of a job on a login node.
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxbench.errors import RecipeError
+from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
+from jaxbench.run.streams import STREAMS, check_stream
+from jaxbench.terminal import Parser, completes
 
+KEEP = 2
+"""Checkpoints that are kept."""
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises RecipeError of one line, without the usage."""
+PROFILED_RANKS = "0,1,2,3,4,5,6,7"
+"""Processes that are profiled, as far as the job has them."""
 
-    def error(self, message: str) -> NoReturn:
-        """Raises what argparse would print before it exits."""
-        raise RecipeError(message)
+EXAMPLES = """
+    jaxbench train --config llama2_70b_bf16                      without a GPU: the smoke row
+    jaxbench train --config llama31_8b_bf16 --gpus 8             the row for 8 GPUs
+    jaxbench train --config llama31_8b_bf16 --steps 20 --cpu-devices 8 \\
+        --set parallelism.fsdp=4 --set parallelism.tensor=2      a mesh of 8 CPU devices
+    jaxbench train --config llama31_8b_bf16 --output run --checkpoint-every 50 --resume
+"""
 
 
 # fmt: off
 def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
-    parser = Parser(prog="python -m jaxbench.train", description="Runs one training benchmark.")
-    add = parser.add_argument
-    add("--config", required=True, help="recipe file or name, such as llama2_70b_bf16")
+    parser = Parser(
+        prog="jaxbench train", examples=EXAMPLES, allow_abbrev=False,
+        description="Runs one training benchmark on the devices of this job.",
+    )
+    add = parser.add_argument_group("what to run").add_argument
+    completes(add("--config", required=True, help="recipe file or name, such as llama2_70b_bf16"),
+              recipes.names)
     add("--gpus", type=int, help="fail unless the job has exactly this many GPUs")
-    add("--set", action="append", default=[], metavar="KEY=VALUE",
-        help="change a setting of the row: parallelism.fsdp=4")
+    completes(add("--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting of the row: parallelism.fsdp=4"), recipes.settings, end="=")
     add("--steps", type=int,
         help=f"optimizer steps (default {STEPS}, as published, and {SMOKE_STEPS} of the smoke row; "
         "with --restore one more than it had)")
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add("--output", type=Path,
         help="new folder for the records (default results/<recipe>/<row>/<time>)")
+    add("--stream", choices=list(STREAMS),
+        help="write every step for this tool too, into the folder of the records")
+    add = parser.add_argument_group("devices").add_argument
     add("--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh")
     add("--local-devices", type=int, metavar="N",
         help="fail, naming the node, where a process does not see exactly N devices")
@@ -49,7 +65,7 @@ def add_saving(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("save and resume").add_argument
     add("--checkpoint", action="store_true", help="save at the end, and when a signal stops it")
     add("--checkpoint-every", type=int, metavar="N", help="save every N steps too")
-    add("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default 2)")
+    add("--keep", type=int, metavar="K", help=f"checkpoints to keep (default {KEEP})")
     add("--resume", action="store_true",
         help="continue the run in --output from its last checkpoint, or begin it")
     add("--restore", type=Path, metavar="PATH",
@@ -64,7 +80,7 @@ def add_profiling(parser: argparse.ArgumentParser) -> None:
     add("--profile", choices=("jax", "nsys"), help="profile some steps")
     add("--profile-steps", type=profile_steps, default=(20, 25), metavar="FIRST-STOP",
         help="from before step FIRST to before step STOP (default 20-25)")
-    add("--profile-ranks", default="0,1,2,3,4,5,6,7", metavar="N,N", type=ranks,
+    add("--profile-ranks", default=PROFILED_RANKS, metavar="N,N", type=ranks,
         help="processes that are profiled (default 0 to 7)")
     add("--nccl-trace", action="store_true", help="let NCCL write what it does")
     add("--pgle", action="store_true",
@@ -132,5 +148,17 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise RecipeError(f"{' and '.join(used)} exclude each other")
     if args.profile and args.profile_steps[0] >= (args.steps or STEPS):
         raise RecipeError(f"--profile-steps {args.profile_steps[0]} is beyond the last step")
+    check_stream(args.stream)
+    if args.keep is not None and not args.checkpoint and args.checkpoint_every is None:
+        raise RecipeError(f"--keep {args.keep} needs --checkpoint or --checkpoint-every")
     if args.resume and args.output is None:
         raise RecipeError("--resume needs --output, the folder of the run to continue")
+
+
+def check_profiled(args: argparse.Namespace, processes: int) -> None:
+    """Raises RecipeError for ranks to profile that the job does not have."""
+    absent = [rank for rank in args.profile_ranks if rank >= processes]
+    if args.profile and absent and args.profile_ranks != ranks(PROFILED_RANKS):
+        raise RecipeError(
+            f"--profile-ranks {','.join(map(str, absent))}: the job has ranks 0 to {processes - 1}"
+        )

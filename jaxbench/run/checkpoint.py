@@ -23,6 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.heartbeat import Heartbeat
@@ -102,7 +103,10 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=keep,
                     cleanup_tmp_directories=True,
-                    async_options=ocp.AsyncOptions(post_finalization_callback=self._completed),
+                    async_options=ocp.AsyncOptions(
+                        post_finalization_callback=self._completed,
+                        barrier_sync_fn=_unless_failed(get_barrier_sync_fn()),
+                    ),
                 ),
             )
 
@@ -171,6 +175,17 @@ class Checkpoints:
         return (
             f"; the last good one is of step {complete[-1]}" if complete else "; there is no other"
         )
+
+
+def _unless_failed(barrier: Callable[..., None]) -> Callable[..., None]:
+    """A barrier of Orbax at which a process whose own save failed does not wait: the others, which
+    wait for its part, would keep it there for the ten minutes that Orbax gives a save."""
+
+    def wait(*, key: str, timeout_ms: int) -> None:
+        if sys.exc_info()[0] is None:
+            barrier(key=key, timeout_ms=timeout_ms)
+
+    return wait
 
 
 def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:

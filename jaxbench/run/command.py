@@ -7,13 +7,12 @@ import sys
 import jax
 
 from jaxbench.cluster import job
-from jaxbench.cluster.causes import cause_of
-from jaxbench.errors import STATUS, RecipeError, RunFailed
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import MEMORY_FRACTION, identify
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import devices, profiling, session
-from jaxbench.run.arguments import check_arguments, parse_arguments
+from jaxbench.run.arguments import check_arguments, check_profiled, parse_arguments
 from jaxbench.run.start import prepare
 from jaxbench.train.program import check_run
 from jaxbench.xla import flags
@@ -30,10 +29,9 @@ def main(argv: list[str] | None = None) -> int:
             profiling.check_nsys()
         run, prepared = prepare(find_run(args, recipe, overrides), args)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         # If all processes have an error, each exits in order. If only some have, as on a node
         # without GPUs, they must not wait for the others.
-        return session.leave(STATUS[cause_of(error)], wait=job.barrier("refused", 5))
+        return session.refuse(error, wait=job.barrier("refused", 5))
     if prepared is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0
@@ -51,19 +49,20 @@ def find_run(
     devices.limit_host_memory()
     job.join()
     count, platform = devices.find()
+    check_profiled(args, jax.process_count())
     if args.local_devices is not None:
         devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
     if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
         print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
     row = recipes.choose_row(platform, count, args.gpus)
+    gpu = identify(jax.devices()[0].device_kind)
     if row != recipes.SMOKE:
-        gpu = identify(jax.devices()[0].device_kind)
         recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
     steps = STEPS if args.profile and args.steps is None else args.steps  # 20 to 25 are profiled
     run = recipes.resolve(
         recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
     )
-    check_run(run, platform)
+    check_run(run, platform, gpu)
     if args.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     return run

@@ -1,7 +1,7 @@
 """The processes of a run side by side: step times, waits, and the speed of each GPU alone."""
 
-import platform
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxbench.cluster import job
 from jaxbench.recipe.window import spread
+from jaxbench.run import sampling
 
 SIZE, PRODUCTS, ROUNDS = 4096, 64, 4
 """Matrix products that a GPU does alone after training: 9 TFLOP in each round."""
@@ -21,14 +22,17 @@ SLOW = 1.2
 by less, and a GPU that is throttled by more."""
 
 
-def gathered(times: list[tuple[float, float]], probe: bool) -> list[dict[str, Any]]:
+def gathered(
+    times: list[tuple[float, float]], probe: bool, sampled: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Step times (mean, deviation, median, p95) and mean wait of every process in s, without the
-    first step; with `probe` the times of its GPUs' products; complete in rank 0.
+    first step; with `probe` the times of its GPUs' products; their telemetry, of the process that
+    has `sampled` those of the node; complete in rank 0.
 
     Collectives make all processes as slow as the slowest. Its host shows by the smallest `wait_s`,
     the mean time for which a process waits for its device; its GPU by the products.
     """
-    entry: dict[str, Any] = {"rank": jax.process_index(), "host": platform.node()}
+    entry: dict[str, Any] = {"rank": jax.process_index(), "host": job.node()}
     if len(times) > 1:
         measured, waits = zip(*times[1:], strict=True)
         entry |= {"step_time_s": spread(list(measured)), "wait_s": sum(waits) / len(waits)}
@@ -36,7 +40,14 @@ def gathered(times: list[tuple[float, float]], probe: bool) -> list[dict[str, An
         # The run is complete: a GPU that has no memory left for the products does not fail it.
         with suppress(jax.errors.JaxRuntimeError):
             entry["products_s"] = products_s()
-    return job.gather("stragglers", entry)
+    sent = {"entry": entry, "numbers": sampling.numbers(), "sampled": sampled}
+    received = job.gather("stragglers", sent)
+    told = {(r["entry"]["host"], gpu["gpu"]): gpu for r in received for gpu in r["sampled"]}
+    for r in received:
+        places = [(r["entry"]["host"], number) for number in r["numbers"]]
+        if gpus := [told[place] for place in places if place in told]:
+            r["entry"]["gpus"] = gpus
+    return [r["entry"] for r in received]
 
 
 def products_s() -> list[float]:
@@ -49,23 +60,32 @@ def products_s() -> list[float]:
     local = jax.sharding.Mesh(np.array(devices), ("local",))
 
     def products(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, PRODUCTS, lambda _, y: x @ y, x)
+        # Two in an iteration: of one, XLA would copy the result to where the loop has its operand.
+        return jax.lax.fori_loop(0, PRODUCTS // 2, lambda _, y: x @ (x @ y), x)
 
-    with jax.set_mesh(local), ThreadPoolExecutor(len(devices)) as threads:
+    with jax.set_mesh(local):
         x = jax.device_put(every, jax.NamedSharding(local, jax.P("local")))
         program = jax.jit(products).lower(x).compile({"xla_gpu_autotune_level": "0"})
+        times = device_seconds(program, x)
+    return [times[device] for device in devices]
 
-        def round_s() -> list[float]:
+
+def device_seconds(program: Callable[..., jax.Array], *arguments: Any) -> dict[jax.Device, float]:
+    """Seconds in which each device of this process runs a program, the least of some rounds, after
+    one that loads the kernels."""
+    least: dict[jax.Device, float] = {}
+    with ThreadPoolExecutor(jax.local_device_count()) as threads:
+        for number in range(ROUNDS + 1):
             began = time.perf_counter()
 
-            def wait(shard: Any) -> float:
+            def wait(shard: Any, began: float = began) -> tuple[jax.Device, float]:
                 jax.block_until_ready(shard.data)
-                return time.perf_counter() - began
+                return shard.device, time.perf_counter() - began
 
-            return list(threads.map(wait, program(x).addressable_shards))
-
-        round_s()  # loads the kernels
-        return [min(seconds) for seconds in zip(*(round_s() for _ in range(ROUNDS)), strict=True)]
+            for device, seconds in threads.map(wait, program(*arguments).addressable_shards):
+                if number:
+                    least[device] = min(seconds, least.get(device, seconds))
+    return least
 
 
 def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:

@@ -12,9 +12,10 @@ from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import Lines, ReservedJson, write_whole
 from jaxbench.hardware import NULL, peak_tflops
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.throughput import throughput
+from jaxbench.recipe.throughput import energy, throughput
 from jaxbench.recipe.verdict import SMOKE
-from jaxbench.run import summary
+from jaxbench.run import sampling, summary
+from jaxbench.run.streams import Stream
 
 SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""
@@ -54,14 +55,17 @@ class Recorder:
 
     Every step is written to `steps.jsonl` and, in both published formats, to
     `log-<recipe>_<row>.out`; on a terminal a progress bar shows the last one, elsewhere a short
-    line. A run that is resumed at step `start` keeps the recorded steps before.
+    line. A run that is resumed at step `start` keeps the recorded steps before. `stream` gets every
+    step too.
     """
 
-    def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0):
+    def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0,
+                 stream: Stream | None = None):  # fmt: skip
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
         self._bar: Any = None
+        self._stream = stream
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
@@ -145,6 +149,9 @@ class Recorder:
             raise self._unwritable(error) from error
         for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
             self._to_log(text)
+        if self._stream is not None:
+            numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
+            self._stream.step(line["step"], numbers)
         if self._bar is None:
             print(summary.short_line(run, line), flush=True)
         else:
@@ -158,7 +165,12 @@ class Recorder:
     def summary(self) -> dict[str, Any]:
         """The record's `summary` and `loss` of the steps until now."""
         device = self.record["hardware"]["device"]
-        return summary.summary(self.run, self.steps, peak_tflops(device, self.run.precision.dtype))
+        peak = peak_tflops(device, self.run.precision.dtype)
+        figures = summary.summary(self.run, self.steps, peak)
+        watts = sampling.watts(self.record.get("ranks", []), self.run.gpus)
+        if watts and figures:
+            figures["summary"] |= energy(watts, figures["summary"]["tokens_per_s"])
+        return figures
 
     def finish(self, status: str, reason: str | None, cause: str | None = None) -> None:
         """Completes run.json and prints the result; without a folder prints the reason of a
@@ -183,5 +195,6 @@ class Recorder:
                 "page:   the same with --format html --output report.html",
             ):
                 self.say(line)
-            for file in (self._json, self._log, self._jsonl):
-                file.close()
+            for file in (self._json, self._log, self._jsonl, self._stream):
+                if file is not None:
+                    file.close()

@@ -1,6 +1,7 @@
 """One run of a benchmark: the training loop with records, checkpoints, profiles, signals and
 heartbeats around it."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -19,21 +20,24 @@ from jaxbench import mesh
 from jaxbench.cluster import job, watchdog
 from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.heartbeat import Heartbeat
+from jaxbench.cluster.messages import tell
 from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watched import watched
 from jaxbench.errors import STATUS, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import NULL, identify
-from jaxbench.jax_internals import coordination_client
+from jaxbench.jax_internals import compilations, coordination_client
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import too_short
-from jaxbench.run import plausible, profiling, repeatable
+from jaxbench.run import plausible, profiling, repeatable, sampling
+from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import program_cache
 from jaxbench.run.devices import check_host_memory, hardware, variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import SCHEMA, Recorder, read
+from jaxbench.run.streams import open_stream
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
@@ -59,9 +63,10 @@ class Session:
 def new_record(run: Run, session: Session) -> dict[str, Any]:
     """run.json before the first step."""
     devices, options = hardware(), session.options
-    path, resumed = session.folder / "run.json", []
+    path, resumed, first = session.folder / "run.json", [], session.start
     if options.resume and path.exists():
-        resumed = [*read(path)["resumed_at"], session.start]
+        before = read(path)
+        resumed, first = [*before["resumed_at"], session.start], before.get("first_step", 0)
     reasons = published.differences(run, devices["device"])
     if devices["null"]:
         reasons.append(NULL)
@@ -73,7 +78,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         reasons.append("it was traced (NCCL)")
     if resumed:
         reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
-    reasons = reasons or too_short(run.steps)
+    reasons = reasons or too_short(run.steps, first)
     row = published.lookup(run, identify(devices["device"]))
     return {
         "schema": SCHEMA,
@@ -95,6 +100,7 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         },
         "parameters": flops.parameters(run.model)["total"],
         "published": row and asdict(row),
+        "first_step": first,
         "resumed_at": resumed,
     }
 
@@ -106,15 +112,19 @@ def benchmark(run: Run, session: Session) -> int:
         record = new_record(run, session)
         if first:
             write_json(session.folder / "environment.json", variables())
-        recorder = Recorder(session.folder if first else None, run, record, session.start)
+        folder = session.folder if first else None
+        name = session.options.stream if first else None
+        stream = open_stream(name, session.folder, record, session.start)
+        recorder = Recorder(folder, run, record, session.start, stream)
         with watched(session.folder, session.options.watchdog) as beat:
             signals = Signals(partial(interrupted, recorder, beat))
             status, reason, cause = Attempt(run, session, recorder, signals, beat).outcome()
+        if cause:
+            tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
         signals.close()
     except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # outside of training
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return leave(STATUS[cause_of(error)], wait=False)
+        return refuse(error, wait=False)
     if status == "interrupted":
         number = signals.agreed or signals.received or signal.SIGINT
         return leave(128 + number, wait=signals.agreed is not None)
@@ -126,15 +136,25 @@ def interrupted(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> 
     end(recorder, beat, 128 + number, "interrupted", name_of(number))
 
 
+def refuse(error: Exception, wait: bool) -> int:
+    """Ends with an error in one line; returns the exit status (`leave`)."""
+    text = f"error: {' '.join(str(error).split())}"
+    tell(text)
+    with contextlib.suppress(OSError):  # the log may be on the file system that fails
+        print(text, file=sys.stderr)
+    return leave(STATUS[cause_of(error)], wait)
+
+
 def end(recorder: Recorder, beat: Heartbeat, code: int, status: str, reason: str,
         cause: str | None = None) -> None:  # fmt: skip
     """Ends the process at once, even with a blocked main thread, with a complete record."""
     try:
         beat.end()  # first, so that the watchdog does not record an end of its own
+        if cause:
+            tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
     finally:
-        sys.stdout.flush()
-        os._exit(code)
+        exit_now(code)
 
 
 def leave(code: int, wait: bool) -> int:
@@ -142,9 +162,16 @@ def leave(code: int, wait: bool) -> int:
     orderly exit JAX would wait for the other processes, which wait in collectives for this one, and
     for its GPUs, which wait for the one that failed."""
     if not wait and (coordination_client() is not None or jax.default_backend() == "gpu"):
-        sys.stdout.flush()
-        os._exit(code)
+        exit_now(code)
     return code
+
+
+def exit_now(code: int) -> NoReturn:
+    """Ends the process, with what was printed if that can be written."""
+    try:
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 @dataclass
@@ -194,10 +221,10 @@ class Attempt:
 
     def _lost_neighbor(self) -> str | None:
         """The lost processes of this host, which may be why this one fails."""
-        path = self.beat.path
-        if path is None or jax.process_count() == 1:
+        place = self.beat.place
+        if place is None or jax.process_count() == 1:
             return None
-        return watchdog.wait_for_lost_neighbor(path)
+        return watchdog.wait_for_lost_neighbor(place)
 
     def _train(self) -> None:
         program = self.launches = Launches(self._compile(), self._failed_launch)
@@ -205,19 +232,28 @@ class Attempt:
         state, saver = self._restore(), self._saver()
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
         self.recorder.start_steps()
-        times = []
-        for step in run_steps(self.run, program, self._stop, state, self._pauses(saver)):
-            self.beat.completed = step["step"]
-            times.append((step["step_time_s"], step["wait_s"]))
-            self.recorder.step(step)
-            initial = self.session.restore is None and not step["step"]
-            self._refuse(plausible.problem(self.run, step, initial))
+        times: list[tuple[float, float]] = []
+        compiled = compilations()
+        sampler = sampling.sampler(self.session.folder, self.recorder.say)
+        with contextlib.ExitStack() as sampled:
+            for step in run_steps(self.run, program, self._stop, state, self._pauses(saver)):
+                self.beat.completed = step["step"]
+                if compiled and times:
+                    step["compiled_s"] = sum(compiled)
+                compiled.clear()
+                times.append((step["step_time_s"], step["wait_s"]))
+                self.recorder.step(step)
+                if sampler and len(times) == 1:  # initialization is over
+                    sampled.enter_context(sampler)
+                initial = self.session.restore is None and not step["step"]
+                self._refuse(plausible.problem(self.run, step, initial))
         if saver is not None:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
-        ranks = gathered(times, probe=not self.signals.agreed)
+        summaries = sampler.summaries if sampler else []
+        ranks = gathered(times, not self.signals.agreed, summaries)
         self.recorder.add(ranks=ranks)
-        for line in slow_devices(ranks):
+        for line in (*slow_devices(ranks), *sampling.outliers(ranks)):
             self.recorder.say(line)
         if self.session.options.nccl_trace and not self.signals.agreed:
             profiling.check_nccl_trace(self.session.folder, self.recorder.say)
@@ -255,6 +291,7 @@ class Attempt:
             compiled, lower_s, compile_s = compile_program(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
+        job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled))
         recorder.add(kernels=kernels(run))
@@ -285,7 +322,7 @@ class Attempt:
             return None
         from jaxbench.run.checkpoint import Checkpoints
 
-        start, every, keep = self.session.start, options.checkpoint_every, options.keep
+        start, every, keep = self.session.start, options.checkpoint_every, options.keep or KEEP
         return Checkpoints(folder, start, every, keep, self.recorder, self.beat)
 
     def _pauses(self, saver: Pause | None) -> list[Pause]:

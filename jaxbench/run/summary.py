@@ -16,7 +16,7 @@ def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[s
     a single step, whose time has the start in it, and before any step of the window."""
     if len(steps) < 2:
         return {}
-    first, last = window(steps[-1]["step"] + 1)
+    first, last = window(steps[-1]["step"] + 1, steps[0]["step"])
     counted = [step for step in steps if first <= step["step"] <= last]
     if not counted:
         return {}
@@ -61,13 +61,14 @@ def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
 def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
     """The verdict on a run from its record and recorded steps; `jaxbench.report` checks more."""
     mean = record.get("summary", {}).get("step_time_s", {}).get("mean")
-    published, count = record["published"] or {}, record["recipe"]["steps"]
-    complete = [step["step"] for step in steps] == list(range(count))
+    published = record["published"] or {}
+    expected = range(record.get("first_step", 0), record["recipe"]["steps"])
+    complete = [step["step"] for step in steps] == list(expected)
     return judge(
         mean,
         published.get("step_time_s"),
         failed=None if record["status"] == "completed" else record["reason"] or record["status"],
-        incomplete=[] if complete else [f"{len(steps)} of {count} steps are recorded"],
+        incomplete=[] if complete else [f"{len(steps)} of {len(expected)} steps are recorded"],
         not_comparable=record["not_comparable_because"],
     )
 
@@ -120,6 +121,7 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
             f"{s['tokens_per_s']:.1f} in all",
             *(_rate_line(s, convention) for convention in flops.CONVENTIONS),
             *_dropped_line(s, recipe),
+            *_energy_line(s),
             f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
             f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
         ]
@@ -132,7 +134,9 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
         )
     elif record["label"] == "full":
         text.append("  published   nothing for this row")
-    return [*text, f"  verdict     {verdict(record, steps)}"]
+    if record["status"] == "completed":  # else the first line is the verdict
+        text.append(f"  verdict     {verdict(record, steps)}")
+    return text
 
 
 def _dropped_line(summary: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
@@ -140,6 +144,15 @@ def _dropped_line(summary: dict[str, Any], recipe: dict[str, Any]) -> list[str]:
         return []
     kind = "dropless" if recipe["model"]["experts"]["capacity_factor"] is None else "by capacity"
     return [f"  dropped     {summary['tokens_dropped']} assignments to experts ({kind})"]
+
+
+def _energy_line(summary: dict[str, Any]) -> list[str]:
+    if "joules_per_token" not in summary:
+        return []
+    return [
+        f"  energy      {summary['joules_per_token']:.4g} J per token, "
+        f"{summary['tokens_per_kwh']:.4g} tokens per kWh, of the GPUs alone"
+    ]
 
 
 def _rate_line(summary: dict[str, Any], convention: str) -> str:

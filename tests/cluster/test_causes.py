@@ -2,9 +2,11 @@
 
 import signal
 
+import jax
 import pytest
 from commands import TINY, kill, read, start_two, wait_for_steps
 
+from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import STATUS, RecipeError, RunFailed
 
@@ -51,3 +53,28 @@ def test_a_lost_peer_is_no_fault_of_the_numbers(tmp_path):
         kill(processes)
     record, _ = read(tmp_path)
     assert (record["status"], record["cause"]) == ("failed", "network")
+
+
+class Service:
+    """A coordination service of three processes, of which the last one does not come."""
+
+    def __init__(self):
+        self.values = {"jaxbench/host/0": "n0", "jaxbench/host/2": "n1", "jaxbench/meeting/1": ""}
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+    def wait_at_barrier(self, key, milliseconds):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+
+def test_who_does_not_come_to_a_collective_is_named(monkeypatch):
+    service = Service()
+    monkeypatch.setattr(job, "coordination_client", lambda: service)
+    monkeypatch.setattr(job.jax, "process_count", lambda: 3)
+    with pytest.raises(RunFailed, match=r"^meeting: not there after 5 s: rank 2 on n1$") as error:
+        job.meet("meeting", 5)
+    assert error.value.cause == "network"

@@ -50,12 +50,10 @@ def faulty(library, tmp_path):
     kill(processes)
 
 
-def test_stale_heartbeats_and_slow_records_do_not_end_a_job(faulty):
-    """For longer than the watchdog's time: nothing can be known meanwhile, which it says. Then a
-    fifth of a second for each call, of which a step's records take a few."""
+def test_slow_records_do_not_end_a_job(faulty):
+    """A fifth of a second for each call, of which a step's records take a few, for longer than the
+    watchdog's time."""
     process, folder, breaks = faulty("--steps", 10**6, "--watchdog", 4)
-    breaks(errno.ESTALE, "/heartbeats/")
-    time.sleep(6)
     breaks(0, "/run/", milliseconds=200)
     before = len(read(folder)[1])
     time.sleep(5)
@@ -63,10 +61,7 @@ def test_stale_heartbeats_and_slow_records_do_not_end_a_job(faulty):
     breaks(0, "/none/")
     process.terminate()
     _, err = process.communicate(timeout=60)
-    blind, reads = err.splitlines()
-    assert blind.startswith("watchdog: cannot read 1 of 1 heartbeats: ")
-    assert "Stale file handle" in blind
-    assert reads == "watchdog: reads all heartbeats again"
+    assert err == ""
     record, steps = read(folder)
     assert (record["status"], record["reason"]) == ("interrupted", "SIGTERM")
     assert [step["step"] for step in steps] == list(range(len(steps)))

@@ -1,13 +1,15 @@
-"""The watchdog on a file system that shows what is not so."""
+"""Heartbeats and the watchdog."""
 
 import json
 import os
-import select
+import socket
 import subprocess
+import sys
+import tempfile
 import time
 
 import pytest
-from commands import TINY, kill, start, start_two
+from commands import ROOT, TINY, kill, start_two
 
 from jaxbench.cluster import heartbeat, watchdog
 from jaxbench.errors import STATUS
@@ -18,44 +20,60 @@ BEAT = {
 }  # fmt: skip
 
 
-def write(folder, rank, **changes):
-    """A heartbeat as a process of another host writes it."""
-    (folder / f"{rank}.json").write_text(json.dumps({**BEAT, "rank": rank, **changes}))
+PLACE = heartbeat.Place("localhost", 0, "1795.25")
 
 
-@pytest.mark.parametrize("content", ["", '{"rank": 1, "ho', "[]", '{"rank": 1}', None])
-def test_a_heartbeat_that_cannot_be_read_is_skipped_and_counted(content, tmp_path):
-    write(tmp_path, 0)
-    if content is None:  # what cannot be opened as a file
-        (tmp_path / "1.json").mkdir()
-    else:
-        (tmp_path / "1.json").write_text(content)
-    assert heartbeat.read_neighbors(tmp_path / "2.json") == []
-    reader = watchdog.Reader(tmp_path, processes=2)
-    assert [beat["rank"] for beat in reader.read()] == [0]
-    assert reader.problem().startswith("cannot read 1 of 2 heartbeats: ")
-    if content is not None:
-        write(tmp_path, 1)
-        assert len(reader.read()) == 2
-        assert reader.problem() == ""
+@pytest.fixture
+def receiver():
+    """The watchdog's end of the start of a job, and the place to which its heartbeats go."""
+    end = heartbeat.Receiver(PLACE.start)
+    yield end, PLACE._replace(port=end.socket.getsockname()[1])
+    end.socket.close()
 
 
-def test_a_rank_that_cannot_be_read_is_not_taken_for_silent():
-    watch = watchdog.Watch(processes=2, timeout=10, now=0)
-    beats = [{**BEAT, "rank": rank} for rank in range(2)]
-    assert watch.verdict(beats, now=0) is None
-    for now in range(1, 200, 10):
-        alive = [{**BEAT, "beats": now, "completed": now}, beats[1]]
-        assert watch.verdict(alive, now, unreadable=[1]) is None
-    # Readable again, and silent from then on.
-    assert watch.verdict(alive, now + 5) is None
-    assert watch.verdict([{**alive[0], "beats": 999}, beats[1]], now + 16).startswith(
-        "no sign of life for 10 s from rank 1 on far"
-    )
+def send(place, rank, **changes):
+    """A heartbeat, as a process of another host sends it."""
+    content = json.dumps({**BEAT, "start": place.start, "rank": rank, **changes})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.sendto(content.encode(), ("127.0.0.1", place.port))
+
+
+def test_what_is_no_heartbeat_of_this_start_is_ignored(receiver):
+    end, place = receiver
+    send(place, 0, beats=3, completed=7)
+    send(place, 0, beats=2)  # overtaken on its way
+    send(place._replace(start="1794.75"), 1)  # of a start that was killed
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for text in ("", '{"rank": 1, "ho', "[]", '{"rank": 1}', "\xff"):
+            sender.sendto(text.encode(), ("127.0.0.1", place.port))
+    (beat,) = end.read(0.1)
+    assert (beat["rank"], beat["beats"], beat["completed"]) == (0, 3, 7)
+
+
+def test_a_process_says_that_it_lives_and_that_it_ends(receiver, tmp_path, monkeypatch):
+    """And on its host, where it runs: for others that lose it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    end, place = receiver
+    beat = heartbeat.Heartbeat(1, place, interval=0.01)
+    assert (place.folder / "1").read_text() == str(os.getpid())
+    beat.completed = 7
+    while end.read(0.02)[0]["completed"] != 7:
+        pass
+    beat.end()
+    assert end.read(0.1)[0]["phase"] == "ended"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_heartbeat_that_cannot_be_sent_says_so_once_and_goes_on(capsys):
+    beat = heartbeat.Heartbeat(1, PLACE._replace(host="no.such.invalid"), interval=0.01)
+    time.sleep(0.1)
+    beat.end()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: rank 1 cannot send its heartbeat: ")
 
 
 def test_while_steps_complete_no_rank_is_dead():
-    """Steps are collective: a rank of which nothing is heard takes part, and cannot write. So too
+    """Steps are collective: a rank of which nothing is heard takes part. So too
     while the others save, for longer than the watchdog's time."""
     watch, mute = watchdog.Watch(processes=3, timeout=10, now=0), {**BEAT, "rank": 1}
     for now in range(0, 200, 5):  # of the third there never was a heartbeat
@@ -72,7 +90,7 @@ def test_while_steps_complete_no_rank_is_dead():
     )
 
 
-def test_a_hang_is_found_though_a_rank_cannot_write():
+def test_a_hang_is_found_though_a_rank_is_not_heard():
     watch, mute = watchdog.Watch(processes=2, timeout=10, now=0), {**BEAT, "rank": 1}
     for now in range(0, 50, 5):
         steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
@@ -104,23 +122,6 @@ def test_a_frozen_rank_is_named_though_steps_are_noticed_after_its_last_heartbea
     )
 
 
-def test_a_heartbeat_that_cannot_be_replaced_says_so_once_and_goes_on(tmp_path, capsys):
-    """As without inodes, or in a folder that became read-only: its file can still be written."""
-    beat = heartbeat.Heartbeat(tmp_path / "1.json", interval=0.01)
-    (tmp_path / "1.tmp").mkdir()
-    beat.completed = 7
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        seen = heartbeat.read(tmp_path / "1.json")
-        if isinstance(seen, dict) and seen["completed"] == 7 and seen["beats"] > 4:
-            break
-    assert time.monotonic() < end
-    beat.end()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: the heartbeat of rank 1 cannot be written: ")
-    assert "Is a directory" in line
-
-
 def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
     """Where the network is lost all are stuck, and the one behind is not at fault."""
     watch = watchdog.Watch(processes=3, timeout=10, now=0)
@@ -150,69 +151,38 @@ def test_the_phase_of_the_rank_behind_sets_the_limit(phase):
     )
 
 
-def test_a_failing_process_asks_for_those_of_its_host_alone(tmp_path, monkeypatch):
-    """Of 2048, which may all fail at once and ask for 2 s each."""
-    here, gone = os.uname().nodename, 2**22 + 1  # a process id that there cannot be
-    for rank in range(2048):
-        write(tmp_path, rank, host=here if 8 <= rank < 16 else "far", pid=os.getpid())
-    write(tmp_path, 3, pid=gone)  # on another host nobody can tell
-    write(tmp_path, 9, host=here, pid=gone, phase="ended")
-    asked, read = [], heartbeat.read
-    monkeypatch.setattr(heartbeat, "read", lambda path: asked.append(path) or read(path))
-    assert watchdog.wait_for_lost_neighbor(tmp_path / "10.json", seconds=0.5) is None
-    assert len(asked) == 7 + 2
-    write(tmp_path, 14, host=here, pid=gone)
-    said = watchdog.wait_for_lost_neighbor(tmp_path / "10.json")
-    assert said == f"lost rank 14 on {here} (training, last completed step 2)"
-    assert len(asked) == 9 + 2 * 9
+GONE = 2**22 + 1
+"""A process id that there cannot be."""
 
 
-def test_a_large_job_is_read_as_often_as_it_writes(tmp_path, monkeypatch):
-    """2048 files in 10 s, not in one."""
-    sleeps, arguments = [], [str(tmp_path), str(tmp_path), "2048", "300"]
-    monkeypatch.setattr(watchdog.sys, "argv", ["watchdog", *arguments])
-    monkeypatch.setattr(watchdog.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(watchdog.time, "sleep", sleeps.append)
-    write(tmp_path, 0, phase="ended")
-    assert watchdog.main() == 0
-    assert sleeps == [10.0]
+def test_a_failing_process_names_one_of_its_host_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert watchdog.wait_for_lost_neighbor(PLACE, seconds=0.1) is None
+    PLACE.folder.mkdir()
+    (PLACE.folder / "1").write_text(str(os.getpid()))
+    (PLACE.folder / "3").write_text("")  # not yet written
+    assert watchdog.wait_for_lost_neighbor(PLACE, seconds=0.1) is None
+    (PLACE.folder / "14").write_text(str(GONE))
+    (PLACE.folder / "3").unlink()
+    said = watchdog.wait_for_lost_neighbor(PLACE)
+    assert said == f"lost rank 14 on {os.uname().nodename}"
 
 
-def test_the_watchdog_says_when_it_is_blind_and_lives_on(tmp_path):
-    write(tmp_path, 0)
-    (tmp_path / "1.json").write_text("{")
-    process = start(tmp_path, tmp_path, 2, 30, module="jaxbench.cluster.watchdog")
-    try:
-        assert "watchdog: cannot read 1 of 2 heartbeats: " in line_of(process)
-        write(tmp_path, 1)
-        assert line_of(process) == "watchdog: reads all heartbeats again\n"
-        assert process.poll() is None
-        write(tmp_path, 0, phase="ended")
-        assert process.wait(timeout=20) == 0
-    finally:
-        kill([process])
-
-
-def test_what_the_first_process_said_in_the_end_is_not_written_over(tmp_path):
+def test_what_the_first_process_said_in_the_end_is_not_written_over(tmp_path, receiver):
     """A signal ended it while it compiled; others could not say that they end."""
     record = json.dumps({"status": "interrupted", "reason": "SIGTERM", "cause": None})
     (tmp_path / "run.json").write_text(record)
-    beats = tmp_path / "beats"
-    beats.mkdir()
-    write(beats, 0, phase="ended")
-    write(beats, 1, host=os.uname().nodename, pid=2**22 + 1)  # more than there can be
-    process = start(tmp_path, beats, 2, 30, module="jaxbench.cluster.watchdog")
-    try:
-        assert process.wait(timeout=20) == 0
-    finally:
-        kill([process])
+    end, place = receiver
+    send(place, 0, phase="ended")
+    send(place, 1, host=os.uname().nodename, pid=GONE)
+    descriptor = end.socket.fileno()
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxbench.cluster.watchdog", tmp_path, place.start, str(descriptor),
+         "2", "30"],
+        cwd=ROOT, pass_fds=[descriptor], timeout=20, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
     assert (tmp_path / "run.json").read_text() == record
-
-
-def line_of(process):
-    """The next line on a process's stderr, within some seconds."""
-    assert select.select([process.stderr], [], [], 20)[0]
-    return process.stderr.readline()
 
 
 @pytest.mark.slow

@@ -25,15 +25,15 @@ def test_a_node_without_the_environment_says_so_in_one_line(tmp_path):
         [ROOT / "launch" / "run.sh", "--config", "llama31_8b_bf16"], capture_output=True, text=True,
         env=os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAXBENCH_VENV": str(tmp_path / "none"),
-            "JAXBENCH_EXITS": str(tmp_path), "SLURM_PROCID": "5", "SLURMD_NODENAME": "n7",
+            "JAXBENCH_MESSAGES": "3", "SLURM_PROCID": "5", "SLURMD_NODENAME": "n7",
             "SLURM_RESTART_COUNT": "1",
         },
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stdout == "start 2, on n7\n"  # by which launch/verdict.py tells starts apart
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: node n7: no Python with jax, neither ")
-    assert (tmp_path / "first" / "rank").read_text() == "5 n7 2\n"
+    reason, ended = done.stderr.splitlines()
+    assert reason.startswith("rank 5 on n7: error: no Python with jax, neither ")
+    assert ended == "rank 5 on n7: exit 2"
 
 
 @pytest.fixture
@@ -46,15 +46,17 @@ def two_ranks(tmp_path):
         address = f"127.0.0.1:{slurm.free_ports(1)[0]}"
         for rank in range(2):
             folder = tmp_path / str(rank)
-            exits = folder / "ranks" / "start-1"
-            exits.mkdir(parents=True)
-            with (folder / "ranks" / f"rank-{rank}.log").open("w") as log:
+            (folder / "ranks").mkdir(parents=True)
+            log = folder / "ranks" / f"rank-{rank}.log"
+            with log.open("a") as out, (folder / "messages").open("w") as err:
+                out.write("start 1, on n0\n" if rank == 0 else "")  # as launch/slurm.sbatch does
+                out.flush()
                 process = subprocess.Popen(
                     [ROOT / "launch/run.sh", *TINY, "--cpu-devices", "1", *options,
                      "--output", tmp_path / "run"],
-                    cwd=ROOT, stdout=log, stderr=log, env=os.environ | {
+                    cwd=ROOT, stdout=out, stderr=err, env=os.environ | {
                         "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
-                        "JAX_PROCESS_ID": str(rank), "JAXBENCH_EXITS": str(exits),
+                        "JAX_PROCESS_ID": str(rank), "JAXBENCH_MESSAGES": "3",
                         "JAXBENCH_VENV": sys.prefix, "SLURMD_NODENAME": f"n{rank}",
                     },
                 )  # fmt: skip
@@ -77,10 +79,12 @@ def test_a_first_process_that_is_lost_while_all_compile_is_one_line(two_ranks, m
     assert first.wait(timeout=20) == 128 + signal.SIGKILL
     second.wait(timeout=30)  # of the five minutes for which it waits for others
     monkeypatch.setenv("PATH", "/none")  # no Slurm to ask
-    assert verdict.verdict(str(lost), 0, 0) == (
-        "failed", "lost", "lost rank 0 on n0 (killed by SIGKILL)", True
+    said = (lost / "messages").read_text()
+    assert verdict.verdict(str(lost), 0, said, {}) == (
+        "failed", "lost", "lost rank 0 on n0 (killed by SIGKILL), before the first step", True
     )  # fmt: skip
-    status, cause, reason, again = verdict.verdict(str(left), 0, 0)
+    said = (left / "messages").read_text()
+    status, cause, reason, again = verdict.verdict(str(left), 0, said, {})
     assert (status, cause, again) == ("failed", "network", True)
     expected = r"rank 1 on n1: it lost the network or another process: .*UNAVAILABLE: .*"
     assert re.fullmatch(expected, reason), reason

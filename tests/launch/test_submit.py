@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 from launching import STAGE, job, refused, slurm, submit
+from variables import KNOWN
 
 
 @pytest.fixture
@@ -51,6 +52,20 @@ def test_a_limit_without_time_to_save_is_a_warning(here, monkeypatch, capsys):
     assert line.startswith("warning: a time limit of 2 leaves no time to save")
 
 
+def test_jobs_of_several_nodes_begin_with_a_check(monkeypatch, capsys):
+    def check(*options):
+        settings = job("llama31_8b_bf16", *options, **STAGE).settings
+        return settings["JAXBENCH_CHECK"], settings["JAXBENCH_CHECK_OPTIONS"]
+
+    assert check("--gpus", "16") == ("on", "--local-devices 1")
+    assert check("--gpus", "8", "--processes-per-node", "1") == ("off", "--local-devices 8")
+    assert check("--gpus", "16", "--cpu") == ("off", "--cpu-devices 1")
+    assert check("--gpus", "16", "--check", "warn")[0] == "warn"
+    for options in (("--gpus", "16", "--check", "off"), ("--gpus", "8")):
+        words = "llama31_8b_bf16", *options, "--exclude-slow"
+        refused(words, STAGE, "--exclude-slow", monkeypatch, capsys)
+
+
 def test_what_nothing_is_published_for_says_so():
     assert job("llama31_8b_bf16", "--gpus", "8", **STAGE).remarks() == []
     assert job("nemotronh_56b_bf16", "--gpus", "4", "--cpu", **STAGE).remarks() == []
@@ -61,6 +76,30 @@ def test_what_nothing_is_published_for_says_so():
     changed = job("llama31_8b_bf16", "--gpus", "8", "--set", "batch.global_batch=64", **STAGE)
     (line,) = changed.remarks()
     assert "llama31_8b_bf16 on 8 H100s with these settings: " in line
+
+
+def test_what_may_not_be_meant_is_a_warning(here, tmp_path, monkeypatch, capsys):
+    """A variable that nothing reads, and nodes that Slurm does not have; it may have them later."""
+    answer = """#!/bin/sh
+if [ "$1" = --test-only ]; then echo "allocation failure: too many nodes" >&2; exit 1; fi
+echo 77
+"""
+    path = slurm(tmp_path, answer=answer)
+    variables = here | {"PATH": path, "ENABLE_CHECKPOIN": "true", "SLURM_TIME_LIMIT": "1"}
+    (first, *_), err = submitted(RUN, variables, monkeypatch, capsys)
+    assert first.startswith("job 77: ")
+    assert err == [
+        "warning: ENABLE_CHECKPOIN is not read; is ENABLE_CHECKPOINT meant?",
+        "warning: with its nodes as they are, Slurm will never start this job (allocation failure: "
+        "too many nodes); scancel ends it",
+    ]
+
+
+def test_the_launcher_reads_the_variables_that_it_knows_and_no_others():
+    text = "".join(path.read_text() for path in (ROOT / "launch").glob("*.py"))
+    calls = re.findall(r"variables\.(?:text|flag|number)\(([^)]*)\)", text)
+    read = {name for call in calls for name in re.findall(r'"([A-Z_]+)"', call)}
+    assert {name for name in read if name[:6] != "SLURM_"} <= set(KNOWN)
 
 
 def test_a_submission_says_that_nothing_is_published(here, monkeypatch, capsys):
@@ -154,6 +193,15 @@ def test_submit_names_setup_where_nothing_is_installed(tmp_path):
     assert re.fullmatch(
         r"error: there is no virtual environment in .*: run launch/setup\.sh.*\n", err
     )
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/none/python3")
+    for script in ("submit.sh", "sweep.sh"):
+        status, out, err = shell(script, *RUN, JAXBENCH_VENV=str(tmp_path), **STAGE)
+        expected = (
+            f"error: {python} (/none/python3) cannot be executed: No such file or directory\n"
+        )
+        assert (status, out, err) == (2, "", expected)
 
 
 def test_submit_with_an_image_needs_only_a_python(tmp_path):
@@ -186,6 +234,9 @@ def test_setup_names_its_variables():
     status, out, err = shell("setup.sh", "everything")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: launch/setup.sh: unknown argument everything; --help")
+    status, out, err = shell("setup.sh", EXTRAS="gpu,gpx")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: EXTRAS=gpu,gpx: expected gpu, plan, te, dev or docs")
 
 
 def test_setup_says_what_it_does(tmp_path):

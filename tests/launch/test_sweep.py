@@ -52,10 +52,12 @@ def refused(here, capsys, message, *options):
 
 def test_a_sweep_skips_what_is_done(here, capsys):
     path = str(here / "runs.yaml")
+    (here / "refused").write_text("too many nodes\n")
     assert sweep.main([path, "--show"]) == 0
     assert scripts(here) == 0
     assert sweep.main([path]) == 0
     assert scripts(here) == 4
+    assert capsys.readouterr().err.count("Slurm will never start this job (too many nodes)") == 4
     end(here, job77="completed", job78="failed", job79="completed", job80="running")
     (here / "queue").write_text("80\n")
     capsys.readouterr()
@@ -64,6 +66,16 @@ def test_a_sweep_skips_what_is_done(here, capsys):
     out = capsys.readouterr().out
     assert out.count("completed") == 2
     assert "llama31_8b_bf16          8 GPUs  run 1  failed, submitted           81\n" in out
+
+
+def test_a_sweep_names_runs_of_other_options(here, capsys):
+    path = str(here / "runs.yaml")
+    assert sweep.main([path, "--", "--cpu", "--", "--steps", "9"]) == 0
+    capsys.readouterr()
+    assert sweep.main([path, "--show"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all(line.rstrip().endswith("new, there with --cpu -- --steps 9") for line in lines)
 
 
 def test_a_sweep_shows_why_a_run_ended(here, capsys):
@@ -85,7 +97,7 @@ def test_a_job_that_comes_back_is_not_submitted_again(status, cause, here, capsy
     """Its record says how the start before ended, until the next one begins."""
     path = str(here / "runs.yaml")
     assert sweep.main([path]) == 0
-    (here / "queue").write_text("77 78 79 80\n")
+    (here / "queue").write_text("77\n78\n79\n80\n")
     end(here, job78=status, cause=cause)
     capsys.readouterr()
     assert sweep.main([path]) == 0
@@ -108,17 +120,17 @@ def test_a_sweep_reports_what_has_run(here, capsys):
     assert f"page: {here / 'runs.html'}\n" in out
     assert folder.name in (here / "runs.html").read_text()
     assert "run.json cannot be read: 'recipe'" in out
-    assert err == "1 runs: 0 without fault, 1 failed, incomplete or slow\n"
+    assert err == "1 run: 0 without fault, 1 failed, interrupted, incomplete or slow\n"
 
 
 def test_what_is_told_to_all_is_part_of_a_run(here):
     path = str(here / "runs.yaml")
     for _ in range(2):
-        (here / "queue").write_text(" ".join(str(77 + n) for n in range(scripts(here))))
+        (here / "queue").write_text("\n".join(str(77 + n) for n in range(scripts(here))))
         assert sweep.main([path]) == 0
         assert sweep.main([path, "--", "--system", "hgx_h100"]) == 0
         assert sweep.main([path, "--", "--", "--set", "batch.microbatch=2"]) == 0
-        (here / "queue").write_text(" ".join(str(77 + n) for n in range(scripts(here))))
+        (here / "queue").write_text("\n".join(str(77 + n) for n in range(scripts(here))))
     assert scripts(here) == 3 * 4
     assert "--set batch.microbatch=2" in (here / "script-88").read_text()
     assert "llama31_8b_bf16 8 0" in jobs(here)  # as before there were options
@@ -190,7 +202,7 @@ def test_what_slurm_refuses_names_its_entry(here, capsys):
 
 def test_without_slurm_it_says_so(here, monkeypatch, capsys):
     monkeypatch.setitem(submit.os.environ, "PATH", str(here))
-    message = "there is no sbatch here; on one host use launch/run.sh"
+    message = "there is no squeue here; on one host use launch/run.sh"
     refused(here, capsys, message)
     refused(here, capsys, message, "--show")
 

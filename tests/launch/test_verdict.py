@@ -26,16 +26,18 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
 
     def end(status, said="", record=None, watchdog="", before="", srun=""):
-        first = tmp_path / "ranks" / "start-1" / "first"
-        first.mkdir(parents=True)
-        (first / "rank").write_text(f"3 n1 {status}\n")
+        (tmp_path / "ranks" / "start-1").mkdir(parents=True, exist_ok=True)
         said = f"{before}start 1, on n1\n{said}"
         (tmp_path / "ranks" / "rank-3.log").write_text(said)
-        (tmp_path / "ranks" / "rank-0.log").write_text(watchdog)
-        (first.parent / "srun.log").write_text(srun)
-        path = tmp_path / "run.json"
-        path.write_text(json.dumps({"status": "running", "cause": None, **(record or {})}))
-        code = verdict.main(str(tmp_path), 0, 1, 0)
+        messages = tmp_path / "messages"
+        messages.write_text(
+            f"{watchdog}rank 3 on n1: exit {status}\nrank 2 on n1: exit 134\n"
+            f"srun: error: n1: task 2: Exited with exit code 134\n{srun}"
+        )
+        path, recipe = tmp_path / "run.json", {"recipe": "llama31_8b_bf16", "row": "smoke"}
+        content = {"status": "running", "cause": None, "recipe": recipe, **(record or {})}
+        path.write_text(json.dumps(content))
+        code = verdict.main(str(tmp_path), 0, 1, str(messages))
         return code, json.loads(path.read_text())
 
     return end
@@ -51,13 +53,25 @@ def test_every_cause_of_a_failure_has_a_rule():
     [("numbers", False), ("mistake", False), ("memory", False), ("storage", False),
      ("failed", False), ("gpu", True), ("network", True), ("lost", True)],
 )  # fmt: skip
-def test_what_was_not_the_work_s_fault_brings_the_job_back(cause, again, job, capsys):
+def test_what_was_not_the_work_s_fault_brings_the_job_back(cause, again, job, tmp_path, capsys):
     code, record = job(STATUS[cause], "step 1\nerror: what happened\n")
     assert code == (verdict.REQUEUE if again else 0)
     assert (record["status"], record["cause"]) == ("failed", cause)
     assert record["reason"].startswith("rank 3 on n1: ")
-    assert record["reason"].endswith("error: what happened")
+    assert record["reason"].endswith(": what happened")
     assert capsys.readouterr().out == f"failed: {record['reason']}\n"
+    log = tmp_path / "log-llama31_8b_bf16_smoke.out"
+    assert log.read_text() == f"failed: {record['reason']}\n"
+
+
+def test_what_a_process_said_past_the_file_system_is_quoted(job):
+    """Its log is on the file system that failed; what came of it, later, is not the reason."""
+    words = "rank 3 on n1: error: the record cannot be written: No space left on device\n"
+    _, record = job(STATUS["storage"], "error: another\n", watchdog=words)
+    assert record["cause"] == "storage"
+    assert record["reason"] == (
+        "rank 3 on n1: the record cannot be written: No space left on device"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
@@ -66,7 +80,7 @@ def test_a_job_that_the_watchdog_killed_hung(number, job, capsys):
     first one."""
     reason = "no sign of life for 60 s from rank 7 on n4 (training, last completed step 12)"
     hang = {"status": "failed", "cause": "hang", "reason": reason}
-    said = f"watchdog: {reason}; ending the job\n"
+    said = f"rank 0 on n0: watchdog: {reason}\n"
     code, record = job(128 + number, ABORTED, record=hang, watchdog=said)
     assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "hang", reason)
     assert capsys.readouterr().out == f"failed: {reason}\n"
@@ -75,13 +89,13 @@ def test_a_job_that_the_watchdog_killed_hung(number, job, capsys):
 @pytest.mark.parametrize(
     ("lost", "reason"),
     [(1, "lost rank 1 on n0 (training, last completed step 98)"),
-     (3, "lost rank 3 on n1 (killed by SIGKILL)")],
+     (3, "lost rank 3 on n1 (killed by SIGKILL), before the first step")],
 )  # fmt: skip
 def test_a_rank_that_the_watchdog_killed_for_another_one_was_not_lost(lost, reason, job):
     """`benchmarks/lose_and_resume.py` found this: what it killed may be the first to say so."""
     said = f"lost rank {lost} on n0 (training, last completed step 98)"
     record = {"status": "failed", "cause": "lost", "reason": said}
-    watchdog = f"watchdog: {said}; ending the job\n"
+    watchdog = f"rank 0 on n0: watchdog: {said}\n"
     code, record = job(128 + signal.SIGKILL, record=record, watchdog=watchdog)
     assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, "lost", reason)
 
@@ -91,7 +105,7 @@ def test_a_hang_of_the_start_before_is_forgotten(job):
     hang = {"status": "failed", "cause": "hang", "reason": "no sign of life for 60 s from rank 7"}
     _, record = job(128 + signal.SIGKILL, record=hang)
     assert (record["cause"], record["reason"]) == (
-        "lost", "lost rank 3 on n1 (killed by SIGKILL)",
+        "lost", "lost rank 3 on n1 (killed by SIGKILL), before the first step",
     )  # fmt: skip
 
 
@@ -116,26 +130,49 @@ def test_why_slurm_starts_a_job_again(said, verdict_is, job, tmp_path, capsys):
     assert capsys.readouterr().out == f"interrupted: {verdict_is}\n"
 
 
-def test_only_restarts_of_our_own_count(tmp_path, monkeypatch, capsys):
-    """Three preemptions, and then as many lost ranks as `--restarts` allows, and one more; Slurm
-    counts all of them."""
+@pytest.fixture
+def starts(tmp_path, monkeypatch, capsys):
+    """Ends the starts of a job that saves, each by the loss of a rank: (exit statuses, lines).
+    Of the first `requeued` Slurm says that it requeues the job; `steps` has the last step of
+    each."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("JAXBENCH_RESUME", "true")
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
-    scontrol, codes = tmp_path / "scontrol", []
-    for start in range(7):
-        first = tmp_path / "ranks" / f"start-{start + 1}" / "first"
-        first.mkdir(parents=True)
-        (first / "rank").write_text("3 n1 137\n")
-        answer = f"JobState=COMPLETING Restarts={start + 1}" if start < 3 else "JobState=RUNNING"
-        scontrol.write_text(f"#!/bin/sh\necho JobId=7 {answer}\n")
-        scontrol.chmod(0o755)
-        codes.append(verdict.main(str(tmp_path), start, 1, 0))
+    (tmp_path / "messages").write_text("rank 3 on n1: exit 137\n")
+
+    def end(steps, requeued=0):
+        scontrol, codes = tmp_path / "scontrol", []
+        for start, step in enumerate(steps):
+            (tmp_path / "ranks" / f"start-{start + 1}").mkdir(parents=True)
+            (tmp_path / "steps.jsonl").write_text(f'{{"step": {step}}}\n')
+            ending = f"JobState=COMPLETING Restarts={start + 1}"
+            answer = ending if start < requeued else "JobState=RUNNING"
+            scontrol.write_text(f"#!/bin/sh\necho JobId=7 {answer}\n")
+            scontrol.chmod(0o755)
+            codes.append(verdict.main(str(tmp_path), start, 1, str(tmp_path / "messages")))
+        return codes, capsys.readouterr().out.splitlines()
+
+    return end
+
+
+LOST = "failed: lost rank 3 on n1 (killed by SIGKILL), after step"
+
+
+def test_only_restarts_of_our_own_count(starts):
+    """Three preemptions, and then as many lost ranks as `--restarts` allows, and one more; Slurm
+    counts all of them."""
+    codes, lines = starts(range(7), requeued=3)
     assert codes == [0, 0, 0, *[verdict.REQUEUE] * 3, 0]
-    lost = "failed: lost rank 3 on n1 (killed by SIGKILL)"
-    assert capsys.readouterr().out.splitlines() == [
-        *["interrupted: requeued"] * 3, *[lost] * 3, f"{lost}; all restarts are used up"
+    assert lines == [
+        *["interrupted: requeued"] * 3, *(f"{LOST} {step}" for step in range(3, 6)),
+        f"{LOST} 6; all restarts are used up",
     ]  # fmt: skip
+
+
+def test_the_same_failure_at_the_same_step_ends_the_job(starts):
+    codes, lines = starts([8, 5, 5])
+    assert codes == [verdict.REQUEUE, verdict.REQUEUE, 0]
+    assert lines[-1] == f"{LOST} 5; the same as in the last restart, at the same step, so it ends"
 
 
 def test_a_restart_that_cannot_be_counted_is_not_made(job, tmp_path, capsys):
@@ -143,8 +180,8 @@ def test_a_restart_that_cannot_be_counted_is_not_made(job, tmp_path, capsys):
     code, _ = job(128 + signal.SIGKILL)
     assert code == 0
     assert capsys.readouterr().out == (
-        "failed: lost rank 3 on n1 (killed by SIGKILL); it ends, since restarts cannot be counted: "
-        "Is a directory\n"
+        "failed: lost rank 3 on n1 (killed by SIGKILL), before the first step; it ends, since "
+        "restarts cannot be counted: Is a directory\n"
     )
 
 
@@ -188,7 +225,7 @@ def test_a_rank_that_was_aborted_before_it_was_missed_lost_the_network(job):
     silent = "no sign of life for 8 s from rank 3 on n1 (training, last completed step 45)"
     record = {"status": "failed", "cause": "hang", "reason": silent}
     said = f"{ABORTED}Failed to send RPC to coordination service. Either the leader\n"
-    watchdog = f"watchdog: {silent}; ending the job\n"
+    watchdog = f"rank 0 on n0: watchdog: {silent}\n"
     _, record = job(128 + signal.SIGABRT, said, record=record, watchdog=watchdog)
     assert (record["cause"], record["reason"]) == (
         "network",
@@ -215,7 +252,7 @@ def test_a_rank_that_aborts_by_itself_is_lost(job):
     said = "terminate called after throwing an instance of 'std::system_error'\n"
     _, record = job(128 + signal.SIGABRT, said, before=f"{ABORTED}of the start before\n")
     assert record["cause"] == "lost"
-    assert record["reason"] == "lost rank 3 on n1 (killed by SIGABRT)"
+    assert record["reason"] == "lost rank 3 on n1 (killed by SIGABRT), before the first step"
 
 
 def test_what_a_rank_said_in_the_start_before_is_not_quoted(job):
@@ -230,21 +267,9 @@ def test_a_verdict_that_cannot_be_recorded_is_said(job, tmp_path, capsys):
     code, record = job(128 + signal.SIGKILL)
     assert (code, record["status"]) == (verdict.REQUEUE, "running")
     assert capsys.readouterr().out == (
-        "failed: lost rank 3 on n1 (killed by SIGKILL); run.json does not say so: Is a directory\n"
+        "failed: lost rank 3 on n1 (killed by SIGKILL), before the first step; run.json does not "
+        "say so: Is a directory\n"
     )
-
-
-def test_a_lost_rank_s_last_step_is_of_its_last_start(job, tmp_path):
-    for attempt, step in (("999.5", 3), ("1000.25", 7)):
-        beats = tmp_path / "heartbeats" / attempt
-        beats.mkdir(parents=True)
-        (beats / "3.json").write_text(json.dumps({"completed": step}))
-    assert job(128 + signal.SIGKILL)[1]["reason"].endswith("(killed by SIGKILL), after step 7")
-
-
-def test_what_else_lies_beside_heartbeats_harms_no_verdict(job, tmp_path):
-    (tmp_path / "heartbeats" / ".nfs0000").mkdir(parents=True)
-    assert job(128 + signal.SIGKILL)[1]["reason"] == "lost rank 3 on n1 (killed by SIGKILL)"
 
 
 def test_a_rank_s_own_line_is_quoted_without_the_recipe(job):

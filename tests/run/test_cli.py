@@ -13,7 +13,6 @@ from cases import slow_except
 from commands import ROOT, TINY, read, run, start, wait_for_steps
 
 from jaxbench.errors import STATUS
-from jaxbench.recipe import recipes
 from jaxbench.run import command
 
 CONFIG = "configs/llama2_70b_bf16.yaml"
@@ -226,25 +225,3 @@ def test_progress_bar_on_a_terminal(tmp_path):
     assert b"tokens/s per device\r\n" not in shown.partition(b"completed: ")[0]
     assert b"completed: llama31_8b_bf16" in shown
     assert "completed step: 2" in (tmp_path / "log-llama31_8b_bf16_smoke.out").read_text()
-
-
-def test_list_shows_every_row_and_published_step_time():
-    status, out, err = run("list", module="jaxbench")
-    assert (status, err) == (0, "")
-    assert re.search(r"llama2_70b_bf16 +64 full +80 fsdp 64 +128 6\.999 s, 52\.59 % MFU", out)
-    assert re.search(r"llama31_405b_bf16 +32 proxy +8 ", out)
-    assert out.splitlines()[0].endswith("published (MFU as its source prints it)")
-    for row, said in (("128 full", "nothing is published"), ("smoke smoke", "")):
-        assert re.search(rf"(?m)^nemotronh_56b_bf16 +{row} .* {said}$", out)
-    assert re.search(r"llama31_405b_bf16 +256 full +126 .* 9\.484 s, 46\.7 % MFU, GB200", out)
-    loaded = recipes.load_all()
-    rows = [table for recipe in loaded for table in (recipe.rows, *recipe.gpu_rows.values())]
-    assert len(loaded) == 26
-    assert len(out.splitlines()) == 1 + sum(map(len, rows))
-
-
-def test_unknown_command_shows_the_commands():
-    status, out, err = run("lst", module="jaxbench")
-    assert (status, out) == (2, "")
-    assert "list" in err
-    assert "train" in err

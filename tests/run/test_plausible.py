@@ -87,7 +87,7 @@ def test_a_run_that_computes_nothing_fails_unless_its_gpus_say_so(tmp_path):
     assert (status, err) == (3, "")
     assert (record["status"], record["cause"]) == ("failed", "numbers")
     assert record["reason"] == "grad_norm is 0 at step 0: nothing was computed"
-    assert f"verdict     failed: {record['reason']}" in out
+    assert f"failed: llama31_8b_bf16, row smoke (smoke): {record['reason']}\n" in out
     status, out, err = run(*arguments, tmp_path / "null", "null", module=None)
     record, _ = read(tmp_path / "null")
     assert (status, err, record["status"]) == (0, "", "completed")

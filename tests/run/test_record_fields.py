@@ -5,14 +5,23 @@ import re
 import pytest
 from commands import ROOT, TINY, read, run
 
+from jaxbench.cluster.telemetry import Totals
+
 OPAQUE = ("recipe", "versions", "published", "flags.compiler_options")
 """Whose content other documents describe."""
 
+GPU = {"gpu", *Totals().summary(1980), *(
+    "sm_mhz", "clock_ratio", "power_w", "max_temperature_c", "ecc_corrected", "ecc_uncorrected"
+)}  # fmt: skip
+"""Figures of a GPU, which tests/cluster/test_telemetry.py compares with a sampled one's."""
+
 OTHER_RUNS = {
     "pgle", "kernels.Mamba-2", "kernels.dropless experts", "kernels.offload", "kernels.schedule",
-    "ranks[].products_s", "summary.tokens_dropped",
+    "ranks[].products_s", "summary.tokens_dropped", "summary.joules_per_token",
+    "summary.tokens_per_kwh", *(f"ranks[].gpus[].{name}" for name in GPU),
+    *(f"slurm.{name}" for name in ("job", "state", "exit_code", "nodes", "elapsed")),
 }  # fmt: skip
-"""Fields of runs on GPUs, of hybrids, of dropless experts, and with experts."""
+"""Fields of jobs, of runs on GPUs, of hybrids, of dropless experts, and with experts."""
 
 
 def fields(value, name=""):

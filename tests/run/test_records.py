@@ -17,15 +17,16 @@ from commands import ROOT
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
-from jaxbench.errors import STATUS
+from jaxbench.errors import STATUS, RecipeError
 from jaxbench.files import ReservedJson
 from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.window import spread
 from jaxbench.recipe.window import window as published_window
-from jaxbench.run import command, records, session, summary
+from jaxbench.run import command, records, session, streams, summary
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
+from jaxbench.versions import installed
 
 RUN = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
 STEP = {
@@ -100,10 +101,10 @@ def test_window(steps, window):
 def test_the_window_of_a_restored_run_has_the_numbers_of_its_steps():
     steps = [{**STEP, "step": n, "step_time_s": float(n)} for n in range(20, 24)]
     made = summary.summary(RUN, steps, None)["summary"]
-    assert made["window"] == [20, 23]
-    assert (made["step_time_s"]["mean"], made["step_time_s"]["last"]) == (21.5, 23.0)
+    assert made["window"] == [22, 23]
+    assert (made["step_time_s"]["mean"], made["step_time_s"]["last"]) == (22.5, 23.0)
     later = [{**STEP, "step": n, "step_time_s": float(n)} for n in range(45, 50)]
-    assert summary.summary(RUN, later, None) == {}  # behind the published window
+    assert summary.summary(RUN, later, None)["summary"]["window"] == [47, 49]
 
 
 @pytest.mark.parametrize(("steps", "reasons"), [(50, 0), (20, 1)])
@@ -287,3 +288,37 @@ def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, ca
     assert command.main(["--config", "llama31_8b_bf16", *arguments]) == STATUS["storage"]
     message = f"error: the record in {tmp_path} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("name", streams.STREAMS)
+def test_a_stream_has_every_step(name, tmp_path):
+    if not installed(streams.STREAMS[name][0]):
+        with pytest.raises(RecipeError, match=rf"--stream {name} needs .*'\.\[{name}\]'"):
+            streams.check_stream(name)
+        pytest.skip(f"needs {name}: pip install -c constraints.txt -e '.[{name}]'")
+    run = tiny_run()
+    stream = streams.open_stream(name, tmp_path, record_of(run) | {"command": "train"}, 0)
+    recorder = Recorder(tmp_path, run, record_of(run), stream=stream)
+    for n in range(3):
+        recorder.step({**STEP, "step": n, "loss": 12.0 - n, "expert_load": [1, 2]})
+    recorder.finish("interrupted", "SIGINT")
+    if name == "wandb":
+        (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+        assert file.stat().st_size > 0
+        return
+    points = {(v.tag, e.step): v.simple_value for e in events(tmp_path) for v in e.summary.value}
+    assert [points["loss", n] for n in range(3)] == [12.0, 11.0, 10.0]
+    assert points["step_time_s", 2] == pytest.approx(12.39)
+    assert ("expert_load", 0) not in points
+
+
+def events(folder):
+    """The events of TensorBoard's file, whose records are length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = folder.glob("tensorboard/events.*")
+    data, at = file.read_bytes(), 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        yield Event.FromString(data[at + 12 : at + 12 + length])
+        at += length + 16

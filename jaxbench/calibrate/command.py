@@ -1,18 +1,16 @@
-"""Measures this machine's kernels for forecasts: `python -m jaxbench.calibrate --output mine.csv`.
+"""The command `jaxbench calibrate`: measures this machine's kernels for forecasts.
 
 The file has the format of `forecast.tables`: products in bf16 and FP8, attention forward and
 backward, copies, and on several GPUs collectives inside the node. With it
-`python -m jaxbench.plan .. --kernels mine.csv` forecasts any row; rates of the network between
+`jaxbench plan .. --kernels mine.csv` forecasts any row; rates of the network between
 nodes, and those that products sustain, are the package's.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,13 +20,14 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxbench import hardware
+from jaxbench.calibrate.arguments import make_parser
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.forecast.tables import GPU, Sizes
 from jaxbench.ops import attention
 from jaxbench.ops.attention.scores import Scores
-from jaxbench.ops.fp8.operand import multiply
-from jaxbench.ops.fp8.per_tensor import VALUES
+from jaxbench.ops.quantized.operand import multiply
+from jaxbench.ops.quantized.per_tensor import VALUES
 from jaxbench.versions import versions
 from jaxbench.xla import flags
 
@@ -140,25 +139,32 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
         yield Probe("attention", "backward", sizes, backward, arrays, baseline=call)
 
 
+def collective_kinds(n: int) -> dict[str, tuple[Callable[..., Any], PartitionSpec, int]]:
+    """Collectives among n GPUs along an axis `gpus`: function, spec of the result, and size of the
+    operands of all GPUs in buffers. Operands are split."""
+    split = PartitionSpec("gpus")
+    kinds: dict[str, tuple[Callable[..., Any], PartitionSpec, int]] = {
+        "all-gather": (partial(jax.lax.all_gather, tiled=True), PartitionSpec(), 1),
+        "all-reduce": (jax.lax.psum, PartitionSpec(), n),
+        "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), split, n),
+        "all-to-all": (partial(_exchange, n), split, n),
+    }
+    return {
+        name: (partial(function, axis_name="gpus"), spec, buffers)
+        for name, (function, spec, buffers) in kinds.items()
+    }
+
+
 def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
     """Collectives among some GPUs, of arrays in bf16."""
     mesh = jax.make_mesh((len(gpus),), ("gpus",), devices=gpus)
-    split, whole = PartitionSpec("gpus"), PartitionSpec()
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("gpus"))
     n = len(gpus)
-    kinds: dict[str, tuple[Callable[..., jax.Array], PartitionSpec, PartitionSpec, int]] = {
-        # Function, specs of operand and result, and size of the global operand in buffers.
-        "all-gather": (partial(jax.lax.all_gather, tiled=True), split, whole, 1),
-        "all-reduce": (jax.lax.psum, split, whole, n),
-        "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), split, split, n),
-        "all-to-all": (partial(_exchange, n), split, split, n),
-    }
-    for name, (function, operand, result, times) in kinds.items():
+    for name, (function, result, times) in collective_kinds(n).items():
         for size in sample.sent:
             local = jax.shard_map(
-                partial(function, axis_name="gpus"), mesh=mesh, in_specs=operand,
-                out_specs=result, check_vma=False,
-            )  # fmt: skip
-            sharding = jax.sharding.NamedSharding(mesh, operand)
+                function, mesh=mesh, in_specs=sharding.spec, out_specs=result, check_vma=False
+            )
             buffer = jax.ShapeDtypeStruct((times * size // 2,), jnp.bfloat16, sharding=sharding)
             yield Probe("collective", name, (n, size), local, (buffer,))
 
@@ -168,8 +174,8 @@ def _exchange(n: int, x: jax.Array, axis_name: str) -> jax.Array:
     return jax.lax.all_to_all(parts, axis_name, 0, 0, tiled=True).reshape(-1)
 
 
-def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function run `REPEATS` times. Each run waits for the one before it: in a loop, since
+def repeated(function: Callable[..., Any], times: int = REPEATS) -> Callable[..., Any]:
+    """The function run so many times. Each run waits for the one before it: in a loop, since
     the compiler computes equal products of a straight program once, barriers or not."""
 
     def run(first: jax.Array, *others: jax.Array) -> Any:
@@ -177,7 +183,7 @@ def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
             after, _ = jax.lax.optimization_barrier((first, result))
             return function(after, *others)
 
-        return jax.lax.fori_loop(1, REPEATS, again, function(first, *others))
+        return jax.lax.fori_loop(1, times, again, function(first, *others))
 
     return run
 
@@ -235,17 +241,8 @@ def line(probe: Probe, microseconds: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxbench.calibrate",
-        description="Measures products, attention, copies and collectives of this machine's GPUs, "
-        "for plan --kernels FILE. A few minutes.",
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="test run on this CPU; plan refuses the file"
-    )
-    args = parser.parse_args(argv)
     try:
+        args = make_parser().parse_args(argv)
         if args.rehearse:
             jax.config.update("jax_platforms", "cpu")
         devices = jax.local_devices()
@@ -259,7 +256,9 @@ def main(argv: list[str] | None = None) -> int:
         sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
         planned = list(probes(sample, kernel, devices))
         console = Console(stderr=True)
-        lines = [line(p, measure(p)) for p in track(planned, "measuring", console=console)]
+        hidden = not console.is_terminal
+        shown = track(planned, "measuring", console=console, disable=hidden)
+        lines = [line(probe, measure(probe)) for probe in shown]
         name = gpu.name.lower() if gpu else "cpu"
         write_whole(args.output, table(name, device, lines))
     except (RecipeError, OSError) as error:
@@ -267,7 +266,3 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"{len(lines)} kernels of {device}: plan with --kernels {args.output}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

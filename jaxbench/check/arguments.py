@@ -1,0 +1,31 @@
+"""Options of `jaxbench check`. Needs no JAX."""
+
+from pathlib import Path
+
+from jaxbench.terminal import Parser
+
+EXAMPLES = """
+    jaxbench check
+    jaxbench check --cpu-devices 4 --output check
+    srun --ntasks-per-node=8 .venv/bin/jaxbench check --output /shared/check
+"""
+
+
+def make_parser() -> Parser:
+    """The parser of all options; `--help` documents them."""
+    parser = Parser(
+        prog="jaxbench check", examples=EXAMPLES,
+        description="Measures each GPU and link of this job, asks driver and system, and names "
+        "what is slow or broken, in one process or in those of a job.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, default=Path("."), metavar="FOLDER",
+        help="where check.json is written and files are tried: one that the job uses (default .)",
+    )  # fmt: skip
+    group = parser.add_argument_group("devices")
+    group.add_argument(
+        "--cpu-devices", type=int, metavar="N", help="try the check on N virtual CPU devices"
+    )
+    group.add_argument("--local-devices", type=int, metavar="N",
+        help="fail, naming the node, where a process does not see exactly N devices")  # fmt: skip
+    return parser

@@ -1,0 +1,237 @@
+"""The command `jaxbench check`: measures, asks and judges, in one process or in those of a job."""
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from jaxbench.check import host, measure
+from jaxbench.check.arguments import make_parser
+from jaxbench.check.judge import FEWEST, Rate, blamed, by_kind, judge
+from jaxbench.cluster import job
+from jaxbench.cluster.nvml import Gpu as Told
+from jaxbench.errors import STATUS, RecipeError, RunFailed
+from jaxbench.files import write_json
+from jaxbench.forecast import tables
+from jaxbench.hardware import NULL, PLANNED, identify, is_null
+from jaxbench.recipe.checks import positive
+from jaxbench.recipe.published import counted
+from jaxbench.run import devices, session
+from jaxbench.terminal import console
+
+FILE = "check.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns 0, or the status of what is slow or broken (`errors.STATUS`)."""
+    began = time.perf_counter()
+    try:
+        args = make_parser().parse_args(argv)
+        positive("--", args, "cpu_devices", "local_devices")
+        devices.select_platform(args.cpu_devices)
+        job.join()
+        devices.find()
+        if args.local_devices is not None:
+            devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
+        cluster, told, missing = find_cluster()
+        everywhere = job.gather("check", found_here(cluster, told, args.output))
+
+        def conclude() -> int:
+            report = judged(cluster, everywhere, missing)
+            report["seconds"]["all"] = time.perf_counter() - began
+            show(report)
+            with suppress(OSError):  # that files cannot be written there is a fault already
+                write_json(args.output / FILE, report)
+            return report["status"]
+
+        status = job.broadcast("check's status", conclude)
+    except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
+        return session.refuse(error, wait=job.barrier("check refused", 5))
+    return session.leave(status, wait=job.barrier("check ended", 60))
+
+
+def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, Told], str | None]:
+    """The devices of the job; the driver's view of those of this process; why there is none.
+    Raises RecipeError where nodes have different numbers of devices."""
+    told, missing = host.gpus() if jax.default_backend() == "gpu" else ([], "no GPU")
+    local = {d: told[d.local_hardware_id or 0] for d in jax.local_devices() if told}
+    here = [
+        (d.id, local[d].index if d in local else d.local_hardware_id or 0)
+        for d in jax.local_devices()
+    ]
+    of_processes = job.all_gather("check of nodes", [job.node(), here])
+    names: dict[int, tuple[str, int]] = {}
+    for node, found in of_processes:
+        names |= {identity: (node, number) for identity, number in found}
+    nodes: dict[str, list[jax.Device]] = {}
+    for device in sorted(jax.devices(), key=lambda d: (d.process_index, names[d.id][1])):
+        nodes.setdefault(names[device.id][0], []).append(device)
+    if len({len(found) for found in nodes.values()}) > 1:
+        listed = ", ".join(f"{len(found)} on {node}" for node, found in nodes.items())
+        raise RecipeError(f"nodes have different numbers of devices: {listed}")
+    kind = "gpu" if jax.default_backend() == "gpu" else "device"
+    labels: dict[jax.Device, str] = {}
+    for node, found in nodes.items():
+        numbers = [names[d.id][1] for d in found]
+        if len({*numbers}) < len(numbers):  # each process sees its own GPUs only
+            numbers = [*range(len(found))]
+        labels |= {d: f"{node} {kind} {n}" for d, n in zip(found, numbers, strict=True)}
+    sample = measure.GPU_SAMPLE if kind == "gpu" else measure.CPU_SAMPLE
+    return measure.Cluster(np.array(list(nodes.values())), labels, sample), local, missing
+
+
+def found_here(
+    cluster: measure.Cluster, told: Mapping[jax.Device, Told], folder: Path
+) -> dict[str, Any]:
+    """Findings of this process: settings, files, the driver's facts, rates, seconds of each part.
+    Kinds in which anything is slow are measured twice, and the better counts: what the host did
+    meanwhile is no fault of the GPU."""
+    job.barrier("check of clocks", 60)
+    clock, began = time.time(), time.perf_counter()
+    facts = host.facts(told.values())
+    gpus = {cluster.names[d]: known for d, known in zip(told, facts, strict=True)}
+    here = {
+        "node": job.node(),
+        "clock": clock,
+        "settings": host.settings(bool(told)),
+        "gpus": gpus,
+        "files": host.files(folder) if cluster.leads else {},
+    }
+    seconds = {"host": time.perf_counter() - began}
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(host.under_load, told.values(), ended)
+        rates = timed(cluster, measure.PRODUCTS, seconds)
+        ended.set()
+    for device, counters in zip(told, loaded.result(), strict=True):
+        gpus[cluster.names[device]] |= counters
+    rates += timed(cluster, measure.OTHERS, seconds)
+    first = job.gather("check first", rates)
+
+    def doubtful() -> list[str]:
+        kinds = by_kind(made(rate) for some in first for rate in some)
+        return [kind for kind, some in kinds.items() if comparable() and any(blamed(some))]
+
+    rates += timed(cluster, job.broadcast("check again", doubtful), seconds)
+    return here | {"rates": rates, "seconds": seconds}
+
+
+def timed(
+    cluster: measure.Cluster, kinds: Collection[str], seconds: dict[str, float]
+) -> list[dict[str, Any]]:
+    """The rates of some kinds at this process's devices; adds the seconds that each took."""
+    device, rates = jax.local_devices()[0].device_kind, []
+    gpu = None if is_null(device) else identify(device)
+    known = tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
+    for kind, measured in measure.KINDS.items():
+        if kind in kinds:
+            began = time.perf_counter()
+            rates += [asdict(rate) for rate in measured(cluster, kind, gpu, known)]
+            seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - began
+    return rates
+
+
+def made(rate: Mapping[str, Any]) -> Rate:
+    """A rate that was sent as JSON."""
+    return Rate(**{**rate, "ends": tuple(rate["ends"])})
+
+
+def comparable() -> bool:
+    """False for devices that share a CPU."""
+    return jax.default_backend() == "gpu"
+
+
+def judged(
+    cluster: measure.Cluster, everywhere: Sequence[Mapping[str, Any]], missing: str | None
+) -> dict[str, Any]:
+    """The report, check.json, given what all processes have found."""
+    device = jax.local_devices()[0]
+    rates = [made(rate) for here in everywhere for rate in here["rates"]]
+    middle = median(here["clock"] for here in everywhere)
+    hosts: dict[str, dict[str, Any]] = {}
+    for here in everywhere:
+        first = {"settings": here["settings"], "files": here["files"], "gpus": {}}
+        node = hosts.setdefault(here["node"], {**first, "skew_s": here["clock"] - middle})
+        node["gpus"] |= here["gpus"]
+    found = judge(rates, hosts, comparable=comparable())
+    faults = [finding for finding in found if finding.cause]
+    causes = {finding.cause for finding in faults}
+    kinds = by_kind(rates)
+    excluded = dict.fromkeys(node for finding in faults for node in finding.nodes)
+    return {
+        "status": next((STATUS[c] for c in ("gpu", "network", "storage") if c in causes), 0),
+        "device": device.device_kind,
+        "null": is_null(device.device_kind),
+        "nodes": len(hosts),
+        "devices": int(cluster.devices.size),
+        "faults": [str(finding) for finding in faults],
+        "remarks": [str(finding) for finding in found if not finding.cause],
+        "not_judged": [*unjudged(kinds, hosts, missing)],
+        "exclude": ",".join(excluded),
+        "seconds": dict(everywhere[0]["seconds"]),
+        "rates": {
+            kind: {
+                "unit": some[0].unit,
+                "expected": some[0].expected,
+                "median": median(rate.value for rate in some),
+                "values": {" - ".join(rate.ends): rate.value for rate in some},
+            }
+            for kind, some in kinds.items()
+        },
+        "hosts": hosts,
+    }
+
+
+def unjudged(
+    kinds: Mapping[str, list[Rate]], hosts: Mapping[str, Any], missing: str | None
+) -> Iterator[str]:
+    """Reasons for all that this check could not judge."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        yield "CPU devices share the host's cores: rates are shown, not judged; no GPU, no NVML"
+    elif missing:
+        yield missing
+    if is_null(device.device_kind):
+        yield f"{NULL}; rates are not compared with the tables"
+    elif device.platform == "gpu" and not any(rates[0].expected for rates in kinds.values()):
+        yield f"there are no tables of {device.device_kind}"
+    few = [kind for kind, rates in kinds.items() if len(rates) < FEWEST]
+    if few:
+        yield f"fewer than {FEWEST} to compare with each other: {', '.join(few)}"
+    if len(hosts) == 1:
+        yield "one node: no network"
+    if any(gpu["xids"] is None for host in hosts.values() for gpu in host["gpus"].values()):
+        yield "the kernel's log cannot be read here: XIDs are not known"
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Prints the table and the verdict."""
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid.add_column("rate")
+    for heading in ("number", "least", "median", "greatest", "tables", ""):
+        grid.add_column(heading, justify="right" if heading else "left")
+    for kind, entry in report["rates"].items():
+        values, expected = entry["values"].values(), entry["expected"]
+        figures = min(values), entry["median"], max(values)
+        texts = [f"{figure:.3g}" if figure < 100 else f"{figure:.0f}" for figure in figures]
+        grid.add_row(kind, str(len(values)), *texts, f"{expected:.0f}" if expected else "",
+                     entry["unit"])  # fmt: skip
+    output = console()
+    output.print(grid)
+    for heading in ("faults", "remarks", "not_judged"):
+        for line in report[heading]:
+            print(f"{'not judged' if heading == 'not_judged' else heading[:-1]}: {line}")
+    where = f"{counted(report['devices'], 'device')} of {counted(report['nodes'], 'node')}"
+    faults = counted(len(report["faults"]), "fault") if report["faults"] else "no fault"
+    print(f"check: {faults} in {where}, {report['seconds']['all']:.0f} s")
+    if report["exclude"]:
+        print(f"leave them out: --sbatch exclude={report['exclude']}")

@@ -1,0 +1,126 @@
+"""Facts of driver, system and file system of this host, without a measurement on a device."""
+
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jaxbench.cluster import nvml
+from jaxbench.errors import RecipeError
+from jaxbench.versions import versions
+
+FILE_BYTES = 2**26
+"""Size of the file by which the file system's bandwidth is measured."""
+
+SAMPLE_S = 0.05
+"""Time between looks at the GPUs under load."""
+
+SYSTEM = {
+    "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "transparent_hugepage": "/sys/kernel/mm/transparent_hugepage/enabled",
+    "numa_balancing": "/proc/sys/kernel/numa_balancing",
+    "numa_nodes": "/sys/devices/system/node/online",
+}
+"""Files of the kernel that have a setting; of several words the chosen one is in brackets."""
+
+
+def settings(nvml_told: bool) -> dict[str, Any]:
+    """Versions and settings in which hosts should be equal; None where the system has none."""
+    known = versions()
+    names = ("jaxbench", "commit", "python", "jaxlib", "driver", "nvidia-nccl-cu13")
+    found: dict[str, Any] = {name: known.get(name) for name in names}
+    if nvml_told:
+        found["driver"] = nvml.driver_version()
+    found |= {"kernel": platform.release(), "cpus": os.cpu_count()}
+    for name, path in SYSTEM.items():
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            text = ""
+        chosen = re.search(r"\[(\w+)\]", text)
+        found[name] = (chosen[1] if chosen else text) or None
+    return found
+
+
+def gpus() -> tuple[list[nvml.Gpu], str | None]:
+    """The GPUs of this process by NVML, and why there are none."""
+    try:
+        return nvml.gpus(), None
+    except RecipeError as error:
+        return [], str(error)
+
+
+def facts(told: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
+    """State of idle GPUs by the driver: facts, which others of the host they do not reach, and
+    `xids` of the kernel's log, None where it cannot be read."""
+    log, every = xids(), nvml.gpus(visible=False) if told else []
+    found = []
+    for gpu in told:
+        known = gpu.facts()
+        address = (known["pci"] or "").lower().removeprefix("0000").partition(".")[0]
+        others = [other for other in every if other.index != gpu.index]
+        known["unreached"] = [other.index for other in others if gpu.reaches(other) is False]
+        known["xids"] = None if log is None else log.get(address, [])
+        found.append(known)
+    return found
+
+
+def under_load(told: Collection[nvml.Gpu], ended: threading.Event) -> list[dict[str, Any]]:
+    """Samples of GPUs at the time of their greatest power until `ended`, `reasons` by name."""
+    greatest: dict[int, nvml.Sample] = {}
+    while not ended.wait(SAMPLE_S):
+        for gpu in told:
+            now, before = gpu.sample(), greatest.get(gpu.index)
+            if before is None or (now.power_w or 0) >= (before.power_w or 0):
+                greatest[gpu.index] = now
+    return [_named(greatest[gpu.index]) if gpu.index in greatest else {} for gpu in told]
+
+
+def _named(sample: nvml.Sample) -> dict[str, Any]:
+    bits = sample.reasons
+    return sample._asdict() | {"reasons": None if bits is None else nvml.reasons(bits)}
+
+
+def xids() -> dict[str, list[int]] | None:
+    """The driver's errors (XIDs) in the kernel's log, by PCI address without its function; None
+    where this user may not read it."""
+    try:
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found: dict[str, list[int]] = defaultdict(list)
+    for address, number in re.findall(r"Xid \(PCI:([\da-fA-F:]+)\): (\d+)", log.stdout):
+        found[address.lower()].append(int(number))
+    return found
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """Seconds until a small file is on disk, GB/s of a large one, and whether the file system
+    locks; `problem` where it cannot be written."""
+    path = folder / f".check-{platform.node()}-{os.getpid()}"
+    found: dict[str, Any] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("wb", buffering=0) as file:
+            for name, size in (("latency_s", 1), ("seconds", FILE_BYTES)):
+                content, began = bytes(size), time.perf_counter()
+                file.write(content)
+                os.fsync(file.fileno())
+                found[name] = time.perf_counter() - began
+            found["write_gb_s"] = FILE_BYTES / 1e9 / found.pop("seconds")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found["lock"] = True
+            except OSError:
+                found["lock"] = False
+        path.unlink()
+    except OSError as error:
+        return {"problem": f"{folder} cannot be written: {error.strerror}"}
+    return found

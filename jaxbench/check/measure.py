@@ -1,0 +1,219 @@
+"""Times of each GPU and link of the job, all at once where they do not disturb each other."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxbench.calibrate.command import collective_kinds, repeated
+from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, Rate
+from jaxbench.cluster import job
+from jaxbench.forecast.interpolate import Grid, between
+from jaxbench.forecast.tables import Tables
+from jaxbench.hardware import Gpu
+from jaxbench.ops.quantized.operand import multiply
+from jaxbench.ops.quantized.per_tensor import VALUES
+from jaxbench.run.ranks import device_seconds
+from jaxbench.xla import flags
+
+PRODUCTS = "bf16 products", "fp8 products"
+"""Kinds of rates while which GPUs take the most power."""
+
+Seconds = dict[jax.Device, float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sizes: of a square product, bytes that a kernel moves, bytes of a collective's whole buffer
+    and of an exchange; and how often each is repeated in a program."""
+
+    product: int
+    moved: int
+    sent: int
+    products: int
+    repeats: int
+
+
+GPU_SAMPLE = Sample(product=8192, moved=2**30, sent=2**28, products=300, repeats=10)
+"""Products of more than 200 ms in bf16, since the power limit acts after 50 ms or so, at a size
+that the tables have."""
+
+CPU_SAMPLE = Sample(product=128, moved=2**16, sent=2**16, products=2, repeats=2)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices of a job by node, `[nodes, GPUs]`, with their names by device."""
+
+    devices: np.ndarray
+    names: Mapping[jax.Device, str]
+    sample: Sample
+
+    @cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(self.devices, ("nodes", "gpus"))
+
+    @property
+    def split(self) -> jax.P:
+        """Sharding of arrays, a part of the first dimension on each device."""
+        return jax.P(("nodes", "gpus"))
+
+    @property
+    def leads(self) -> bool:
+        """True if this process is the first one of its node."""
+        return jax.process_index() in {device.process_index for device in self.devices[:, 0]}
+
+    def place(self, device: jax.Device) -> tuple[int, int]:
+        """Numbers of a device's node and of the device in it."""
+        node, number = np.argwhere(self.devices == device)[0]
+        return int(node), int(number)
+
+    def seconds(self, local: Callable[..., Any], times: int, *shapes: Any) -> Seconds:
+        """Seconds of one run of a function of local arrays (shape, dtype) on each device of this
+        process. Values are sines: zeros take less power."""
+
+        def filled(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            index = jax.lax.iota(jnp.float32, shape[-1])
+            return jnp.broadcast_to(jnp.sin(7919 * index), shape).astype(dtype)
+
+        def make() -> tuple[jax.Array, ...]:
+            return tuple(filled(*shape) for shape in shapes)
+
+        gpu = jax.default_backend() == "gpu"
+        options: Any = {**flags.TUNED, "xla_gpu_autotune_level": "0"} if gpu else {}
+        shard = partial(jax.shard_map, mesh=self.mesh, out_specs=self.split, check_vma=False)
+        arrays = jax.jit(shard(make, in_specs=()))()
+        function = jax.jit(shard(repeated(local, times), in_specs=self.split))
+        program = function.lower(*arrays).compile(options)
+        return {d: s / times for d, s in self.timed(program, *arrays).items()}
+
+    def timed(self, program: Callable[..., Any], *arrays: jax.Array) -> Seconds:
+        """Seconds of a program on each device of this process; all processes begin together."""
+        job.barrier(f"check {next(NUMBERS)}", 60)
+        return device_seconds(program, *arrays)
+
+
+NUMBERS = count()
+"""Each barrier has its own number, the same in every process."""
+
+
+def single(
+    cluster: Cluster, kind: str, unit: str, work: float, times: Seconds, expected: float | None
+) -> list[Rate]:
+    """Rates of single devices, given what each has done, in the unit times seconds."""
+    return [Rate(kind, unit, (cluster.names[d],), work / s, expected) for d, s in times.items()]
+
+
+def products(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+    """Matrix products in bf16 or FP8, at the rate that is kept under the power limit."""
+    n, name = cluster.sample.product, kind.partition(" ")[0]
+    teraflop, expected = 2 * n**3 / 1e12, None
+    if tables:
+        burst = teraflop / (Grid(tables.values["product", name]).at((n, n, n)) / 1e6)
+        expected = min(burst, *tables.values["sustained", name].values())
+
+    def bf16(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
+        return jnp.einsum("mk,nk->mn", x, w)
+
+    def fp8(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        return multiply("mk,nk->mn", x, scale[0], w, scale[0])
+
+    function, dtype = (fp8, VALUES) if name == "fp8" else (bf16, jnp.bfloat16)
+    arrays = ((n, n), dtype), ((n, n), dtype), ((1,), jnp.bfloat16)
+    times = cluster.seconds(function, cluster.sample.products, *arrays)
+    return single(cluster, kind, "TFLOP/s", teraflop, times, expected)
+
+
+def copies(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+    """A kernel that reads and writes memory."""
+    moved, expected = cluster.sample.moved, None
+    if tables:
+        line = sorted((size, us) for (size,), us in tables.values["memory", "any"].items())
+        expected = moved / 1e3 / between(line, moved)
+    shape = (moved // 4,), jnp.bfloat16
+    times = cluster.seconds(jnp.negative, cluster.sample.repeats, shape)
+    return single(cluster, kind, "GB/s", moved / 1e9, times, expected)
+
+
+def from_host(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+    """Copies from the host's pinned memory, to all GPUs at once."""
+    if jax.default_backend() != "gpu":
+        return []
+    size = cluster.sample.sent
+    on_device = jax.NamedSharding(cluster.mesh, cluster.split)
+    pinned = on_device.with_memory_kind("pinned_host")
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(cluster.devices.size * size, jnp.uint8)
+
+    x = jax.jit(zeros, out_shardings=pinned)()
+    program = jax.jit(lambda x: x, in_shardings=pinned, out_shardings=on_device).lower(x).compile()
+    expected = (gpu and gpu.host) or None
+    return single(cluster, kind, "GB/s", size / 1e9, cluster.timed(program, x), expected)
+
+
+def collectives(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+    """A collective inside each node, all nodes at once; bytes that a GPU sends."""
+    n, size, name = cluster.devices.shape[1], cluster.sample.sent, kind.partition(" ")[0]
+    if n == 1:
+        return []
+    function, _, buffers = collective_kinds(n)[name]
+    us = tables.values["collective", name].get((n, size)) if tables else None
+    work = size * (n - 1) / n / 1e9
+    shape = (buffers * size // 2 // n,), jnp.bfloat16
+    times = cluster.seconds(function, cluster.sample.repeats, shape)
+    nodes = {d: cluster.names[d].partition(" ")[0] for d in times}
+    return [
+        Rate(kind, "GB/s", (nodes[d],), work / s, work / us * 1e6 if us else None)
+        for d, s in times.items()
+    ]
+
+
+def pairs(number: int, distance: int) -> list[tuple[int, int]]:
+    """Who sends to whom where each of `number` exchanges with the one whose number differs by the
+    bits of `distance`; those without a partner rest."""
+    return [(n, n ^ distance) for n in range(number) if n ^ distance < number]
+
+
+def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+    """Each GPU with each other one of its node, or with those of the same number in the nodes at
+    distances of 1, 2, 4 ..: log2 rounds, in which every node has a partner."""
+    along = 0 if kind == BETWEEN_NODES else 1
+    axis, number = ("nodes", "gpus")[along], cluster.devices.shape[along]
+    bits, size = (number - 1).bit_length(), cluster.sample.sent
+    shares = tables.values[("network", "nvlink")[along], "direct"] if tables else {}
+    expected = max(shares.values()) * (gpu.nic, gpu.nvlink)[along] if shares and gpu else None
+    found = []
+    for distance in range(1, 1 << bits) if along else [1 << bit for bit in range(bits)]:
+        partners = dict(pairs(number, distance))
+        send = partial(jax.lax.ppermute, axis_name=axis, perm=list(partners.items()))
+        times = cluster.seconds(send, cluster.sample.repeats, ((size // 2,), jnp.bfloat16))
+        for device, seconds in times.items():
+            at = [*cluster.place(device)]
+            if at[along] in partners:
+                at[along] = partners[at[along]]
+                a, b = sorted((cluster.names[device], cluster.names[cluster.devices[tuple(at)]]))
+                far = 0 if along else distance
+                found.append(Rate(kind, "GB/s", (a, b), size / 1e9 / seconds, expected, far))
+    return found
+
+
+KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]] = {
+    **dict.fromkeys(PRODUCTS, products),
+    "memory": copies,
+    "host to GPU": from_host,
+    "all-gather in a node": collectives,
+    "reduce-scatter in a node": collectives,
+    "all-to-all in a node": collectives,
+    IN_NODE: exchanges,
+    BETWEEN_NODES: exchanges,
+}
+"""Rates at the devices of this process by kind. GPU and tables say what is expected; None where
+nothing is."""
+
+OTHERS = [kind for kind in KINDS if kind not in PRODUCTS]

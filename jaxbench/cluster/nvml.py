@@ -1,0 +1,170 @@
+"""Facts and samples of each GPU of this host by NVIDIA's management library (NVML). It needs no
+root and makes no context on a GPU.
+
+The library is `nvidia-ml-py` of the extra `gpu`. What a driver does not tell is None.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxbench.errors import RecipeError
+
+CLOCK_REASONS = {
+    1: "idle", 2: "application clocks", 4: "power cap", 8: "hardware slowdown", 16: "sync boost",
+    32: "software thermal slowdown", 64: "hardware thermal slowdown", 128: "power brake",
+    256: "display clock",
+}  # fmt: skip
+"""Bits of NVML's clock event reasons, which were called throttle reasons."""
+
+HELD = 8 | 32 | 64 | 128
+"""Reasons that a GPU under load should not have; the power cap is one that it has."""
+
+LINKS = 91
+"""Field of the number of NVLinks."""
+
+
+class Sample(NamedTuple):
+    """State of a GPU by NVML: MHz, W, Celsius, bits of its reasons for a lower clock, MiB in use,
+    percent of the time with a kernel; and since the driver was loaded MiB moved and ECC errors.
+    None for what it does not tell."""
+
+    sm_mhz: int | None = None
+    power_w: int | None = None
+    temperature_c: int | None = None
+    reasons: int | None = None
+    memory_mib: int | None = None
+    busy_pct: int | None = None
+    nvlink_sent_mib: int | None = None
+    nvlink_received_mib: int | None = None
+    pcie_sent_mib: int | None = None
+    pcie_received_mib: int | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+
+
+SAMPLED = (138, 139, 197, 198, 3, 4)
+"""Fields of a sample: NVLink's in KiB, PCIe's in bytes, ECC errors that were corrected and not."""
+
+
+def reasons(bits: int) -> list[str]:
+    """The names of reasons for a lower clock."""
+    return [name for bit, name in CLOCK_REASONS.items() if bits & bit]
+
+
+def _value(function: str, *arguments: Any) -> Any:
+    """Result of a function of NVML; None where library, driver or GPU does not answer."""
+    import pynvml
+
+    try:
+        return getattr(pynvml, function)(*arguments)
+    except (pynvml.NVMLError, AttributeError):
+        return None
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+class Gpu:
+    """A GPU by its number in NVML, which is that of `nvidia-smi`."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self._handle = _value("nvmlDeviceGetHandleByIndex", index)
+        self.uuid: str | None = self._ask("UUID")
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        return _value(f"nvmlDeviceGet{what}", self._handle, *arguments)
+
+    def _fields(self, *numbers: int) -> list[int | None]:
+        values = self._ask("FieldValues", numbers) or []
+        # An unsigned value is in the low bytes of the union, whatever its width.
+        told = [None if value.nvmlReturn else int(value.value.ullVal) for value in values]
+        return told or [None] * len(numbers)
+
+    def facts(self) -> dict[str, Any]:
+        """Model, firmware, modes and limits: MHz, W, links; `ecc`, `mig` and `persistence` are
+        whether they are on, `numa` is the host's node; rows of memory that are remapped, and
+        whether a remapping waits for a reset or failed."""
+        mig, ecc, pci = (self._ask(name) for name in ("MigMode", "EccMode", "PciInfo"))
+        persistence = self._ask("PersistenceMode")
+        memory = self._ask("MemoryInfo")
+        (count,) = self._fields(LINKS)
+        states = [self._ask("NvLinkState", link) for link in range(count or 0)]
+        rows = self._ask("RemappedRows") or (None,) * 4
+        return {
+            "name": self._ask("Name"),
+            "uuid": self.uuid,
+            "pci": pci and pci.busId,
+            "vbios": self._ask("VbiosVersion"),
+            "memory_bytes": memory and memory.total,
+            "mig": mig and bool(mig[0]),
+            "ecc": ecc and bool(ecc[0]),
+            "persistence": None if persistence is None else bool(persistence),
+            "power_limit_w": _scaled(self._ask("EnforcedPowerLimit"), 1e-3),
+            "power_default_w": _scaled(self._ask("PowerManagementDefaultLimit"), 1e-3),
+            "sm_max_mhz": self._ask("MaxClockInfo", 1),
+            "memory_max_mhz": self._ask("MaxClockInfo", 2),
+            "pcie_generation": self._ask("CurrPcieLinkGeneration"),
+            "pcie_max_generation": self._ask("MaxPcieLinkGeneration"),
+            "pcie_lanes": self._ask("CurrPcieLinkWidth"),
+            "pcie_max_lanes": self._ask("MaxPcieLinkWidth"),
+            "nvlinks": count,
+            "nvlinks_up": sum(map(bool, states)) if count else None,
+            "numa": self._ask("NumaNodeId"),
+            "rows_remapped": None if rows[0] is None else rows[0] + rows[1],
+            "remap_pending": rows[2],
+            "remap_failed": rows[3],
+        }
+
+    def sample(self) -> Sample:
+        """A sample, without the counters that take NVML 20 ms each."""
+        watts, memory = self._ask("PowerUsage"), self._ask("MemoryInfo")
+        busy = self._ask("UtilizationRates")
+        units = (2**10, 2**10, 2**20, 2**20, 1, 1)
+        counted = zip(self._fields(*SAMPLED), units, strict=True)
+        return Sample(
+            self._ask("ClockInfo", 1),
+            watts and round(watts / 1000),
+            self._ask("Temperature", 0),
+            self._ask("CurrentClocksEventReasons"),
+            memory and memory.used >> 20,
+            busy and busy.gpu,
+            *(value if value is None else value // unit for value, unit in counted),
+        )
+
+    def reaches(self, other: "Gpu") -> bool | None:
+        """True if it can read the other's memory over NVLink; None if the driver does not tell."""
+        status = self._ask("P2PStatus", other._handle, 2)
+        return None if status is None else status == 0
+
+
+def driver_version() -> str | None:
+    """The driver's version, once `gpus` has been called."""
+    return _value("nvmlSystemGetDriverVersion")
+
+
+def gpus(*, visible: bool = True) -> list[Gpu]:
+    """The GPUs of this host, in the order of CUDA: those that CUDA_VISIBLE_DEVICES leaves to this
+    process, or all. Raises RecipeError where NVML cannot be asked, which says why."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise RecipeError("NVML is not asked: pip install nvidia-ml-py") from error
+    try:
+        pynvml.nvmlInit()
+        every = [Gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        raise RecipeError(f"NVML does not answer: {error}") from error
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") if visible else None
+    return every if names is None else list(_named(every, names.split(",")))
+
+
+def _named(every: list[Gpu], names: list[str]) -> Iterator[Gpu]:
+    """GPUs by number or the beginning of a UUID, up to the first unknown one, as in CUDA."""
+    for name in map(str.strip, names):
+        named = [gpu for gpu in every if name in (str(gpu.index), (gpu.uuid or "")[: len(name)])]
+        if not (name and named):
+            return
+        yield named[0]

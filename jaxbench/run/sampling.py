@@ -1,0 +1,72 @@
+"""Telemetry of a run's GPUs: which process of a node samples them, and which of them are whose."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxbench.cluster import job, nvml
+from jaxbench.cluster.telemetry import Sampler
+from jaxbench.errors import RecipeError
+from jaxbench.recipe.window import outlier_limit
+
+
+def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
+    """A sampler of this node's GPUs in one of its processes; None in others, and without GPUs or
+    NVML, which is said."""
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        every = nvml.gpus(visible=False)
+    except RecipeError as error:
+        say(f"no telemetry: {error}")
+        return None
+    if not job.one_of_node("telemetry"):
+        return None
+    path = folder / "telemetry" / f"{job.node()}.csv.gz"
+    path.parent.mkdir(exist_ok=True)
+    say(f"telemetry: {path}, {len(every)} GPUs of this node each second")
+    return Sampler(every, path, say)
+
+
+def numbers() -> list[int]:
+    """The numbers in NVML of this process's devices, in JAX's order; empty without NVML."""
+    if jax.default_backend() != "gpu":
+        return []
+    try:
+        visible = nvml.gpus()
+    except RecipeError:
+        return []
+    local = [device.local_hardware_id for device in jax.local_devices()]
+    return [visible[n].index for n in local if n < len(visible)]
+
+
+def outliers(ranks: list[dict[str, Any]]) -> list[str]:
+    """A line for each GPU with a slower clock under load than the others', and for each with ECC
+    errors that were not corrected."""
+    every = [(entry, gpu) for entry in ranks for gpu in entry.get("gpus", ())]
+    periods = [1 / gpu["sm_mhz"] for _, gpu in every if gpu.get("sm_mhz")]
+    limit = outlier_limit(periods) if len(periods) > 1 else float("inf")
+    typical = 1 / statistics.median(periods or [1.0])
+    lines = []
+    for entry, gpu in every:
+        where = f"GPU {gpu['gpu']} of {entry['host']} (rank {entry['rank']})"
+        if (mhz := gpu.get("sm_mhz")) and 1 / mhz > limit:
+            reasons = ", ".join(f"{name} {s:g} s" for name, s in gpu["throttled_s"].items())
+            lines.append(
+                f"slow clock: {where}: {mhz:.0f} MHz under load, {100 * (1 - mhz / typical):.0f} % "
+                f"below the median of {len(periods)} ({reasons or 'no reason told'})"
+            )
+        if gpu.get("ecc_uncorrected"):
+            lines.append(f"ECC: {where}: {gpu['ecc_uncorrected']} errors were not corrected")
+    return lines
+
+
+def watts(ranks: list[dict[str, Any]], devices: int) -> float | None:
+    """Power of all GPUs of a run under load in W; None unless NVML told that of each."""
+    powers = [
+        gpu["power_w"] for entry in ranks for gpu in entry.get("gpus", ()) if "power_w" in gpu
+    ]
+    return sum(powers) if len(powers) == devices else None

@@ -1,0 +1,76 @@
+"""`jaxbench jobs`: what it tells of jobs in the queue, ended and lost, and what it follows."""
+
+import json
+
+import pytest
+from launching import slurm
+
+from jaxbench import jobs
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """Two jobs of Llama, one of which runs, and one of Grok that is in no queue."""
+    monkeypatch.setenv("PATH", slurm(tmp_path))
+    monkeypatch.setenv("STAGE_PATH", str(tmp_path))
+    monkeypatch.delenv("LLMB_INSTALL", raising=False)
+    (tmp_path / "queue").write_text("78|RUNNING|3:05|n[0-1]\n79|PENDING|0:00|(Priority)\n")
+    ended = {"state": "CANCELLED", "elapsed": "00:01:40", "nodes": "n7"}
+    why = dict.fromkeys(("cause", "reason"), "cancelled")
+    add(tmp_path, "77", "llama31_8b_bf16", status="interrupted", slurm=ended, **why)
+    add(tmp_path, "78", "llama31_8b_bf16", status="running")
+    add(tmp_path, "102", "grok1_314b_bf16", status="running")
+    (tmp_path / "results/1/bf16/8b/8/79").mkdir()
+    return tmp_path
+
+
+def add(stage, number, recipe, **record):
+    folder = stage / "results" / "1" / "bf16" / "8b" / "8" / number
+    folder.mkdir(parents=True)
+    content = {"recipe": {"recipe": recipe, "gpus": 8, "steps": 50}, **record}
+    (folder / "run.json").write_text(json.dumps(content))
+    (folder / "steps.jsonl").write_text("{}\n" * 20)
+    (folder / f"log-jaxbench_{recipe}_8_{number}.out").write_text(f"the log of {number}\n")
+
+
+def test_jobs_are_listed_across_recipes(stage, capsys):
+    assert jobs.main([]) == 0
+    heading, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert heading[:3] == ["job", "run", "state"]
+    assert [line[0] for line in lines] == ["77", "78", "79", "102"]
+    told = [" ".join(line[1:]) for line in lines]
+    assert told == [
+        "llama31_8b_bf16 8 GPUs interrupted: cancelled CANCELLED 00:01:40 n7 20 of 50 cancelled",
+        "llama31_8b_bf16 8 GPUs running RUNNING 3:05 n[0-1] 20 of 50",
+        "8 GPUs pending PENDING 0:00 (Priority)",
+        "grok1_314b_bf16 8 GPUs lost 20 of 50",
+    ]
+
+
+def test_a_job_is_shown_followed_and_cancelled(stage, capfd):
+    assert jobs.main(["status", "78"]) == 0
+    assert "nodes    n[0-1]\n" in capfd.readouterr().out
+    assert jobs.main(["log", "77"]) == 0
+    assert capfd.readouterr().out == "the log of 77\n"
+    scancel = stage / "bin" / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" > "{stage}/cancelled"\n')
+    scancel.chmod(0o755)
+    assert jobs.main(["cancel", "78", "79"]) == 0
+    assert (stage / "cancelled").read_text() == "78 79\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "message"),
+    [
+        (["status", "5"], None, "no results of job 5; the last ones are of 78, 79, 102"),
+        (["cancel"], None, "jobs cancel: name a job"),
+        (["log", "79"], None, "job 79 has not begun"),
+        (["--stage", "/none"], None, "no job has results in /none"),
+        ([], "/none", "there is no squeue here; on one host use launch/run.sh --config RECIPE"),
+    ],
+)
+def test_a_mistake_is_one_line(words, path, message, stage, capsys, monkeypatch):
+    if path:
+        monkeypatch.setenv("PATH", path)
+    assert jobs.main(words) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
