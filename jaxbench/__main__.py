@@ -1,57 +1,109 @@
-"""`python -m jaxbench list | train | plan | calibrate | report`: the commands, by name."""
+"""The command `jaxbench`, or `python -m jaxbench`: finds the command that is meant, checks its
+options before JAX is loaded, and runs it."""
 
-import runpy
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
-from jaxbench import hardware
-from jaxbench.recipe import published, recipes
-
-USAGE = """usage: python -m jaxbench COMMAND
-
-  list    every recipe with its rows, meshes and published step times
-  train   run a benchmark (python -m jaxbench.train --help)
-  plan    compile one for GPUs that are not there (python -m jaxbench.plan --help)
-  calibrate
-          measure this GPU's kernels for plan's forecasts (python -m jaxbench.calibrate --help)
-  report  results beside the published ones (python -m jaxbench.report --help)"""
+from jaxbench import terminal
+from jaxbench.errors import RecipeError
+from jaxbench.versions import versions
 
 
-def list_recipes() -> int:
-    """Prints a table of all recipes and rows."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list | head` ends quietly
-    print(
-        f"{'recipe':20} {'row':>6} {'label':6} {'layers':>6} {'mesh':42} {'batch':>6} "
-        "published (MFU as its source prints it)"
+@dataclass(frozen=True)
+class Command:
+    """A command: the module of its options (`make_parser`), that of its `main`, and what it does.
+    One that only prints ends quietly when a pipe closes, as in `jaxbench list | head`."""
+
+    options: str
+    module: str
+    does: str
+    prints: bool = True
+
+
+COMMANDS = {
+    "list": Command("rows", "rows", "every recipe with its rows, forecasts and published steps"),
+    "train": Command("run.arguments", "run.command", "run a benchmark", prints=False),
+    "plan": Command(
+        "plan.arguments", "plan.command", "compile one for GPUs that are not there: does it fit, "
+        "how long will it take"
+    ),
+    "report": Command("report.arguments", "report.command", "results beside the published ones"),
+    "jobs": Command("jobs", "jobs", "jobs of launch/submit.sh: list, status, log, cancel"),
+    "check": Command(
+        "check.arguments", "check.command", "is every GPU, link and node as fast as it should be?",
+        prints=False,
+    ),
+    "calibrate": Command(
+        "calibrate.arguments", "calibrate.command", "measure this machine's GPUs for forecasts",
+        prints=False,
+    ),
+}  # fmt: skip
+
+EXAMPLES = """
+    jaxbench list llama --gpu gb200
+    jaxbench train --config llama2_70b_bf16
+    jaxbench plan --config llama2_70b_bf16 --gpus 64
+    jaxbench report results/
+    jaxbench plan --help
+"""
+
+
+def make_parser() -> terminal.Parser:
+    """The parser of all commands: for the list of them, and for a shell that completes words."""
+    parser = terminal.Parser(
+        prog="jaxbench",
+        description="LLM training benchmarks in pure JAX: one recipe per model, size and "
+        "precision, runs on GPUs, plans without one, reports beside the published figures.",
+        examples=EXAMPLES,
     )
-    for recipe in recipes.load_all():
-        rows = [(hardware.H100, name) for name in recipe.rows]
-        rows += [
-            (hardware.PLANNED[gpu], row) for gpu, table in recipe.gpu_rows.items() for row in table
-        ]
-        for gpu, name in rows:
-            run = recipes.resolve(recipe.on(gpu), name)
-            row = published.lookup(run, gpu)
-            nothing = "" if name == recipes.SMOKE else "nothing is published"
-            print(
-                f"{recipe.name:20} {run.row:>6} {run.label:6} {run.model.layers:6} "
-                f"{run.mesh_text():42} {run.batch.global_batch:6} {row or nothing}"
-            )
-    return 0
+    parser.add_argument("--version", action="store_true", help="versions, of what decides results")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        own = options_of(command)
+        description = own.description or ""
+        commands.add_parser(
+            name, help=command.does, description=description, parents=[own], add_help=False
+        )
+    return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs a command, which exits by itself; the exit status of `list` and of a wrong use."""
-    match argv:
-        case ["list"]:
-            return list_recipes()
-        case ["train" | "plan" | "calibrate" | "report" as command, *rest]:
-            sys.argv[1:] = rest
-            runpy.run_module(f"jaxbench.{command}", run_name="__main__")
-    print(USAGE, file=sys.stderr)
-    return 2
+def options_of(command: Command) -> terminal.Parser:
+    """The parser of one command."""
+    return import_module(f"jaxbench.{command.options}").make_parser()
+
+
+def version() -> str:
+    """This program and what it was installed with, on one line."""
+    names = {name: value for name, value in versions().items() if value and name != "source"}
+    return ", ".join(f"{name} {value}" for name, value in names.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status, or 2 for a mistake in the command line."""
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for what may follow
+        import argcomplete
+
+        argcomplete.autocomplete(make_parser())
+    if words[:1] == ["--version"]:
+        print(version())
+        return 0
+    try:
+        if not words or words[0] not in COMMANDS:
+            make_parser().parse_args(words[:1] or ["--help"])
+        command = COMMANDS[words[0]]
+        options_of(command).parse_args(words[1:])
+    except RecipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if command.prints:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    return import_module(f"jaxbench.{command.module}").main(words[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

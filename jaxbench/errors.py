@@ -1,5 +1,10 @@
 """Errors that end a command, in one line each: for the terminal, for run.json and for launchers."""
 
+from __future__ import annotations  # Python 3.7
+
+import difflib
+from collections.abc import Iterable
+
 STATUS = {
     "failed": 1,  # anything else; a restart would not help
     "mistake": 2,  # a user's
@@ -25,3 +30,10 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, cause: str = "failed"):
         super().__init__(message)
         self.cause = cause
+
+
+def meant(text: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about `text`, which is none of the names: the nearest one. Empty where
+    none is as similar as `cutoff` (0 to 1)."""
+    close = difflib.get_close_matches(text, list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""

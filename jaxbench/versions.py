@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import subprocess
@@ -21,7 +22,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def versions() -> dict[str, str | None]:
     """Versions of jaxbench, its commit, Python, the packages that decide what is compiled and how
     fast it runs, and the driver."""
-    installed = {
+    found = {
         d.metadata["Name"].lower().replace("_", "-"): d.version
         for d in importlib.metadata.distributions()
     }
@@ -30,9 +31,17 @@ def versions() -> dict[str, str | None]:
         "commit": commit(),
         "source": source(),
         "python": platform.python_version(),
-        **{name: installed[name] for name in PACKAGES if name in installed},
+        **{name: found[name] for name in PACKAGES if name in found},
         "driver": driver(),
     }
+
+
+def installed(module: str) -> bool:
+    """True if a module can be imported; `find_spec` raises where its parent package is absent."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def driver() -> str | None:

@@ -96,7 +96,7 @@ def write_record(
         "parameters": flops.parameters(run.model)["total"],
         "published": found and asdict(found), "resumed_at": [],
         "kernels": {"attention": "cudnn", "products": run.precision.dtype},
-        "ranks": [
+        "ranks": ranks if isinstance(ranks, list) else [
             {"rank": r, "host": f"node{r // 8:03}", "wait_s": w, "step_time_s": mean}
             for r, w in enumerate(np.random.default_rng(1).normal(0.9, 0.01, ranks) * mean["mean"])
         ],
@@ -115,6 +115,54 @@ def write_record(
         for n, s in enumerate(each[:steps])
     ]  # fmt: skip
     (path / "steps.jsonl").write_text("".join(lines))
+    return path
+
+
+CLOCKED_S, OTHER_S = 5.0, 1.8
+"""Parts of a forecast step whose time is inverse to the clock, and of the others."""
+
+
+def write_slowed(
+    folder, name, clock=1.0, slow=1.0, busy_s=0.0, written_s=(), compiled_s=(), **changes
+):
+    """A run of 16 GPUs in step, and its forecast. GPU 11 has the clock of the others over `slow`,
+    the host of rank 5 is late by `busy_s` in each step; steps wait for records or compilations."""
+    draw = np.random.default_rng(3)
+    clocks = clock * draw.normal(1, 0.001, 16)
+    clocks[11] /= slow
+    busy = np.full(16, 0.1)
+    busy[5] += busy_s
+    steps = np.full(50, CLOCKED_S / clocks.min() + OTHER_S + busy_s) + draw.normal(0, 0.004, 50)
+    host = np.full((50, 2), (0.002, 0.0))
+    for column, late in enumerate((written_s, compiled_s)):
+        for step, seconds in late:
+            host[step] = steps[step] + seconds, seconds * column
+            steps[step] += seconds
+    mean = spread([float(s) for s in steps[1:]])
+    ranks = [
+        {"rank": r, "host": f"n{r // 8}", "wait_s": mean["mean"] - busy[r], "step_time_s": mean,
+         "products_s": [0.0155], "gpus": [{"gpu": r % 8, "sm_mhz": 1980 * clocks[r], "sm_max_mhz":
+         1980, "clock_ratio": clocks[r], "power_w": 600.0, "throttled_s": {}}]}
+        for r in range(16)
+    ]  # fmt: skip
+    changes = {"ranks": ranks} | changes
+    path = write_record(folder, name, [float(s) for s in steps], **changes)
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    for line, (host_s, compiled) in zip(lines, host, strict=True):
+        line |= {"host_s": host_s} | ({"compiled_s": compiled} if compiled else {})
+    (path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = json.loads((path / "run.json").read_text())
+    parts = {
+        "products": CLOCKED_S - 1,
+        "attention": 1.0,
+        "other kernels": 0.8,
+        "exposed: fsdp": 1.0,
+    }
+    plan = {
+        "gpus": record["recipe"]["gpus"], "target": "h100", "settings": record["recipe"],
+        "forecast": {"step_s": CLOCKED_S + OTHER_S, "parts_s": parts},
+    }  # fmt: skip
+    (path / "plan.json").write_text(json.dumps(plan))
     return path
 
 

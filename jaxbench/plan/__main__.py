@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxbench.plan.command import main
+from jaxbench.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["plan", *sys.argv[1:]]))

@@ -4,23 +4,14 @@ They need the compiler of `pip install '.[plan]'` (CUDA plugin, cuDNN, nvcc), bu
 CUDA installation.
 """
 
-import importlib.util
-
 import jax
 from jax.experimental import topologies
 
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import Gpu, placed
+from jaxbench.versions import installed
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
-
-
-def installed(module: str) -> bool:
-    """True if a module can be imported; `find_spec` raises where its parent package is absent."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def check_compiler() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxbench.errors import RecipeError
-from jaxbench.plan.absent import installed
+from jaxbench.versions import installed
 
 NO_DEVICE = 100
 """`CUDA_ERROR_NO_DEVICE`."""

@@ -6,7 +6,7 @@ alone does not have.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from jaxbench.errors import RecipeError
 from jaxbench.forecast.tables import load
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import text
+from jaxbench.plan.page import in_gib, step_content, system_assumptions, whole
 from jaxbench.plan.step import Step, step_of
+from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import system
+from jaxbench.report.charts import waterfall
+from jaxbench.report.page import attached, render
 from jaxbench.train.program import RULES
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program
@@ -49,10 +53,11 @@ class HloStep(Step):
     assumed: list[str]
 
 
-def read(path: Path, gpu: Gpu, kernels: Path | None) -> HloStep:
+def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) -> HloStep:
     """The step of the program in a file on a GPU, with the measurements of `kernels`
-    (`forecast.tables`). Raises RecipeError if it holds no scheduled program or its devices do not
-    fill nodes, RunFailed for what cannot be read."""
+    (`forecast.tables`); the step that is expected is written to `trace`. Raises RecipeError if the
+    file holds no scheduled program or its devices do not fill nodes, RunFailed for what cannot be
+    read."""
     try:
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -64,6 +69,8 @@ def read(path: Path, gpu: Gpu, kernels: Path | None) -> HloStep:
             "*_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR"
         )
     tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
+    if trace is not None:
+        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, crossed)
     parameters = [
         i for i in program.computations[program.entry].values() if i.opcode == "parameter"
     ]
@@ -114,7 +121,7 @@ def _peak(path: Path) -> int | None:
 def report(step: HloStep) -> str:
     """The step as text."""
     forecast = step.forecast
-    share = sum(forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
+    share = _unknown(step)
     compiled = ", ".join(f"{n / 1e12:.1f} {name}" for name, n in step.flops.items()) or "none"
     lines = [
         f"{step.file}: {step.devices} x {step.system['device']}",
@@ -137,6 +144,44 @@ def report(step: HloStep) -> str:
     for title, entries in (("without a rule", runs), ("assumed", step.assumed)):
         lines += [title, *(f"  {entry}" for entry in entries)] if entries else []
     return "\n".join(lines)
+
+
+def page(step: HloStep) -> str:
+    """The step as a page."""
+    f, known = step.forecast, _unknown(step) <= UNKNOWN_LIMIT
+    content = step_content(step, f.parts_s) | ({} if known else {"forecast": []})
+    expected = f"{f.fast_s:.3f} to {f.slow_s:.3f} s", "range of the forecast"
+    says = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
+    held = {"arguments": step.arguments, "other outputs": step.outputs}
+    rows = waterfall(held, in_gib)
+    if step.peak is not None:
+        rows.append(whole("peak", step.peak, step.limit))
+    return render(
+        "hlo.html",
+        title=f"Plan: {Path(step.file).name}",
+        plan=step,
+        headline=f"{Path(step.file).name} on {step.target.upper()}: {says}",
+        facts=[
+            *([expected] if known else []),
+            (f"{step.bound_step_s:.3f} s", "no step can be faster"),
+            (text.gib(step.wire_bytes), "sent per GPU and step"),
+        ],
+        memory={"rows": rows, "full": max(step.limit, step.peak or 0)},
+        pipeline=[],
+        errata={},
+        assumptions=[
+            *system_assumptions(step, step.system, step.limit),
+            *(("Assumed", assumed) for assumed in step.assumed),
+        ],
+        file="step.json.gz",
+        href=attached(asdict(step)),
+        **content,
+    )
+
+
+def _unknown(step: HloStep) -> float:
+    """The share of the step that custom calls without a rule take at least."""
+    return sum(step.forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
 
 
 def _memory(step: HloStep) -> str:

@@ -15,10 +15,11 @@ import jax
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.forecast.forecast import Forecast
-from jaxbench.forecast.tables import load
+from jaxbench.forecast.tables import Tables, load
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.step import Kernels, OtherKernels, Step, step_of
+from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import Traffic, axes_of, system
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
@@ -164,12 +165,15 @@ def read(path: Path) -> Plan:
         raise RecipeError(f"{path}: cannot read a plan: {error}") from error
 
 
-def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None = None) -> Plan:
+def make_plan(
+    run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None = None,
+    trace: Path | None = None,
+) -> Plan:  # fmt: skip
     """Compiles one step of the run for absent GPUs and describes it.
 
-    The scheduled program is written to `dump`; measurements in the file `kernels` take precedence
-    over the package's (`forecast.tables`). Raises RecipeError if the GPUs do not fill nodes,
-    RunFailed if the program is not what the recipe asks for.
+    The scheduled program is written to `dump`, the step that is expected to `trace`; measurements
+    in the file `kernels` take precedence over the package's (`forecast.tables`). Raises RecipeError
+    if the GPUs do not fill nodes, RunFailed if the program is not what the recipe asks for.
     """
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
@@ -185,7 +189,26 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
     text = compiled.as_text()
     if dump is not None:
         (dump / "program.hlo.txt").write_text(text)
-    program, size = Program.parse(text, RULES), Memory.of(compiled, gpu)
+    program = Program.parse(text, RULES)
+    if trace is not None:
+        title = f"{run.recipe} on {run.gpus} x {gpu.name}"
+        write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run))
+    return describe(
+        run,
+        gpu,
+        tables,
+        program,
+        bytes_per_device=Memory.of(compiled, gpu),
+        state_bytes=state,
+        largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
+        lower_s=lower_s,
+        compile_s=compile_s,
+    )
+
+
+def describe(run: Run, gpu: Gpu, tables: Tables, program: Program, **sizes: Any) -> Plan:
+    """The plan of a run's program that is compiled for a placed GPU; `sizes` are fields of the plan
+    that the program's text does not have."""
     step = step_of(program, gpu, tables, lambda c: axes_of(c, run))
     times = {"bound": step.bound_step_s, "forecast": step.forecast_step_s}
     rates = {name: rates_of(run, gpu, seconds) for name, seconds in times.items()}
@@ -193,24 +216,20 @@ def make_plan(run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None
         rates["published"] = rates_of(run, row.gpu, row.step_time_s)
     return Plan(
         **vars(step),
+        **sizes,
         recipe=run.recipe,
         row=run.row,
         gpus=run.gpus,
         target=gpu.name.lower(),
-        fits=size.fits,
+        fits=sizes["bytes_per_device"].fits,
         mesh=run.mesh_text(),
         settings=recipes.describe(run),
         system=system(gpu),
         flags=flags.options(run, "gpu"),
         versions=versions(),
         parameters=flops.parameters(run.model)["total"],
-        bytes_per_device=size,
-        state_bytes=state,
-        largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
         flops=compiled_flops(run, program),
         stages=stages(run),
-        lower_s=lower_s,
-        compile_s=compile_s,
         rates=rates,
         published=asdict(row) if row else None,
     )

@@ -52,9 +52,10 @@ class Target:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr that counts plans."""
-    columns = Progress.get_default_columns()
-    return Progress(MofNCompleteColumn(), *columns, console=Console(stderr=True))
+    """A progress bar on stderr that counts plans; nothing where that is no terminal."""
+    columns, console = Progress.get_default_columns(), Console(stderr=True)
+    hidden = not console.is_terminal
+    return Progress(MofNCompleteColumn(), *columns, console=console, disable=hidden)
 
 
 def plan_all(

@@ -7,19 +7,21 @@ train another model than the largest row are left out.
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from jaxbench.errors import RecipeError
+from jaxbench.plan.pages import scaling_page
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_all
-from jaxbench.plan.text import console
 from jaxbench.recipe import recipes
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
+from jaxbench.terminal import console, write
 
 MINIMUM_S = 5e-4
 """A part that is shorter than this in every row is not shown: tables have three digits."""
@@ -32,14 +34,21 @@ FILLS = (("█", "green"), ("▓", "yellow"), ("▒", "magenta"), ("░", "blue"
 """Character and colour of each part of a bar; the characters alone tell them apart."""
 
 
-def scaling(recipe: Recipe, config: str, changes: list[str], target: Target, as_json: bool) -> int:
-    """Plans the rows and prints their table; 1 when one of them fails or does not fit."""
+def scaling(
+    recipe: Recipe, config: str, changes: list[str], target: Target, form: str, output: Path | None
+) -> int:
+    """Plans the rows and prints their table, or writes it in another form; 1 when one of them fails
+    or does not fit."""
     runs, left_out = rows(recipe, changes)
     plans, reasons = plan_all(runs, target, config)
     failures = [f"{counted(run.gpus)}: not planned: {reason}" for run, reason in reasons.items()]
     lines = [figures(plan, plans[0]) for plan in plans]
-    if as_json:
-        print(json.dumps({"rows": lines, "left_out": left_out, "failures": failures}, indent=2))
+    if form == "json":
+        content = {"rows": lines, "left_out": left_out, "failures": failures}
+        write(json.dumps(content, indent=2), output)
+    elif form == "html" and lines:
+        name = " ".join([recipe.name, *changes])
+        write(scaling_page(name, target.gpu.device, lines, [*left_out, *failures]), output)
     elif lines:
         show(f"{recipe.name}, {target.gpu.device}", lines)
     for text in left_out:

@@ -1,4 +1,4 @@
-"""`python -m jaxbench.plan --search`: compiles a row with other meshes, microbatches,
+"""`jaxbench plan --search`: compiles a row with other meshes, microbatches,
 `expert_parts` and remat policies.
 
 A local search: it begins with the row and continues with the neighbours of the best candidate so
@@ -11,6 +11,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -20,15 +21,15 @@ from jaxbench.hardware import Gpu
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import layout, least_state, memory, spared
+from jaxbench.plan.pages import search_page
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_each, progress
-from jaxbench.plan.text import console, gib
+from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
+from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
-
-LIMIT = 40
-"""Candidates that a search compiles by default."""
+from jaxbench.terminal import console, write
 
 BATCH = min(4, os.cpu_count() or 1)
 """Candidates chosen at a time. Free memory decides only how many of them are compiled at a time, so
@@ -139,14 +140,50 @@ class Search:
         return memory(run) + (peak - memory(base) if peak < math.inf else 0)
 
 
-def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as_json: bool) -> int:
-    """Searches from a row and prints the candidates; 1 when none fits. What the user `--set` on the
-    row stays as it is."""
+def search(
+    recipe: Recipe, row: Run, config: str, limit: int, target: Target, form: str,
+    output: Path | None,
+) -> int:  # fmt: skip
+    """Searches from a row and prints the candidates, or writes them in another form; 1 when none
+    fits. What the user `--set` on the row stays as it is."""
     overrides = recipes.parse_overrides(list(row.overrides))
     fixed = {f"{override.section}.{override.name}" for override in overrides}
     check_compiler()
     state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
+    explore(state, recipe, row, config, limit, target)
+    lines = table(state.tried, state.row)
+    best = next((line for line in lines if line["fits"]), None)
+    counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
+    tried = (
+        f"{len(lines)} tried of {state.total} meshes and microbatches; of {state.cannot_fit} "
+        "the train state alone does not fit"
+    )
+    changes = [*row.overrides, *best["set"]] if best else []
+    options = [option for text in changes for option in ("--set", text)]
+    command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])
+    if form == "json":
+        write(json.dumps({"best": best, "candidates": lines, **counts}, indent=2), output)
+    elif form == "html":
+        name = " ".join([row.recipe, *row.overrides])
+        where = f"{name} on {counted(row.gpus, f'{target.gpu.name} GPU')}"
+        write(search_page(where, lines, target.gpu.memory_limit, command, tried), output)
+    else:
+        show(lines)
+        print(f"\n{tried}")
+        if best is None:
+            print("nothing fits: it needs more GPUs or fewer layers, or a higher --limit")
+        else:
+            result = (
+                f"best: {best['step_s']:.3f} s" if best["set"] else "the row is the best of them"
+            )
+            print(f"{result}: {command}")
+    return int(best is None)
 
+
+def explore(
+    state: Search, recipe: Recipe, row: Run, config: str, limit: int, target: Target
+) -> None:
+    """Compiles candidates until there are `limit` of them, or none is worth it."""
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
         while batch := state.batch(min(BATCH, limit - len(state.tried))):
@@ -158,24 +195,6 @@ def search(recipe: Recipe, row: Run, config: str, limit: int, target: Target, as
                 bar.advance(task)
                 state.tried[runs[run]] = Outcome.of(plan)
         bar.update(task, total=bar.tasks[task].completed)
-    lines = table(state.tried, state.row)
-    best = next((line for line in lines if line["fits"]), None)
-    counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
-    if as_json:
-        print(json.dumps({"best": best, "candidates": lines, **counts}, indent=2))
-        return int(best is None)
-    show(lines)
-    print(
-        f"\n{len(lines)} tried of {state.total} meshes and microbatches; of {state.cannot_fit} "
-        "the train state alone does not fit"
-    )
-    if best is None:
-        print("nothing fits: it needs more GPUs or fewer layers, or a higher --limit")
-        return 1
-    options = [option for text in (*row.overrides, *best["set"]) for option in ("--set", text)]
-    result = f"best: {best['step_s']:.3f} s" if best["set"] else "the row is the best of them"
-    print(f"{result}: --config {config} --gpus {row.row}", *target.options(), *options)
-    return 0
 
 
 def _resolved(recipe: Recipe, run: Run, row: Run) -> Run:

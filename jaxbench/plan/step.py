@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxbench.forecast.forecast import Forecast, forecast
-from jaxbench.forecast.tables import Tables
+from jaxbench.forecast.tables import FORMATS, Tables
 from jaxbench.hardware import Gpu
 from jaxbench.plan.traffic import Traffic, traffic
 from jaxbench.xla import memory
@@ -24,6 +24,8 @@ class Kernels:
 
     gemm_bf16: int
     gemm_fp8: int
+    gemm_mxfp8: int = 0
+    gemm_nvfp4: int = 0
     attention: int
 
 
@@ -40,7 +42,8 @@ class OtherKernels:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One step on one device. `bound_parts_s` are `compute` (products and attention), `memory`
-    (other kernels) and `exposed` collectives and copies from and to the host."""
+    (other kernels) and `exposed` collectives and copies from and to the host. `quantization_bytes`
+    are read and written by kernels that make operands of quantized products."""
 
     collectives: list[Traffic]
     wire_bytes: int
@@ -48,6 +51,7 @@ class Step:
     kernels: Kernels
     launches: int
     other_kernels: list[OtherKernels]
+    quantization_bytes: int = 0
     host: HostTraffic
     bound_parts_s: dict[str, float]
     bound_step_s: float
@@ -67,6 +71,11 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         launches=bound.kernels,
         host=bound.host,
         other_kernels=other_kernels(walk, gpu),
+        quantization_bytes=sum(
+            kernel.bytes * runs
+            for _, kernel, runs in walk.kernels()
+            if kernel.part == "quantization"
+        ),
         bound_parts_s={**bound.parts, "exposed": bound.exposed_s},
         bound_step_s=bound.step_s,
         forecast_step_s=expected.step_s,
@@ -78,11 +87,9 @@ def kernel_launches(program: Program) -> Kernels:
     """Launches of products and attention in a program."""
     launches: Counter[str] = Counter()
     for work, times, _ in program.works():
-        dtype = "fp8" if work.multiplied.startswith("f8") else work.multiplied
-        launches[dtype if work.kind == "product" else work.kind] += times
-    return Kernels(
-        gemm_bf16=launches["bf16"], gemm_fp8=launches["fp8"], attention=launches["attention"]
-    )
+        launches[work.format if work.kind == "product" else work.kind] += times
+    products = {f"gemm_{name}": launches[name] for name in FORMATS}
+    return Kernels(**products, attention=launches["attention"])
 
 
 def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:

@@ -34,13 +34,15 @@ LEAST = 0.05
 
 
 def rows(target: Target, every: bool = True) -> list[Run]:
-    """Every row of every recipe on a GPU, without smoke rows; or those alone that are for it."""
-    return [
+    """Every row on a GPU of every recipe in whose format it multiplies, without smoke rows; or
+    those alone that are for it."""
+    runs = [
         recipes.resolve(recipe.on(target.gpu), row)
         for recipe in recipes.load_all()
         for row in (recipe.on(target.gpu).rows if every else recipe.gpu_rows.get(target.name, {}))
         if row != recipes.SMOKE
     ]
+    return [run for run in runs if target.gpu.multiplies(run.precision.dtype)]
 
 
 def sweep(targets: list[Target], output: Path) -> int:
@@ -120,9 +122,9 @@ def write_tables(
 
 
 def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
-    """What moved by more than `percent` between two tables (plan.csv), a line each, and whether
-    anything got worse: more of a column, a row that no longer fits, a row that is missing. Raises
-    RecipeError for a file that is no such table."""
+    """Values that moved by more than `percent` between two tables (plan.csv), a line each, and
+    whether anything got worse: more of a column, a row that no longer fits, a row that is missing.
+    Raises RecipeError for a file that is no such table."""
     old, new = _read_table(before), _read_table(after)
     lines, worse = [], False
     for row in old | new:

@@ -3,10 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from jaxbench.forecast.forecast import Forecast
-from jaxbench.forecast.tables import PACKAGE
+from jaxbench.forecast.tables import FORMATS, PACKAGE
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.step import Step
@@ -16,17 +14,11 @@ from jaxbench.recipe.published import ERRATA
 BAR = 30
 """Characters of the longest bar of a forecast."""
 
-SHOWN_OUTSIDE = 0.05
-"""Least share of a forecast's kernel time outside the measured tables that is reported."""
-
 RANGE = (
     "from no power limit and no slowdown beside collectives, to the slowest GPU, most slowdown and "
     "an untuned network"
 )
 """The ends of a forecast's range (`docs/design/forecast.md`)."""
-
-WIDTH = 200
-"""Characters of a table that is not printed to a terminal."""
 
 IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels")
 """Fields of a plan that `difference` leaves out; collectives are compared by their sums."""
@@ -35,14 +27,6 @@ IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives"
 def gib(count: float) -> str:
     """Formats bytes as GiB."""
     return f"{count / 2**30:.1f} GiB"
-
-
-def console() -> Console:
-    """Standard output, for tables of rich."""
-    output = Console(highlight=False, markup=False)
-    if not output.is_terminal:
-        output.width = WIDTH
-    return output
 
 
 def report(plan: Plan) -> str:
@@ -66,7 +50,7 @@ def report(plan: Plan) -> str:
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
             f"{work.recompute_ratio:.3f} of the model's",
             f"  kernels     {kernels(plan)}",
-            *_pipeline(plan),
+            *pipeline(plan),
             *network(plan),
             *host(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
@@ -89,7 +73,7 @@ def _buffers(plan: Plan, indent: str) -> list[str]:
 
 
 def _host(plan: Plan) -> list[str]:
-    """What waits in the host's memory."""
+    """Activations that wait in the host's memory."""
     size, asked = plan.bytes_per_device, plan.settings["execution"]["offload"] != "none"
     if size.host:
         fits = "" if size.host <= size.host_limit else "DOES NOT FIT: "
@@ -97,7 +81,8 @@ def _host(plan: Plan) -> list[str]:
     return [] if READS_HOST or not asked else ["  host        nothing: it needs jaxlib 0.11.2"]
 
 
-def _pipeline(plan: Plan) -> list[str]:
+def pipeline(plan: Plan) -> list[str]:
+    """The pipeline of a plan, in a line."""
     if (p := plan.stages) is None:
         return []
     return [
@@ -107,12 +92,20 @@ def _pipeline(plan: Plan) -> list[str]:
     ]
 
 
+ALWAYS = ("bf16", "fp8")
+"""Formats whose products are counted even if there are none."""
+
+
 def kernels(step: Step) -> str:
     """The launches of a step."""
     by = step.kernels
+    counts = {name: getattr(by, f"gemm_{name}") for name in FORMATS}
+    products = [f"{n} {name} products" for name, n in counts.items() if n or name in ALWAYS]
+    moved = step.quantization_bytes
+    quantization = f"; quantization moves {gib(moved)}" if moved else ""
     return (
-        f"{by.gemm_bf16} bf16 products, {by.gemm_fp8} fp8 products, {by.attention} attention, "
-        f"{step.launches} launches in all"
+        f"{', '.join(products)}, {by.attention} attention, {step.launches} launches in all"
+        f"{quantization}"
     )
 
 
@@ -168,16 +161,22 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
     sources = [f"{kind} by {s}" for kind, s in f.sources.items() if not s.startswith(PACKAGE)]
     if sources:
         lines.append(f"  measured: {'; '.join(sources)}")
-    if f.outside >= SHOWN_OUTSIDE:
-        lines.append(
-            f"  {100 * f.outside:.0f} % of the kernels' time lies outside the tables, and was "
-            f"taken in proportion: {'; '.join(f.beyond)}"
-        )
-    return lines
+    lines += [f"  assumed: {assumed}" for assumed in f.assumed]
+    return [*lines, _rests_on(f)]
+
+
+def _rests_on(f: Forecast) -> str:
+    """The shares of a forecast by what they rest on, in a line."""
+    named = f" ({'; '.join(f.beyond)})" if f.beyond else ""
+    shares = (
+        f"{name} {100 * seconds / f.step_s:.0f} %{named if name == 'in proportion' else ''}"
+        for name, seconds in sorted(f.rests_on.items(), key=lambda base: -base[1])
+    )
+    return f"  rests on: {', '.join(shares)}"
 
 
 def _twice(f: Forecast) -> str:
-    """The dtypes whose products were timed twice."""
+    """The formats of the program whose products were timed twice."""
     names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
     return f"; {' and '.join(names)} products by either of two tables" if names else ""
 
@@ -202,14 +201,17 @@ def too_big(plan: Plan) -> str:
     return "\n".join([first, *_buffers(plan, "  ")])
 
 
-def difference(a: Plan, b: Plan) -> str:
-    """A table of the values that differ, with the ratio of numbers."""
+def differences(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
+    """Name and both values, of all that differ."""
     left, right = _values(a), _values(b)
-    lines = [
-        (name, _text(x), _text(y), _ratio(x, y))
-        for name in left | right
-        if (x := left.get(name)) != (y := right.get(name))
+    return [
+        (name, x, y) for name in left | right if (x := left.get(name)) != (y := right.get(name))
     ]
+
+
+def difference(a: Plan, b: Plan) -> str:
+    """A table of the values that differ."""
+    lines = [(name, _text(x), _text(y), ratio(x, y)) for name, x, y in differences(a, b)]
     if not lines:
         return "the plans are the same"
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -232,6 +234,7 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def _ratio(a: Any, b: Any) -> str:
+def ratio(a: Any, b: Any) -> str:
+    """The second number over the first, if both are numbers."""
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
     return f"x {b / a:.3f}" if numbers and a else ""

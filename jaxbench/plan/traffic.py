@@ -8,7 +8,7 @@ from typing import Any
 from jaxbench.hardware import Gpu
 from jaxbench.recipe.settings import AXES, Run
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.schedule import Schedule
+from jaxbench.xla.timeline import Schedule
 
 PART = "part of "
 

@@ -5,9 +5,10 @@ Series differ in shape and in the label beside them, never in colour alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 360, 190
 LEFT, TOP, BOTTOM = 46, 28, 30
@@ -33,6 +34,32 @@ SHAPES = {
 }  # fmt: skip
 """Marker of a series by its class (circle, square, triangles, dot, cross): the offset at which its
 SVG path starts, and the path."""
+
+
+class Bar(NamedTuple):
+    """A line of a table of bars: CSS class, name, start and length in the unit of the table, and
+    the figure beside it."""
+
+    css: str
+    name: str
+    start: float
+    length: float
+    text: str
+
+
+WAITS = ("exposed", "slowed")
+"""Beginnings of the names of parts of a step in which kernels wait or are slower."""
+
+
+def waterfall(parts: Mapping[str, float], text: Callable[[float], str]) -> list[Bar]:
+    """Parts of a whole, one after the other."""
+    start, bars = 0.0, []
+    for name, length in parts.items():
+        bars.append(
+            Bar("other" if name.startswith(WAITS) else "part", name, start, length, text(length))
+        )
+        start += length
+    return bars
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,4 @@
-"""The command line of `python -m jaxbench.report`: runs compared with published ones, and an
-exit status for CI."""
+"""The command `jaxbench report`: runs compared with published ones, and an exit status for CI."""
 
 import argparse
 import re
@@ -11,55 +10,16 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxbench.errors import RecipeError
-from jaxbench.files import write_whole
 from jaxbench.hardware import NULL
-from jaxbench.recipe import flops, published
+from jaxbench.recipe import published
 from jaxbench.recipe.window import WINDOWS, window
 from jaxbench.report import folders, formats, history, logs, page
+from jaxbench.report.arguments import make_parser
 from jaxbench.report.compare import compare
+from jaxbench.report.gap import explain
+from jaxbench.report.mlperf import as_mlperf
 from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments; `--help` is their documentation."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxbench.report",
-        description="Results of runs beside the published ones. Reads our result folders and the "
-        "logs of the published scripts, at any depth. The status is 1 when a run failed, is "
-        "incomplete or is slow: below 95 % of the published throughput.",
-    )
-    add = parser.add_argument
-    add(
-        "results", nargs="*", type=Path, metavar="RESULTS",
-        help="folders or logs; or published.csv, for the published figures themselves",
-    )  # fmt: skip
-    add(
-        "--compare", nargs=2, type=Path, metavar=("A", "B"),
-        help="two runs, or folders of repeats: the ratio of their step times with its confidence "
-        "interval, and what differs; status 1 when B is slower by more than the threshold",
-    )  # fmt: skip
-    add(
-        "--history", type=Path, metavar="FOLDER",
-        help="runs of many dates: where the step time of each row changed, and what with it",
-    )  # fmt: skip
-    add(
-        "--threshold", type=float, default=2.0, metavar="PERCENT",
-        help="of --compare and --history: smaller changes are none (default 2)",
-    )  # fmt: skip
-    add(
-        "--format", choices=[*formats.TEXTS, "html"], default="table",
-        help="default table; html is a page for people, whole in one file",
-    )  # fmt: skip
-    add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
-    add(
-        "--window", metavar="NAME", default=None,
-        help="iterations that count: published (11 to 44), newer (35 to 44, as later releases "
-        "have it), or first:last; default published, of a shorter run its last half",
-    )  # fmt: skip
-    add("--flops", choices=flops.CONVENTIONS, default="published", help="how FLOPs are counted")
-    add("--no-gate", action="store_true", help="status 0 whatever the verdicts")
-    return parser.parse_args(argv)
-
+from jaxbench.terminal import live, write
 
 LOG_SUFFIXES = (".out", ".log", ".txt")
 OTHER_LOGS = ("sbatch_", "vboost")
@@ -140,7 +100,7 @@ def published_runs(path: Path) -> Iterator[RunData]:
 def chosen_window(text: str | None, run: RunData) -> Window:
     """The iterations that count. Raises RecipeError for an unknown name or an empty range."""
     if text is None:
-        return window(run.steps.expected or len(run.steps.seconds) or 1)
+        return window(run.steps.expected or len(run.steps.seconds) or 1, run.steps.first)
     if text in WINDOWS:
         return WINDOWS[text]
     if (match := re.fullmatch(r"(\d+):(\d+)", text)) and int(match[1]) <= int(match[2]):
@@ -151,7 +111,11 @@ def chosen_window(text: str | None, run: RunData) -> Window:
 def report(paths: list[Path], window: str | None) -> list[Result]:
     """The results of all runs at these paths, by recipe, dtype and GPUs. Raises RecipeError where
     there is none."""
-    runs = [run for path in paths for run in find(path)]
+    runs = []
+    with live("reading runs") as say:
+        for run in (run for path in paths for run in find(path)):
+            runs.append(run)
+            say(f"reading runs: {len(runs)}")
     if not runs:
         raise RecipeError(f"no run in {', '.join(map(str, paths))}")
     return sorted((evaluate(run, chosen_window(window, run)) for run in runs), key=_order)
@@ -207,9 +171,15 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
     text = None
     if arguments.format == "html":
         text = page.page(results, arguments.flops)
+    elif arguments.format == "mlperf":
+        _refuse_null(results)
+        text = as_mlperf(results)
     elif arguments.format == "table" and arguments.output is None:
         width = max(Console().width, formats.PLAIN_WIDTH)
         formats.print_table(lines, Console(width=width))
+        for result in results:
+            if result.verdict.name == "slow" and (found := explain(result)):
+                print(f"{result.run.recipe.strip()}: {found.text()}")
     else:
         text = formats.TEXTS[arguments.format](lines)
     return text, results
@@ -217,29 +187,27 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints or writes the report; returns the exit status."""
-    arguments = parse_arguments(argv)
     text: str | None
     results: list[Result] = []
     slower = False
     try:
+        arguments = make_parser().parse_args(argv)
         if arguments.compare:
             text, slower = _compare(arguments)
         elif arguments.history:
             text = _history(arguments)
         else:
             text, results = _results(arguments)
-        if arguments.output and text is not None:
-            write_whole(arguments.output, text)
-        elif text is not None:
-            print(text, end="")
+        if text is not None:
+            write(text, arguments.output)
     except (RecipeError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     bad = sum(r.verdict.bad for r in results)
     if results:
         print(
-            f"{len(results)} runs: {len(results) - bad} without fault, {bad} failed, "
-            "incomplete or slow",
+            f"{published.counted(len(results), 'run')}: {len(results) - bad} without fault, "
+            f"{bad} failed, interrupted, incomplete or slow",
             file=sys.stderr,
         )
     return int((slower or bad > 0) and not arguments.no_gate)

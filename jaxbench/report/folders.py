@@ -14,6 +14,9 @@ from jaxbench.report.runs import RunData, Steps, quantity
 
 RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
 
+DONE = ("completed", "running", "interrupted")
+"""States of a record that are no failure."""
+
 MALFORMED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
@@ -64,13 +67,14 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         gpus=int(positive(recipe["gpus"])),
         dtype=dtype,
         label=str(record["label"]),
-        steps=Steps(expected=int(recipe["steps"])),
+        steps=Steps(expected=int(recipe["steps"]), first=int(record.get("first_step", 0))),
         model=titled(f"{recipe['model']['family']} {recipe['model']['size']}", gpu),
         tokens=int(positive(batch["global_batch"]) * positive(batch["sequence_length"])),
         flops=_flops(record.get("summary")),
         peak_tflops=hardware.peak_tflops(device, dtype),
         published=published,
-        failed=None if status in ("completed", "running") else str(record["reason"] or status),
+        failed=None if status in DONE else str(record["reason"] or status),
+        interrupted=str(record["reason"] or status) if status == "interrupted" else None,
         unfinished=["it still runs, or was killed"] if status == "running" else [],
         not_comparable=[str(reason) for reason in record["not_comparable_because"]],
         memory_limit=quantity(limit) or None,
@@ -96,5 +100,8 @@ def _add_step(run: RunData, line: str) -> None:
         run.steps.add(int(step["step"]), seconds, float(step["loss"]))
         run.flops.setdefault("full", quantity(step["tflops_per_gpu"]) * seconds * 1e12)
         run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
+        if "host_s" in step:
+            host = quantity(step["host_s"]), quantity(step.get("compiled_s", 0.0))
+            run.host_s[int(step["step"])] = host
     except MALFORMED:
         return

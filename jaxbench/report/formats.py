@@ -16,6 +16,7 @@ COLUMNS = {
     "verdict": "verdict", "recipe": "recipe", "gpus": "GPUs", "dtype": "dtype", "label": "label",
     "step_time_s": "step s", "std_s": "std s", "window": "iterations",
     "tokens_per_s_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU", "mfu_pct": "MFU %",
+    "joules_per_token": "J/token", "tokens_per_kwh": "tokens/kWh",
     "convention": "FLOPs", "published_s": "published s", "ratio": "of published",
     "forecast_s": "forecast s", "of_forecast": "of forecast",
     "reason": "why", "path": "found in",
@@ -24,16 +25,19 @@ COLUMNS = {
 `of_forecast` over that of a plan's forecast."""
 
 FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio")
-FORECAST = ("forecast_s", "of_forecast")
-"""Columns of the terminal's table; those of a forecast only where a run has one."""
+OPTIONAL = ("joules_per_token", "forecast_s", "of_forecast")
+"""Columns of the terminal's table; the optional ones only where a run has them."""
 
 PLAIN_WIDTH = 160
 """Least width of the table in characters."""
 
-COLOURS = {"pass": "green", "slow": "yellow", "failed": "red", "incomplete": "red"}
+COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
+"""Colours of verdicts; others are red."""
+
 DECIMALS = {
     "step_time_s": 3, "std_s": 3, "tokens_per_s_per_gpu": 1, "tflops_per_gpu": 1, "mfu_pct": 2,
-    "published_s": 3, "ratio": 3, "forecast_s": 3, "of_forecast": 3,
+    "published_s": 3, "ratio": 3, "forecast_s": 3, "of_forecast": 3, "joules_per_token": 3,
+    "tokens_per_kwh": 0,
 }  # fmt: skip
 """Decimals for people, as in the published tables."""
 
@@ -55,6 +59,8 @@ def line(result: Result, convention: str) -> dict[str, Any]:
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
         "tflops_per_gpu": result.tflops_per_gpu(convention),
         "mfu_pct": None if mfu is None else 100 * mfu,
+        "joules_per_token": result.joules_per_token,
+        "tokens_per_kwh": 3.6e6 / j if (j := result.joules_per_token) else None,
         "convention": convention,
         "published_s": r.published["step_time_s"] if r.published else None,
         "ratio": result.verdict.ratio,
@@ -82,14 +88,14 @@ def as_table(lines: list[dict[str, Any]]) -> str:
 def print_table(lines: list[dict[str, Any]], console: Console) -> None:
     """Prints the table for people, in colours where the console has any."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    figures = FIGURES + (FORECAST if any(line["forecast_s"] for line in lines) else ())
+    figures = FIGURES + tuple(key for key in OPTIONAL if any(line[key] for line in lines))
     for heading in ("verdict", "run", "GPUs", "step s", *(COLUMNS[key] for key in figures), "why"):
         left = heading in ("verdict", "run", "why")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "why")
     for line in lines:
         spread = f" ± {cell('std_s', line['std_s'])}" if line["std_s"] else ""
         table.add_row(
-            Text(line["verdict"], COLOURS.get(line["verdict"], "")),
+            Text(line["verdict"], COLOURS.get(line["verdict"], "red")),
             Text(title(line)),
             Text(cell("gpus", line["gpus"])),
             Text(cell("step_time_s", line["step_time_s"]) + spread),

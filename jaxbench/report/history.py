@@ -6,6 +6,7 @@ as well as a jump.
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,10 +14,14 @@ from typing import Any
 
 from jaxbench.report.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences
+from jaxbench.report.gpus import gpus, slow_nodes
 from jaxbench.report.runs import Result
 from jaxbench.report.sections import NO_RESULT
 
 UNDATED = datetime.fromtimestamp(0, UTC)
+WEEKS = 4
+"""Weeks before the last run of which nodes are told."""
+
 LISTED = 6
 """Differences that are listed; the rest are counted."""
 
@@ -39,6 +44,11 @@ class Point:
     def day(self) -> float:
         """Days since 1970."""
         return self.started.timestamp() / 86400
+
+    @property
+    def slow_nodes(self) -> dict[str, str]:
+        """Why each slow node of this run is."""
+        return slow_nodes(gpus(self.result.run.record))
 
     @property
     def why(self) -> str:
@@ -101,6 +111,20 @@ def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
         yield point
 
 
+def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
+    """(node, runs in which it was slow, runs on it, when and why last) of each slow node of the
+    last weeks, the worst first."""
+    points = sorted((p for series in history for p in series.points), key=lambda p: p.started)
+    recent = [p for p in points if (points[-1].started - p.started).days < 7 * WEEKS]
+    ran = Counter(n for p in recent for n in {gpu.node for gpu in gpus(p.result.run.record)})
+    slow: dict[str, list[str]] = {}
+    for p in recent:
+        for node, why in p.slow_nodes.items():
+            slow.setdefault(node, []).append(f"{p.started:%Y-%m-%d}: {why}")
+    worst = sorted(slow, key=lambda node: -len(slow[node]) / ran[node])
+    return [(node, len(slow[node]), ran[node], slow[node][-1]) for node in worst]
+
+
 def chart(series: Series, threshold: float) -> Chart | None:
     """Step times over dates, with numbered changes; None for fewer than two complete runs."""
     means = [(p.day, p.result.mean_s) for p in series.points if p.result.complete]
@@ -153,6 +177,8 @@ def text(history: Sequence[Series], threshold: float) -> str:
             change = "" if p.change is None else f"  {_percent(p.change)}: {p.why}"
             lines.append(f"  {p.started:%Y-%m-%d %H:%M}{file_time} {seconds}  {verdict}{change}")
         lines.append("")
+    for node, slow, ran, last in nodes(history):
+        lines.append(f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last {last}")
     lines.append(f"changes above {100 * threshold:g} % of the median since the last one; UTC; "
                  "* the file's time, since the record has none")  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -164,7 +190,8 @@ def as_json(history: Sequence[Series]) -> str:
         {"row": series.name, "published_s": series.published_s, "runs": [
             {"started": p.started.isoformat(), "dated": p.result.run.dated,
              "step_time_s": p.result.mean_s, "verdict": p.result.verdict.name,
-             "change": p.change, "differences": p.differences, "path": str(p.result.run.path)}
+             "slow_nodes": p.slow_nodes, "change": p.change, "differences": p.differences,
+             "path": str(p.result.run.path)}
             for p in series.points]}
         for series in history
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,24 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from jaxbench.recipe.build import flat
-from jaxbench.recipe.published import ERRATA
+from jaxbench.recipe.published import ERRATA, counted
 from jaxbench.recipe.verdict import PASS, SMOKE
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS
+from jaxbench.report.gpus import gpus, heat_maps
 from jaxbench.report.runs import Result
 from jaxbench.report.sections import PageRun
 
-SYMBOLS = {"pass": "✓", "slow": "▼", "failed": "✕", "incomplete": "…", "not comparable": "–"}
+SYMBOLS = {
+    "pass": "✓", "slow": "▼", "failed": "✕", "interrupted": "■", "incomplete": "…",
+    "not comparable": "–",
+}  # fmt: skip
 """Symbols that are shown with the names of verdicts."""
 
 COLUMNS = {
     "gpus": "GPUs", "step_time_s": "Step, s", "tokens_per_s_per_gpu": "Tokens/s/GPU",
-    "tflops_per_gpu": "TFLOP/s/GPU", "mfu_pct": "MFU, %", "published_s": "Published, s",
+    "tflops_per_gpu": "TFLOP/s/GPU", "mfu_pct": "MFU, %", "joules_per_token": "J/token",
+    "tokens_per_kwh": "Tokens/kWh", "published_s": "Published, s",
     "ratio": "Of published", "of_forecast": "Of forecast",
 }  # fmt: skip
 """Figures of the table of runs, and their headings there."""
@@ -47,7 +52,9 @@ def render(template: str, **content: Any) -> str:
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"figure": formats.cell, "symbol": SYMBOLS.__getitem__}
+    environment.filters |= {
+        "figure": formats.cell, "symbol": SYMBOLS.__getitem__, "counted": counted,
+    }  # fmt: skip
     return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
 
 
@@ -55,6 +62,7 @@ def page(results: Sequence[Result], convention: str) -> str:
     """The page of a report."""
     runs = page_runs(results, convention)
     verdicts = Counter(run.line["verdict"] for run in runs)
+    smoke = sum(run.smoke for run in runs)  # on a CPU's devices
     errata = {code for r in results for code in (r.run.published or {}).get("errata") or ()}
     return render(
         "report.html",
@@ -62,9 +70,9 @@ def page(results: Sequence[Result], convention: str) -> str:
         runs=runs,
         headline=headline(runs),
         counts=[(name, verdicts[name]) for name in SYMBOLS if name in verdicts],
-        columns=[(key, heading) for key, heading in COLUMNS.items()
-                 if key != "of_forecast" or any(run.line[key] for run in runs)],
-        smoke=sum(run.smoke for run in runs),
+        columns=[(key, _of_devices(heading) if smoke == len(runs) else heading)
+                 for key, heading in COLUMNS.items() if any(run.line[key] for run in runs)],
+        smoke=smoke,
         smoke_text=SMOKE,
         convention=convention,
         windows=sorted({run.line["window"] for run in runs}),
@@ -72,6 +80,9 @@ def page(results: Sequence[Result], convention: str) -> str:
         scaling=[*sections.scaling(runs)],
         traces=[*filter(None, map(sections.trace, runs))],
         waits=[(run, waits) for run in runs if (waits := sections.ranks(run))],
+        gaps=[*filter(None, map(sections.gap, runs))],
+        heat=[(run, maps) for run in runs
+              if (maps := heat_maps(gpus(run.result.run.record), run.watermark))],
         memory=[run for run in runs if run.result.run.peak_memory],
         waterfalls=[*filter(None, map(sections.waterfall, runs))],
         details=details,
@@ -88,6 +99,8 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
         headline=f"{counted} above {100 * threshold:g} % in {len(rows)} "
         f"row{'s' * (len(rows) > 1)}.",
         rows=[(row, history.chart(row, threshold)) for row in rows],
+        nodes=history.nodes(rows),
+        weeks=history.WEEKS,
         listed=history.LISTED,
         threshold=f"{100 * threshold:g}",
         smoke=sum(len(row.points) for row in rows if row.smoke),
@@ -109,6 +122,11 @@ def page_runs(results: Sequence[Result], convention: str) -> list[PageRun]:
             name += f" · {(path if result.run.path.is_dir() else path.parent).name}"
         runs.append(PageRun(number=number, result=result, line=line, name=name))
     return runs
+
+
+def _of_devices(heading: str) -> str:
+    """The heading of a column of CPU runs."""
+    return "Devices" if heading == "GPUs" else heading.replace("GPU", "device")
 
 
 def _name(line: dict[str, Any]) -> str:
@@ -145,20 +163,30 @@ def details(page_run: PageRun) -> dict[str, Any]:
     if isinstance(ranks, list) and len(ranks) > MOST_RANKS:
         left_out = f"{len(ranks)} ranks are in the run's own run.json"
         content["record"] = run.record | {"ranks": left_out}
-    # NaN, which JSON does not have, is null in the file.
-    valid = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
-    packed = gzip.compress(json.dumps(valid, indent=1).encode(), mtime=0)
     name = re.sub(r"[^a-zA-Z0-9_.]+", "-", f"{page_run.number}-{line['recipe']}")
     command = run.record.get("command")
     return {
         "command": command if isinstance(command, str) else None,
         "started": run.started and f"{run.started:%Y-%m-%d %H:%M} UTC ({run.dated})",
-        "sections": [
-            (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
-            for part in SECTIONS
-            if (values := [*flat(run.record.get(part), part)])
-        ],
+        "sections": settings(run.record, SECTIONS),
         "steps": " ".join(f"{seconds:.4g}" for _, seconds in steps) if short else None,
         "file": f"{name}.json.gz",
-        "href": f"data:application/gzip;base64,{base64.b64encode(packed).decode()}",
+        "href": attached(content),
     }
+
+
+def settings(record: Mapping[str, Any], parts: Sequence[str]) -> list[tuple[str, list]]:
+    """(name, [(setting, value)]) of those parts of a record that there are."""
+    return [
+        (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
+        for part in parts
+        if (values := [*flat(record.get(part), part)])
+    ]
+
+
+def attached(content: Any) -> str:
+    """A link to compressed JSON that the page holds."""
+    # NaN, which JSON does not have, is null in the file.
+    valid = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    packed = gzip.compress(json.dumps(valid, indent=1).encode(), mtime=0)
+    return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"

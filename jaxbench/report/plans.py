@@ -14,7 +14,7 @@ PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
 
 LABELS = {
     "compute": "products and attention", "memory": "other kernels",
-    "exposed": "exposed collectives", "products": "matrix products",
+    "exposed": "exposed collectives and copies", "products": "matrix products",
     "slowed": "slowed by collectives",
 }  # fmt: skip
 """Display names of a plan's parts; other parts keep their own names."""

@@ -28,13 +28,15 @@ Repeats = Literal["never", "redrawn", "processes"]
 class Steps:
     """Seconds of each iteration, and inconsistencies among them.
 
-    `expected` is the planned number of iterations, None where unknown. `repeats` says why an
+    `expected` is the number after the last planned iteration, None where unknown; `first` is later
+    than 0 in a restored run. `repeats` says why an
     iteration may be logged more than once: `redrawn` by a progress bar (its last line counts), or
     logged by each of several `processes` (the first line counts).
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
     expected: int | None = None
+    first: int = 0
     repeats: Repeats = "never"
     invalid: str | None = None
     repeated: int | None = None
@@ -68,8 +70,8 @@ class Steps:
             problems.append(f"iteration {repeated} comes again: two runs, or one that began again")
         if self.expected is not None and self.last + 1 < self.expected:
             problems.append(f"it ends after iteration {self.last} of {self.expected - 1}")
-        if missing := self.last + 1 - len(self.seconds):
-            absent = (n for n in count() if n not in self.seconds)
+        if (missing := self.last + 1 - self.first - len(self.seconds)) > 0:
+            absent = (n for n in count(self.first) if n not in self.seconds)
             listed = ", ".join(map(str, islice(absent, min(missing, LISTED))))
             rest = f" and {missing - LISTED} more" if missing > LISTED else ""
             problems.append(f"missing iterations {listed}{rest}")
@@ -107,7 +109,8 @@ class RunData:
     `source` is the kind of log or record, `model` family and size. `flops` are the model's per step
     and GPU, by convention; `published` is the published row. Bytes are of one GPU. `dated` says
     where `started` is from: "record", or "file time". `record` holds run.json and environment.json,
-    or the fields that a log declares.
+    or the fields that a log declares. `host_s` are by step the seconds that its process took for
+    the records of the step before, and of these the seconds in which it compiled.
     """
 
     path: Path
@@ -123,6 +126,7 @@ class RunData:
     peak_tflops: float | None = None
     published: dict[str, Any] | None = None
     failed: str | None = None
+    interrupted: str | None = None
     unfinished: list[str] = field(default_factory=list)
     not_comparable: list[str] = field(default_factory=list)
     peak_memory: float | None = None
@@ -131,6 +135,7 @@ class RunData:
     dated: str = "record"
     plan: PlannedStep | None = None
     record: dict[str, Any] = field(default_factory=dict)
+    host_s: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def null(self) -> bool:
@@ -157,13 +162,22 @@ class Result:
     @property
     def complete(self) -> bool:
         """True where the step time counts."""
-        return self.verdict.name not in ("failed", "incomplete")
+        return self.verdict.name in ("pass", "slow", "not comparable")
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
         """Training throughput."""
         r = self.run
         return r.tokens / self.mean_s / r.gpus if r.tokens and r.gpus and self.mean_s else None
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """Energy of the GPUs; None where NVML did not tell their power."""
+        summary = self.run.record.get("summary")
+        try:
+            return quantity(summary["joules_per_token"], zero=False)  # type: ignore[index]
+        except (LookupError, TypeError):
+            return None
 
     def tflops_per_gpu(self, convention: str) -> float | None:
         """Model TFLOP/s by a convention of `flops.CONVENTIONS`."""
@@ -185,12 +199,14 @@ def evaluate(run: RunData, window: Window) -> Result:
         incomplete = [f"iterations {first} to {last} are not all there"]
     usable = [t for t in times if math.isfinite(t) and t > 0]
     means: Mapping[str, float] = spread(usable) if usable else {}
+    short = too_short(run.steps.last + 1, run.steps.first)
     verdict = judge(
         means.get("mean"),
         run.published["step_time_s"] if run.published else None,
         failed=run.failed or run.steps.invalid,
+        interrupted=run.interrupted,
         incomplete=incomplete,
-        not_comparable=[NULL] if run.null else run.not_comparable or too_short(run.steps.last + 1),
+        not_comparable=[NULL] if run.null else run.not_comparable or short,
     )
     return Result(
         run=run, window=window, mean_s=means.get("mean"), std_s=means.get("std"), verdict=verdict

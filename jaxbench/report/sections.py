@@ -3,23 +3,25 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from jaxbench.hardware import NULL
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
-from jaxbench.report.charts import Chart, Label, empty_chart
+from jaxbench.recipe.window import outlier_limit
+from jaxbench.report.charts import Bar, Chart, Label, empty_chart
+from jaxbench.report.charts import waterfall as stacked
+from jaxbench.report.gap import REMAINS, explain
 from jaxbench.report.runs import Result, quantity
-
-SIGMAS, MARGIN = 3.0, 0.01
-"""An outlier is that many robust standard deviations (1.4826 times the median absolute deviation)
-and this share above the median of its window."""
 
 SPAN = 0.03
 """Half the least height of a step-time chart, as a share of the mean, so that small variations look
 small."""
 
 NAMED_OUTLIERS, NAMED_RANKS = 5, 3
+
+SECONDS = "{:.3f}".format
 
 NO_RESULT = "smoke run: no result"
 
@@ -131,13 +133,6 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
             "span": (first, last)}  # fmt: skip
 
 
-def outlier_limit(times: Sequence[float]) -> float:
-    """Step time above which a step is an outlier."""
-    median = statistics.median(times)
-    deviation = 1.4826 * statistics.median(abs(t - median) for t in times)
-    return max(median + SIGMAS * deviation, (1 + MARGIN) * median)
-
-
 def trace(run: PageRun) -> Chart | None:
     """Step times of a run with its window and outliers; None for fewer than two steps."""
     r, mean, (first, last) = run.result.run, run.result.mean_s, run.result.window
@@ -158,7 +153,8 @@ def trace(run: PageRun) -> Chart | None:
         f"step times, {min(times):.4g} to {max(times):.4g} s over iterations {first} to {last}, "
         f"mean {mean:.4g} s; outliers: {named or 'none'}",
         [n for n, _ in points],
-        [*times, *(value for _, value, _ in labels), (1 - SPAN) * mean, (1 + SPAN) * mean],
+        [*times, min(s for _, s in points), *(value for _, value, _ in labels),
+         (1 - SPAN) * mean, (1 + SPAN) * mean],
         unit="s per step", x_title="iteration", labels=labels, watermark=run.watermark,
     )  # fmt: skip
     chart.band(first, last)
@@ -204,17 +200,33 @@ def ranks(run: PageRun) -> dict[str, Any] | None:
     return {"chart": chart, "least": least, "median": median}
 
 
+def gap(run: PageRun) -> dict[str, Any] | None:
+    """The parts of a run's gap, one after the other from the reference on, and why each; None
+    without a gap of which something is explained."""
+    found = explain(run.result)
+    if found is None or len(found.parts) < 2:
+        return None
+    ends = [0.0, *accumulate(seconds for _, seconds, _ in found.parts)]
+    low, full = min(ends), max(ends) - min(ends) or 1.0
+    rows = [
+        Bar("other" if name == REMAINS else "part", name, min(a, b) - low, abs(b - a),
+            f"{b - a:+.3f}")
+        for (name, _, _), (a, b) in zip(found.parts, pairwise(ends), strict=True)
+    ]  # fmt: skip
+    rows.append(Bar("ours", "in all", min(0.0, found.seconds) - low, abs(found.seconds),
+                    f"{found.seconds:+.3f}"))  # fmt: skip
+    return {"run": run, "gap": found, "rows": rows, "full": full}
+
+
 def waterfall(run: PageRun) -> dict[str, Any] | None:
     """The parts of a planned step, one after the other, and the measured step; None without a
     plan or a measured step."""
     plan, mean = run.result.run.plan, run.result.mean_s
     if plan is None or mean is None:
         return None
-    start, lines = 0.0, []
-    for name, seconds in plan.parts.items():
-        lines.append(("part", name, start, seconds))
-        start += seconds
-    lines.append(("total", f"{plan.kind} of the plan", 0.0, plan.step_s))
-    lines.append(("ours", "measured", 0.0, mean))
-    return {"run": run, "plan": plan, "rows": lines, "full": max(start, plan.step_s, mean),
+    rows = stacked(plan.parts, SECONDS)
+    full = max(sum(plan.parts.values()), plan.step_s, mean)
+    rows.append(Bar("total", f"{plan.kind} of the plan", 0.0, plan.step_s, SECONDS(plan.step_s)))
+    rows.append(Bar("ours", "measured", 0.0, mean, SECONDS(mean)))
+    return {"run": run, "plan": plan, "rows": rows, "full": full,
             "ratio": mean / plan.step_s if plan.step_s else None}  # fmt: skip

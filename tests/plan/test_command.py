@@ -28,15 +28,17 @@ def test_a_candidate_of_a_derived_row_is_the_same_to_its_process():
         )
 
 
-@pytest.mark.parametrize("option", [["--json"], ["--set", "model.layers=2"], ["--gpus", "8"]])
+@pytest.mark.parametrize(
+    "option", [["--format json"], ["--set", "model.layers=2"], ["--gpus", "8"]]
+)
 def test_what_would_be_ignored_is_refused(option, capsys):
-    assert command.main(["--all", *option]) == 2
+    assert command.main(["--all", *option[0].split(), *option[1:]]) == 2
     assert capsys.readouterr().err == f"error: --all takes no {option[0]}\n"
 
 
 @pytest.mark.parametrize(
     ("options", "gpus"),
-    [([], {"h100", "h200", "b200", "gb200"}), (["--gpu", "gb200"], {"gb200"}),
+    [([], {"h100", "h200", "b200", "gb200", "b300", "gb300"}), (["--gpu", "gb200"], {"gb200"}),
      (["--system", "nic=25"], {"h100"})],
 )  # fmt: skip
 def test_all_plans_what_is_published_for_a_gpu(options, gpus, monkeypatch, tmp_path):
@@ -105,6 +107,10 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
             [*ROW, "--system", "nic=fast"],
             "--system nic=fast: expected nvlink=N, nic=N, node=N or domain=N",
         ),
+        (
+            [*ROW, "--set", "precision.dtype=nvfp4"],
+            "nvfp4: not on H100, but on b200, b300",
+        ),
         ([*ROW, "--system", "node=7"], "a domain of 8 GPUs is not one of nodes of 7"),
         (
             [*ROW, "--system", "node=7", "--system", "domain=7"],
@@ -119,6 +125,8 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
         (["--search"], "--config and --gpus are needed"),
         (["--search", "--limit", "0"], "--limit = 0 must be above 0"),
         (["--limit", "3"], "--limit is for --search"),
+        ([*ROW, "--output", "x"], "--output is for --format json or html, or the folder of --all"),
+        (["--diff", "x.csv", "y.csv", "--format", "html"], "--diff takes no --format html"),
         (["--scaling"], "--scaling needs --config"),
         (["--scaling", "--config", "llama2_70b_fp8", "--gpus", "64"], "no --gpus"),
         (["--search", "--dump", "x"], "--dump keeps a single plan"),

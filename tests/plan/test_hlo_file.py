@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import needs_compiler
+from parsed import Parsed
 
 from jaxbench.hardware import H100
 from jaxbench.plan import command
@@ -62,8 +63,8 @@ def read(path, capsys, *options):
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_program_is_read(program, capsys):
-    found = read(program, capsys)
+def test_a_program_is_read(program, tmp_path, capsys):
+    found = read(program, capsys, "--trace", str(tmp_path / "trace.json"))
     array = 8192 * 8192 * 2
     assert (found["devices"], found["arguments"], found["outputs"]) == (8, 256 + array, 4096)
     assert found["flops"] == {"product bf16": 2 * 8192**3}
@@ -72,19 +73,30 @@ def test_a_program_is_read(program, capsys):
     assert (gather["kind"], gather["axes"], gather["count"]) == ("all-gather", "4 GPUs, 2 apart", 1)
     assert found["forecast"]["unknown"]["their_attention"] == pytest.approx(ATTENTION_S, rel=1e-3)
     assert found["peak"] is None
+    named, *_ = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    step_s = f"{found['forecast_step_s']:.3f}"
+    assert named["args"]["name"] == f"step.txt on H100: forecast {step_s} s, not measured"
     slower = read(program, capsys, "--system", "nvlink=45")
     assert slower["bound_parts_s"]["exposed"] == pytest.approx(
         10 * found["bound_parts_s"]["exposed"]
     )
 
 
-def test_the_text_says_what_is_unknown(program, capsys):
+def test_text_and_page_say_what_is_unknown(program, tmp_path, capsys):
     assert command.main(["--hlo", str(program)]) == 0
     text = capsys.readouterr().out
     assert "temporaries are not in this text" in text
     assert re.search(r"\n  their_attention: at least 0\.000 s, by its bytes\n", text)
     assert "\n  loop: a loop without a trip count, counted once" in text
     assert re.search(r"\nforecast    0\.00\d s per step", text)
+    page = tmp_path / "page.html"
+    assert command.main(["--hlo", str(program), "--format", "html", "--output", str(page)]) == 0
+    parsed = Parsed(page.read_text())
+    parsed.names()
+    said = " ".join(parsed.texts)
+    assert "step.txt on H100: A step is forecast to take 0.00" in said
+    assert "The peak is not in this text" in said
+    assert "TFLOP per GPU and step: product bf16 1.1." in said
     # As large as the product, it makes the forecast none.
     large = PROGRAM.replace("bf16[64,8192]{1,0} custom-call", "bf16[65536,8192]{1,0} custom-call")
     program.write_text(large)
@@ -92,6 +104,10 @@ def test_the_text_says_what_is_unknown(program, capsys):
     assert (
         "\nforecast    none: custom calls without a rule take at least " in capsys.readouterr().out
     )
+    assert command.main(["--hlo", str(program), "--format", "html"]) == 0
+    text = capsys.readouterr().out
+    assert "There is no forecast." in text
+    assert "<caption>Forecast, seconds" not in text
 
 
 @pytest.mark.parametrize(

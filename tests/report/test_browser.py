@@ -1,19 +1,27 @@
-"""The page in a real browser: it asks for nothing, complains of nothing, and fits.
+"""Pages in a real browser: each asks for nothing, complains of nothing, fits, and can be read by
+everybody (axe-core). So do some of the site of the documents.
 
 Chromium is the system's (`CHROMIUM` names another one) or Playwright's own.
 """
 
+import functools
 import gzip
+import http.server
+import importlib.util
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
-from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
+from commands import ROOT
+from made_plans import awkward, made, scaled, searched
+from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record, write_slowed
 
-from jaxbench.plan.absent import installed
+from jaxbench.plan.page import difference_page, plan_page
 from jaxbench.report import command
+from jaxbench.versions import installed
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,6 +30,7 @@ pytestmark = [
         reason="needs Playwright: pip install -c constraints.txt -e '.[dev]'",
     ),
 ]
+SITE = ROOT / "build/site"
 SYSTEM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -45,7 +54,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A report and a history of runs of all kinds, as files."""
+    """A report and a history of runs of all kinds, and plans, as files."""
     folder = tmp_path_factory.mktemp("pages") / "runs"
     for n, row in enumerate((64, 128, 256)):
         write_record(folder, f"llama2-{row}", times(7.0 + n / 5), row=row, ranks=row // 8,
@@ -53,6 +62,7 @@ def pages(tmp_path_factory):
     write_record(folder, "a-name-that-is-long-" * 6, times(7.9), started=day(9), ranks=300)
     write_record(folder, "lost", status="failed", reason="rank 3 is lost " * 9, steps=20)
     write_record(folder, "smoke", times(0.3), row="smoke", ranks=2)
+    write_slowed(folder, "slowed", clock=0.9, slow=1.1, started=day(10))
     log(folder, "".join(nemo(n, s) for n, s in enumerate(times(PUBLISHED_S))), f"{EXPERIMENT}.out")
     settings = json.loads((folder / "llama2-64" / "run.json").read_text())["recipe"]
     plan = {"gpus": 64, "target": "h100", "settings": settings, "bound_step_s": 5.0,
@@ -62,10 +72,20 @@ def pages(tmp_path_factory):
     for arguments in ([str(folder), "--no-gate"], ["--history", str(folder)]):
         output = files["history" if arguments[0] == "--history" else "report"]
         command.main([*arguments, "--format", "html", "--output", str(output)])
+    texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward())}
+    texts["difference"] = difference_page(made(), awkward())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, write in (("scaling", scaled), ("search", searched)):
+            texts[name] = write(folder.parent / f"{name}.html", patch)
+    for name, text in texts.items():
+        files[name] = folder.parent / f"{name}.html"
+        files[name].write_text(text)
     return files
 
 
-@pytest.mark.parametrize("name", ["report", "history"])
+@pytest.mark.parametrize(
+    "name", ["report", "history", "plan", "offloaded", "difference", "scaling", "search"]
+)
 @pytest.mark.parametrize(
     ("width", "scheme", "media"),
     [(1280, "light", "screen"), (1280, "dark", "screen"), (360, "light", "screen"),
@@ -82,10 +102,57 @@ def test_a_page_loads_alone_and_fits(name, width, scheme, media, browser, pages)
     page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
     assert said == []
     assert [url for url in asked if not url.startswith("data:")] == [pages[name].as_uri()]
+    assert violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE) == []
     dark = scheme == "dark" and media == "screen"
     assert page.evaluate(BRIGHTNESS) < 64 if dark else page.evaluate(BRIGHTNESS) > 192
+    page.close()
+
+
+def violations(page):
+    """What axe-core has against a page: rule, and how often."""
+    if not installed("axe_playwright_python"):
+        pytest.skip("needs axe-core: pip install -c constraints.txt -e '.[dev]'")
+    package = importlib.util.find_spec("axe_playwright_python").submodule_search_locations[0]
+    page.evaluate(Path(package, "axe.min.js").read_text())
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+    return [(rule["id"], len(rule["nodes"])) for rule in found]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Files, without a log."""
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def site():
+    """The address of the documents' site, on this machine."""
+    if not SITE.is_dir():
+        pytest.skip("needs the site: pip install -e '.[docs]' && python docs/make_site.py")
+    handler = functools.partial(Quiet, directory=str(SITE))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["index", "guide/how_long", "reference/commands"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
+def test_the_site_asks_for_nothing_elsewhere(name, width, scheme, browser, site):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    said, asked = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{site}{name}.html", wait_until="networkidle")
+    assert said == []
+    assert [url for url in asked if not url.startswith((site, "data:", "blob:"))] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert violations(page) == []
     page.close()
 
 

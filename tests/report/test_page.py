@@ -6,48 +6,18 @@ import json
 import re
 import shutil
 from collections import Counter
-from html.parser import HTMLParser
 
 import pytest
 from cases import slow_except
 from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
+from parsed import Parsed
 
 from jaxbench.recipe import published
+from jaxbench.recipe.window import outlier_limit
 from jaxbench.report import command, history, plans
 from jaxbench.report.page import page_runs
-from jaxbench.report.sections import outlier_limit, ranks
-
-VOID = {"meta", "link", "br", "path", "rect"}
-
-
-class Parsed(HTMLParser):
-    """A page's elements as (tag, attributes), its text, and that every element is closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.elements, self.texts = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-    def all(self, tag, **wanted):
-        return [a for t, a in self.elements
-                if t == tag and all(a.get(k) == v for k, v in wanted.items())]  # fmt: skip
+from jaxbench.report.sections import ranks
 
 
 def page(*arguments):
@@ -73,6 +43,7 @@ def runs(tmp_path):
     write_record(folder, "slow", times(7.9))
     write_record(folder, "lost", status="failed", reason="rank 3 is lost", steps=20)
     write_record(folder, "killed", status="running", steps=20)
+    write_record(folder, "stopped", status="interrupted", reason="cancelled", steps=20)
     write_record(folder, "other", times(6.5), device="NVIDIA H200")
     write_record(folder, "tiny", times(0.3), label="smoke", not_comparable_because=["smoke row"])
     log(folder, "".join(nemo(n, s) for n, s in enumerate(times(PUBLISHED_S))))
@@ -85,7 +56,7 @@ def test_a_page_says_what_the_table_says(runs):
     parsed = Parsed(text)
     assert "3 of 4 comparable runs reach 95 % of the published throughput." in text
     for verdict, count in {
-        "pass": 3, "slow": 1, "failed": 1, "incomplete": 1, "not comparable": 2,
+        "pass": 3, "slow": 1, "failed": 1, "interrupted": 1, "incomplete": 1, "not comparable": 2,
     }.items():  # fmt: skip
         css = f"verdict v-{verdict.replace(' ', '-')}"
         # In the header, in the table and beside the record, always with its word.
@@ -96,7 +67,7 @@ def test_a_page_says_what_the_table_says(runs):
     for said in ("rank 3 is lost", "it still runs, or was killed", "7.00", "iterations 11:44"):
         assert said in text
     assert {d["report"]["verdict"] for d in downloads(parsed)} == {
-        "pass", "slow", "failed", "incomplete", "not comparable",
+        "pass", "slow", "failed", "interrupted", "incomplete", "not comparable",
     }  # fmt: skip
     for section in ("scaling", "traces", "ranks", "memory", "details"):
         assert parsed.all("section", id=section)
@@ -169,6 +140,7 @@ ODD = (None, [], [[1]], {"a": [1]}, -1, 1e308, float("nan"), 10**400)
 FIELDS = (
     ("recipe", "gpus"), ("recipe", "batch", "global_batch"), ("published", "step_time_s"),
     ("published", "errata"), ("published", "layers"), ("ranks", 0, "rank"), ("ranks", 0, "wait_s"),
+    ("ranks", 0, "gpus"),
     ("hardware", "device_memory_bytes"), ("summary", "step_time_s", "mean"), ("started",),
     ("summary", "tflops_per_gpu", "published"), ("recipe", "model", "family"), ("command",),
 )  # fmt: skip

@@ -208,6 +208,13 @@ def sorted_rows():
     return sorted(published.rows(), key=lambda r: (r.title, r.dtype, r.gpus))
 
 
+def test_a_run_that_was_interrupted_is_no_success_for_mlperf(record, tmp_path, capsys):
+    record("stopped", status="interrupted", reason="cancelled")
+    assert command.main([str(tmp_path), "--format", "mlperf"]) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(":::MLLOG "))
+    assert (last["key"], last["metadata"]["status"]) == ("run_stop", "aborted")
+
+
 def test_other_formats(record, tmp_path, capsys):
     record("good")
     assert command.main([str(tmp_path), "--format", "csv"]) == 0
@@ -215,10 +222,26 @@ def test_other_formats(record, tmp_path, capsys):
     assert (line["verdict"], float(line["step_time_s"])) == ("pass", 4.7)
     assert command.main([str(tmp_path), "--format", "markdown"]) == 0
     assert capsys.readouterr().out.count("| pass | llama2_70b_bf16:64 | 64 |") == 1
+    assert command.main([str(tmp_path), "--format", "mlperf"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(":::MLLOG {") for line in lines)
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
+    assert {*events[0]} == {"namespace", "time_ms", "event_type", "key", "value", "metadata"}
+    keys = [event["key"] for event in events]
+    assert [keys.index(key) for key in ("init_start", "init_stop", "run_start", "run_stop")] == [
+        0, keys.index("run_start") - 1, keys.index("tracked_stats") - 1, len(keys) - 1
+    ]  # fmt: skip
+    assert next(e["value"] for e in events if e["key"] == "global_batch_size") == 128
+    steps = [event for event in events if event["key"] == "tracked_stats"]
+    assert [step["metadata"]["step"] for step in steps] == list(range(50))
+    assert (events[-1]["time_ms"] - events[0]["time_ms"]) / 1000 == pytest.approx(
+        sum(step["value"]["train_step_time"] for step in steps), abs=0.01
+    )
+    assert events[-1]["metadata"]["status"] == "success"
     assert command.main([str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "pass     llama2_70b_bf16:64" in out
-    assert err == "1 runs: 1 without fault, 0 failed, incomplete or slow\n"
+    assert err == "1 run: 1 without fault, 0 failed, interrupted, incomplete or slow\n"
     output = tmp_path / "report.txt"
     assert command.main([str(tmp_path), "--output", str(output)]) == 0
     assert "llama2_70b_bf16:64" in output.read_text()
@@ -410,6 +433,18 @@ def test_a_record_that_is_none_is_a_failed_run(name, record, tmp_path):
     found = verdict_of(tmp_path).verdict
     assert found.name == "failed"
     assert found.reason.startswith("run.json cannot be read: ")
+
+
+def test_steps_of_a_restored_run_count_from_its_checkpoint(record, tmp_path):
+    folder = record("restored", first_step=20)
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    (folder / "steps.jsonl").write_text("\n".join(lines[20:]))
+    found = verdict_of(tmp_path)
+    assert found.window == (35, 49)  # not the published one, of which it has not all steps
+    assert found.verdict.name == "not comparable"
+    assert "iterations 20 to 49: the published means are of" in found.verdict.reason
+    (folder / "steps.jsonl").write_text("\n".join(lines[22:]))
+    assert verdict_of(tmp_path).verdict.reason == "missing iterations 20, 21"
 
 
 def test_steps_that_are_none_are_missing(record, tmp_path):

@@ -1,0 +1,127 @@
+"""Options of `jaxbench plan` and their checks. Needs no JAX."""
+
+import argparse
+from pathlib import Path
+
+from jaxbench import hardware
+from jaxbench.errors import RecipeError
+from jaxbench.forecast.tables import load
+from jaxbench.recipe import recipes
+from jaxbench.recipe.checks import positive
+from jaxbench.terminal import Parser, completes
+
+MODES = ("diff", "all", "hlo", "scaling", "search")
+"""Options that do another thing than to plan one row."""
+
+DEFAULT_GPU = "h100"
+
+LIMIT = 40
+"""Candidates that a search compiles by default."""
+
+EXAMPLES = """
+    jaxbench plan --config llama2_70b_bf16 --gpus 64
+    jaxbench plan --config llama31_405b_bf16 --gpus 96 --gpu gb200      no row: it is derived
+    jaxbench plan --config llama31_8b_bf16 --gpus 8 --set batch.microbatch=2
+    jaxbench plan --config llama2_70b_bf16 --gpus 64 --system nic=25    slower links
+    jaxbench plan --config llama2_70b_bf16 --gpus 64 --format html --output plan.html
+    jaxbench plan --config llama31_8b_bf16 --scaling
+    jaxbench plan --config llama31_405b_fp8 --gpus 512 --search --limit 12
+    jaxbench plan --diff 'llama2_70b_bf16:64 execution.remat=full' llama2_70b_bf16:64
+"""
+
+
+# fmt: off
+def make_parser() -> Parser:
+    """The parser of all options; `--help` documents them."""
+    parser = Parser(
+        prog="jaxbench plan", examples=EXAMPLES,
+        description="Compiles a benchmark for absent GPUs, and describes its step: does it fit, "
+        "what does it send, how long will it take.",
+    )
+    add = parser.add_argument_group("what to plan").add_argument
+    completes(add("--config", help="recipe file or name, such as llama2_70b_bf16"), recipes.names)
+    add("--gpus", type=int, help="number of GPUs: a row, or any count that fills nodes")
+    completes(
+        add("--set", action="append", default=[], metavar="KEY=VALUE",
+            help="change a setting of the row: batch.microbatch=4"),
+        recipes.settings, end="=",
+    )
+    add("--remedy", action=argparse.BooleanOptionalAction, default=True,
+        help="compile settings that may help where a row does not fit (default: yes)")
+    add = parser.add_argument_group("where it would run").add_argument
+    add("--gpu", choices=list(hardware.PLANNED), help=f"default {DEFAULT_GPU}")
+    add("--system", action="append", default=[], metavar="KEY=VALUE",
+        help="change the system: nvlink=450 and nic=50 (GB/s per GPU, one direction), node=8 (GPUs "
+        "of a host), domain=8 (GPUs that NVLink joins)")
+    add("--kernels", type=Path, metavar="FILE",
+        help="measurements of jaxbench calibrate, which replace the package's in the forecast")
+    add_modes(parser)
+    add = parser.add_argument_group("what to write").add_argument
+    add("--format", choices=("text", "json", "html"), default="text",
+        help="default text; html is a page for people, whole in one file: of a row, --scaling, "
+        "--search, --hlo or --diff of two plans")
+    add("--json", action="store_const", const="json", dest="format", help="short for --format json")
+    add("--output", type=Path, metavar="PATH",
+        help="file of --format json or html (default: print it); folder of --all's table (default "
+        "docs)")
+    add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
+    add("--trace", type=Path, metavar="FILE",
+        help="write the step that is expected as a timeline, which ui.perfetto.dev opens")
+    return parser
+# fmt: on
+
+
+def add_modes(parser: argparse.ArgumentParser) -> None:
+    """Options that plan something else than one row."""
+    add = parser.add_argument_group("instead of one row").add_argument
+    add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
+    add("--search", action="store_true", help="try other meshes and remat policies for the row")
+    add("--limit", type=int, help=f"candidates that --search compiles (default {LIMIT})")
+    add(
+        "--all", action="store_true",
+        help=f"plan every row of every recipe on {DEFAULT_GPU}, and those of other GPUs on these; "
+        "with --gpu, --system or --kernels every row on one GPU",
+    )  # fmt: skip
+    add(
+        "--diff", nargs=2, metavar=("A", "B"),
+        help="what moved between two plans: JSON files of --dump, or rows with settings, as in "
+        "'llama2_70b_bf16:64 execution.remat=full'; or between two tables of --all (plan.csv), "
+        "with status 1 if a row got worse",
+    )  # fmt: skip
+    add(
+        "--percent", type=float, default=2.0,
+        help="change that --diff of two tables reports (default 2)",
+    )  # fmt: skip
+    add(
+        "--hlo", type=Path, metavar="FILE",
+        help="describe a compiled program of whatever code: text of compiled.as_text(), or the "
+        "program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
+    )  # fmt: skip
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises RecipeError for options that are missing or exclude each other."""
+    modes = [f"--{name}" for name in MODES if getattr(args, name)]
+    if len(modes) > 1:
+        raise RecipeError(f"{' and '.join(modes)}: one of them at a time")
+    for name in ("dump", "trace"):
+        if modes and getattr(args, name) and not (args.hlo and name == "trace"):
+            raise RecipeError(f"--{name} keeps a single plan; expected no {modes[0]}")
+    ignored = [f"--{name}" for name in ("set", "config", "gpus") if getattr(args, name)]
+    table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
+    written = ["json", "html"] if args.hlo else ["html"] if args.diff and not table else []
+    if args.format not in ("text", *written):
+        ignored.append(f"--format {args.format}")
+    if ignored and (args.diff or args.all or args.hlo):
+        raise RecipeError(f"{modes[0]} takes no {ignored[0]}")
+    if args.output and args.format == "text" and not args.all:
+        raise RecipeError("--output is for --format json or html, or the folder of --all")
+    if args.kernels:
+        load(args.gpu or DEFAULT_GPU, args.kernels)
+    if args.limit is not None and not args.search:
+        raise RecipeError("--limit is for --search")
+    positive("--", args, "limit")
+    if args.scaling and (not args.config or args.gpus is not None):
+        raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
+    if modes in ([], ["--search"]) and (not args.config or args.gpus is None):
+        raise RecipeError("--config and --gpus are needed (or --all, --hlo FILE, or --diff A B)")

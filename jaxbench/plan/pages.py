@@ -1,0 +1,132 @@
+"""`jaxbench plan --scaling --format html` and `--search --format html`: pages of many plans."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxbench.recipe.published import counted
+from jaxbench.report.charts import Chart, Label, empty_chart
+from jaxbench.report.page import render
+from jaxbench.report.plans import LABELS
+
+MINIMUM_S = 5e-4
+"""A part of a step that is shorter in every row is not shown: figures have three digits."""
+
+GROWING = ("ours", "other", "published")
+"""Classes of the parts that grow most, in their order."""
+
+Line = dict[str, Any]
+Series = dict[str, dict[int, float]]
+"""Values by the name of a series and the number of GPUs."""
+
+
+def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Sequence[str]) -> str:
+    """The page of the figures of each row (`scaling.figures`); `remarks` are on the others."""
+    names = dict.fromkeys(name for line in lines for name in line["parts_s"])
+    first, last = lines[0], lines[-1]
+    return render(
+        "scaling.html",
+        title=f"Scaling: {recipe}",
+        headline=f"On {counted(last['gpus'])} {recipe} has {100 * last['efficiency']:.1f} % of its "
+        f"rate per GPU on {counted(first['gpus'])}.",
+        device=device,
+        lines=lines,
+        charts=[*_scaling_charts(lines, [*names])] if len(lines) > 1 else [],
+        parts={name: LABELS.get(name, name) for name in names
+               if any(line["parts_s"].get(name, 0.0) >= MINIMUM_S for line in lines)},
+        remarks=remarks,
+    )  # fmt: skip
+
+
+def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Chart]:
+    """The efficiency, the step for the same tokens per GPU, and the parts of it that grow most."""
+    scaled = {line["gpus"]: line["for_same_tokens_s"] for line in lines}
+    efficiency: Series = {"forecast": {line["gpus"]: 100 * line["efficiency"] for line in lines}}
+    step: Series = {"forecast": {gpus: sum(parts.values()) for gpus, parts in scaled.items()}}
+    if known := {line["gpus"]: line for line in lines if line["published_efficiency"]}:
+        shares = {gpus: line["published_efficiency"] for gpus, line in known.items()}
+        first_s = lines[0]["published_step_s"]
+        efficiency["published"] = {gpus: 100 * share for gpus, share in shares.items()}
+        step["published"] = {gpus: first_s / share for gpus, share in shares.items()}
+    yield _chart("Efficiency", "%", efficiency, ("ours", "published"))
+    yield _chart("Step for the same tokens per GPU", "s", step, ("ours", "published"))
+    before = scaled[lines[0]["gpus"]]
+    growth: Series = {
+        LABELS.get(name, name): {
+            gpus: max(0.0, parts.get(name, 0.0) - before.get(name, 0.0))
+            for gpus, parts in scaled.items()
+        }
+        for name in names
+    }
+    most = sorted(growth, key=lambda name: -max(growth[name].values()))[: len(GROWING)]
+    grown = {name: growth[name] for name in most if max(growth[name].values()) >= MINIMUM_S}
+    if grown:
+        yield _chart(f"What grows from {counted(lines[0]['gpus'])}", "s", grown, GROWING)
+
+
+def _chart(title: str, unit: str, series: Series, classes: Sequence[str]) -> Chart:
+    """Series against the number of GPUs, each in its CSS class."""
+    css = dict(zip(series, classes, strict=False))
+    labels: list[Label] = [
+        (css[name], [*points.values()][-1], name) for name, points in series.items()
+    ]
+    described = "; ".join(
+        f"{name}: " + ", ".join(f"{y:.3f} on {counted(gpus)}" for gpus, y in points.items())
+        for name, points in series.items()
+    )
+    gpus = sorted({gpus for points in series.values() for gpus in points})
+    values = [y for points in series.values() for y in points.values()]
+    chart = empty_chart(
+        title, f"{unit}. {described}", gpus, values, unit=unit, x_title="GPUs", labels=labels,
+        log=True, x_ticks=[(n, str(n)) for n in gpus],
+    )  # fmt: skip
+    for name, points in series.items():
+        chart.line(css[name], [*points.items()])
+        chart.dots(css[name], [*points.items()])
+    return chart
+
+
+def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tried: str) -> str:
+    """The page of the line of each candidate (`search.table`); `limit` are the bytes of a GPU,
+    `command` has the best candidate, `tried` says how many there are."""
+    best = next((line for line in lines if line["fits"]), None)
+    result = "nothing that was tried fits"
+    if best and best["set"]:
+        of = f", {best['of_row']:.3f} of the row's" if best["of_row"] else ""
+        result = f"the best of {len(lines)} tried takes {best['step_s']:.3f} s{of}"
+    elif best:
+        result = f"the row is the best of {len(lines)} tried, {best['step_s']:.3f} s"
+    return render(
+        "search.html", title=f"Search: {where}", headline=f"{where}: {result}.", lines=lines,
+        chart=_search_chart(lines, limit), limit=limit, command=command if best else "",
+        tried=tried,
+    )  # fmt: skip
+
+
+def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
+    """Seconds over memory of all that was compiled; None where nothing was."""
+    groups: dict[str, list[tuple[float, float]]] = {"published": [], "lost": [], "ours": []}
+    labels: list[Label] = []
+    for line in lines:
+        if "step_s" not in line:
+            continue
+        point = line["peak"] / 2**30, line["step_s"]
+        if line["set"] or not line["fits"]:
+            groups["ours" if line["fits"] else "lost"].append(point)
+        if not line["set"]:
+            groups["published"].append(point)
+            labels.append(("published", point[1], "the row"))
+        elif line["fits"] and not any(css == "ours" for css, _, _ in labels):
+            labels.append(("ours", point[1], "best"))
+    points = [point for group in groups.values() for point in group]
+    if not points:
+        return None
+    chart = empty_chart(
+        "Seconds over memory",
+        "; ".join(f"{y:.3f} s at {x:.1f} GiB" for x, y in points),
+        [limit / 2**30, *(x for x, _ in points)], [y for _, y in points],
+        unit="s per step", x_title="GiB", labels=labels,
+    )  # fmt: skip
+    chart.marker(limit / 2**30, "limit")
+    for css, group in groups.items():
+        chart.dots(css, group)
+    return chart

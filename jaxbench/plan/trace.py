@@ -1,0 +1,101 @@
+"""`jaxbench plan --trace FILE`: the step that a forecast expects, in Chrome's format of traces, for
+Perfetto.
+
+One slice for each launch of a kernel, collective or copy, loops unrolled as a profile has them, and
+for each wait. Kernels, with what collectives slow them down, and waits fill the step without gaps
+or overlaps. Collectives are on their links, copies beside kernels and to the host on streams of
+their own; where some overlap, a stream has several lanes.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxbench.files import write_whole
+from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.tables import Tables
+from jaxbench.hardware import Gpu
+from jaxbench.xla import host
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.memory import readable
+from jaxbench.xla.schedule import Walk
+from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, LINKS, Kernel, Repeated, Slice
+
+STREAMS = (KERNELS, EXPOSED, LINKS[False], LINKS[True], COPIES, host.TO_HOST, host.FROM_HOST)
+"""In the order in which they are shown."""
+
+Axes = Callable[[Collective], str]
+
+
+def write_trace(
+    path: Path, title: str, program: Program, gpu: Gpu, tables: Tables, axes: Axes
+) -> None:
+    """Writes the trace of a program on a GPU; `axes` names what a collective crosses."""
+    schedule = expected_schedule(Walk(program), gpu, tables)
+    title = f"{title}: forecast {schedule.step_s:.3f} s, not measured"
+    content = {"displayTimeUnit": "ms", "traceEvents": events(title, schedule.slices, axes)}
+    write_whole(path, json.dumps(content, separators=(",", ":")))
+
+
+def unrolled(slices: Sequence[Slice | Repeated], start_s: float = 0.0) -> Iterator[Slice]:
+    """Every slice of every iteration, from the start of the step on."""
+    for each in slices:
+        if isinstance(each, Slice):
+            yield replace(each, start_s=start_s + each.start_s)
+        else:
+            for n in range(each.times):
+                yield from unrolled(each.slices, start_s + each.start_s + n * each.seconds)
+
+
+def events(title: str, slices: Sequence[Slice | Repeated], axes: Axes) -> list[dict[str, Any]]:
+    """The events of a trace: names of its lanes, and complete events in microseconds."""
+    by_stream: defaultdict[str, list[Slice]] = defaultdict(list)
+    for each in unrolled(slices):
+        by_stream[each.stream].append(each)
+    found: list[dict[str, Any]] = []
+    lanes: list[str] = []
+    for stream in STREAMS:
+        ends: list[int] = []  # of the lanes of this stream, in nanoseconds
+        first = len(lanes)
+        for each in sorted(by_stream[stream], key=lambda each: each.start_s):
+            begin, end = round(each.start_s * 1e9), round((each.start_s + each.seconds) * 1e9)
+            lane = next((n for n, free_at in enumerate(ends) if free_at <= begin), len(ends))
+            ends[lane : lane + 1] = [end]
+            found.append(_event(each, axes, first + lane, begin, end))
+        lanes += [stream if n == 0 else f"{stream} ({n + 1})" for n in range(len(ends))]
+    named = [_name("process_name", title, 0)] + [
+        event
+        for tid, lane in enumerate(lanes)
+        for event in (_name("thread_name", lane, tid), _name("thread_sort_index", tid, tid))
+    ]
+    return named + found
+
+
+def _name(what: str, value: str | int, tid: int) -> dict[str, Any]:
+    """The event that names a lane, or the whole trace, or that orders lanes."""
+    key = "sort_index" if what == "thread_sort_index" else "name"
+    return {"ph": "M", "pid": 0, "tid": tid, "name": what, "args": {key: value}}
+
+
+def _event(each: Slice, axes: Axes, tid: int, begin: int, end: int) -> dict[str, Any]:
+    """A complete event of a slice that lasts from one nanosecond to another."""
+    cause, stream = each.cause, each.stream
+    name, category = (f"copy {stream}", stream) if each.launches else ("slowed", "slowed")
+    arguments: dict[str, Any] = {"hlo": each.name, "launches": each.launches}
+    if cause is not None:
+        arguments["bytes"] = cause.bytes
+    if isinstance(cause, Kernel):
+        name, category = readable(cause.source, each.name), cause.part
+        if flops := sum(work.flops for work in cause.works):
+            arguments["TFLOP"] = flops / 1e12
+    elif isinstance(cause, Collective):
+        name, category = f"{cause.kind} over {axes(cause)}", "collective"
+    if stream == EXPOSED:
+        name, category = f"wait for {name if cause else each.name}", stream
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+    return {"ph": "X", "pid": 0, "tid": tid, "name": name, "cat": category, **times,
+            "args": arguments}  # fmt: skip

@@ -1,0 +1,188 @@
+"""The GPUs of a run side by side, from its record: which is slower than the others, and the picture
+of all by node."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from jaxbench.recipe.window import outlier_limit
+from jaxbench.report.charts import CHARACTER
+from jaxbench.report.runs import quantity
+
+MOST_NODES = 64
+"""Nodes of a picture, those of the slowest GPUs first."""
+
+LEVELS, SPAN = 5, 0.1
+"""Shades of a picture, and the least part of its largest value that they span, so that small
+variations look small."""
+
+CELL, ROW, CHARACTERS = 26, 16, 20
+"""Width and height of a cell of a picture (`page.css` has the latter too), and the longest name of
+a node there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU of a run, by node, rank and its number in NVML, or without telemetry among the rank's;
+    None for what is not recorded.
+
+    `clock` is its mean clock under load over its highest, `wait` its process's wait for it over the
+    step, `products_s` the time of some products alone.
+    """
+
+    node: str
+    rank: int
+    number: int
+    clock: float | None
+    power_w: float | None
+    products_s: float | None
+    wait: float | None
+    wait_s: float | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.node}, GPU {self.number}"
+
+
+def gpus(record: dict[str, Any]) -> list[Gpu]:
+    """The GPUs of a record, by rank. What is malformed is left out."""
+    ranks = record.get("ranks")
+    found = [gpu for rank in (ranks if isinstance(ranks, list) else ()) for gpu in _of_rank(rank)]
+    return sorted(found, key=lambda gpu: (gpu.rank, gpu.number))
+
+
+def _of_rank(rank: Any) -> Iterator[Gpu]:
+    if not isinstance(rank, dict) or (number := _figure(rank, "rank")) is None:
+        return
+    told, products = (
+        rank[key] if isinstance(rank.get(key), list) else [] for key in ("gpus", "products_s")
+    )
+    wait_s, step_s = _figure(rank, "wait_s"), _figure(rank.get("step_time_s"), "mean")
+    for n in range(max(len(told), len(products), 1)):
+        gpu = told[n] if n < len(told) else {}
+        known = _figure(gpu, "gpu")
+        yield Gpu(
+            node=str(rank.get("host")), rank=int(number), number=n if known is None else int(known),
+            clock=_figure(gpu, "clock_ratio"), power_w=_figure(gpu, "power_w"),
+            products_s=_figure(dict(enumerate(products)), n), wait_s=wait_s,
+            wait=wait_s / step_s if wait_s is not None and step_s else None,
+        )  # fmt: skip
+
+
+def _figure(values: Any, key: Any) -> float | None:
+    try:
+        return quantity(values[key])
+    except (TypeError, LookupError):
+        return None
+
+
+def slowdowns(every: Sequence[Gpu], outliers: bool = True) -> dict[Gpu, float]:
+    """How many times as long each GPU takes as the typical one, by its clock or by its products
+    alone, the larger. 1 for what is no outlier; without `outliers` every clock under the typical
+    one counts, as a mean of many samples."""
+    clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
+    products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
+    slow = dict.fromkeys(every, 1.0)
+    for times in (clocks, products):
+        if len(times) > 1:
+            typical, limit = statistics.median(times.values()), outlier_limit([*times.values()])
+            limit = typical if times is clocks and not outliers else limit
+            slow |= {g: max(slow[g], t / typical) for g, t in times.items() if t > limit}
+    return slow
+
+
+def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
+    """A GPU of the process that waits least for its devices, since its host is late, and by how
+    many seconds less than the typical one; 0 where that is no outlier. None for one process."""
+    waits = {gpu.rank: (gpu.wait_s, gpu) for gpu in every if gpu.wait_s is not None}
+    if len(waits) < 2:
+        return None
+    times = [wait for wait, _ in waits.values()]
+    typical, (least, gpu) = statistics.median(times), min(waits.values(), key=lambda w: w[0])
+    return gpu, typical - least if least < 2 * typical - outlier_limit(times) else 0.0
+
+
+def slow_gpu(gpu: Gpu, factor: float) -> str:
+    """How slow a GPU is."""
+    return f"{gpu}: {factor:.3f} times the typical GPU's time"
+
+
+def early_host(gpu: Gpu, seconds: float) -> str:
+    """How much less than others a process waits."""
+    return f"rank {gpu.rank} on {gpu.node} waits {seconds:.3f} s less than the typical one"
+
+
+def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
+    """Why each node is slow that is: by its slowest GPU, or the process that waits least."""
+    late, factors = least_wait(every), slowdowns(every)
+    why = {late[0].node: early_host(*late)} if late and late[1] else {}
+    slow = sorted((gpu for gpu in every if factors[gpu] > 1), key=lambda gpu: factors[gpu])
+    return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
+
+
+def heat_maps(every: Sequence[Gpu], watermark: str) -> list[dict[str, Any]]:
+    """Pictures of all GPUs by node, one for each quantity that there is of at least two: cells as
+    thick lines by shade, names of rows, and what is said of them; none without telemetry."""
+    if not any(gpu.clock or gpu.power_w for gpu in every):
+        return []
+    nodes = _nodes(every)
+    return [
+        picture
+        for title, unit, values in (
+            ("SM clock under load", "% of the highest", {g: _percent(g.clock) for g in every}),
+            ("power under load", "W", {g: g.power_w for g in every}),
+            ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every}),
+        )
+        if (picture := _heat_map(title, unit, values, nodes, watermark)) is not None
+    ]
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
+    """GPUs by node: all nodes in their order, or the slowest first where there are many."""
+    nodes: dict[str, list[Gpu]] = {}
+    for gpu in every:
+        nodes.setdefault(gpu.node, []).append(gpu)
+    if len(nodes) > MOST_NODES:
+        slow = slowdowns(every)
+
+        def key(item: tuple[str, list[Gpu]]) -> tuple[float, float]:
+            return -max(slow[g] for g in item[1]), min((g.wait or 0.0) for g in item[1])
+
+        nodes = dict(sorted(nodes.items(), key=key)[:MOST_NODES])
+    return nodes
+
+
+def _heat_map(
+    title: str, unit: str, values: dict[Gpu, float | None], nodes: dict[str, list[Gpu]],
+    watermark: str,
+) -> dict[str, Any] | None:  # fmt: skip
+    told = {gpu: value for gpu, value in values.items() if value is not None}
+    if len(told) < 2:
+        return None
+    high = max(told.values())
+    low = min(*told.values(), (1 - SPAN) * high)
+    names = [name if len(name) <= CHARACTERS else f"..{name[2 - CHARACTERS :]}" for name in nodes]
+    start = 8 + CHARACTER * max(map(len, names))
+    paths = [""] * LEVELS
+    for row, gpus_of_node in enumerate(nodes.values()):
+        for column, gpu in enumerate(gpus_of_node):
+            if gpu in told:
+                share = (told[gpu] - low) / (high - low) if high else 0.0
+                level = min(int(share * LEVELS), LEVELS - 1)
+                paths[level] += f"M{start + CELL * column},{ROW * row + 8}h{CELL - 1}"
+    least = min(told, key=lambda gpu: told[gpu])
+    width = start + CELL * max(map(len, nodes.values()))
+    edges = [low + (high - low) * n / LEVELS for n in range(LEVELS + 1)]
+    return {
+        "title": title, "unit": unit, "paths": paths, "watermark": watermark,
+        "names": [(ROW * row + 12, name) for row, name in enumerate(names)],
+        "legend": [f"{a:.1f} to {b:.1f}" for a, b in pairwise(edges)],
+        "width": width, "height": ROW * len(nodes),
+        "says": f"{told[least]:.1f} to {high:.1f}, median {statistics.median(told.values()):.1f}; "
+        f"least: {least}",
+    }  # fmt: skip

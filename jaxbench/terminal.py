@@ -1,0 +1,90 @@
+"""Shared by the commands in a terminal: the parser of their options, and the console of tables."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent, fill, indent
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from jaxbench.errors import RecipeError, meant
+from jaxbench.files import write_whole
+
+WIDTH = 200
+"""Characters of a table that is not printed to a terminal."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises RecipeError of one line, without the usage, and says which option or
+    value a mistyped one is nearest to. `examples` end its help."""
+
+    def __init__(self, *, description: str, examples: str = "", **options: Any):
+        if examples:
+            options["epilog"] = "examples:\n" + indent(dedent(examples).strip(), "  ")
+        super().__init__(
+            description=fill(description, 79),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it; keeps the words for `error`."""
+        self._words = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse would print before it exits; but an unknown option comes before one
+        that is missing, which it may have been meant to be."""
+        options = [name for action in self._actions for name in action.option_strings]
+        end = self._words.index("--") if "--" in self._words else len(self._words)
+        for at, word in enumerate(self._words[:end]):
+            name = word.partition("=")[0]
+            known = (o.startswith(name) if self.allow_abbrev else o == name for o in options)
+            if name.startswith("--") and not any(known):
+                rest = " ".join(self._words[at:end])
+                raise RecipeError(f"unrecognized arguments: {rest}{meant(name, options)}")
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]))
+        raise RecipeError(message)
+
+
+def completes(action: argparse.Action, names: Callable[[], Iterable[str]], end: str = "") -> None:
+    """Lets a shell complete the values of an option, each with an end (an attribute of
+    argcomplete's)."""
+    vars(action)["completer"] = lambda **_: [name + end for name in names()]
+
+
+def console() -> Console:
+    """Standard output, for tables of rich."""
+    output = Console(highlight=False, markup=False)
+    if not output.is_terminal:
+        output.width = WIDTH
+    return output
+
+
+@contextmanager
+def live(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on stderr what is being done and for how long, while it is; the value says what comes
+    next. Nothing where stderr is no terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+def write(text: str, path: Path | None) -> None:
+    """Writes a whole file, or to standard output."""
+    if path is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        write_whole(path, text)

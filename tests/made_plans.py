@@ -1,0 +1,106 @@
+"""Plans of a small program, written out instead of compiled, and pages of them."""
+
+from dataclasses import replace
+
+from jaxbench.forecast.tables import load
+from jaxbench.hardware import H100, Gpu, placed
+from jaxbench.plan import command, scaling, search
+from jaxbench.plan.plan import Memory, Plan, StateBytes, describe
+from jaxbench.recipe import recipes
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.host import HostTraffic
+from jaxbench.xla.memory import Buffer
+
+PROGRAM = """\
+HloModule toy, is_scheduled=true
+
+ENTRY %main (x: bf16[8192,8192]) -> bf16[8192,8192] {
+  %x = bf16[8192,8192]{1,0} parameter(0)
+  %shard = bf16[1024,8192]{1,0} bitcast(%x)
+  %start = ((bf16[1024,8192]{1,0}), bf16[8192,8192]{1,0}) all-gather-start(%shard), \
+replica_groups=[8,8]<=[64], dimensions={0}
+  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = bf16[8192,8192]{1,0} all-gather-done(%start)
+  %long = bf16[8192,131072]{1,0} parameter(1)
+  %wide = bf16[8192,131072]{1,0} dot(%x, %long), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+  %again = bf16[8192,8192]{1,0} all-gather(%shard), replica_groups=[8,8]<=[64], dimensions={0}
+  ROOT %copy = bf16[8192,131072]{1,0} copy(%wide)
+}
+"""
+
+
+def made(recipe: str = "llama31_8b_bf16", gpus: int = 64, gpu: Gpu = H100, **sizes: object) -> Plan:
+    """A plan of a real row whose program is `PROGRAM`; `sizes` are fields of it."""
+    run = recipes.resolve(recipes.load(recipe).on(gpu), gpus)
+    held = Memory(
+        arguments=12 * 2**30, temporaries=50 * 2**30, peak=62 * 2**30, limit=gpu.memory_limit,
+        host=0, host_limit=gpu.host_limit,
+    )  # fmt: skip
+    sizes = {
+        "bytes_per_device": held,
+        "state_bytes": StateBytes(parameters=4 * 2**30, optimizer=8 * 2**30, gradients=2**31),
+        "largest_buffers": [Buffer(2**31, "bf16[4,2048,128256]", "forward <div>, 4 times")],
+        "lower_s": 2.0,
+        "compile_s": 30.0,
+    } | sizes
+    program = Program.parse(PROGRAM)
+    return describe(run, placed(gpu, gpus), load(gpu.name.lower(), None), program, **sizes)
+
+
+def awkward():
+    """A plan that is too big, with a pipeline, activations on the host, and long names."""
+    plan = made("nemotron4_340b_fp8", gpus=128)
+    long = Buffer(2**31, "f32[96,1152,18432]", "state.optimizer[1][0].mu.stacks[0].layers" * 5)
+    held = replace(plan.bytes_per_device, peak=2**37, host=2**38)
+    return replace(
+        plan, fits=False, bytes_per_device=held, largest_buffers=[long] * 12,
+        host=HostTraffic(2**36, 2**35, 0.25), quantization_bytes=2**40,
+        forecast=replace(plan.forecast, unknown={"their_kernel": 0.25}, assumed=["scan: bytes"]),
+    )  # fmt: skip
+
+
+def slower(plan, step_s, **changes):
+    """A plan that waits longer."""
+    f, rate = plan.forecast, plan.rates["forecast"]
+    waiting = f.parts_s | {"exposed: data": step_s - f.step_s}
+    rate = replace(rate, tokens_per_s_per_gpu=rate.tokens_per_s_per_gpu * f.step_s / step_s)
+    return replace(
+        plan, forecast_step_s=step_s, forecast=replace(f, step_s=step_s, parts_s=waiting),
+        rates=plan.rates | {"forecast": rate}, **changes,
+    )  # fmt: skip
+
+
+def scaled(output, monkeypatch):
+    """The page of a recipe's rows, each 10 % slower than the one before."""
+
+    def plan_all(runs, target, config):
+        plans = [made(gpus=run.gpus) for run in runs]
+        return [slower(p, p.forecast_step_s * (1 + n / 10)) for n, p in enumerate(plans)], {}
+
+    monkeypatch.setattr(scaling, "plan_all", plan_all)
+    arguments = ["--config", "llama31_8b_bf16", "--scaling"]
+    assert command.main([*arguments, "--format", "html", "--output", str(output)]) == 0
+    return output.read_text()
+
+
+def searched(output, monkeypatch):
+    """The page of a search in which the row is too big, and smaller meshes are slower."""
+    plan = made(gpus=8)
+    size = plan.bytes_per_device
+
+    def plan_each(runs, target, config):
+        for run in runs:
+            number = len(seen)
+            seen.append(run)
+            now = replace(size, peak=size.limit + (2 - number) * 2**30)
+            changes = {"bytes_per_device": now, "fits": now.fits}
+            found = slower(plan, plan.forecast_step_s * (1 + number / 10), **changes)
+            yield run, "killed by signal 9" if number == 5 else found
+
+    seen = []
+    monkeypatch.setattr(search, "plan_each", plan_each)
+    monkeypatch.setattr(search, "check_compiler", lambda: None)
+    arguments = ["--config", "llama31_8b_bf16", "--gpus", "8", "--search", "--limit", "7"]
+    assert command.main([*arguments, "--format", "html", "--output", str(output)]) == 0
+    return output.read_text()

@@ -1,0 +1,107 @@
+"""The gap of runs that are slow for planted reasons: its parts, and the pictures of their GPUs."""
+
+import json
+
+import pytest
+from made_runs import CLOCKED_S, OTHER_S, day, write_slowed
+from parsed import Parsed
+
+from jaxbench.report import command
+from jaxbench.report.gap import REMAINS, explain
+
+FORECAST = CLOCKED_S + OTHER_S
+LATE = [(13, 9.0), (20, 14.0), (31, 11.0)]
+PLANTED = {
+    "clocks": ({"clock": 0.85}, {"clocks": CLOCKED_S * (1 / 0.85 - 1)}),
+    "one GPU": ({"slow": 1.18}, {"slow ranks": CLOCKED_S * 0.18}),
+    "one host": ({"busy_s": 0.7}, {"slow ranks": 0.7}),
+    "records": ({"written_s": LATE}, {"file system": 34 / 34}),
+    "compilations": ({"compiled_s": LATE}, {"recompilation": 34 / 34}),
+    "all": (
+        {"clock": 0.9, "slow": 1.1, "written_s": LATE[:1], "compiled_s": LATE[1:]},
+        {"clocks": CLOCKED_S * (1 / 0.9 - 1), "slow ranks": CLOCKED_S * 0.1 / 0.9,
+         "file system": 9 / 34, "recompilation": 25 / 34},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_planted_parts_are_found_within_two_points(cause, tmp_path):
+    options, planted = PLANTED[cause]
+    # Not comparable, so that the gap is to the forecast of the same program.
+    write_slowed(tmp_path, "run", **options, not_comparable_because=["made"])
+    (result,) = command.report([tmp_path], None)
+    gap = explain(result)
+    assert (gap.kind, gap.reference_s) == ("forecast", FORECAST)
+    parts = {name: seconds for name, seconds, _ in gap.parts}
+    assert list(parts) == ["clocks", "slow ranks", "file system", "recompilation", REMAINS]
+    assert sum(parts.values()) == pytest.approx(gap.seconds)
+    for name, seconds in parts.items():
+        assert abs(seconds - planted.get(name, 0.0)) < 0.02 * gap.seconds, (name, parts)
+
+
+def test_parts_whose_data_are_absent_are_absent(tmp_path):
+    path = write_slowed(tmp_path, "run", clock=0.85, ranks=[])
+    lines = (path / "steps.jsonl").read_text().replace("host_s", "other_s")
+    (path / "steps.jsonl").write_text(lines)
+    (result,) = command.report([tmp_path], None)
+    ((name, seconds, _),) = explain(result).parts
+    assert (name, seconds) == (REMAINS, pytest.approx(explain(result).seconds))
+    assert "Why it is slow" not in page(tmp_path)
+
+
+def test_without_a_plan_clocks_are_of_the_flops_at_the_peak(tmp_path):
+    path = write_slowed(tmp_path, "run", clock=0.8)
+    (path / "plan.json").unlink()
+    (result,) = command.report([tmp_path], None)
+    gap = explain(result)
+    assert (gap.kind, gap.reference_s) == ("published", result.run.published["step_time_s"])
+    at_peak = min(result.run.flops.values()) / 989.4e12
+    assert gap.parts[0][:2] == ("clocks", pytest.approx(at_peak * (1 / 0.8 - 1), rel=0.01))
+
+
+def page(folder):
+    output = folder / "page.html"
+    command.main([str(folder), "--format", "html", "--output", str(output)])
+    return output.read_text()
+
+
+def test_the_page_and_the_table_say_why(tmp_path, capsys):
+    write_slowed(tmp_path, "run", clock=0.85, slow=1.1)
+    text = page(tmp_path)
+    assert "rank 11 on n1, GPU 3: 1.10" in text
+    pictures = [a["aria-labelledby"] for a in Parsed(text).all("svg") if "aria-labelledby" in a]
+    assert [p for p in pictures if p.startswith("heat-")] == [
+        f"heat-1-{n}-t heat-1-{n}-d" for n in (1, 2, 3)
+    ]
+    assert command.main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "s to the published step: clocks +0." in out
+    assert "J/token" not in out + text
+
+
+def test_joules_per_token_stand_where_they_were_told(tmp_path, capsys):
+    path = write_slowed(tmp_path, "run") / "run.json"
+    path.write_text(path.read_text().replace('"window"', '"joules_per_token": 0.1234, "window"'))
+    text = page(tmp_path)
+    assert command.main([str(tmp_path), "--no-gate"]) == 0
+    assert " 0.123 " in capsys.readouterr().out
+    for cell in ('data-label="J/token">0.123<', 'data-label="Tokens/kWh">29173420<'):
+        assert cell in text
+
+
+def test_a_history_names_slow_nodes_of_the_last_weeks(tmp_path, capsys):
+    write_slowed(tmp_path, "old", busy_s=0.7, started=day(0))
+    for number in range(3):
+        changes = {"slow": 1.05} if number < 2 else {}
+        write_slowed(tmp_path, f"{number}", **changes, started=day(40 + number))
+    assert command.main(["--history", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("node")]
+    assert lines == ["node n1 was slow in 2 of 3 runs of 4 weeks, last 2026-04-11: "
+                     "rank 11 on n1, GPU 3: 1.050 times the typical GPU's time"]  # fmt: skip
+    output = tmp_path / "page.html"
+    command.main(["--history", str(tmp_path), "--format", "html", "--output", str(output)])
+    assert "<td>2026-04-11: rank 11 on n1" in output.read_text()
+    command.main(["--history", str(tmp_path), "--format", "json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert [list(run["slow_nodes"]) for run in row["runs"]] == [["n0"], ["n1"], ["n1"], []]
