@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxbench import mesh
-from jaxbench.hardware import H100
+from jaxbench.hardware import H100, Gpu
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
@@ -37,14 +37,14 @@ def captured_stderr():
 
 
 class Compiled:
-    """A row compiled for H100s."""
+    """A row compiled for H100s or other GPUs."""
 
-    def __init__(self, name: str, gpus: int, *overrides: str):
+    def __init__(self, name: str, gpus: int, *overrides: str, gpu: Gpu = H100):
         recipe = recipes.load(name)
         # Not `auto`: another default must not change these tests.
         parsed = recipes.parse_overrides(["precision.implementation=xla", *overrides])
         self.run = recipes.resolve(recipe, gpus, overrides=parsed)
-        devices = compile_only_devices(H100, self.run.gpus)
+        devices = compile_only_devices(gpu, self.run.gpus)
         self.mesh = mesh.make_mesh(self.run.mesh_shape, devices)
         with jax.set_mesh(self.mesh), captured_stderr() as written:
             self.compiled, _, _ = compile_program(self.run)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxbench.plan import driver
-from jaxbench.plan.absent import installed
+from jaxbench.versions import installed
 
 LACKING = (
     "gcc and nm: apt-get install gcc" if installed("transformer_engine")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 # Public JAX executes no HLO: it takes StableHLO, which has no layouts and no fusions.
-from jaxlib import _hlo, _jax, xla_client
+from jaxlib import _hlo, _jax, xla_client  # type: ignore[attr-defined]
 
 from jaxbench.ops.attention.cudnn import WINDOW
 from jaxbench.xla.hlo import Program
@@ -149,8 +149,8 @@ def _product(i: Instruction) -> Callable:
     assert epilogue in ("DEFAULT", "RELU", "BIAS"), f"a CPU has no epilogue {epilogue}"
     assert (i.attribute(r'"alpha_real":(\d+)'), beta in ("0", "1")) == ("1", True)
 
-    def function(a, b, *others):
-        others = [x.astype(jnp.float32) for x in others]
+    def function(a, b, *more):
+        others = [x.astype(jnp.float32) for x in more]
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         out = jax.lax.dot_general(a, b, (tuple(contracting), tuple(batch)))
         added = others.pop(0) if beta == "1" else 0

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from compiled import needs_compiler
 
-from jaxbench import calibrate, hardware
+from jaxbench import hardware
+from jaxbench.calibrate import command as calibrate
 from jaxbench.errors import RecipeError
 from jaxbench.forecast import tables
 from jaxbench.hardware import H100
@@ -27,7 +28,7 @@ def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
     gpu, found = tables.read(file)
     assert gpu == "cpu"
     packaged = tables.load("h100").values
-    kept = ("network", "nvlink", "sustained", "repeated")
+    kept = ("network", "nvlink", "sustained", "repeated", "scan")
     assert set(found) == {key for key in packaged if key[0] not in kept}
     with pytest.raises(RecipeError, match="kernels of cpu, but h100 is planned"):
         tables.load("h100", file)
@@ -59,8 +60,8 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert (
-        done.stderr
-        == "error: cpu is none of the GPUs that are planned for: h100, h200, b200, gb200\n"
+        done.stderr == "error: cpu is none of the GPUs that are planned for: "
+        "h100, h200, b200, b300, gb200, gb300\n"
     )
 
 

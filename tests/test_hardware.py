@@ -1,9 +1,14 @@
 """The GPUs that are known."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from jaxbench import hardware
 from jaxbench.recipe import published, recipes
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 @pytest.mark.parametrize(
@@ -17,6 +22,9 @@ from jaxbench.recipe import published, recipes
         ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
         ("NVIDIA A100-SXM4-80GB", "fp8", None),
         ("NVIDIA GB200", "bf16", 2450.0),
+        ("NVIDIA B300 SXM6 AC", "nvfp4", 13500.0),
+        ("NVIDIA GB300", "mxfp8", 4900.0),
+        ("NVIDIA H200", "mxfp8", None),
         ("x86_64", "bf16", None),
     ],
 )
@@ -56,8 +64,16 @@ def test_every_planned_gpu_is_described():
         assert gpu.bandwidth > gpu.nvlink > gpu.nic > 0
         assert f'name: "{gpu.device}"' in gpu.description
         assert f"device_memory_size: {gpu.memory} " in gpu.description
-        assert f"major: {gpu.chip.capability} " in gpu.description
+        assert f"major: {gpu.chip.major} minor: {gpu.chip.minor} " in gpu.description
         assert gpu.domain % gpu.node == 0
+        assert ("nvfp4" in gpu.tflops) == (gpu.chip.major >= 10)
+
+
+def test_compilers_know_the_cudnn_that_is_pinned():
+    (pinned,) = re.findall(r"^nvidia-cudnn-cu13==(\d+)\.(\d+)", CONSTRAINTS.read_text(), re.M)
+    version = ".".join(pinned)
+    assert f'dnn_version: "{version}.0"' in hardware.H100.description
+    assert "major: {} minor: {} patch: 0".format(*pinned) in hardware.H100.description
 
 
 @pytest.mark.parametrize(
@@ -74,6 +90,8 @@ def test_every_planned_gpu_is_described():
         ("gb200", 3072, (48, 16, 4)),
         ("gb200", 76, None),  # 19 nodes: 18 and 1
         ("gb200", 10, None),
+        ("b300", 256, (32, 1, 8)),
+        ("gb300", 256, (4, 16, 4)),
     ],
 )
 def test_domains_are_filled_evenly(name, count, spread):

@@ -73,7 +73,7 @@ def test_attention_calls_the_primitives_as_jax_does(monkeypatch):
 
     def jax_own(query, key, value, d_out):
         def attend(*operands):
-            return jax_internals.cudnn_attention(*operands, 0.5, 5)
+            return jax_internals.cudnn_attention(*operands, scale=0.5, window=5)
 
         return jax.vjp(attend, query, key, value)[1](d_out)
 
@@ -99,3 +99,11 @@ def test_a_replaced_function_comes_back():
     with pytest.raises(TypeError), jax_internals.empty_arrays_from(jnp.ones(2)):
         jnp.empty("two")
     assert jnp.empty is empty
+
+
+def test_compilations_are_timed():
+    seconds = jax_internals.compilations()
+    double = jax.jit(lambda x: 2 * x)
+    double(1.0), double(2.0)
+    assert len(seconds) == 1
+    assert seconds[0] > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxbench
+from jaxbench.__main__ import COMMANDS
 
 PACKAGE = Path(jaxbench.__file__).parent
 ROOT = PACKAGE.parent
@@ -81,9 +82,20 @@ def test_models_know_no_run_optimizer_or_environment():
 
 
 def test_laptop_packages_load_without_jax():
-    laptop = ("errors", "files", "hardware", "versions", "recipe", "xla", "forecast", "report")
+    laptop = (
+        "errors",
+        "terminal",
+        "files",
+        "hardware",
+        "versions",
+        "recipe",
+        "xla",
+        "forecast",
+        "report",
+    )
     modules = [m for m in MODULES if package_of(m) in laptop and not m.endswith("__main__")]
-    modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog", "jaxbench.run.arguments"]
+    modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog", "jaxbench.__main__"]
+    modules += [f"jaxbench.{command.options}" for command in COMMANDS.values()]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -117,5 +129,5 @@ def test_only_the_mesh_names_its_axes():
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
     allowed = {"run.command", "run.session", "run.devices", "run.profiling", "plan.command",
-               "cluster.job"}  # fmt: skip
+               "cluster.job", "cluster.messages", "cluster.nvml", "__main__", "jobs"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

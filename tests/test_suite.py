@@ -9,11 +9,12 @@ import pytest
 from beartype.roar import BeartypeCallHintParamViolation
 from commands import ROOT
 
-from jaxbench.plan.absent import installed
 from jaxbench.recipe import recipes
+from jaxbench.versions import installed
 
 FILES = [path for path in Path(__file__).parent.rglob("*.py") if path.parent.name != "fixtures"]
-OPTIONAL = {"jax_plugins", "jax_cuda13_plugin", "transformer_engine", "playwright", "torch"}
+OPTIONAL = {"jax_plugins", "jax_cuda13_plugin", "transformer_engine", "playwright", "torch",
+            "pynvml", "axe_playwright_python", "tensorboardX", "wandb"}  # fmt: skip
 
 
 @pytest.mark.parametrize("absent", ["jax_plugins", "jax_plugins.xla_cuda13"])

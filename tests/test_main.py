@@ -1,0 +1,179 @@
+"""`jaxbench`: its commands, their help and reference, and what it says of mistyped words."""
+
+import argparse
+import io
+import re
+import shlex
+import signal
+import textwrap
+
+import pytest
+from commands import ROOT
+from rich.console import Console
+
+import jaxbench.terminal
+from jaxbench import rows
+from jaxbench.__main__ import COMMANDS, main, make_parser, options_of
+from jaxbench.errors import RecipeError
+from jaxbench.recipe import recipes
+
+REFERENCE = """# Commands
+
+`jaxbench COMMAND`, or `python -m jaxbench COMMAND`. `pytest --write-golden` rewrites this file from
+the commands' parsers (`tests/test_main.py`).
+"""
+
+
+@pytest.fixture(autouse=True)
+def pipes():
+    """A command that prints lets SIGPIPE end its process; this one is the tests'."""
+    before = signal.getsignal(signal.SIGPIPE)
+    yield
+    signal.signal(signal.SIGPIPE, before)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lst"], "did you mean 'list'?"),
+        (["trian", "--config", "x"], "did you mean 'train'?"),
+        (["train", "--confg", "x"], "unrecognized arguments: --confg x; did you mean '--config'?"),
+        (["report", "--format", "htlm", "x"], "did you mean 'html'?"),
+        (["calibrate", "--ouput=x"], "--ouput=x; did you mean '--output'?"),
+        (["calibrate"], "the following arguments are required: --output"),
+        (["plan", "--gpu", "gb20"], "; did you mean 'gb200'?"),
+    ],
+)
+def test_a_mistake_says_what_was_meant(words, message, capsys):
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    text = capsys.readouterr().out
+    assert all(re.search(rf"\n    {name}\s", text) for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxbench 0.")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_what_the_options_allow(name):
+    """In groups, none of them argparse's own but that of --help."""
+    parser = options_of(COMMANDS[name])
+    assert parser.prog == f"jaxbench {name}"
+    titles = [group.title for group in parser._action_groups if group._group_actions]
+    assert len(titles) > 1 or name == "calibrate"
+    assert titles[0] == "options"
+    text = parser.epilog.replace("\\\n", "")
+    examples = re.findall(r"^  jaxbench (.*?)(?:   .*)?$", text, re.MULTILINE)
+    assert examples
+    for command, *words in map(shlex.split, examples):
+        args = options_of(COMMANDS[command]).parse_args(words)
+        if getattr(args, "config", None):
+            assert args.config in recipes.names()
+
+
+def test_list_shows_every_row(capsys):
+    assert main(["list"]) == 0
+    table, _, legend = capsys.readouterr().out.partition("\n\n")
+    heading, *lines = table.splitlines()
+    assert heading.split()[:3] == ["recipe", "GPU", "GPUs"]
+    loaded = recipes.load_all()
+    tables = [table for recipe in loaded for table in (recipe.rows, *recipe.gpu_rows.values())]
+    known = sum(row != recipes.SMOKE for table in tables for row in table)
+    assert len(lines) == known
+    assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
+    # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
+    planned = rows.forecasts()["llama2_70b_bf16", "h100", 64]
+    expected = rf"H100 +64 +fsdp 64 +{planned:.3f} +6\.999 +{planned / 6.999:.2f} +52\.59 +80 +128"
+    assert re.search(rf"(?m)^llama2_70b_bf16 +{expected}$", table)
+    assert re.search(
+        r"(?m)^llama31_405b_bf16 +GB200 +256 .* 9\.484 +0\.\d+ +46\.7 +126 +128$", table
+    )
+    assert re.search(r"(?m)^llama2_70b_bf16 +B200 +64 .* 6\.999 \(H100\) +52", table)
+
+
+def test_list_is_filtered():
+    lines = [*rows.rows()]
+    names = [line["recipe"] for line in rows.chosen(lines, ["llama", "405B"], "gb200", 256)]
+    assert names == [f"llama31_405b_{dtype}" for dtype in ("bf16", "fp8", "mxfp8", "nvfp4")]
+    for words, gpu, gpus, message in (
+        (["qwen", "mamba"], None, None, "no recipe has 'qwen' and 'mamba' in its name"),
+        (["nemotrom4"], None, None, "; did you mean 'nemotron4'?"),
+        (["qwen3", "bf16"], "h200", None, "these recipes have rows for gb200, h100"),
+        (["qwen3", "bf16"], None, 17, "these recipes have rows for 1, 16, 256 GPUs"),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(message)):
+            rows.chosen(lines, words, gpu, gpus)
+
+
+def test_a_shell_completes_names():
+    """Of recipes and settings: what argcomplete asks the parser of all commands for."""
+    parser = make_parser()
+    (commands,) = (action for action in parser._actions if action.choices)
+    found = {
+        (name, action.dest): action.completer()
+        for name, command in commands.choices.items()
+        for action in command._actions
+        if hasattr(action, "completer")
+    }
+    for name in ("train", "plan"):
+        assert "llama2_70b_bf16" in found[name, "config"]
+        assert "parallelism.fsdp=" in found[name, "set"]
+    assert "llama2_70b_bf16" in found["list", "words"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_being_done_is_shown_in_a_terminal_alone(terminal, monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal)
+    monkeypatch.setattr(jaxbench.terminal, "Console", lambda stderr: console)
+    with jaxbench.terminal.live("reading") as say:
+        say("reading: 3")
+    assert ("reading: 3" in shown.getvalue()) == terminal
+    assert bool(shown.getvalue()) == terminal
+
+
+def reference() -> str:
+    """The text of docs/reference/commands.md: a table of each group of options."""
+    parts = [REFERENCE]
+    for name, command in COMMANDS.items():
+        parser = options_of(command)
+        parts.append(f"## jaxbench {name}\n\n{' '.join(parser.description.split())}\n")
+        for group in parser._action_groups:
+            if actions := [a for a in group._group_actions if "--help" not in a.option_strings]:
+                parts.append(f"| {group.title} | meaning |\n|---|---|")
+                parts += [f"| {written(action)} | {meaning(action)} |" for action in actions]
+                parts.append("")
+        examples = parser.epilog.partition("\n")[2]
+        parts.append(f"```text\n{textwrap.dedent(examples)}\n```\n")
+    return "\n".join(parts)
+
+
+def written(action):
+    """An option as it is typed, with what its values are."""
+    names = action.option_strings or [""]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        names = [f"{names[0]}, {names[1]}"]
+    values = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+    if action.choices:
+        values = "{" + ",".join(map(str, action.choices)) + "}"
+    values = " ".join(values) if isinstance(values, tuple) else values
+    return f"`{f'{names[0]} {values}'.strip()}`"
+
+
+def meaning(action):
+    """Its help, as Markdown."""
+    text = " ".join((action.help or "").replace("%%", "%").split())
+    text = re.sub(r"(?<![\w`-])(--[a-z][\w-]*)", r"`\1`", text)
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def test_the_reference_of_commands_is_current(request):
+    file, text = ROOT / "docs/reference/commands.md", reference()
+    if request.config.getoption("--write-golden"):
+        file.write_text(text)
+    assert file.read_text() == text, "pytest --write-golden rewrites it"
