@@ -1,10 +1,12 @@
-"""Parameter matrices, of which a few cases run without `--all`."""
+"""Parameter matrices, of which a few cases run in every test run."""
 
 import pytest
 
 
-def slow_except(quick, cases):
-    """`cases` as parameters; all but those in `quick` are slow."""
+def tiered(quick, cases, slow=()):
+    """`cases` as parameters: those in `quick` always run, those in `slow` with `--slow`, and the
+    others, further ones of the same kinds, with `--all`."""
     cases = list(cases)
-    assert set(quick) <= set(cases)
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    assert {*quick, *slow} <= set(cases)
+    marks = dict.fromkeys(quick, ()) | dict.fromkeys(slow, pytest.mark.slow)
+    return [pytest.param(case, marks=marks.get(case, pytest.mark.nightly)) for case in cases]

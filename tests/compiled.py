@@ -17,7 +17,7 @@ from jaxbench.train.program import compile_program, read
 from jaxbench.xla import collectives
 
 needs_compiler = pytest.mark.compiled
-"""Skips where the compiler is not installed, and without `--all` (conftest.py)."""
+"""Skips where the compiler is not installed, and without `--slow` (conftest.py)."""
 
 
 @contextlib.contextmanager

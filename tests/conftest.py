@@ -1,7 +1,8 @@
 """Eight virtual CPU devices, and every annotation checked at run time.
 
-`slow` tests run with `--all`. A test skipped for what the machine lacks has a reason of the form
-"needs THING: HOW TO GET IT"; the line before pytest's last one counts them by thing.
+`slow` tests run with `--slow`, `nightly` ones with `--all`. A test skipped for what the machine
+lacks has a reason of the form "needs THING: HOW TO GET IT"; the line before pytest's last one
+counts them by thing.
 """
 
 import os
@@ -37,13 +38,17 @@ jaxtyping.install_import_hook(
 )
 
 
-SLOW = "slow: run with --all"
-"""The reason why a test is skipped without `--all`."""
+SLOW, NIGHTLY = "slow: run with --slow", "nightly: run with --all"
+"""The reasons why a test is skipped without these options."""
+
+
+def runs_slow(config):
+    return config.getoption("--slow") or config.getoption("--all")
 
 
 def pytest_xdist_auto_num_workers(config):
     """One for each core. One more with Slurm's tests, whose worker mostly waits."""
-    return (os.cpu_count() or 1) + config.getoption("--all")
+    return (os.cpu_count() or 1) + runs_slow(config)
 
 
 def pytest_configure(config):
@@ -58,7 +63,8 @@ def pytest_unconfigure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the slow tests too, as CI does")
+    parser.addoption("--slow", action="store_true", help="run the slow tests too, as CI does")
+    parser.addoption("--all", action="store_true", help="run all tests, nightly ones too")
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
     parser.addoption("--fuzz", type=int, default=300, help="mutated recipes to try")
 
@@ -87,8 +93,8 @@ def place(path):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Moves the files that share something to the front; skips slow tests without `--all`, and
-    compiled rows, which are slow, without a compiler too."""
+    """Moves the files that share something to the front; skips slow tests without `--slow`, nightly
+    ones, which are slow, without `--all`, and compiled rows, also slow, without a compiler."""
     from jaxbench.plan.absent import INSTALL, installed
 
     without_compiler = pytest.mark.skipif(
@@ -99,7 +105,11 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("compiled"):
             item.add_marker(pytest.mark.slow)
             item.add_marker(without_compiler)
-        if item.get_closest_marker("slow") and not config.getoption("--all"):
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
+            if not config.getoption("--all"):
+                item.add_marker(pytest.mark.skip(reason=NIGHTLY))
+        elif item.get_closest_marker("slow") and not runs_slow(config):
             item.add_marker(pytest.mark.skip(reason=SLOW))
 
 
@@ -116,8 +126,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def skipped(count, reason):
     """A number of tests with a reason, as `5 for want of gcc (apt-get install gcc)`."""
-    if reason == SLOW:
-        return f"{count} slow ones (--all)"
+    if reason in (SLOW, NIGHTLY):
+        kind, _, option = reason.partition(": run with ")
+        return f"{count} {kind} ones ({option})"
     thing, colon, remedy = reason.partition(": ")
     if thing.startswith("needs ") and colon:
         return f"{count} for want of {thing.removeprefix('needs ')} ({remedy})"

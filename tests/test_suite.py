@@ -47,7 +47,7 @@ def test_plain_annotations_are_checked_too():
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
-        (conftest.SLOW, "4 slow ones (--all)"),
+        (conftest.SLOW, "4 slow ones (--slow)"),
         ("needs gcc: apt-get install gcc", "4 for want of gcc (apt-get install gcc)"),
         ("no such case", "4: no such case"),
     ],

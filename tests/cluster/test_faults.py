@@ -50,6 +50,7 @@ def faulty(library, tmp_path):
     kill(processes)
 
 
+@pytest.mark.nightly
 def test_slow_records_do_not_end_a_job(faulty):
     """A fifth of a second for each call, of which a step's records take a few, for longer than the
     watchdog's time."""

@@ -23,6 +23,7 @@ def cluster(tmp_path):
         yield running
 
 
+@pytest.mark.nightly
 def test_a_job_that_loses_the_network_says_so_and_comes_back(cluster, tmp_path):
     """A cut of two seconds is none. When connections are reset, processes notice at once; when what
     is sent arrives no more, the watchdog ends the job, or JAX's coordination service where a save

@@ -167,6 +167,7 @@ def test_a_cancelled_job_ends(cluster, stage):
     assert (folder / "checkpoints" / str(len(steps))).is_dir()
 
 
+@pytest.mark.nightly
 def test_a_full_stage_is_storage_and_costs_no_restart(cluster, tmp_path):
     """Without an inode no checkpoint, heartbeat or verdict has a new file."""
     stage = tmp_path / "stage"
@@ -188,6 +189,7 @@ def test_a_full_stage_is_storage_and_costs_no_restart(cluster, tmp_path):
     assert "No space left on device" in last
 
 
+@pytest.mark.nightly
 def test_a_job_is_cancelled_at_once_while_it_compiles(cluster, stage):
     big = ("--set", "model.layers=24", "--set", "model.embed=512")
     number, folder = submit(cluster, stage, *big, ENABLE_CHECKPOINT="true", **LONG)
@@ -220,6 +222,7 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     assert read(folder)[0]["reason"].startswith("lost rank 2 on ")
 
 
+@pytest.mark.nightly
 def test_the_first_rank_that_fails_decides_and_is_quoted(cluster, stage, tmp_path):
     """One rank's mistake is not the others' loss: the job ends, though it saves."""
     python = tmp_path / "bin" / "python"
@@ -255,6 +258,7 @@ def test_a_job_that_reaches_its_time_limit_saves_and_ends(cluster, stage):
     assert (folder / "checkpoints" / str(len(steps))).is_dir()
 
 
+@pytest.mark.nightly
 def test_a_preempted_job_comes_back(cluster, stage):
     """And so does one whose node is lost: Slurm requeues both by itself."""
     number, folder = submit(cluster, stage, "--checkpoint-every", "20", **LONG)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow_except
+from cases import tiered
 from public_weights import deepseek, gpt_oss, hybrid, transformer
 from tiny import mesh_of, tiny_run
 
@@ -148,7 +148,7 @@ def test_multi_token_prediction_equals_that_of_a_public_implementation():
         assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 
-@pytest.mark.parametrize("name", slow_except(["qwen3"], MODELS))
+@pytest.mark.parametrize("name", tiered(["qwen3"], MODELS))
 def test_gradients_equal_those_of_a_public_implementation(name):
     """Of embedding, head, and all weights of a layer of each kind."""
     pairs, _ = MODELS[name]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow_except
+from cases import tiered
 from experts import reference, tiny_grok
 from steps import assert_same, loss_and_gradients, new_state, same_sequences
 from tiny import mesh_of, to_numpy
@@ -43,7 +43,7 @@ ALL_AXES = ("parallelism.expert=2", "parallelism.context=2", "parallelism.tensor
 
 @pytest.mark.parametrize(
     "case",
-    slow_except([*((case, 1) for case in CASES), ("published", 8)], product(CASES, (1, 8))),
+    tiered([*((case, 1) for case in CASES), ("published", 8)], product(CASES, (1, 8))),
     ids=lambda case: f"{case[0]}, {case[1]} devices",
 )
 def test_experts_against_a_loop_over_tokens(case):
@@ -98,7 +98,7 @@ def test_gradients_against_finite_differences():
         )
 
 
-@pytest.mark.parametrize("axis", slow_except(["pipeline"], ["data", "pipeline"]))
+@pytest.mark.parametrize("axis", tiered(["pipeline"], ["data", "pipeline"]))
 def test_balance_loss_of_a_microbatch_on_a_mesh(axis):
     """Two data-parallel ranks have the loss of two microbatches, and a pipeline has it too."""
     microbatch = "model.experts.balance=microbatch"
@@ -114,7 +114,7 @@ def test_balance_loss_of_a_microbatch_on_a_mesh(axis):
     assert np.abs(of_sequences[router] - expected[1][router]).max() > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accumulation_and_balance_loss():
     """The reported loss is the cross entropy; the load-balance loss changes gradients alone."""
     with_loss, without = (
@@ -206,7 +206,7 @@ def dense(layer, x, kept, cfg):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["top 1", "top 2 and a shared expert"])
-@pytest.mark.parametrize("factor", slow_except([1.5], [8, 1.5]))
+@pytest.mark.parametrize("factor", tiered([1.5], [8, 1.5]))
 def test_one_expert_that_gets_all(factor, shared):
     """With slots for all of them on its rank every token has its output and its gradient; with
     fewer, those that have no slot are counted, and all others are right."""
@@ -257,7 +257,7 @@ def test_one_expert_that_gets_all(factor, shared):
         np.testing.assert_allclose(grads[name], gradient, atol=400 * EPS32 * largest, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", slow_except(["bf16"], ["fp32", "bf16"]))
+@pytest.mark.parametrize("dtype", tiered(["bf16"], ["fp32", "bf16"]))
 def test_logits_in_the_dtype_of_the_router(dtype):
     """Expert 1 has the larger logits by 2^-10, which bf16 does not hold: of equal ones the first is
     chosen. In an fp32 run the hidden state has no other dtype."""
@@ -353,7 +353,7 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_except(["microbatches"], MESHES), ids=str)
+@pytest.mark.parametrize("name", tiered(["microbatches"], MESHES), ids=str)
 def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
     """Other draws for each sequence of a step, and the same ones however the batch is divided: each
     expert has as many tokens, and all gradients are equal but for the order of sums."""
@@ -380,8 +380,8 @@ def test_every_application_of_a_shared_block_draws_anew():
     ("devices", "scaling"),
     [
         (1, "current"),
-        pytest.param(1, "delayed", marks=pytest.mark.slow),
-        pytest.param(8, "current", marks=pytest.mark.slow),
+        pytest.param(1, "delayed", marks=pytest.mark.nightly),
+        pytest.param(8, "current", marks=pytest.mark.nightly),
     ],
 )
 def test_dropless_experts_in_fp8_are_those_of_a_capacity_for_all(devices, scaling):

@@ -48,6 +48,7 @@ def test_rates_above_the_peak_are_no_ceilings(tmp_path):
     assert findings["copy of 4 GiB"]["beside"].endswith("nothing was computed")
 
 
+@pytest.mark.nightly
 def test_operators_end_beside_the_cpu(tmp_path):
     findings = findings_of("operators", tmp_path)
     kinds = {what.split()[0].rstrip(",") for what in findings}
@@ -55,18 +56,21 @@ def test_operators_end_beside_the_cpu(tmp_path):
     assert {finding["verdict"] for finding in findings.values()} == {"WRONG"}
 
 
+@pytest.mark.nightly
 def test_every_mixer_runs(tmp_path):
     findings = findings_of("mixers", tmp_path)
     assert {finding["verdict"] for finding in findings.values()} == {"measured"}
     assert len(findings) == 3
 
 
+@pytest.mark.nightly
 def test_the_profile_of_a_step_names_its_kernels(tmp_path):
     (finding,) = findings_of("breakdown", tmp_path).values()
     assert finding["verdict"] == "measured"
     assert finding["data"]["products"] > 0
 
 
+@pytest.mark.nightly
 def test_every_kernel_of_forecasts_is_measured(tmp_path):
     findings = findings_of("kernels", tmp_path)
     assert findings.pop("table for plan --kernels")["figure"] == "12 lines"
@@ -79,12 +83,14 @@ def test_tiny_rows_train_beside_the_cpu(tmp_path):
     assert finding["data"]["kernels"] == {"attention": "cudnn", "products": "fp8 by xla"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", ["real", "others"])
 def test_rows_complete(check, tmp_path):
     (finding,) = findings_of(check, tmp_path).values()
     assert finding["verdict"] == "ok", finding
 
 
+@pytest.mark.nightly
 def test_choices_are_timed(tmp_path):
     without, timed = findings_of("choices", tmp_path).values()
     assert without["verdict"] == "not run"
@@ -92,6 +98,7 @@ def test_choices_are_timed(tmp_path):
     assert timed["verdict"] == "measured", timed
 
 
+@pytest.mark.nightly
 def test_a_run_survives(tmp_path):
     findings = findings_of("survives", tmp_path)
     assert {finding["verdict"] for finding in findings.values()} == {"ok"}, findings
@@ -109,6 +116,7 @@ def test_a_gpu_that_computes_nothing_is_not_calibrated(tmp_path):
     assert not (tmp_path / "table.csv").exists()
 
 
+@pytest.mark.nightly
 def test_a_calibration_is_rehearsed_beside_a_gpu(tmp_path):
     program = ("-m", "jaxbench.calibrate", "--rehearse", "--output", str(tmp_path / "table.csv"))
     environment = null_gpus.environment(1)

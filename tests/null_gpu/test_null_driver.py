@@ -4,6 +4,7 @@ import json
 
 import null_gpus
 import pytest
+from cases import tiered
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,7 +65,7 @@ def result(command):
     return json.loads(command.out)
 
 
-@pytest.mark.parametrize("gpus", [2, 8, 16])
+@pytest.mark.parametrize("gpus", tiered([], [2, 8, 16], slow=[8]))
 def test_collectives_of_one_process(gpus, tmp_path):
     variables = null_gpus.environment(gpus, counts=tmp_path)
     made = result(null_gpus.start(folder=tmp_path, program=("-c", PROGRAM), **variables).wait())

@@ -11,6 +11,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_transformer_engine_trains(scaling, tmp_path):
     """Its kernels are launched, and of the functions of cuBLAS and of the runtime only those that

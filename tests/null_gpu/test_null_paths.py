@@ -6,6 +6,7 @@ import signal
 import null_gpus
 import pytest
 import yaml
+from cases import tiered
 from commands import ROOT
 
 from jaxbench.run import profiling
@@ -33,6 +34,8 @@ ROWS: dict[str, dict] = {
 """Each model in one dtype: mesh and other settings of a row for GPUs whose sizes are the smoke
 row's; fewer layers where those of the smoke row compile for minutes."""
 
+LANDING = ("llama31_8b_fp8", "llama31_70b_bf16", "qwen3_30b_a3b_bf16")
+
 AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
 
 
@@ -51,7 +54,7 @@ def small_row(recipe, folder):
     return path, gpus
 
 
-@pytest.mark.parametrize("recipe", ROWS)
+@pytest.mark.parametrize("recipe", tiered([], ROWS, slow=LANDING))
 def test_a_recipe_trains(recipe, tmp_path):
     path, gpus = small_row(recipe, tmp_path)
     command = null_gpus.start(
@@ -86,7 +89,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", tiered([], OPTIONS, slow=["pgle", "profile"]))
 def test_options_around_training(option, tmp_path):
     command = null_gpus.start(
         *null_gpus.tiny("llama31_8b_bf16"), *OPTIONS[option], folder=tmp_path,
@@ -122,6 +125,7 @@ def test_a_killed_run_resumes(tmp_path):
     assert [step["step"] for step in command.steps] == list(range(60))
 
 
+@pytest.mark.nightly
 def test_two_processes(tmp_path):
     """Whose collectives move data between them: the checkpoint restored is the one saved. Both
     compile with one profile, the forecast's."""

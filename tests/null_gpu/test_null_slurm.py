@@ -12,6 +12,7 @@ from pathlib import Path
 import null_gpus
 import pytest
 import slurm
+from cases import tiered
 from commands import ROOT, read
 
 pytestmark = [
@@ -82,7 +83,7 @@ FAULTS = {
 """Cause, and what the reason begins with and contains."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", tiered([], FAULTS, slow=["illegal_address"]))
 def test_a_fault_names_its_rank_and_node(fault, cluster, tmp_path):
     job = Job(cluster, tmp_path, fault=f"{fault}:rank=1", steps=100_000)
     job.train(10)
@@ -96,6 +97,7 @@ def test_a_fault_names_its_rank_and_node(fault, cluster, tmp_path):
     assert job.log().splitlines()[-1].startswith(f"failed: {start}")
 
 
+@pytest.mark.nightly
 def test_a_slow_gpu_names_its_rank_and_node(cluster, tmp_path):
     """The job completes: the line stands before the result, and the record has what it rests on."""
     state = tmp_path / "state"
@@ -128,6 +130,7 @@ def test_a_node_that_lacks_its_gpu_is_named(cluster, tmp_path):
     assert re.fullmatch(node, job.log().splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_nodes_with_other_gpus_are_named(cluster, tmp_path):
     job = Job(cluster, tmp_path, fault="slow", steps=100, model="h100,b200")
     assert job.ended() == "FAILED"
@@ -149,6 +152,7 @@ def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
     cluster.run("scancel", job.number)
 
 
+@pytest.mark.nightly
 def test_a_saving_job_comes_back_from_a_lost_gpu(cluster, tmp_path):
     """Its restart finds the GPU well again, as another node's would be."""
     saving = ("--checkpoint-every", "10", "--restarts", "1")

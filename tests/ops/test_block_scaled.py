@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from arrays import on, put
-from cases import slow_except
+from cases import tiered
 from flax import nnx
 from steps import new_state, projection, same_sequences, sequences
 from test_blocks import numpy_mxfp8, numpy_nvfp4
@@ -130,7 +130,7 @@ def assert_rounded(actual, exact, sums):
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-@pytest.mark.parametrize("mesh_name", slow_except(["one device"], ["one device", "all"]))
+@pytest.mark.parametrize("mesh_name", tiered(["one device"], ["one device", "all"]))
 def test_mxfp8_products_and_gradients(mesh_name, kind):
     if kind == "experts" and mesh_name != "one device":
         pytest.skip("dimensions of experts have meshes of their own: test_runs_on_meshes")
@@ -140,8 +140,8 @@ def test_mxfp8_products_and_gradients(mesh_name, kind):
     assert_rounded(actual, exact, 2**-8 if mesh_name != "one device" else 1e-5)
 
 
-@pytest.mark.parametrize("square", slow_except([True], [True, False]))
-@pytest.mark.parametrize("kind", slow_except(["out"], ["in", "out"]))
+@pytest.mark.parametrize("square", tiered([True], [True, False]))
+@pytest.mark.parametrize("kind", tiered(["out"], ["in", "out"]))
 def test_nvfp4_products_and_gradients(kind, square):
     if kind == "in" and square:
         kind = "out"  # numpy's square blocks are of matrices
@@ -178,7 +178,7 @@ def test_nvfp4_transforms_the_weight_gradient_alone():
     assert_rounded(turned, expected("out", x, w, dy, in_nvfp4, weight, turn), 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["in", "out"])
 def test_nvfp4_on_meshes_is_as_near_to_the_exact_product(kind):
     """Each device takes the fp32 scale of its own part, and draws of its own."""
@@ -206,7 +206,7 @@ def test_stochastic_rounding_draws_anew_and_is_repeatable():
     assert np.unique(np.r_[np.ravel(seeds), np.ravel(later)]).size == 24
 
 
-@pytest.mark.parametrize("shape", slow_except([(3, 32, 96)], [(1, 128, 256), (3, 32, 96)]))
+@pytest.mark.parametrize("shape", tiered([(3, 32, 96)], [(1, 128, 256), (3, 32, 96)]))
 def test_the_kernel_of_mxfp8_is_the_definition(shape):
     x = jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
     for got, axes in zip(kernels.mxfp8_both(x, interpret=True), ((), (1, 2)), strict=True):
@@ -215,8 +215,8 @@ def test_the_kernel_of_mxfp8_is_the_definition(shape):
         np.testing.assert_array_equal(got.scales, want.scales)
 
 
-@pytest.mark.parametrize("turn", slow_except([True], [False, True]))
-@pytest.mark.parametrize("seeds", slow_except([(5, 77)], [None, (5, 77)]))
+@pytest.mark.parametrize("turn", tiered([True], [False, True]))
+@pytest.mark.parametrize("seeds", tiered([(5, 77)], [None, (5, 77)]))
 def test_the_kernels_of_nvfp4_are_the_definition(seeds, turn):
     x = jnp.asarray(RNG.normal(size=(2, 128, 192)), jnp.bfloat16)
     seeds = None if seeds is None else jnp.asarray(seeds, jnp.uint32)
@@ -276,7 +276,7 @@ def test_runs_on_meshes(dtype, name):
     assert apart < {"mxfp8": 0.05, "nvfp4": 0.5}[dtype]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_last_layers_in_bf16():
     """Beside a layer in bf16, and with a scan of one layer: near bf16's loss, and not equal."""
     settings = (*WIDE, "model.layers=2")

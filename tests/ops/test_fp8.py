@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from arrays import on, put
-from cases import slow_except
+from cases import tiered
 from engine import needs_te
 from flax import nnx
 from steps import new_state, same_sequences, steps_of
@@ -171,7 +171,7 @@ def test_product_and_gradients(mesh_name, kind, scaling, implementation, request
         np.testing.assert_array_equal(history[0, 0, :, 1:], np.tile(amax[:, None], (1, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_delayed_scaling_with_accumulation_4_equals_accumulation_1():
     # Weights stand still: updates would differ by the order in which bf16 gradients are summed.
     still = ("optimizer.learning_rate=0", "optimizer.final_learning_rate=0")
@@ -219,7 +219,7 @@ def test_history_is_newest_first_and_its_maximum_is_the_scale():
     np.testing.assert_allclose(scaled.scale_inv[0, 0], exact, rtol=2**-7)
 
 
-@pytest.mark.parametrize("scaling", slow_except(["delayed"], ["delayed", "current"]))
+@pytest.mark.parametrize("scaling", tiered(["delayed"], ["delayed", "current"]))
 def test_gathering_in_fp8_changes_nothing(scaling):
     overrides = (
         FP8, f"precision.scaling={scaling}", "parallelism.fsdp=2", "parallelism.tensor=2", FULL,
@@ -250,7 +250,7 @@ def test_layers_one_after_another_observe_what_scanned_ones_do():
         np.testing.assert_allclose(to_numpy(other.fp8)[name], exact, rtol=2**-6, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_kept_in_bf16():
     bf16, kept, fp8_run = (
         same_sequences(tiny_run(*overrides, FULL))[0]
@@ -277,7 +277,7 @@ def test_a_layer_kept_in_bf16_inside_of_a_block():
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-@pytest.mark.parametrize("scaling", slow_except(["delayed"], ["delayed", "current"]))
+@pytest.mark.parametrize("scaling", tiered(["delayed"], ["delayed", "current"]))
 def test_what_is_not_finite_reaches_the_loss(scaling, value):
     run = tiny_run(FP8, f"precision.scaling={scaling}", "precision.amax_history=2", FULL)
     with mesh_of(run):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import on, put
-from cases import slow_except
+from cases import tiered
 from compiled import needs_compiler
 from test_block_scaled import OneProduct, assert_rounded, in_mxfp8
 
@@ -81,7 +81,7 @@ def test_each_row_has_one_place_in_its_group(received):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except(
+    tiered(
         [("xla", "some", "bfloat16"), ("pallas", "some", "bfloat16")],
         product(PRODUCTS, RECEIVED, ("float32", "bfloat16")),
     ),
@@ -182,7 +182,7 @@ def rows_of(groups):
     return jnp.asarray(x, jnp.bfloat16), jnp.asarray(y, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("into", slow_except([True], [True, False]), ids=str)
+@pytest.mark.parametrize("into", tiered([True], [True, False]), ids=str)
 def test_mxfp8_products_and_gradients(into):
     """Each of the three from operands in blocks along its contraction; rows in blocks of one
     group."""
@@ -224,7 +224,7 @@ def test_mxfp8_products_and_gradients(into):
     assert_rounded(actual, (long, back[filled], sums), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", slow_except(["mxfp8"], FORMATS))
+@pytest.mark.parametrize("dtype", tiered(["mxfp8"], FORMATS))
 def test_kernels_of_block_scaled_products(dtype):
     """Quantization of rows that are gathered, and of permuted ones, bit for bit; the products as
     those of what the operands represent."""

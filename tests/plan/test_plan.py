@@ -101,6 +101,7 @@ def test_json_prints_what_dump_keeps(planned):
     assert json.loads(printed.read_text()) == json.loads(kept.read_text())
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_too_large_a_microbatch_does_not_fit(capsys):
     """Every intermediate of 32 sequences in two layers."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import log2
 
 import pytest
-from cases import slow_except
+from cases import tiered
 from compiled import needs_compiler
 
 from jaxbench.hardware import H100
@@ -43,7 +43,7 @@ def row(name, gpus, *changes):
     ("name", "gpus"),
     [("llama2_70b_fp8", 64), ("llama31_405b_bf16", 32), ("grok1_314b_bf16", 64),
      ("nemotron4_340b_fp8", 128), ("nemotronh_56b_bf16", 32), ("llama31_8b_bf16", 1),
-     pytest.param("deepseek_v3_bf16", 1024, marks=pytest.mark.slow)],
+     pytest.param("deepseek_v3_bf16", 1024, marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_the_row_is_among_what_may_be_chosen(name, gpus):
     run = row(name, gpus)
@@ -188,7 +188,7 @@ SEARCHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe_row", slow_except([SEARCHED[0]], SEARCHED), ids=str)
+@pytest.mark.parametrize("recipe_row", tiered([SEARCHED[0]], SEARCHED), ids=str)
 def test_a_search_finds_at_least_what_the_recipe_has(recipe_row):
     """From full remat and the smallest microbatches, in half of the default number of plans."""
     wanted = row(*recipe_row)

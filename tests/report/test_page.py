@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from cases import slow_except
+from cases import tiered
 from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
 from parsed import Parsed
@@ -147,7 +147,7 @@ FIELDS = (
 
 
 @pytest.mark.parametrize(
-    "path", slow_except(FIELDS[::4], FIELDS), ids=lambda path: ".".join(map(str, path))
+    "path", tiered(FIELDS[::4], FIELDS), ids=lambda path: ".".join(map(str, path))
 )
 def test_an_odd_record_is_a_run_on_the_page(path, tmp_path):
     folder = write_record(tmp_path / "runs", "run", times(7.0), ranks=2)

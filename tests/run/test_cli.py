@@ -9,7 +9,7 @@ import sys
 from datetime import datetime
 
 import pytest
-from cases import slow_except
+from cases import tiered
 from commands import ROOT, TINY, read, run, start, wait_for_steps
 
 from jaxbench.errors import STATUS
@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
     assert "failed: llama31_8b_bf16" in out
 
 
-@pytest.mark.parametrize("number", slow_except([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("number", tiered([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_ends_the_run_with_a_complete_record(number, tmp_path):
     process = start(*TINY, "--steps", 10**6, "--output", tmp_path)
     wait_for_steps(process, tmp_path, 3)

@@ -11,7 +11,7 @@ from jaxbench.train.program import compile_program
 
 @pytest.mark.parametrize(
     ("after", "found"),
-    [(7, "loss of step 3 was "), pytest.param(8, "was ", marks=pytest.mark.slow)],
+    [(7, "loss of step 3 was "), pytest.param(8, "was ", marks=pytest.mark.nightly)],
 )
 def test_a_single_bit_is_found(after, found):
     """One that flips in the second run: in time for a loss, or in the last state alone."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from cases import tiered
 from compiled import Compiled, needs_compiler
 
 from jaxbench.errors import RunFailed
@@ -39,7 +40,7 @@ COPIES = {"mxfp8": 2 * (1 + 1 / 32), "nvfp4": 1 / 2 + 1 / 16**2}
 blocks serve both."""
 
 
-@pytest.mark.parametrize("dtype", COPIES)
+@pytest.mark.parametrize("dtype", tiered([], COPIES, slow=["nvfp4"]))
 def test_block_scaled_products_and_what_they_move(dtype):
     """Three products of each weight, whose operands two kernels make of its activations, and
     quantized weights alone in all-gathers."""
@@ -127,6 +128,7 @@ def test_the_host_s_memory_is_read_where_it_was_written(llama2):
     assert found["dynamic-slice"] == dict.fromkeys(range(1, 79), 2)
 
 
+@pytest.mark.nightly
 @offloads
 def test_the_forecast_guides_a_schedule_that_exposes_less():
     """XLA's own estimates begin reads from the host's memory too late on this row."""
@@ -229,6 +231,7 @@ def test_fp8_gathers_half_the_bytes(llama2, llama2_fp8):
     assert 2 * (gathered[llama2_fp8] - head - tokens) == gathered[llama2] - head - tokens
 
 
+@pytest.mark.nightly
 def test_gathering_in_bf16_is_a_choice(full_remat, llama2_fp8):
     gathered = [
         {c.bytes for c in row.collectives if c.kind == "all-gather" and "gate_up" in c.source}
@@ -243,12 +246,14 @@ def unrolled():
     return Compiled("llama31_8b_bf16", 8, "model.layers=2", "batch.global_batch=16")
 
 
+@pytest.mark.nightly
 def test_without_remat_nothing_is_computed_again_or_stacked(unrolled):
     assert unrolled.executed_ratio == pytest.approx(1, abs=1e-3)
     stacked = [i.name for i, _, _ in unrolled.program.walk() if "[2,1,8192," in i.shape]
     assert stacked == []
 
 
+@pytest.mark.nightly
 def test_without_remat_weights_are_gathered_once_per_pass(unrolled):
     cfg, a = unrolled.run.model, unrolled.run.model.attention
     attention = 2 * cfg.embed * (a.heads + a.kv_heads) * a.head_dim
@@ -258,6 +263,7 @@ def test_without_remat_weights_are_gathered_once_per_pass(unrolled):
     assert gathered == 2 * (2 * layer + 2 * cfg.embed * cfg.vocabulary + tokens)
 
 
+@pytest.mark.nightly
 def test_without_remat_one_gpu_multiplies_in_fp8():
     """No gather stands between a weight of FP8 and the layer that reads it."""
     row = Compiled("llama31_8b_fp8", 1, "model.layers=2", "model.vocabulary=4096")
@@ -265,6 +271,7 @@ def test_without_remat_one_gpu_multiplies_in_fp8():
         check_program(row.compiled, row.run)
 
 
+@pytest.mark.nightly
 def test_layers_in_bf16_and_current_scaling():
     row = Compiled(
         "llama31_8b_fp8", 8, "model.layers=2", "precision.scaling=current",
@@ -279,6 +286,7 @@ def test_layers_in_bf16_and_current_scaling():
         check_program(row.compiled, row.run)
 
 
+@pytest.mark.nightly
 def test_a_layer_in_bf16_inside_of_a_block():
     """The second of two blocks has its MLP in bf16."""
     changes = (
@@ -314,11 +322,13 @@ def full_remat():
     return Compiled("llama2_70b_fp8", 64, *changes)
 
 
+@pytest.mark.nightly
 def test_full_remat_runs_attention_twice(full_remat):
     calls = full_remat.program.custom_calls()
     assert [calls[name] for name in cudnn.PRODUCTS] == [8, 4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("batch", "reduce", "passes", "each", "embedding"),
     [(64, "accumulate", 4, 4, 4), (16, "accumulate", 1, 2, 4), (64, "bf16", 4, 2, 2)],
@@ -393,6 +403,7 @@ def test_tokens_travel_to_experts_and_weights_of_one_expert_are_gathered(grok1):
     assert received["all-to-all"] == exchanged + embedding
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "gpus"), [("llama31_8b_bf16", 8), ("llama2_70b_bf16", 1)])
 def test_other_rows_fit_80_gb(name, gpus):
     row = Compiled(name, gpus)
@@ -400,6 +411,7 @@ def test_other_rows_fit_80_gb(name, gpus):
     assert row.executed_ratio < 1.22
 
 
+@pytest.mark.nightly
 def test_nemotronh_multiplies_what_a_hand_count_says():
     """Every product of XLA's scan is found in the program."""
     changes = "model.layers=3", "model.pattern=M*-", "execution.ssd=xla"
@@ -428,6 +440,7 @@ def mamba2():
     return Compiled("nemotronh_56b_bf16", 64, *changes)
 
 
+@pytest.mark.nightly
 def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
     """Three passes of 2 sequences, 4 groups of 32 heads. A pass runs the layer forward, in its
     recomputation (with the convolution's result kept), and in the kernels' own."""
@@ -461,6 +474,7 @@ def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
     assert moved["ssd_to_c"] == channels + x + states + maps + 3 * dt + scalars
 
 
+@pytest.mark.nightly
 def test_xla_in_place_of_the_kernels_is_an_error(mamba2):
     text = mamba2.compiled.as_text().replace("__gpu$xla.gpu.triton", "something_else")
     plain = SimpleNamespace(as_text=lambda: text)
@@ -485,6 +499,7 @@ def test_an_unknown_compiler_option_is_an_error_and_no_abort():
         Compiled("llama31_8b_bf16", 8, *changes, "batch.sequence_length=256")
 
 
+@pytest.mark.nightly
 def test_sinks_run_no_kernel_twice_and_windows_are_counted_as_such():
     """GPT-OSS on one GPU: a layer of each kind, twice."""
     row = Compiled("gpt_oss_120b_bf16", 1, "execution.remat=attention")
@@ -497,6 +512,7 @@ def test_sinks_run_no_kernel_twice_and_windows_are_counted_as_such():
     assert lengths == {512: 4, 4096: 4}
 
 
+@pytest.mark.nightly
 def test_layers_of_a_long_block_are_recomputed_one_at_a_time():
     """Two blocks of five layers, two of them with experts, whose activations are the largest
     arrays: 17.9 GiB where the input of each layer is saved, 29.2 where all five are recomputed at
@@ -509,6 +525,7 @@ def test_layers_of_a_long_block_are_recomputed_one_at_a_time():
     assert Compiled("nemotron3_super_120b_a12b_bf16", 64, *changes).peak_gib < 23
 
 
+@pytest.mark.nightly
 def test_experts_in_parts_hide_their_exchanges():
     """All but a third of their bytes, beside the first gather and the last scatter; of one part,
     all are exposed. Weights are gathered once for both parts of a pass."""

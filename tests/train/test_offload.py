@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from cases import slow_except
+from cases import tiered
 from commands import TINY, read, run
 from steps import MESHES, same_sequences
 from tiny import mesh_of, tiny_run
@@ -34,7 +34,7 @@ CASES = {
     "prediction": ("deepseek_v3_bf16", "attention", "gate,up", (EXPERTS,)),
 }
 """Recipe, what is saved on the device, what in the host's memory, and overrides."""
-QUICK = ("one device", "some layers")
+QUICK, SLOW = ("one device", "some layers"), ("fp8", "experts")
 PIPELINE = ("execution.remat=full", "parallelism.pipeline=2")
 
 
@@ -54,7 +54,7 @@ def two_runs(case):
     )
 
 
-@pytest.mark.parametrize("case", slow_except(QUICK, CASES))
+@pytest.mark.parametrize("case", tiered(QUICK, CASES, SLOW))
 def test_no_bit_of_a_step_changes(case):
     plain, offloaded = two_runs(case)
     # Else a bf16 value that is used where it is made may keep more digits than one that waits.
@@ -106,7 +106,7 @@ def test_a_host_with_too_little_memory_is_named(monkeypatch):
         devices.check_host_memory(1600 * 2**20)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_saves_and_another_goes_on(tmp_path):
     """With the losses of one that saves its activations on the device."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from cases import slow_except
+from cases import tiered
 from steps import assert_same, new_state, same_sequences, sequences
 from tiny import mesh_of, tiny_run, to_numpy
 
@@ -55,6 +55,7 @@ DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_fa
 
 
 QUICK = ("pipeline 2 x fsdp 2 x context 2", "pipeline 2 x expert 2 x tensor 2")
+SLOW = ("pipeline 2 x expert 2 x tensor 2, deepseek3",)
 
 
 def run_of(family, layers, remat, axes, *more, devices=8):
@@ -66,7 +67,7 @@ def run_of(family, layers, remat, axes, *more, devices=8):
 
 
 @pytest.mark.parametrize(
-    "case", slow_except([(3, "fp32")], [(1, "fp32"), (3, "fp32"), (4, "bf16")]), ids=str
+    "case", tiered([(3, "fp32")], [(1, "fp32"), (3, "fp32"), (4, "bf16")]), ids=str
 )
 def test_any_number_of_groups(case):
     """M = P, 3 P and 4 P; gradients summed in bf16 too."""
@@ -87,7 +88,7 @@ def test_any_number_of_groups(case):
             np.testing.assert_allclose(grads[name], exact, atol=bound, rtol=0, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tied_head_soft_caps_and_scales():
     """The options of the released Grok-1 besides its experts."""
     released = (
@@ -100,7 +101,7 @@ def test_a_tied_head_soft_caps_and_scales():
     assert_same(same_sequences(run), same_sequences(one), roundings=200)
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
+@pytest.mark.parametrize("name", tiered(QUICK, CASES, SLOW))
 def test_a_pipeline_changes_neither_loss_nor_gradients(name):
     family, layers, remat, axes = CASES[name]
     more = DROPLESS if "dropless" in name else DEEPSEEK_LAYERS if family == DEEPSEEK else ()
@@ -121,7 +122,7 @@ def routing_of(run):
         return to_numpy(figures)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_figures_of_the_routing_are_those_of_one_device():
     """Ranks that are no data parallelism: the passes are the same sequences."""
     one, many = (
@@ -150,7 +151,7 @@ def two_steps_in_fp8(axes, scaling, family, layers, more):
         return float(loss), to_numpy(grads), (to_numpy(first), to_numpy(second))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("scaling", "model"),
     [

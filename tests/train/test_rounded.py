@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cases import slow_except
+from cases import tiered
 from steps import MESHES, projection, same_sequences
 from tiny import tiny_run
 
@@ -58,9 +58,7 @@ def rounded_step(family, mesh, dtype, passes):
     return loss, {name: g for name, g in grads.items() if name not in loads}, loads
 
 
-@pytest.mark.parametrize(
-    "case", slow_except(QUICK, CASES), ids=lambda case: "-".join(map(str, case))
-)
+@pytest.mark.parametrize("case", tiered(QUICK, CASES), ids=lambda case: "-".join(map(str, case)))
 def test_meshes_and_passes_change_rounded_gradients_by_noise_alone(case):
     family, mesh, dtype, passes = case
     _, exact, _ = rounded_step(family, "one device", "fp32", 1)

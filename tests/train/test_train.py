@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow_except
+from cases import tiered
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from steps import MESHES, assert_same, new_state, same_sequences
@@ -29,7 +29,7 @@ NEWER = ("deepseek3", "qwen3", "nemotron3", "gpt_oss")
 
 @pytest.mark.parametrize(
     "case",
-    slow_except(
+    tiered(
         [("one device", "query")],
         [("one device", "query"), *(("data 2 x fsdp 2 x tensor 2", r) for r in ("query", "none"))],
     ),
@@ -49,7 +49,7 @@ def test_accumulation_changes_neither_loss_nor_gradients(case):
 
 @pytest.mark.parametrize(
     "case",
-    slow_except(
+    tiered(
         [("reduce", "data 2")],
         [("accumulate", "one device"), ("reduce", "data 2"), ("reduce", "pipeline 2")],
     ),
@@ -94,7 +94,7 @@ def numpy_adamw(run, gradient_of, parameters, decayed, steps):
 
 @pytest.mark.parametrize(
     ("decay_vectors", "moments"),
-    [(False, "fp32"), pytest.param(True, "fp32", marks=pytest.mark.slow), (False, "bf16")],
+    [(False, "fp32"), pytest.param(True, "fp32", marks=pytest.mark.nightly), (False, "bf16")],
 )
 def test_three_steps_of_adamw(decay_vectors, moments):
     run = tiny_run(
@@ -170,7 +170,7 @@ def tiny_losses(family, dtype, *overrides):
 
 @pytest.mark.parametrize(
     "family",
-    slow_except(["llama31_8b_bf16", "qwen3_30b_a3b_bf16"], FAMILIES),
+    tiered(["llama31_8b_bf16", "qwen3_30b_a3b_bf16"], FAMILIES),
 )
 def test_every_family_learns_one_batch_by_heart_in_bf16_and_fp8(family):
     curves = {dtype: tiny_losses(family, dtype) for dtype in ("bf16", "fp8")}
@@ -198,7 +198,7 @@ BLOCKS = {
     [
         ("llama31_8b_bf16", "nvfp4"),
         *(
-            pytest.param(family, dtype, marks=pytest.mark.slow)
+            pytest.param(family, dtype, marks=pytest.mark.nightly)
             for family, dtype in zip(
                 BLOCKS, ("mxfp8", "nvfp4", "mxfp8", "nvfp4", "mxfp8"), strict=True
             )
@@ -212,7 +212,7 @@ def test_families_learn_one_batch_by_heart_in_blocks(family, dtype):
     assert losses[-1] < {"mxfp8": 0.1, "nvfp4": 0.3}[dtype] * np.log(64)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "recipe",
     [r for r in recipes.load_all() if r.name.startswith(NEWER) and r.name.endswith("_fp8")],
@@ -321,7 +321,7 @@ LONG_TRACES = ("nemotronh", "nemotron3", "deepseek")
 
 def rows_to_trace():
     """One row of those of a model that differ only in the sizes of the axes in use, in the number
-    of microbatches, in remat and in dtype; slow but for the one with the most axes of each family.
+    of microbatches, in remat and in dtype; nightly but for that with the most axes of each family.
     Smoke rows train on null GPUs instead."""
     alike, quick = {}, {}
     for recipe in recipes.load_all():
@@ -334,8 +334,8 @@ def rows_to_trace():
         quick[family] = max(quick.get(family, (0, "")), (len(axes), f"{recipe.name}-{row}"))
     for run, recipe, row in alike.values():
         name = f"{recipe.name}-{row}"
-        chosen = quick[run.model.family][1] == name and run.model.family not in LONG_TRACES
-        marks = () if chosen else pytest.mark.slow
+        first = pytest.mark.slow if run.model.family in LONG_TRACES else ()
+        marks = first if quick[run.model.family][1] == name else pytest.mark.nightly
         yield pytest.param(recipe, row, id=name, marks=marks)
 
 

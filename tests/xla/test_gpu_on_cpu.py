@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from cases import tiered
 from compiled import needs_compiler
 from gpu_on_cpu import execute
 from steps import new_state
@@ -55,7 +56,7 @@ def figures(state, values):
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered([], CASES, slow=["grok1_314b fp8"]))
 def test_a_step_is_that_of_the_cpu(case):
     """Two programs that round independently differ by sqrt(2) times what rounding changes in one,
     which is its difference from fp32. A loss is the mean of 256 tokens', whose errors are
