@@ -29,6 +29,47 @@ rhs_contracting_dims={0}
 }
 """
 
+GATHER = """\
+  %start{n} = ((bf16[1024,8192]{{1,0}}), bf16[{rows},8192]{{1,0}}) all-gather-start(%shard), \
+replica_groups=[{groups}]<=[64], dimensions={{0}}
+"""
+DONE = "  %done{n} = bf16[{rows},8192]{{1,0}} all-gather-done(%start{n})\n"
+DOT = """\
+  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+"""
+INNER = DOT.replace("%dot", "%inner")
+NEAR, FAR = (
+    GATHER.format(n=1, rows=8192, groups="8,8"),
+    GATHER.format(n=2, rows=262144, groups="1,64"),
+)
+LOOPS = f"""\
+HloModule toy, is_scheduled=true, num_partitions=64
+
+%copied (p: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %p = bf16[8192,8192]{{1,0}} parameter(0)
+  ROOT %moved = bf16[8192,8192]{{1,0}} copy(%p)
+}}
+
+%body (p: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %x = bf16[8192,8192]{{1,0}} parameter(0)
+  %shard = bf16[1024,8192]{{1,0}} bitcast(%x)
+{NEAR}{DONE.format(n=1, rows=8192)}{INNER}  ROOT %copy = bf16[8192,8192]{{1,0}} copy(%inner)
+}}
+
+ENTRY %main (x: bf16[8192,8192]) -> bf16[262144,8192] {{
+  %x = bf16[8192,8192]{{1,0}} parameter(0)
+  %shard = bf16[1024,8192]{{1,0}} bitcast(%x)
+{FAR}  %loop = bf16[8192,8192]{{1,0}} while(%x), body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
+  %aside = ((bf16[8192,8192]{{1,0}}), bf16[8192,8192]{{1,0}}, u32[]) fusion-start(%x), calls=%copied
+  %also = ((bf16[8192,8192]{{1,0}}), bf16[8192,8192]{{1,0}}, u32[]) fusion-start(%x), calls=%copied
+{DOT}  %first = bf16[8192,8192]{{1,0}} fusion-done(%aside)
+  %second = bf16[8192,8192]{{1,0}} fusion-done(%also)
+{DONE.format(n=2, rows=262144)}  ROOT %end = bf16[262144,8192]{{1,0}} copy(%done2)
+}}
+"""
+"""A product in a loop, two beside it; collectives in a domain and beyond, copies beside kernels."""
+
 
 def made(recipe: str = "llama31_8b_bf16", gpus: int = 64, gpu: Gpu = H100, **sizes: object) -> Plan:
     """A plan of a real row whose program is `PROGRAM`; `sizes` are fields of it."""

@@ -10,6 +10,7 @@ from jaxbench import hardware
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.window import spread
+from jaxbench.report.profiles import COMPARED, WAITS
 from jaxbench.xla import flags
 
 PUBLISHED_S = 12.37
@@ -123,16 +124,19 @@ CLOCKED_S, OTHER_S = 5.0, 1.8
 
 
 def write_slowed(
-    folder, name, clock=1.0, slow=1.0, busy_s=0.0, written_s=(), compiled_s=(), **changes
-):
+    folder, name, clock=1.0, slow=1.0, busy_s=0.0, links_s=0.0, written_s=(), compiled_s=(),
+    **changes,
+):  # fmt: skip
     """A run of 16 GPUs in step, and its forecast. GPU 11 has the clock of the others over `slow`,
-    the host of rank 5 is late by `busy_s` in each step; steps wait for records or compilations."""
+    the host of rank 5 is late by `busy_s` in each step, kernels wait for links by `links_s`; steps
+    wait for records or compilations."""
     draw = np.random.default_rng(3)
     clocks = clock * draw.normal(1, 0.001, 16)
     clocks[11] /= slow
     busy = np.full(16, 0.1)
     busy[5] += busy_s
-    steps = np.full(50, CLOCKED_S / clocks.min() + OTHER_S + busy_s) + draw.normal(0, 0.004, 50)
+    each_s = CLOCKED_S / clocks.min() + OTHER_S + busy_s + links_s
+    steps = np.full(50, each_s) + draw.normal(0, 0.004, 50)
     host = np.full((50, 2), (0.002, 0.0))
     for column, late in enumerate((written_s, compiled_s)):
         for step, seconds in late:
@@ -169,3 +173,21 @@ def write_slowed(
 def day(number):
     """The first of March 2026 and so many days."""
     return datetime(2026, 3, 1, 9, 30, tzinfo=UTC) + timedelta(days=number)
+
+
+def write_profile(folder, waits_s, rank=0):
+    """A profile of a run beside its forecast, in which kernels wait so much longer."""
+    parts = [{"name": "products", "measured_s": 3.1, "forecast_s": 3.0},
+             {"name": WAITS, "measured_s": 0.2 + waits_s, "forecast_s": 0.2}]  # fmt: skip
+    gather = {"name": "all-gather over fsdp", "measured_s": 1.0 + waits_s, "forecast_s": 1.0}
+    single = {"name": "cublas-lt-matmul.5", "measured_s": 0.5, "forecast_s": 0.4, "runs": 320,
+              "source": "forward BSD,DF->BSF/dot_general", "sizes": "product bf16 1x8192x28672x64",
+              }  # fmt: skip
+    content = {
+        "profile": str(folder / "profile" / f"rank-{rank}"), "gpu": "h100", "devices": 64,
+        "steps": 5, "measured_s": 3.3 + waits_s, "forecast_s": 3.2, "kernels": parts,
+        "links": [gather], "largest": [single], "found": 0.99, "remark": "",
+    }  # fmt: skip
+    path = folder / "profile" / f"rank-{rank}" / COMPARED
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(content))

@@ -27,7 +27,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     lines, ratios = [], defaultdict(list)
     for probe in calibrate.probes(sample, kernel, jax.local_devices()):
         measured = calibrate.measure(probe)
-        lines.append(calibrate.line(probe, measured))
+        lines.append(tables.line(probe.kind, probe.name, probe.sizes, measured))
         ratios[probe.kind, probe.name].append(measured / (1e6 * expected(costs, probe)))
     for (kind, name), values in ratios.items():
         extremes = f"{min(values):.2f} to {max(values):.2f}"

@@ -23,7 +23,7 @@ from jaxbench import hardware
 from jaxbench.calibrate.arguments import make_parser
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
-from jaxbench.forecast.tables import GPU, Sizes
+from jaxbench.forecast.tables import Sizes, line, text
 from jaxbench.ops import attention
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.quantized.operand import multiply
@@ -230,13 +230,8 @@ def table(gpu: str, device: str, lines: list[str]) -> str:
     """The file."""
     here = ", ".join(f"{name} {value}" for name, value in versions().items() if value)
     kinds = dict.fromkeys(line.partition(",")[0] for line in lines)
-    head = [f"{GPU}{gpu}", *(f"# {kind}: measured on {device}" for kind in kinds), f"# with {here}"]
-    return "\n".join([*head, "kind,name,sizes,microseconds", *lines]) + "\n"
-
-
-def line(probe: Probe, microseconds: float) -> str:
-    """A line of the file."""
-    return f"{probe.kind},{probe.name},{'x'.join(map(str, probe.sizes))},{microseconds:.6g}"
+    comments = [*(f"{kind}: measured on {device}" for kind in kinds), f"with {here}"]
+    return text(gpu, comments, lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -258,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
         console = Console(stderr=True)
         hidden = not console.is_terminal
         shown = track(planned, "measuring", console=console, disable=hidden)
-        lines = [line(probe, measure(probe)) for probe in shown]
+        lines = [line(p.kind, p.name, p.sizes, measure(p)) for p in shown]
         name = gpu.name.lower() if gpu else "cpu"
         write_whole(args.output, table(name, device, lines))
     except (RecipeError, OSError) as error:

@@ -107,7 +107,8 @@ class Measured(Roofline):
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work."""
         if work.kind == "product":
-            return self.products[self.format(work)].covers(self._as_measured(work))
+            grid = self.products[self.format(work)]
+            return self._profiled_s(work) is not None or grid.covers(self._as_measured(work))
         if work.kind != "attention":
             return not work.flops
         _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
@@ -121,7 +122,15 @@ class Measured(Roofline):
         grid = self.products[self.format(work)]
         return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
 
+    def _profiled_s(self, work: Work) -> float | None:
+        """Seconds of a product of exactly these sizes in a profiled step; None without one."""
+        times = self.tables.values.get(("profiled", work.format), {})
+        time = times.get(padded(work))
+        return None if time is None else time * MICRO
+
     def _product_s(self, work: Work) -> float:
+        if (profiled := self._profiled_s(work)) is not None:
+            return max(profiled, self._least(work))
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
         return max(wide * max(measured, self._sustained_s(work)), self._least(work))

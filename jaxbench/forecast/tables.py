@@ -5,6 +5,7 @@ kind says otherwise:
 
 - `product`, its format, m x n x k: [m, k] times [k, n]
 - `repeated`, the same products timed a second time, independently of the first
+- `profiled`, the same in a training step: the time of products of exactly these sizes
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
@@ -18,7 +19,7 @@ that were not measured.
 """
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import dropwhile
@@ -37,6 +38,7 @@ FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (FORMATS, (1, 1, 1)),
     "repeated": (FORMATS, (1, 1, 1)),
+    "profiled": (FORMATS, (1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
@@ -123,6 +125,17 @@ def _beside(kind: str, packaged: Times, user: Times) -> Times:
     if kind == "memory" and (0,) not in user:
         return {sizes: time for sizes, time in packaged.items() if sizes == (0,)}
     return {}
+
+
+def line(kind: str, name: str, sizes: Sizes, microseconds: float) -> str:
+    """A line of a file."""
+    return f"{kind},{name},{'x'.join(map(str, sizes))},{microseconds:.6g}"
+
+
+def text(gpu: str, comments: Sequence[str], lines: Sequence[str]) -> str:
+    """The text of a file."""
+    head = [f"{GPU}{gpu}", *(f"# {comment}" for comment in comments)]
+    return "\n".join([*head, "kind,name,sizes,microseconds", *lines]) + "\n"
 
 
 def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:

@@ -10,7 +10,7 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
 from jaxbench.terminal import Parser, completes
 
-MODES = ("diff", "all", "hlo", "scaling", "search")
+MODES = ("diff", "all", "hlo", "profile", "scaling", "search")
 """Options that do another thing than to plan one row."""
 
 DEFAULT_GPU = "h100"
@@ -26,6 +26,7 @@ EXAMPLES = """
     jaxbench plan --config llama2_70b_bf16 --gpus 64 --format html --output plan.html
     jaxbench plan --config llama31_8b_bf16 --scaling
     jaxbench plan --config llama31_405b_fp8 --gpus 512 --search --limit 12
+    jaxbench plan --profile RUN/profile/rank-0                          measured beside forecast
     jaxbench plan --diff 'llama2_70b_bf16:64 execution.remat=full' llama2_70b_bf16:64
 """
 
@@ -65,6 +66,8 @@ def make_parser() -> Parser:
         help="file of --format json or html (default: print it); folder of --all's table (default "
         "docs)")
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
+    add("--write-kernels", type=Path, metavar="FILE",
+        help="write the products and attention of --profile as measurements for --kernels")
     add("--trace", type=Path, metavar="FILE",
         help="write the step that is expected as a timeline, which ui.perfetto.dev opens")
     return parser
@@ -97,22 +100,40 @@ def add_modes(parser: argparse.ArgumentParser) -> None:
         help="describe a compiled program of whatever code: text of compiled.as_text(), or the "
         "program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
     )  # fmt: skip
+    add(
+        "--profile", type=Path, metavar="DIR",
+        help="a profile of train --profile jax, RUN/profile/rank-N, beside the forecast of its "
+        "program: kernels, collectives by mesh axis, the largest differences; --hlo names the "
+        "program of another profile",
+    )  # fmt: skip
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises RecipeError for options that are missing or exclude each other."""
     modes = [f"--{name}" for name in MODES if getattr(args, name)]
+    if modes == ["--hlo", "--profile"]:
+        modes = ["--profile"]
+    if args.write_kernels and not args.profile:
+        raise RecipeError("--write-kernels is for --profile")
     if len(modes) > 1:
         raise RecipeError(f"{' and '.join(modes)}: one of them at a time")
     for name in ("dump", "trace"):
-        if modes and getattr(args, name) and not (args.hlo and name == "trace"):
+        if modes and getattr(args, name) and not (modes == ["--hlo"] and name == "trace"):
             raise RecipeError(f"--{name} keeps a single plan; expected no {modes[0]}")
     ignored = [f"--{name}" for name in ("set", "config", "gpus") if getattr(args, name)]
     table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
-    written = ["json", "html"] if args.hlo else ["html"] if args.diff and not table else []
+    written = (
+        ["json"]
+        if args.profile
+        else ["json", "html"]
+        if args.hlo
+        else ["html"]
+        if args.diff and not table
+        else []
+    )
     if args.format not in ("text", *written):
         ignored.append(f"--format {args.format}")
-    if ignored and (args.diff or args.all or args.hlo):
+    if ignored and (args.diff or args.all or args.hlo or args.profile):
         raise RecipeError(f"{modes[0]} takes no {ignored[0]}")
     if args.output and args.format == "text" and not args.all:
         raise RecipeError("--output is for --format json or html, or the folder of --all")
@@ -124,4 +145,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.scaling and (not args.config or args.gpus is not None):
         raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
     if modes in ([], ["--search"]) and (not args.config or args.gpus is None):
-        raise RecipeError("--config and --gpus are needed (or --all, --hlo FILE, or --diff A B)")
+        raise RecipeError(
+            "--config and --gpus are needed (or --all, --hlo FILE, --profile DIR, or --diff A B)"
+        )

@@ -16,7 +16,7 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import Gpu, placed
-from jaxbench.plan import candidates, driver, hlo, scaling, search, sweep, text
+from jaxbench.plan import candidates, driver, hlo, profile, scaling, search, sweep, text
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.page import difference_page, plan_page
@@ -26,6 +26,7 @@ from jaxbench.plan.step import Step
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import Run
+from jaxbench.report.profiles import Compared
 from jaxbench.terminal import live, write
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
@@ -147,9 +148,9 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     return sweep.sweep(targets, args.output or Path("docs"))
 
 
-def as_json(step: Step) -> str:
-    """All fields of a plan."""
-    return json.dumps(asdict(step), indent=2)
+def as_json(found: Step | Compared) -> str:
+    """All fields of a plan, or of a profile beside it."""
+    return json.dumps(asdict(found), indent=2)
 
 
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
@@ -181,6 +182,14 @@ def main(argv: list[str] | None = None) -> int:
         targets = find_targets(args)
         check_arguments(args)
         gpu = targets[0].gpu
+        if args.profile:
+            with live(f"reading {args.profile}"):
+                asked = gpu if args.gpu or args.system else None
+                tables = args.kernels, args.write_kernels
+                compared = profile.read(args.profile, args.hlo, asked, *tables)
+            write(as_json(compared) if args.format == "json" else profile.report(compared),
+                  args.output)  # fmt: skip
+            return 0
         if args.hlo:
             with live(f"reading {args.hlo}"):
                 step = hlo.read(args.hlo, gpu, args.kernels, args.trace)

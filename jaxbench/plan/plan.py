@@ -192,7 +192,7 @@ def make_plan(
     program = Program.parse(text, RULES)
     if trace is not None:
         title = f"{run.recipe} on {run.gpus} x {gpu.name}"
-        write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run))
+        write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))
     return describe(
         run,
         gpu,
@@ -209,7 +209,7 @@ def make_plan(
 def describe(run: Run, gpu: Gpu, tables: Tables, program: Program, **sizes: Any) -> Plan:
     """The plan of a run's program that is compiled for a placed GPU; `sizes` are fields of the plan
     that the program's text does not have."""
-    step = step_of(program, gpu, tables, lambda c: axes_of(c, run))
+    step = step_of(program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))
     times = {"bound": step.bound_step_s, "forecast": step.forecast_step_s}
     rates = {name: rates_of(run, gpu, seconds) for name, seconds in times.items()}
     if row := published.lookup(run, gpu):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxbench.hardware import Gpu
-from jaxbench.recipe.settings import AXES, Run
+from jaxbench.recipe.settings import AXES
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.timeline import Schedule
 
@@ -47,9 +47,9 @@ def traffic(axes: Callable[[Collective], str], gpu: Gpu, timeline: Schedule) -> 
     return sorted(sums.values(), key=lambda line: -line.bytes)
 
 
-def axes_of(collective: Collective, run: Run) -> str:
+def axes_of(collective: Collective, mesh_shape: tuple[int, ...]) -> str:
     """The mesh axes that a collective of a run crosses."""
-    axes = mesh_axes(collective.devices, run.mesh_shape)
+    axes = mesh_axes(collective.devices, mesh_shape)
     # A permute exchanges with a neighbour only, and still goes along the whole axis.
     return axes.removeprefix(PART) if collective.kind == "collective-permute" else axes
 

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxbench.report import profiles
 from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
 
@@ -49,7 +50,7 @@ def explain(result: Result) -> Gap | None:
         kind, reference = "forecast", run.plan.step_s
     else:
         return None
-    parts = [*_devices(run), *_host(result)]
+    parts = [*_devices(run), *_links(run), *_host(result)]
     rest = mean - reference - sum(seconds for _, seconds, _ in parts)
     parts.append((REMAINS, rest, "the program, its kernels, links, and what was not recorded"))
     return Gap(kind=kind, reference_s=reference, measured_s=mean, parts=parts)
@@ -86,6 +87,21 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
     if slow:
         lost, why = max(slow)
         yield "slow ranks", lost, why if lost else "none is an outlier"
+
+
+def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
+    """The part of collectives and copies for which kernels wait longer than in the forecast of the
+    profiled program. Of several ranks that which waits least counts: the others wait for it too."""
+    waits = [(compared.waits, compared) for compared in profiles.read(run.path)]
+    longer = [(part.longer_s, part, compared) for part, compared in waits if part]
+    if longer:
+        lost, part, compared = min(longer, key=lambda each: each[0])
+        yield (
+            "links",
+            lost,
+            f"{compared.rank} waits {part.measured_s:.3f} s for them in its profile, "
+            f"{part.forecast_s:.3f} s in the forecast",
+        )
 
 
 def _host(result: Result) -> Iterator[tuple[str, float, str]]:

@@ -24,6 +24,7 @@ from jax.experimental.profiler import get_profiled_instructions_proto
 from jaxbench import mesh
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.files import write_whole
 from jaxbench.jax_internals import kernel_names
 from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
@@ -38,6 +39,14 @@ COVERAGE = 0.5
 
 TIMED_STEPS, PROFILED_STEPS = 10, 3
 """Steps of PGLE: for the step time before (the first half warms up), and for the profile."""
+
+
+VISIBLE = {"xla_gpu_enable_command_buffer": ""}
+"""Compiler options of a program that is profiled: no CUDA graphs, which hide kernels from JAX's
+profiler."""
+
+PROGRAM = "program.txt"
+"""The compiled program in the folder of a JAX profile."""
 
 
 @dataclass
@@ -61,15 +70,18 @@ class Window:
         self.is_open = not self.is_open
 
 
-def window(kind: str, first: int, last: int, folder: Path) -> Window:
-    """The window of a `jax` profile in `<folder>/profile/rank-<n>`, or of an `nsys` profile, for
-    which `launch/run.sh` runs this process under nsys."""
+def window(kind: str, first: int, last: int, folder: Path, program: jax.stages.Compiled) -> Window:
+    """The window of a `jax` profile in `<folder>/profile/rank-<n>`, with the text of the program
+    for `jaxbench plan --profile`; or of an `nsys` profile, for which `launch/run.sh` runs this
+    process under nsys."""
     if kind == "nsys":
         call = partial(_call, cuda_runtime())
         return Window(
             first, last, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop")
         )
     trace = folder / "profile" / f"rank-{jax.process_index()}"
+    trace.mkdir(parents=True, exist_ok=True)
+    write_whole(trace / PROGRAM, profiled_text(program))
 
     def stop() -> None:
         jax.profiler.stop_trace()
@@ -95,6 +107,13 @@ def events(trace: Path, fallback: bool = True) -> Iterator[Any]:
         for plane in gpus or (planes if fallback else ()):
             for line in plane.lines:
                 yield from line.events
+
+
+def profiled_text(program: jax.stages.Compiled) -> str:
+    """The text of a compiled program, in which an asynchronous start has the name that a profile
+    calls it by: that of the instruction that it wraps."""
+    names = dict(pair for pair in kernel_names(program) if len(pair) == 2)
+    return re.sub(r"[\w.\-]+", lambda match: names.get(match[0], match[0]), program.as_text())
 
 
 def cuda_runtime() -> ctypes.CDLL:
@@ -145,15 +164,15 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """(program of a step compiled with a profile of itself, the record's `pgle`): profile-guided
     latency estimation (docs.jax.dev, "GPU performance tips").
 
-    Times some steps with `program`, then profiles some without command buffers, which hide kernels
-    from the profiler. Rank 0 profiles, and all read its file: several collectors on a host disturb
-    each other, and programs compiled from different profiles order their collectives differently
-    and hang, as JAX's automatic PGLE was seen to (marin issue 7344, pull request 8209). Every
-    process compiles before any trains. Raises RunFailed if the profile is not of this program.
+    Times some steps with `program`, then profiles some of one that is `VISIBLE`. Rank 0 profiles,
+    and all read its file: several collectors on a host disturb each other, and programs compiled
+    from different profiles order their collectives differently and hang, as JAX's automatic PGLE
+    was seen to (marin issue 7344, pull request 8209). Every process compiles before any trains.
+    Raises RunFailed if the profile is not of this program.
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
+    collecting, *_ = compile_program(run, VISIBLE)
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

@@ -227,20 +227,22 @@ class Attempt:
         return watchdog.wait_for_lost_neighbor(place)
 
     def _train(self) -> None:
-        program = self.launches = Launches(self._compile(), self._failed_launch)
+        compiled = self._compile()
+        program = self.launches = Launches(compiled, self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restore(), self._saver()
+        pauses = self._pauses(saver, compiled)
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
         self.recorder.start_steps()
         times: list[tuple[float, float]] = []
-        compiled = compilations()
+        recompiled = compilations()
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
         with contextlib.ExitStack() as sampled:
-            for step in run_steps(self.run, program, self._stop, state, self._pauses(saver)):
+            for step in run_steps(self.run, program, self._stop, state, pauses):
                 self.beat.completed = step["step"]
-                if compiled and times:
-                    step["compiled_s"] = sum(compiled)
-                compiled.clear()
+                if recompiled and times:
+                    step["compiled_s"] = sum(recompiled)
+                recompiled.clear()
                 times.append((step["step_time_s"], step["wait_s"]))
                 self.recorder.step(step)
                 if sampler and len(times) == 1:  # initialization is over
@@ -288,8 +290,11 @@ class Attempt:
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         with program_cache(options.compilation_cache, cache_identity(recorder.record)) as cached:
-            compiled, lower_s, compile_s = compile_program(run)
+            visible = profiling.VISIBLE if options.profile == "jax" else {}
+            compiled, lower_s, compile_s = compile_program(run, visible)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
+        if visible and mesh.platform() == "gpu":
+            recorder.say("compiled without CUDA graphs, which hide kernels from the profiler")
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         job.meet("before the first collective")
         check_program(compiled, run)
@@ -325,11 +330,11 @@ class Attempt:
         start, every, keep = self.session.start, options.checkpoint_every, options.keep or KEEP
         return Checkpoints(folder, start, every, keep, self.recorder, self.beat)
 
-    def _pauses(self, saver: Pause | None) -> list[Pause]:
+    def _pauses(self, saver: Pause | None, program: Any) -> list[Pause]:
         options, pauses = self.session.options, [] if saver is None else [saver]
         if options.profile and jax.process_index() in options.profile_ranks:
             first, last = options.profile_steps
-            window = profiling.window(options.profile, first, last, self.session.folder)
+            window = profiling.window(options.profile, first, last, self.session.folder, program)
             pauses.insert(0, window)
         return pauses
 

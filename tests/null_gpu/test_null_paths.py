@@ -9,6 +9,9 @@ import yaml
 from cases import tiered
 from commands import ROOT
 
+from jaxbench.hardware import NULL
+from jaxbench.plan import command as plan
+from jaxbench.report import profiles
 from jaxbench.run import profiling
 
 pytestmark = [
@@ -108,6 +111,11 @@ def test_options_around_training(option, tmp_path):
         assert command.record["repeatable"] == {"steps": 4, "arrays": 30}
     if option == "profile":
         assert "MemcpyD2H" in {event.name for event in profiling.events(tmp_path)}
+        assert plan.main(["--profile", str(tmp_path / "profile" / "rank-0")]) == 0
+        (compared,) = profiles.read(tmp_path)
+        assert (compared.steps, compared.gpu, compared.remark) == (3, "h100", NULL)
+        assert compared.found > 0.95  # each kernel but copies, by the names in the profile
+        assert "all-gather over fsdp" in {part.name for part in compared.links}
 
 
 def test_a_killed_run_resumes(tmp_path):

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 import pytest
+from made_plans import LOOPS
 
 from jaxbench.forecast.forecast import expected_schedule, forecast
 from jaxbench.forecast.tables import load
@@ -12,50 +13,11 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import EXPOSED, KERNELS
 
-GATHER = """\
-  %start{n} = ((bf16[1024,8192]{{1,0}}), bf16[{rows},8192]{{1,0}}) all-gather-start(%shard), \
-replica_groups=[{groups}]<=[64], dimensions={{0}}
-"""
-DONE = "  %done{n} = bf16[{rows},8192]{{1,0}} all-gather-done(%start{n})\n"
-DOT = """\
-  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-"""
-NEAR, FAR = (
-    GATHER.format(n=1, rows=8192, groups="8,8"),
-    GATHER.format(n=2, rows=262144, groups="1,64"),
-)
-PROGRAM = f"""\
-HloModule toy, is_scheduled=true, num_partitions=64
-
-%copied (p: bf16[8192,8192]) -> bf16[8192,8192] {{
-  %p = bf16[8192,8192]{{1,0}} parameter(0)
-  ROOT %moved = bf16[8192,8192]{{1,0}} copy(%p)
-}}
-
-%body (p: bf16[8192,8192]) -> bf16[8192,8192] {{
-  %x = bf16[8192,8192]{{1,0}} parameter(0)
-  %shard = bf16[1024,8192]{{1,0}} bitcast(%x)
-{NEAR}{DONE.format(n=1, rows=8192)}{DOT}  ROOT %copy = bf16[8192,8192]{{1,0}} copy(%dot)
-}}
-
-ENTRY %main (x: bf16[8192,8192]) -> bf16[262144,8192] {{
-  %x = bf16[8192,8192]{{1,0}} parameter(0)
-  %shard = bf16[1024,8192]{{1,0}} bitcast(%x)
-{FAR}  %loop = bf16[8192,8192]{{1,0}} while(%x), body=%body, \
-backend_config={{"known_trip_count":{{"n":"3"}}}}
-  %aside = ((bf16[8192,8192]{{1,0}}), bf16[8192,8192]{{1,0}}, u32[]) fusion-start(%x), calls=%copied
-  %also = ((bf16[8192,8192]{{1,0}}), bf16[8192,8192]{{1,0}}, u32[]) fusion-start(%x), calls=%copied
-{DOT}  %first = bf16[8192,8192]{{1,0}} fusion-done(%aside)
-  %second = bf16[8192,8192]{{1,0}} fusion-done(%also)
-{DONE.format(n=2, rows=262144)}  ROOT %end = bf16[262144,8192]{{1,0}} copy(%done2)
-}}
-"""
-
 
 @pytest.fixture(scope="module")
 def traced():
     """(forecast, launches, events by lane in their order)."""
-    walk, tables = Walk(Program.parse(PROGRAM)), load("h100")
+    walk, tables = Walk(Program.parse(LOOPS)), load("h100")
     found = forecast(walk, H100, tables, lambda c: f"{c.group} GPUs")
     schedule = expected_schedule(walk, H100, tables)
     lanes = {}
@@ -94,7 +56,8 @@ def test_every_launch_has_a_slice(traced):
     _, launches, lanes = traced
     every = [event for lane in lanes.values() for event in lane]
     assert sum(event["args"]["launches"] for event in every) == launches == 3 * 3 + 5
-    assert [event["args"]["hlo"] for event in lanes[KERNELS]].count("dot") == 4
+    names = [event["args"]["hlo"] for event in lanes[KERNELS]]
+    assert (names.count("inner"), names.count("dot")) == (3, 1)
     assert [event["name"] for event in lanes["NVLink"]] == ["all-gather over 8 GPUs"] * 3
     assert [event["name"] for event in lanes["network"]] == ["all-gather over 64 GPUs"]
     assert {event["args"]["hlo"] for event in lanes["copies beside kernels (2)"]} == {"also"}

@@ -17,7 +17,17 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 from made_plans import awkward, made, scaled, searched
-from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record, write_slowed
+from made_runs import (
+    EXPERIMENT,
+    PUBLISHED_S,
+    day,
+    log,
+    nemo,
+    times,
+    write_profile,
+    write_record,
+    write_slowed,
+)  # fmt: skip
 
 from jaxbench.plan.page import difference_page, plan_page
 from jaxbench.report import command
@@ -62,7 +72,7 @@ def pages(tmp_path_factory):
     write_record(folder, "a-name-that-is-long-" * 6, times(7.9), started=day(9), ranks=300)
     write_record(folder, "lost", status="failed", reason="rank 3 is lost " * 9, steps=20)
     write_record(folder, "smoke", times(0.3), row="smoke", ranks=2)
-    write_slowed(folder, "slowed", clock=0.9, slow=1.1, started=day(10))
+    write_profile(write_slowed(folder, "slowed", clock=0.9, slow=1.1, started=day(10)), 0.3)
     log(folder, "".join(nemo(n, s) for n, s in enumerate(times(PUBLISHED_S))), f"{EXPERIMENT}.out")
     settings = json.loads((folder / "llama2-64" / "run.json").read_text())["recipe"]
     plan = {"gpus": 64, "target": "h100", "settings": settings, "bound_step_s": 5.0,

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from made_runs import CLOCKED_S, OTHER_S, day, write_slowed
+from made_runs import CLOCKED_S, OTHER_S, day, write_profile, write_slowed
 from parsed import Parsed
 
 from jaxbench.report import command
@@ -38,6 +38,27 @@ def test_planted_parts_are_found_within_two_points(cause, tmp_path):
     assert sum(parts.values()) == pytest.approx(gap.seconds)
     for name, seconds in parts.items():
         assert abs(seconds - planted.get(name, 0.0)) < 0.02 * gap.seconds, (name, parts)
+
+
+def test_links_are_what_the_rank_that_waits_least_waits_longer(tmp_path):
+    path = write_slowed(tmp_path, "run", clock=0.9, links_s=0.4, not_comparable_because=["made"])
+    write_profile(path, 0.7, rank=0)
+    write_profile(path, 0.4, rank=11)
+    (path / "profile" / "rank-2").mkdir()
+    (path / "profile" / "rank-2" / "compared.json").write_text('{"kernels": [7]}')
+    (result,) = command.report([tmp_path], None)
+    gap = explain(result)
+    parts = {name: (seconds, why) for name, seconds, why in gap.parts}
+    seconds, why = parts["links"]
+    assert seconds == pytest.approx(0.4)
+    assert why == "rank 11 waits 0.600 s for them in its profile, 0.200 s in the forecast"
+    assert abs(parts[REMAINS][0]) < 0.02 * gap.seconds
+    text = page(tmp_path)
+    parsed = Parsed(text)
+    assert parsed.all("section", id="profile")
+    assert text.index("rank 0, 5 steps") < text.index("rank 11, 5 steps")
+    for said in ("all-gather over fsdp", "product bf16 1x8192x28672x64", "+0.7000"):
+        assert said in text
 
 
 def test_parts_whose_data_are_absent_are_absent(tmp_path):

@@ -118,7 +118,7 @@ def test_the_steady_state_waits_for_no_collective(nemotron4):
 
 def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):
     timeline = schedule.Walk(nemotron4.program).under(schedule.Roofline(H100))
-    transfers = traffic(lambda c: axes_of(c, nemotron4.run), H100, timeline)
+    transfers = traffic(lambda c: axes_of(c, nemotron4.run.mesh_shape), H100, timeline)
     permutes = [t for t in transfers if t.kind == "collective-permute"]
     sent = 4 * 207 + 207 + 111 + 3
     assert [(t.axes, t.across_domains, t.count) for t in permutes] == [("pipeline", True, sent)]

@@ -1,0 +1,291 @@
+"""`jaxbench plan --profile DIR`: a profiled step beside the forecast of its program.
+
+The folder is that of a JAX profile on GPUs, of one process: `train --profile jax` writes it, with
+the program and, two folders up, the run's record. Both times of a kernel include what collectives
+beside it slow it down, and that of a collective includes its wait for other ranks.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxbench.errors import RecipeError
+from jaxbench.files import write_json, write_whole
+from jaxbench.forecast import tables
+from jaxbench.forecast.costs import padded
+from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.tables import Tables
+from jaxbench.hardware import NULL, Gpu, identify, is_null, placed
+from jaxbench.plan.hlo import crossed
+from jaxbench.plan.traffic import axes_of
+from jaxbench.recipe.published import counted
+from jaxbench.recipe.settings import AXES
+from jaxbench.report.folders import RECORD
+from jaxbench.report.profiles import COMPARED, WAITS, Compared, Difference, Part
+from jaxbench.train.program import RULES
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Program, Work
+from jaxbench.xla.memory import readable
+from jaxbench.xla.schedule import Walk
+from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Repeated, Schedule, Slice
+
+PROGRAM = "program.txt"
+"""The program that was profiled, in the folder."""
+
+LARGEST = 10
+"""Differences of single kernels that are listed."""
+
+UNSLOWED = 4
+"""The fastest of so many runs of a kernel count in a table of kernels: a quarter, which most likely
+no collective slows down."""
+
+GAPS, UNKNOWN = "nothing runs", "kernels of no instruction"
+SLOWED = "slowed beside collectives, in loops"
+"""Parts of a step besides kernels by what they are and `WAITS`: the first two are of a profile
+alone, the third is of a forecast alone."""
+
+
+@dataclass
+class Planned:
+    """An instruction along the expected step: its seconds and launches per step, and its cause."""
+
+    cause: Kernel | Collective | None
+    stream: str
+    seconds: float = 0.0
+    runs: int = 0
+
+
+@dataclass
+class Profile:
+    """The launches on one GPU: (start, seconds) by instruction, an empty name where the profile has
+    none."""
+
+    launches: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first launch to the end of the last."""
+        every = [launch for launches in self.launches.values() for launch in launches]
+        return max(start + s for start, s in every) - min(start for start, _ in every)
+
+    def busy_s(self, names: set[str]) -> float:
+        """Seconds in which at least one launch of these instructions runs."""
+        total, free_at = 0.0, 0.0
+        for start, seconds in sorted(x for name in names for x in self.launches.get(name, ())):
+            total += max(0.0, start + seconds - max(start, free_at))
+            free_at = max(free_at, start + seconds)
+        return total
+
+
+def read_profile(folder: Path) -> Profile:
+    """The first GPU's launches in a JAX profile. Raises RecipeError where there are none."""
+    launches: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
+        for line in gpus[0].lines if gpus else ():
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    name = str(dict(event.stats).get("hlo_op", ""))
+                    launches[name].append((event.start_ns / 1e9, event.duration_ns / 1e9))
+    if not launches:
+        raise RecipeError(
+            f"--profile: {folder} has no profile of a GPU; expected the folder of one process, as "
+            "RUN/profile/rank-0 of train --profile jax"
+        )
+    return Profile(dict(launches))
+
+
+def planned(schedule: Schedule) -> dict[str, Planned]:
+    """What a step has of each instruction, waits apart, loops counted as often as they run."""
+    found: dict[str, Planned] = {}
+
+    def add(slices: Sequence[Slice | Repeated], times: int) -> None:
+        for each in slices:
+            if isinstance(each, Repeated):
+                add(each.slices, times * each.times)
+            elif each.stream != EXPOSED:
+                line = found.setdefault(each.name, Planned(each.cause, each.stream))
+                line.seconds += each.seconds * times
+                line.runs += each.launches * times
+
+    add(schedule.slices, 1)
+    return found
+
+
+def read(
+    folder: Path, hlo: Path | None, gpu: Gpu | None, kernels: Path | None, table: Path | None
+) -> Compared:
+    """The comparison of the profile in a folder, which keeps it, with the program of a file or of
+    the folder, on a GPU or that of the run's record, with the measurements of `kernels`
+    (`forecast.tables`); products and attention of the profile are written to `table` as such.
+    Raises RecipeError for what is not there."""
+    record = _record(folder)
+    device = record.get("hardware", {}).get("device", "")
+    gpu = gpu or identify(device)
+    if gpu is None or gpu.chip is None:
+        raise RecipeError(f"--profile: {folder} is of no run with a known GPU; expected --gpu too")
+    path = hlo or folder / PROGRAM
+    try:
+        program = Program.parse(path.read_text(), RULES, strict=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--profile: cannot read the program in {path}: {error}") from error
+    gpu, axes = placed(gpu, program.devices), crossed
+    if sizes := record.get("recipe", {}).get("parallelism"):
+        axes = partial(axes_of, mesh_shape=tuple(sizes[axis] for axis in AXES))
+    compared = compare(folder, program, gpu, tables.load(gpu.name.lower(), kernels), axes)
+    if is_null(device):
+        compared = replace(compared, remark=NULL)
+    write_json(folder / COMPARED, asdict(compared))
+    if table is not None:
+        write_whole(table, kernel_table(folder, program, gpu))
+    return compared
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """The record of the run that was profiled; empty without one."""
+    try:
+        return json.loads((folder.absolute().parents[1] / RECORD).read_text())
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
+def compare(
+    folder: Path, program: Program, gpu: Gpu, times: Tables, axes: Callable[[Collective], str]
+) -> Compared:
+    """The profile in a folder beside the forecast of its program; `axes` names what a collective
+    crosses. Raises RecipeError where the profile is not of this program."""
+    profile, schedule = read_profile(folder), expected_schedule(Walk(program), gpu, times)
+    expected = planned(schedule)
+    steps = _steps(profile, expected, folder)
+    measured = {
+        name: sum(s for _, s in profile.launches[name]) / steps for name in profile.launches
+    }
+    seconds: defaultdict[tuple[bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, line in expected.items():
+        key = line.stream not in (KERNELS, COPIES), _part(line, axes)
+        seconds[key][0] += measured.get(name, 0.0)
+        seconds[key][1] += line.seconds
+    computing = {name for name, line in expected.items() if line.stream in (KERNELS, COPIES)}
+    other = set(profile.launches) - expected.keys()
+    seconds[False, UNKNOWN][0] = sum(measured[name] for name in other)
+    step_s, busy_s = profile.span_s / steps, profile.busy_s(computing | other) / steps
+    any_s = profile.busy_s(set(profile.launches)) / steps
+    seconds[False, WAITS] = [any_s - busy_s, schedule.exposed_s]
+    seconds[False, GAPS] = [step_s - any_s, 0.0]
+    parts = {key: Part(name=key[1], measured_s=m, forecast_s=f)
+             for key, (m, f) in seconds.items() if m or f}  # fmt: skip
+    kernel_s = sum(expected[name].seconds for name in computing)
+    return Compared(
+        profile=str(folder),
+        gpu=gpu.name.lower(),
+        devices=program.devices,
+        steps=steps,
+        measured_s=step_s,
+        forecast_s=schedule.step_s,
+        kernels=[part for (beside, _), part in parts.items() if not beside],
+        links=[part for (beside, _), part in parts.items() if beside],
+        largest=sorted(_differences(expected, measured), key=lambda d: -abs(d.longer_s))[:LARGEST],
+        found=sum(expected[name].seconds for name in computing & measured.keys()) / kernel_s,
+    )
+
+
+def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
+    if isinstance(line.cause, Kernel):
+        return line.cause.part
+    if line.cause is None:
+        return SLOWED if line.stream == KERNELS else f"copy {line.stream}"
+    return f"{line.cause.kind} over {axes(line.cause)}"
+
+
+def _steps(profile: Profile, expected: dict[str, Planned], folder: Path) -> int:
+    """Steps in a profile: how often it has what runs once in a step, or as often as that."""
+    ratios = [
+        len(profile.launches[name]) / line.runs
+        for name, line in expected.items()
+        if line.runs and name in profile.launches
+    ]
+    if not ratios:
+        raise RecipeError(
+            f"--profile: {folder} has no instruction of this program; expected the text of the "
+            f"program that was profiled, {PROGRAM} in a folder of train --profile jax, or --hlo"
+        )
+    return max(1, round(statistics.median(ratios)))
+
+
+def _differences(expected: dict[str, Planned], measured: dict[str, float]) -> Iterator[Difference]:
+    for name, line in expected.items():
+        if name in measured and line.runs:
+            cause = line.cause
+            work = cause.works[0] if isinstance(cause, Kernel) and cause.works else None
+            source = readable(cause.source, name) if isinstance(cause, Kernel) else ""
+            yield Difference(
+                name=name, measured_s=measured[name], forecast_s=line.seconds, source=source,
+                sizes=f"{work.kind} {work.dtype} {_times(work.sizes)}" if work else "",
+                runs=line.runs,
+            )  # fmt: skip
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def kernel_table(folder: Path, program: Program, gpu: Gpu) -> str:
+    """Measurements of products and attention in a profile, for `--kernels`: of each size the
+    fastest quarter of its runs."""
+    profile = read_profile(folder)
+    times: defaultdict[tuple[str, str, tuple[int, ...]], list[float]] = defaultdict(list)
+    for name, kernel, _ in Walk(program).kernels():
+        if len(kernel.works) == 1 and (key := _measurement(kernel.works[0])):
+            times[key] += [seconds for _, seconds in profile.launches.get(name, ())]
+    lines = []
+    for (kind, name, sizes), seconds in sorted(times.items()):
+        fastest = sorted(seconds)[: ceil(len(seconds) / UNSLOWED)]
+        if fastest:
+            lines.append(tables.line(kind, name, sizes, 1e6 * statistics.fmean(fastest)))
+    return tables.text(gpu.name.lower(), [f"products and attention of {folder}"], lines)
+
+
+def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:
+    """Kind, name and sizes of a kernel in a table; None for what has no table."""
+    if work.kind == "product" and work.format in tables.FORMATS:
+        return "profiled", work.format, padded(work)
+    if work.kind == "attention":
+        return "attention", "backward" if work.backward else "forward", work.sizes
+    return None
+
+
+def report(compared: Compared) -> str:
+    """The comparison as text."""
+    step = Part(name="step", measured_s=compared.measured_s, forecast_s=compared.forecast_s)
+    head = f"{'':34}{'measured s':>12}{'forecast s':>12}{'difference s':>14}"
+    lines = [
+        f"{compared.profile}: {counted(compared.steps, 'step')} on the first of {compared.devices} "
+        f"x {compared.gpu.upper()}",
+        *filter(None, [compared.remark]),
+        f"instructions with {100 * compared.found:.1f} % of the forecast's kernel seconds are in "
+        "the profile",
+        "", head,
+        *map(_line, [*compared.kernels, step]),
+        "", "collectives and copies beside kernels", *map(_line, compared.links),
+        "", f"the {len(compared.largest)} largest differences",
+    ]  # fmt: skip
+    for each in compared.largest:
+        both = (f"{1e6 * s / each.runs:.1f}" for s in (each.measured_s, each.forecast_s))
+        of = ", ".join(filter(None, [each.source, each.sizes]))
+        lines.append(
+            f"{_line(each)}  {each.runs} x {' and '.join(both)} us{': ' if of else ''}{of}"
+        )
+    return "\n".join(lines)
+
+
+def _line(part: Part) -> str:
+    return f"{part.name:34}{part.measured_s:12.6f}{part.forecast_s:12.6f}{part.longer_s:+14.6f}"

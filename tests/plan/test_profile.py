@@ -1,0 +1,136 @@
+"""A profile beside the forecast: a made one of exactly the expected step, and a slower one."""
+
+import json
+
+import jax
+import pytest
+from made_plans import LOOPS
+
+from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.tables import load
+from jaxbench.hardware import H100
+from jaxbench.plan import command, profile
+from jaxbench.plan.trace import unrolled
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.schedule import Walk
+from jaxbench.xla.timeline import COPIES, EXPOSED
+
+SPACE = """
+planes {{
+  name: "/device:GPU:0" {lines} {names} stat_metadata {{ key: 1 value {{ name: "hlo_op" }} }}
+}}
+planes {{ name: "/device:GPU:1" }}
+"""
+EVENT = """events {{ metadata_id: 1 offset_ps: {start} duration_ps: {length}
+stats {{ metadata_id: 1 str_value: "{name}" }} }}"""
+
+
+def made(folder, steps=2, slower=None, gap_s=0.0):
+    """Writes a profile in which a step is as forecast; a kernel may take longer, and before each
+    step there may be nothing. Returns the forecast step."""
+    walk = Walk(Program.parse(LOOPS))
+    schedule = expected_schedule(walk, H100, load("h100"))
+    lines: dict[str, list[str]] = {}
+    longer, (slow, extra) = 0.0, slower or ("", 0.0)
+    for step in range(steps):
+        longer += gap_s
+        for each in unrolled(schedule.slices):
+            if each.stream != EXPOSED:
+                seconds = each.seconds + (extra if each.name == slow else 0.0)
+                start = step * schedule.step_s + longer + each.start_s
+                events = lines.setdefault(each.stream, [])
+                events.append(EVENT.format(
+                    start=round(1e12 * start), length=round(1e12 * seconds), name=each.name,
+                ))  # fmt: skip
+                longer += seconds - each.seconds
+    text = " ".join(
+        f'lines {{ id: {n} name: "Stream #{n}" {" ".join(events)} }}'
+        for n, events in enumerate(lines.values())
+    )
+    space = SPACE.format(lines=text, names='event_metadata { key: 1 value { name: "kernel" } }')
+    (folder / "made.xplane.pb").write_bytes(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(space)
+    )
+    (folder / "program.txt").write_text(LOOPS)
+    return schedule
+
+
+def compared(folder):
+    text = (folder / "program.txt").read_text()
+    axes = "{0.group} GPUs".format
+    return profile.compare(folder, Program.parse(text), H100, load("h100"), axes)
+
+
+def test_a_step_as_forecast_differs_nowhere(tmp_path):
+    schedule = made(tmp_path)
+    found = compared(tmp_path)
+    assert (found.steps, found.found) == (2, pytest.approx(1))
+    assert found.measured_s == pytest.approx(schedule.step_s, abs=2e-9)
+    copied = sum(each.seconds for each in unrolled(schedule.slices) if each.stream == COPIES)
+    assert copied > 0
+    for part in (*found.kernels, *found.links, *found.largest):
+        # Launches of a copy beside kernels are one interval, what it leaves is none of its own.
+        assert part.measured_s == pytest.approx(part.forecast_s, abs=2e-8), part
+    assert sum(part.forecast_s for part in found.kernels) == pytest.approx(schedule.step_s + copied)
+    assert {part.name for part in found.links} == {
+        "all-gather over 8 GPUs",
+        "all-gather over 64 GPUs",
+    }
+
+
+def test_what_takes_longer_is_named(tmp_path):
+    """One product of three in a loop, and nothing runs for a while before each step."""
+    made(tmp_path, slower=("inner", 1e-3), gap_s=2e-3)
+    found = compared(tmp_path)
+    parts = {part.name: part.measured_s - part.forecast_s for part in found.kernels}
+    assert parts["products"] == pytest.approx(3e-3, abs=1e-6)
+    # Not before the first step; but also where the kernels had waited for the network's collective.
+    assert parts[profile.GAPS] == pytest.approx(1e-3 + 3e-3, abs=1e-6)
+    first = found.largest[0]
+    assert (first.name, first.runs, first.sizes) == ("inner", 3, "product bf16 1x8192x8192x8192")
+    assert first.measured_s - first.forecast_s == pytest.approx(3e-3, abs=1e-6)
+
+
+def test_its_products_are_a_table_for_forecasts(tmp_path, capsys):
+    """Which a forecast takes for products of exactly these sizes."""
+    made(tmp_path, slower=("inner", 1e-3))
+    table = tmp_path / "kernels.csv"
+    words = ["--profile", str(tmp_path), "--gpu", "h100", "--write-kernels", str(table)]
+    assert command.main(words) == 0
+    assert "inner" in capsys.readouterr().out
+    kept = json.loads((tmp_path / profile.COMPARED).read_text())
+    assert kept["largest"][0]["name"] == "inner"
+    (work,) = {k.works[0] for _, k, _ in Walk(Program.parse(LOOPS)).kernels() if k.works}
+    costs = Measured(H100, load("h100", table), CONDITIONS["expected"])
+    # Of eight runs, three of each step longer, the fastest quarter counts.
+    (line,) = (line for line in table.read_text().splitlines() if line.startswith("profiled"))
+    assert line.startswith("profiled,bf16,8192x8192x8192,")
+    assert costs.work(work) == pytest.approx(float(line.rpartition(",")[2]) * 1e-6)
+    assert costs.covers(work)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "made.xplane.pb").unlink(), "has no profile of a GPU"),
+        (lambda folder: (folder / "program.txt").unlink(), "cannot read the program"),
+        (
+            lambda folder: (folder / "program.txt").write_text(LOOPS.replace("%", "%other_")),
+            "has no instruction of this program",
+        ),
+    ],
+)
+def test_what_is_no_profile_is_one_line(spoil, message, tmp_path, capsys):
+    made(tmp_path)
+    spoil(tmp_path)
+    assert command.main(["--profile", str(tmp_path), "--gpu", "h100"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_profile_of_an_unknown_gpu_needs_its_name(tmp_path, capsys):
+    made(tmp_path)
+    assert command.main(["--profile", str(tmp_path)]) == 2
+    assert "expected --gpu too" in capsys.readouterr().err
