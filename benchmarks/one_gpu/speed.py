@@ -1,24 +1,25 @@
-"""The GPU's ceilings, and a step's time by the plan's kinds of kernels."""
+"""The GPU's ceilings, and a step's time by kind of kernel beside its forecast."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
 
-from jaxbench import hardware, mesh
+from jaxbench import mesh
+from jaxbench.errors import RecipeError
+from jaxbench.forecast import tables
+from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.plan import profile
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe.settings import Run
-from jaxbench.run.profiling import window
+from jaxbench.run import profiling
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program, read
-from jaxbench.xla import schedule
-from jaxbench.xla.hlo import Program
+from jaxbench.xla.schedule import Walk
 from one_gpu.context import MEASURED, WRONG, Context, Finding, row
 from one_gpu.operators import implementations, product, product_shapes, with_gradients
-from one_gpu.survives import operations
 
 PROFILED = ("llama31_8b_fp8", "nemotronh_56b_fp8", "grok1_314b_fp8", "llama31_8b_bf16")
 WARM, SHOWN = 4, 3
@@ -98,50 +99,35 @@ def breakdown(ctx: Context) -> Iterator[Finding]:
 
 
 def profiled(ctx: Context, run: Run) -> Finding:
-    """Milliseconds of a step by kind of kernel, each beside its lower bound."""
-    # Command buffers hide the kernels that they hold from the profiler.
-    compiled, _, _ = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
+    """Milliseconds of a step by kind of kernel, each beside its forecast; the comparison and a
+    table of kernels as data."""
+    compiled, _, _ = compile_program(run, profiling.VISIBLE)
     folder = ctx.folder / f"breakdown-{run.recipe}"
-    steps = list(run_steps(run, compiled, pauses=[window("jax", WARM, run.steps, folder)]))
-    planned, kinds = least(read(compiled), ctx.gpu)
-    launched = list(operations(folder))
-    what = f"{run.recipe}, row 1, where its time goes"
-    if not launched:
-        return Finding(what, WRONG, "no kernel in the profile has a name")
-    measured: Counter[str] = Counter()
-    for name, _, duration in launched:
-        measured[kinds.get(name, "other kernels")] += duration / SHOWN / 1e6
-    span = max(start + length for _, start, length in launched) - min(
-        start for _, start, _ in launched
-    )
-    busy = sum(measured.values())
+    pause = profiling.window("jax", WARM, run.steps, folder, compiled)
+    steps = list(run_steps(run, compiled, pauses=[pause]))
+    what, table = f"{run.recipe}, row 1, where its time goes", folder / "kernels.csv"
+    try:
+        found = profile.read(folder / "profile" / "rank-0", None, ctx.gpu, None, table)
+    except RecipeError as error:
+        return Finding(what, WRONG, str(error))
     figure = ", ".join(
-        f"{kind} {measured[kind]:.1f} ms (least {planned[kind]:.1f})" for kind in planned
+        f"{part.name} {1e3 * part.measured_s:.1f} ms (forecast {1e3 * part.forecast_s:.1f})"
+        for part in found.kernels
     )
-    idle = max(span / SHOWN / 1e6 - busy, 0.0)
-    beside = f"idle {idle:.1f} ms, {len(launched) // SHOWN} launches, step under the profiler "
-    beside += f"{1e3 * steps[-1]['step_time_s']:.1f} ms"
-    return Finding(what, MEASURED, figure, beside, {**measured, "idle": idle})
-
-
-def least(program: Program, gpu: hardware.Gpu) -> tuple[Counter[str], dict[str, str]]:
-    """Lower bounds in milliseconds of a step's kinds of kernels, and each kernel's kind by name."""
-    planned: Counter[str] = Counter()
-    kinds = {}
-    roofline = schedule.Roofline(gpu)
-    for name, kernel, runs in schedule.Walk(program).kernels():
-        kinds[name] = kernel.part
-        planned[kernel.part] += 1e3 * sum(roofline.kernel(kernel).values()) * runs
-    return planned, kinds
+    beside = f"step {1e3 * found.measured_s:.1f} ms (forecast {1e3 * found.forecast_s:.1f}), "
+    beside += f"under the profiler {1e3 * steps[-1]['step_time_s']:.1f} ms, "
+    beside += f"{100 * found.found:.0f} % of the kernels' time found"
+    return Finding(what, MEASURED, figure, beside, {**asdict(found), "file": table.read_text()})
 
 
 def compiles(ctx: Context) -> Iterator[Finding]:
-    """Compiles the rows of `breakdown` and reports the lower bounds of their parts."""
+    """Compiles the rows of `breakdown` and reports the forecast of their parts."""
     for recipe in PROFILED:
         run = row(recipe)
         on = mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))
         with jax.set_mesh(on):
-            compiled, _, took = compile_program(run, {"xla_gpu_enable_command_buffer": ""})
-        planned, _ = least(read(compiled), ctx.gpu)
-        figure = ", ".join(f"{name} {ms:.1f} ms" for name, ms in planned.items())
-        yield Finding(f"{recipe}, row 1, least", MEASURED, figure, f"compiled in {took:.0f} s")
+            compiled, _, took = compile_program(run, profiling.VISIBLE)
+        walk, kernels = Walk(read(compiled)), tables.load(ctx.gpu.name.lower())
+        parts = expected_schedule(walk, ctx.gpu, kernels).parts
+        figure = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in parts.items())
+        yield Finding(f"{recipe}, row 1, forecast", MEASURED, figure, f"compiled in {took:.0f} s")

@@ -84,12 +84,11 @@ def _read(folder: Path) -> Iterator[Compared]:
     for path in folder.glob(f"profile/rank-*/{COMPARED}"):
         try:
             values = json.loads(path.read_text())
-            lists = {name: [_part(Part, each) for each in values.pop(name)]
-                     for name in ("kernels", "links")}  # fmt: skip
-            largest = [_part(Difference, each) for each in values.pop("largest")]
+            for name, kind in (("kernels", Part), ("links", Part), ("largest", Difference)):
+                values[name] = [_part(kind, each) for each in values[name]]
             for name in ("devices", "steps", "measured_s", "forecast_s", "found"):
                 quantity(values[name])
-            yield Compared(**values, **lists, largest=largest)
+            yield Compared(**values)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
 

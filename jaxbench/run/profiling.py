@@ -70,7 +70,9 @@ class Window:
         self.is_open = not self.is_open
 
 
-def window(kind: str, first: int, last: int, folder: Path, program: jax.stages.Compiled) -> Window:
+def window(
+    kind: str, first: int, last: int, folder: Path, program: jax.stages.Compiled | None
+) -> Window:
     """The window of a `jax` profile in `<folder>/profile/rank-<n>`, with the text of the program
     for `jaxbench plan --profile`; or of an `nsys` profile, for which `launch/run.sh` runs this
     process under nsys."""
@@ -80,6 +82,7 @@ def window(kind: str, first: int, last: int, folder: Path, program: jax.stages.C
             first, last, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop")
         )
     trace = folder / "profile" / f"rank-{jax.process_index()}"
+    assert program is not None
     trace.mkdir(parents=True, exist_ok=True)
     write_whole(trace / PROGRAM, profiled_text(program))
 
@@ -113,7 +116,7 @@ def profiled_text(program: jax.stages.Compiled) -> str:
     """The text of a compiled program, in which an asynchronous start has the name that a profile
     calls it by: that of the instruction that it wraps."""
     names = dict(pair for pair in kernel_names(program) if len(pair) == 2)
-    return re.sub(r"[\w.\-]+", lambda match: names.get(match[0], match[0]), program.as_text())
+    return re.sub(r"[\w.\-]+", lambda match: names.get(match[0], match[0]), program.as_text() or "")
 
 
 def cuda_runtime() -> ctypes.CDLL:

@@ -67,7 +67,10 @@ def test_every_mixer_runs(tmp_path):
 def test_the_profile_of_a_step_names_its_kernels(tmp_path):
     (finding,) = findings_of("breakdown", tmp_path).values()
     assert finding["verdict"] == "measured"
-    assert finding["data"]["products"] > 0
+    data = finding["data"]
+    assert data["found"] > 0.95
+    assert "products" in {part["name"] for part in data["kernels"]}
+    assert "profiled,bf16," in data["file"]
 
 
 @pytest.mark.nightly
