@@ -14,6 +14,9 @@ from pathlib import Path
 import quick
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}"
+# After a compilation that dumps what its emitters do, XLA traces the stack for each diagnostic of
+# MLIR; naming the functions of 800 stacks takes minutes where llvm-symbolizer is installed.
+os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
 
 import jax
 import jaxtyping
