@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python tests/train/sixteen_devices.py [AXIS ..]
 
 A program of its own, since it has sixteen devices and other tests have eight. It compares all axes,
-or those named, for a quarter of an hour on two cores: by hand, not in CI.
+or those named: a nightly test of each.
 """
 
 import sys
