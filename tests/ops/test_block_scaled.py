@@ -249,12 +249,13 @@ RUNS = {
     "dropless experts, fsdp 2 x expert 2 x tensor 2": (
         "parallelism.fsdp=2", "parallelism.expert=2", "parallelism.tensor=2",
     ),
+    "all experts on each rank, fsdp 4 x data 2": ("parallelism.fsdp=4",),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "name"), list(zip(("nvfp4", "mxfp8", "mxfp8"), RUNS, strict=True))
+    ("dtype", "name"), list(zip(("nvfp4", "mxfp8", "mxfp8", "mxfp8"), RUNS, strict=True))
 )
 def test_runs_on_meshes(dtype, name):
     layers = [change for change in RUNS[name] if change.startswith("model.")]

@@ -91,6 +91,8 @@ CASES = [
     *((model, CONTEXT, None) for model in ("qwen3", *NEWER)),
     *((model, None, "none") for model in NEWER),
     ("nemotron3", None, "full"),
+    # All experts on every rank, their weights gathered.
+    *(("qwen3", mesh, None) for mesh in ("fsdp 8", DENSE)),
     ("gpt_oss", None, REMAT[2]),
     # Four ranks of experts with each other axis; with stages in `test_pipeline`.
     *zip(("qwen3", "nemotron3", "deepseek3", "gpt_oss"), FOUR, [None] * 4, strict=True),
@@ -106,7 +108,7 @@ QUICK = [
 SLOW = [
     ("nemotron4", MIXED, None), ("nemotronh", MIXED, None), ("grok1", "expert 8", None),
     ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None), ("nemotron3", CONTEXT, None),
-    ("gpt_oss", "tensor 2 x expert 4", None),
+    ("gpt_oss", "tensor 2 x expert 4", None), ("qwen3", "fsdp 8", None),
 ]  # fmt: skip
 
 

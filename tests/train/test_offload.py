@@ -30,6 +30,7 @@ CASES = {
     "accumulated": (LLAMA, ATTENTION, "gate,up", ("parallelism.fsdp=4", "batch.microbatch=1")),
     "fp8": (LLAMA, ATTENTION, "gate,up", (*FSDP, "precision.dtype=fp8")),
     "experts": ("grok1_314b_bf16", "attention", "dispatched,gate,up", (EXPERTS,)),
+    "all experts": ("qwen3_30b_a3b_bf16", "key", "residual", FSDP),
     "mamba": ("nemotronh_56b_bf16", "attention,residual", "up,mamba", FSDP),
     "prediction": ("deepseek_v3_bf16", "attention", "gate,up", (EXPERTS,)),
 }

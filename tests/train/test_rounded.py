@@ -23,6 +23,7 @@ ROUNDED = {
     **{name: MESHES[name] for name in ("tensor 4 x data 2", "context 4 x data 2")},
     EXPERTS: ("parallelism.fsdp=2", "parallelism.expert=4"),
     LAST_STAGE: ("parallelism.pipeline=2", "parallelism.expert=4"),
+    "fsdp 8": MESHES["fsdp 8"],
 }
 BIAS = {"bf16": 1.2e-3, "fp8": 2e-2}
 """Tolerance of the length of gradients: twice the effect of roundings here, of which a model of 64
@@ -34,6 +35,7 @@ expert changes by two: twice what was seen in FP8, 0.023."""
 CASES = [(LLAMA, mesh, dtype, 6) for mesh, dtype in product(list(ROUNDED)[:4], BIAS)]
 # A program in FP8 has products in bf16 too: routers, heads.
 CASES += [(family, EXPERTS, "fp8", 3) for family in (QWEN, GPT_OSS, SUPER, DEEPSEEK)]
+CASES += [(QWEN, "fsdp 8", dtype, 3) for dtype in BIAS]
 # Multi-token prediction, behind the stages; in FP8, with tensor ranks too, in `test_pipeline`.
 CASES += [(DEEPSEEK, LAST_STAGE, "bf16", 6)]
 QUICK = [(LLAMA, "tensor 4 x data 2", "fp8", 6), (QWEN, EXPERTS, "fp8", 3)]
@@ -43,7 +45,7 @@ QUICK = [(LLAMA, "tensor 4 x data 2", "fp8", 6), (QWEN, EXPERTS, "fp8", 3)]
 def rounded_step(family, mesh, dtype, passes):
     """(loss, gradients, loads of experts where the router has a bias) of some sequences in a number
     of passes, rounded wherever the program says so: by default XLA:CPU keeps more digits."""
-    ranks = {"one device": 1, EXPERTS: 8, LAST_STAGE: 4}.get(mesh, 2)
+    ranks = {"one device": 1, EXPERTS: 8, "fsdp 8": 8, LAST_STAGE: 4}.get(mesh, 2)
     sequences = 12 if family == LLAMA else 24
     run = tiny_run(
         *LAYERS.get(family, ()), *ROUNDED[mesh], f"precision.dtype={dtype}",
