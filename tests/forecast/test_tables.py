@@ -19,7 +19,7 @@ product,bf16,1024x1024x1024,7.5
 @pytest.mark.parametrize("gpu", PLANNED)
 def test_every_gpu_that_is_planned_has_tables(gpu):
     found = tables.load(gpu)
-    assert {kind for kind, _ in found.values} == set(tables.KINDS)
+    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - {"profiled"}
     blocks = {"mxfp8", "nvfp4"} & PLANNED[gpu].tflops.keys()
     assert found.names("product") == {"bf16", "fp8"} | blocks == found.names("sustained")
     assert found.names("repeated") == {"bf16"} | blocks

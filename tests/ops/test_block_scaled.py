@@ -250,20 +250,25 @@ RUNS = {
         "parallelism.fsdp=2", "parallelism.expert=2", "parallelism.tensor=2",
     ),
     "all experts on each rank, fsdp 4 x data 2": ("parallelism.fsdp=4",),
+    # 16 rows of a weight on a rank: copies with blocks along rows are made where it is gathered.
+    "all experts on each rank, fsdp 8 in half blocks": ("parallelism.fsdp=8", "model.embed=128"),
+    "experts on two ranks, fsdp 4 in half blocks": (
+        "parallelism.fsdp=4", "parallelism.expert=2", "model.embed=64",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "name"), list(zip(("nvfp4", "mxfp8", "mxfp8", "mxfp8"), RUNS, strict=True))
+    ("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 5), RUNS, strict=True))
 )
 def test_runs_on_meshes(dtype, name):
-    layers = [change for change in RUNS[name] if change.startswith("model.")]
+    sizes = [change for change in RUNS[name] if change.startswith("model.")]
     family, settings = "llama31_8b_bf16", (*WIDE, f"precision.dtype={dtype}")
     if "experts" in name:
         family = "qwen3_30b_a3b_bf16"
         settings = (*(s for s in settings if "mlp" not in s), "model.experts.ffn=64")
-    one = same_sequences(tiny_run(*settings, *layers, family=family))
+    one = same_sequences(tiny_run(*settings, *sizes, family=family))
     many = same_sequences(tiny_run(*settings, *RUNS[name], devices=8, family=family))
     assert many[0] == pytest.approx(one[0], rel=2e-4 if dtype == "mxfp8" else 5e-4)
     # MXFP8 has the same blocks on all meshes; sums in another order fall on other sides of

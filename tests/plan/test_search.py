@@ -66,7 +66,10 @@ def test_a_candidate_is_its_row_with_set_entries():
 
 def test_parts_are_tried_where_tokens_are_exchanged():
     """1, 2 and the row's; other microbatches stay neighbours though they have other parts."""
-    run = row("qwen3_30b_a3b_fp8", 16, "execution.expert_parts=4")
+    run = row(
+        "qwen3_30b_a3b_fp8", 16, "parallelism.fsdp=2", "parallelism.expert=8",
+        "batch.microbatch=4", "execution.expert_parts=4",
+    )  # fmt: skip
     near = {
         (each.microbatch, each.execution.expert_parts)
         for each in candidates.layouts(run)

@@ -153,11 +153,13 @@ def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
         on_a_device = jax.typeof(w).sharding.shard_shape(w.shape)[columns - 1]
         specs: dict[str, Any] = {}
         for copy in copies(precision, experts):
-            turned = experts and copy == "first"
-            matrix = (of_columns, rows) if turned else (rows, of_columns)
-            specs[copy] = PartitionSpec(*before, *matrix)
             if at_rest(on_a_device, copy, precision):
-                specs[copy] = Blocks(specs[copy], specs[copy], inverse)
+                turned = experts and copy == "first"
+                matrix = (of_columns, rows) if turned else (rows, of_columns)
+                spec = PartitionSpec(*before, *matrix)
+                specs[copy] = Blocks(spec, spec, inverse)
+            else:
+                specs[copy] = PartitionSpec(*before, rows, of_columns)
         run = mesh.on_each_device(jax.vmap(quantize), specs, check_vma=False)
         parts = run(mesh.unmarked(w), amax)
         # Not the scale of a whole weight: XLA would merge the zero that is its gradient, and
