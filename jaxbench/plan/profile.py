@@ -32,13 +32,10 @@ from jaxbench.report.folders import RECORD
 from jaxbench.report.profiles import COMPARED, WAITS, Compared, Difference, Part
 from jaxbench.train.program import RULES
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Program, Work
+from jaxbench.xla.hlo import PROFILED, Program, Work
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Repeated, Schedule, Slice
-
-PROGRAM = "program.txt"
-"""The program that was profiled, in the folder."""
 
 LARGEST = 10
 """Differences of single kernels that are listed."""
@@ -133,7 +130,7 @@ def read(
     gpu = gpu or identify(device)
     if gpu is None or gpu.chip is None:
         raise RecipeError(f"--profile: {folder} is of no run with a known GPU; expected --gpu too")
-    path = hlo or folder / PROGRAM
+    path = hlo or folder / PROFILED
     try:
         program = Program.parse(path.read_text(), RULES, strict=False)
     except (OSError, UnicodeDecodeError) as error:
@@ -216,7 +213,7 @@ def _steps(profile: Profile, expected: dict[str, Planned], folder: Path) -> int:
     if not ratios:
         raise RecipeError(
             f"--profile: {folder} has no instruction of this program; expected the text of the "
-            f"program that was profiled, {PROGRAM} in a folder of train --profile jax, or --hlo"
+            f"program that was profiled, {PROFILED} in a folder of train --profile jax, or --hlo"
         )
     return max(1, round(statistics.median(ratios)))
 

@@ -30,6 +30,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
 from jaxbench.xla import flags
+from jaxbench.xla.hlo import PROFILED
 
 NCCL_TRACE = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET"}
 """Variables of the published trace."""
@@ -44,9 +45,6 @@ TIMED_STEPS, PROFILED_STEPS = 10, 3
 VISIBLE = {"xla_gpu_enable_command_buffer": ""}
 """Compiler options of a program that is profiled: no CUDA graphs, which hide kernels from JAX's
 profiler."""
-
-PROGRAM = "program.txt"
-"""The compiled program in the folder of a JAX profile."""
 
 
 @dataclass
@@ -84,7 +82,7 @@ def window(
     trace = folder / "profile" / f"rank-{jax.process_index()}"
     assert program is not None
     trace.mkdir(parents=True, exist_ok=True)
-    write_whole(trace / PROGRAM, profiled_text(program))
+    write_whole(trace / PROFILED, profiled_text(program))
 
     def stop() -> None:
         jax.profiler.stop_trace()

@@ -25,6 +25,9 @@ from jaxbench.xla.rewrites import rewrite
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 """Targets of matrix products. The work of other custom calls is given by `Rules`."""
 
+PROFILED = "program.txt"
+"""The text of the program that was profiled, in the folder of a JAX profile."""
+
 ALLOCATES = "AllocateBuffer"
 """Target of the custom call that allocates an uninitialised buffer."""
 

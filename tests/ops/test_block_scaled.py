@@ -259,9 +259,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 5), RUNS, strict=True))
-)
+@pytest.mark.parametrize(("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 5), RUNS, strict=True)))
 def test_runs_on_meshes(dtype, name):
     sizes = [change for change in RUNS[name] if change.startswith("model.")]
     family, settings = "llama31_8b_bf16", (*WIDE, f"precision.dtype={dtype}")
