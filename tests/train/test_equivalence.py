@@ -93,6 +93,7 @@ CASES = [
     ("nemotron3", None, "full"),
     # All experts on every rank, their weights gathered.
     *(("qwen3", mesh, None) for mesh in ("fsdp 8", DENSE)),
+    ("deepseek3", "fsdp 8", None),
     ("gpt_oss", None, REMAT[2]),
     # Four ranks of experts with each other axis; with stages in `test_pipeline`.
     *zip(("qwen3", "nemotron3", "deepseek3", "gpt_oss"), FOUR, [None] * 4, strict=True),
