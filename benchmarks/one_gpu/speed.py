@@ -103,7 +103,7 @@ def profiled(ctx: Context, run: Run) -> Finding:
     table of kernels as data."""
     compiled, _, _ = compile_program(run, profiling.VISIBLE)
     folder = ctx.folder / f"breakdown-{run.recipe}"
-    pause = profiling.window("jax", WARM, run.steps, folder, compiled)
+    pause = profiling.window("jax", (WARM, run.steps), folder, compiled)
     steps = list(run_steps(run, compiled, pauses=[pause]))
     what, table = f"{run.recipe}, row 1, where its time goes", folder / "kernels.csv"
     try:

@@ -69,16 +69,14 @@ class Window:
 
 
 def window(
-    kind: str, first: int, last: int, folder: Path, program: jax.stages.Compiled | None
+    kind: str, steps: tuple[int, int], folder: Path, program: jax.stages.Compiled | None
 ) -> Window:
     """The window of a `jax` profile in `<folder>/profile/rank-<n>`, with the text of the program
     for `jaxbench plan --profile`; or of an `nsys` profile, for which `launch/run.sh` runs this
     process under nsys."""
     if kind == "nsys":
         call = partial(_call, cuda_runtime())
-        return Window(
-            first, last, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop")
-        )
+        return Window(*steps, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop"))
     trace = folder / "profile" / f"rank-{jax.process_index()}"
     assert program is not None
     trace.mkdir(parents=True, exist_ok=True)
@@ -88,7 +86,16 @@ def window(
         jax.profiler.stop_trace()
         check_profile(trace, mesh.platform())
 
-    return Window(first, last, partial(jax.profiler.start_trace, trace), stop)
+    return Window(*steps, partial(jax.profiler.start_trace, trace), stop)
+
+
+def compiler_options(kind: str | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compiler options beyond the recipe's for a run with a `kind` of profile, or None."""
+    if kind != "jax":
+        return {}
+    if mesh.platform() == "gpu":
+        say("compiled without CUDA graphs, which hide kernels from the profiler")
+    return VISIBLE
 
 
 def check_profile(trace: Path, platform: str) -> None:

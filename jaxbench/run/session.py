@@ -227,8 +227,7 @@ class Attempt:
         return watchdog.wait_for_lost_neighbor(place)
 
     def _train(self) -> None:
-        compiled = self._compile()
-        program = self.launches = Launches(compiled, self._failed_launch)
+        program = self.launches = Launches(compiled := self._compile(), self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restore(), self._saver()
         pauses = self._pauses(saver, compiled)
@@ -290,11 +289,9 @@ class Attempt:
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         with program_cache(options.compilation_cache, cache_identity(recorder.record)) as cached:
-            visible = profiling.VISIBLE if options.profile == "jax" else {}
-            compiled, lower_s, compile_s = compile_program(run, visible)
+            extra = profiling.compiler_options(options.profile, recorder.say)
+            compiled, lower_s, compile_s = compile_program(run, extra)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
-        if visible and mesh.platform() == "gpu":
-            recorder.say("compiled without CUDA graphs, which hide kernels from the profiler")
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         job.meet("before the first collective")
         check_program(compiled, run)
@@ -333,9 +330,8 @@ class Attempt:
     def _pauses(self, saver: Pause | None, program: Any) -> list[Pause]:
         options, pauses = self.session.options, [] if saver is None else [saver]
         if options.profile and jax.process_index() in options.profile_ranks:
-            first, last = options.profile_steps
-            window = profiling.window(options.profile, first, last, self.session.folder, program)
-            pauses.insert(0, window)
+            steps, folder = options.profile_steps, self.session.folder
+            pauses.insert(0, profiling.window(options.profile, steps, folder, program))
         return pauses
 
 
