@@ -17,14 +17,35 @@ from jaxbench.cluster import job
 
 
 @contextmanager
-def program_cache(folder: Path | None, identity: dict[str, Any]) -> Iterator[bool]:
-    """Caches the programs compiled inside in a subfolder of `folder` for this identity; yields
-    whether they were cached before.
+def uncached() -> Iterator[None]:
+    """Compiles what is compiled inside, whatever caches there are: a program that XLA loads has the
+    default command buffers (CUDA graphs), not those of its compiler options (seen with jax 0.10.2
+    on null GPUs)."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    compilation_cache.reset_cache()  # JAX decides once whether it uses one
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+
+
+@contextmanager
+def program_cache(
+    folder: Path | None, identity: dict[str, Any], fresh: bool = False
+) -> Iterator[bool]:
+    """Caches the programs compiled inside in a subfolder of `folder` for this identity, or compiles
+    them afresh (`uncached`); yields whether they were cached before.
 
     While it autotunes, XLA waits for the results of every rank, so either all ranks find a program
     or none. The subfolder is renamed into place when the first job has compiled, and used only if
     all processes of a job see it.
     """
+    if fresh:
+        with uncached():
+            yield False
+        return
     if folder is None:
         yield False
         return

@@ -27,6 +27,7 @@ from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_whole
 from jaxbench.jax_internals import kernel_names
 from jaxbench.recipe.settings import Run
+from jaxbench.run.cache import uncached
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
 from jaxbench.xla import flags
@@ -91,10 +92,9 @@ def window(
 
 def compiler_options(kind: str | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Compiler options beyond the recipe's for a run with a `kind` of profile, or None."""
-    if kind != "jax":
+    if kind != "jax" or mesh.platform() != "gpu":
         return {}
-    if mesh.platform() == "gpu":
-        say("compiled without CUDA graphs, which hide kernels from the profiler")
+    say("compiled without CUDA graphs, which hide kernels from the profiler")
     return VISIBLE
 
 
@@ -180,7 +180,8 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_program(run, VISIBLE)
+    with uncached():
+        collecting, *_ = compile_program(run, VISIBLE)
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

@@ -221,10 +221,9 @@ class Attempt:
 
     def _lost_neighbor(self) -> str | None:
         """The lost processes of this host, which may be why this one fails."""
-        place = self.beat.place
-        if place is None or jax.process_count() == 1:
+        if self.beat.place is None or jax.process_count() == 1:
             return None
-        return watchdog.wait_for_lost_neighbor(place)
+        return watchdog.wait_for_lost_neighbor(self.beat.place)
 
     def _train(self) -> None:
         program = self.launches = Launches(compiled := self._compile(), self._failed_launch)
@@ -288,8 +287,9 @@ class Attempt:
         """The checked program of a step; with `pgle` compiled again with its own profile."""
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
-        with program_cache(options.compilation_cache, cache_identity(recorder.record)) as cached:
-            extra = profiling.compiler_options(options.profile, recorder.say)
+        extra = profiling.compiler_options(options.profile, recorder.say)
+        folder, identity = options.compilation_cache, cache_identity(recorder.record)
+        with program_cache(folder, identity, fresh=bool(extra)) as cached:
             compiled, lower_s, compile_s = compile_program(run, extra)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
