@@ -57,9 +57,15 @@ from jaxbench.xla import flags
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.schedule import Roofline, Walk
 
-SHAPES = {"Qwen3 30B": ("qwen3_30b_a3b", 16), "DeepSeek-V3": ("deepseek_v3", 1024)}
-"""Recipes and their rows, in FP8 (bf16 has the same experts in other meshes): many small experts,
-and large ones."""
+EIGHT_RANKS = (
+    "parallelism.fsdp=2", "parallelism.expert=8", "batch.microbatch=4", "execution.expert_parts=2",
+)  # fmt: skip
+SHAPES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "Qwen3 30B": ("qwen3_30b_a3b", 16, EIGHT_RANKS),
+    "DeepSeek-V3": ("deepseek_v3", 1024, ()),
+}
+"""Recipes, their rows and settings, in FP8: many small experts, and large ones, on eight ranks to
+which tokens are sent."""
 
 PRODUCTS = {"forward": "to_permuted", "input": "from_permuted", "weights": "weights"}
 RAGGED = {
@@ -209,8 +215,13 @@ def seen(device: Any) -> Iterator[None]:
 
 def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> dict[str, float]:
     """Figures of one product, from its compiled program."""
-    candidate, gpu, (recipe, row) = CANDIDATES[name], hardware.PLANNED[gpu_name], SHAPES[shape]
-    run = recipes.resolve(recipes.load(f"{recipe}_fp8"), row)
+    candidate, gpu, (recipe, row, settings) = (
+        CANDIDATES[name],
+        hardware.PLANNED[gpu_name],
+        SHAPES[shape],
+    )
+    overrides = recipes.parse_overrides(list(settings))
+    run = recipes.resolve(recipes.load(f"{recipe}_fp8"), row, overrides=overrides)
     experts, ranks = run.model.experts, run.parallelism.expert
     tokens = run.microbatch * run.batch.sequence_length // run.execution.expert_parts
     received = jax.ShapeDtypeStruct((ranks, experts.count // ranks), jnp.int32)
