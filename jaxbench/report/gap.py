@@ -74,9 +74,9 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
     seconds, of = clocked_s(run)
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
-        clock = statistics.median(clocks)
-        yield "clocks", seconds * (1 / clock - 1), f"{100 * clock:.1f} % of the highest, for {of}"
-        seconds /= clock
+        slower = statistics.median(1 / clock for clock in clocks)  # as `slowdowns` has the typical
+        yield "clocks", seconds * (slower - 1), f"{100 / slower:.1f} % of the highest, for {of}"
+        seconds *= slower
     slow: list[tuple[float, str]] = []
     if clocks or any(gpu.products_s for gpu in every):
         factors = slowdowns(every, outliers=False)
