@@ -16,7 +16,7 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling
 from jaxbench.train.loop import run_steps
-from jaxbench.train.program import compile_program, read
+from jaxbench.train.program import read
 from jaxbench.xla.schedule import Walk
 from one_gpu.context import MEASURED, WRONG, Context, Finding, row
 from one_gpu.operators import implementations, product, product_shapes, with_gradients
@@ -101,7 +101,7 @@ def breakdown(ctx: Context) -> Iterator[Finding]:
 def profiled(ctx: Context, run: Run) -> Finding:
     """Milliseconds of a step by kind of kernel, each beside its forecast; the comparison and a
     table of kernels as data."""
-    compiled, _, _ = compile_program(run, profiling.VISIBLE)
+    compiled, _, _ = profiling.compile_visible(run)
     folder = ctx.folder / f"breakdown-{run.recipe}"
     pause = profiling.window("jax", (WARM, run.steps), folder, compiled)
     steps = list(run_steps(run, compiled, pauses=[pause]))
@@ -126,7 +126,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         run = row(recipe)
         on = mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))
         with jax.set_mesh(on):
-            compiled, _, took = compile_program(run, profiling.VISIBLE)
+            compiled, _, took = profiling.compile_visible(run)
         walk, kernels = Walk(read(compiled)), tables.load(ctx.gpu.name.lower())
         parts = expected_schedule(walk, ctx.gpu, kernels).parts
         figure = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in parts.items())

@@ -17,35 +17,27 @@ from jaxbench.cluster import job
 
 
 @contextmanager
-def uncached() -> Iterator[None]:
-    """Compiles what is compiled inside, whatever caches there are: a program that XLA loads has the
-    default command buffers (CUDA graphs), not those of its compiler options (seen with jax 0.10.2
-    on null GPUs)."""
-    folder = jax.config.values["jax_compilation_cache_dir"]
+def cache_in(folder: Path | None) -> Iterator[None]:
+    """Lets JAX cache what is compiled inside in a folder, or nowhere."""
+    before = jax.config.values["jax_compilation_cache_dir"]
     compilation_cache.reset_cache()  # JAX decides once whether it uses one
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     try:
         yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
 
 
 @contextmanager
-def program_cache(
-    folder: Path | None, identity: dict[str, Any], fresh: bool = False
-) -> Iterator[bool]:
-    """Caches the programs compiled inside in a subfolder of `folder` for this identity, or compiles
-    them afresh (`uncached`); yields whether they were cached before.
+def program_cache(folder: Path | None, identity: dict[str, Any]) -> Iterator[bool]:
+    """Caches the programs compiled inside in a subfolder of `folder` for this identity; yields
+    whether they were cached before.
 
     While it autotunes, XLA waits for the results of every rank, so either all ranks find a program
     or none. The subfolder is renamed into place when the first job has compiled, and used only if
     all processes of a job see it.
     """
-    if fresh:
-        with uncached():
-            yield False
-        return
     if folder is None:
         yield False
         return
@@ -53,16 +45,21 @@ def program_cache(
     complete, new = folder / name, folder / f"{name}.{os.getpid()}-{time.time_ns()}"
     cached = job.all_agree("compilation cache", complete.is_dir())
     used = Path(job.broadcast("compilation cache folder", lambda: str(complete if cached else new)))
-    compilation_cache.reset_cache()  # JAX decides once whether it uses one
-    jax.config.update("jax_compilation_cache_dir", str(used))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     # XLA's own caches are written by every rank, and JAX would hash their paths into its key.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    yield cached
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    with cache_in(used):
+        yield cached
     if jax.process_index() == 0 and not cached and used.is_dir():
         try:
             used.rename(complete)
         except OSError:  # another job was faster
             shutil.rmtree(used)
+
+
+def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record on which compiled programs depend; they choose a cache folder, in
+    which JAX's own key is finer."""
+    devices = {k: v for k, v in record["hardware"].items() if k != "host"}
+    versions = {k: v for k, v in record["versions"].items() if k != "commit"}
+    return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}

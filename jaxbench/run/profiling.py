@@ -27,7 +27,7 @@ from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_whole
 from jaxbench.jax_internals import kernel_names
 from jaxbench.recipe.settings import Run
-from jaxbench.run.cache import uncached
+from jaxbench.run.cache import cache_in
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
 from jaxbench.xla import flags
@@ -41,11 +41,6 @@ COVERAGE = 0.5
 
 TIMED_STEPS, PROFILED_STEPS = 10, 3
 """Steps of PGLE: for the step time before (the first half warms up), and for the profile."""
-
-
-VISIBLE = {"xla_gpu_enable_command_buffer": ""}
-"""Compiler options of a program that is profiled: no CUDA graphs, which hide kernels from JAX's
-profiler."""
 
 
 @dataclass
@@ -90,12 +85,12 @@ def window(
     return Window(*steps, partial(jax.profiler.start_trace, trace), stop)
 
 
-def compiler_options(kind: str | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Compiler options beyond the recipe's for a run with a `kind` of profile, or None."""
-    if kind != "jax" or mesh.platform() != "gpu":
-        return {}
-    say("compiled without CUDA graphs, which hide kernels from the profiler")
-    return VISIBLE
+def compile_visible(run: Run) -> tuple[Any, float, float]:
+    """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. A program that
+    XLA loads from a cache has them, whatever its compiler options (seen with jax 0.10.2 on null
+    GPUs), so none is used."""
+    with cache_in(None):
+        return compile_program(run, {"xla_gpu_enable_command_buffer": ""})
 
 
 def check_profile(trace: Path, platform: str) -> None:
@@ -172,7 +167,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """(program of a step compiled with a profile of itself, the record's `pgle`): profile-guided
     latency estimation (docs.jax.dev, "GPU performance tips").
 
-    Times some steps with `program`, then profiles some of one that is `VISIBLE`. Rank 0 profiles,
+    Times some steps with `program`, then profiles some without CUDA graphs. Rank 0 profiles,
     and all read its file: several collectors on a host disturb each other, and programs compiled
     from different profiles order their collectives differently and hang, as JAX's automatic PGLE
     was seen to (marin issue 7344, pull request 8209). Every process compiles before any trains.
@@ -180,8 +175,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    with uncached():
-        collecting, *_ = compile_program(run, VISIBLE)
+    collecting, *_ = compile_visible(run)
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

@@ -32,7 +32,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import too_short
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
-from jaxbench.run.cache import program_cache
+from jaxbench.run.cache import cache_identity, program_cache
 from jaxbench.run.devices import check_host_memory, hardware, variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
@@ -287,12 +287,15 @@ class Attempt:
         """The checked program of a step; with `pgle` compiled again with its own profile."""
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
-        extra = profiling.compiler_options(options.profile, recorder.say)
-        folder, identity = options.compilation_cache, cache_identity(recorder.record)
-        with program_cache(folder, identity, fresh=bool(extra)) as cached:
-            compiled, lower_s, compile_s = compile_program(run, extra)
+        visible = options.profile == "jax" and mesh.platform() == "gpu"
+        cache = None if visible else options.compilation_cache
+        with program_cache(cache, cache_identity(recorder.record)) as cached:
+            compile_step = profiling.compile_visible if visible else compile_program
+            compiled, lower_s, compile_s = compile_step(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
+        if visible:
+            recorder.say("it has no CUDA graphs, which hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled))
@@ -340,11 +343,3 @@ def one_line(error: Exception) -> str:
     lines = filter(None, map(str.strip, traceback.format_exception_only(error)[0].splitlines()))
     first = next(lines)
     return f"{first} {next(lines, '')}".rstrip() if first.endswith(":") else first
-
-
-def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record on which compiled programs depend; they choose a cache folder, in
-    which JAX's own key is finer."""
-    devices = {k: v for k, v in record["hardware"].items() if k != "host"}
-    versions = {k: v for k, v in record["versions"].items() if k != "commit"}
-    return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}
