@@ -83,6 +83,11 @@ class Gpu:
         told = [None if value.nvmlReturn else int(value.value.ullVal) for value in values]
         return told or [None] * len(numbers)
 
+    @property
+    def sm_max_mhz(self) -> int | None:
+        """The highest clock of the multiprocessors."""
+        return self._ask("MaxClockInfo", 1)
+
     def facts(self) -> dict[str, Any]:
         """Model, firmware, modes and limits: MHz, W, links; `ecc`, `mig` and `persistence` are
         whether they are on, `numa` is the host's node; rows of memory that are remapped, and
@@ -104,7 +109,7 @@ class Gpu:
             "persistence": None if persistence is None else bool(persistence),
             "power_limit_w": _scaled(self._ask("EnforcedPowerLimit"), 1e-3),
             "power_default_w": _scaled(self._ask("PowerManagementDefaultLimit"), 1e-3),
-            "sm_max_mhz": self._ask("MaxClockInfo", 1),
+            "sm_max_mhz": self.sm_max_mhz,
             "memory_max_mhz": self._ask("MaxClockInfo", 2),
             "pcie_generation": self._ask("CurrPcieLinkGeneration"),
             "pcie_max_generation": self._ask("MaxPcieLinkGeneration"),

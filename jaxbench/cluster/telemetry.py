@@ -104,7 +104,7 @@ class Sampler:
         self._thread.join(5 * self._interval)  # of a lost GPU NVML may never answer
         self._write()
         self.summaries = [
-            {"gpu": gpu.index, **self._totals[gpu.index].summary(gpu.facts()["sm_max_mhz"])}
+            {"gpu": gpu.index, **self._totals[gpu.index].summary(gpu.sm_max_mhz)}
             for gpu in self._gpus
         ]
 
