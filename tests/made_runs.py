@@ -10,7 +10,8 @@ from jaxbench import hardware
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.window import spread
-from jaxbench.report.profiles import COMPARED, WAITS
+from jaxbench.report.profiles import COMPARED
+from jaxbench.report.runs import WAITS
 from jaxbench.xla import flags
 
 PUBLISHED_S = 12.37

@@ -122,19 +122,13 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise RecipeError(f"--{name} keeps a single plan; expected no {modes[0]}")
     ignored = [f"--{name}" for name in ("set", "config", "gpus") if getattr(args, name)]
     table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
-    written = (
-        ["json"]
-        if args.profile
-        else ["json", "html"]
-        if args.hlo
-        else ["html"]
-        if args.diff and not table
-        else []
-    )
-    if args.format not in ("text", *written):
-        ignored.append(f"--format {args.format}")
-    if ignored and (args.diff or args.all or args.hlo or args.profile):
-        raise RecipeError(f"{modes[0]} takes no {ignored[0]}")
+    formats = {"--diff": ["html"] if not table else [], "--all": [], "--hlo": ["json", "html"],
+               "--profile": ["json"]}  # fmt: skip
+    for mode in formats.keys() & modes:
+        if args.format not in ("text", *formats[mode]):
+            ignored.append(f"--format {args.format}")
+        if ignored:
+            raise RecipeError(f"{mode} takes no {ignored[0]}")
     if args.output and args.format == "text" and not args.all:
         raise RecipeError("--output is for --format json or html, or the folder of --all")
     if args.kernels:

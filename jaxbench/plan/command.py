@@ -26,7 +26,7 @@ from jaxbench.plan.step import Step
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import Run
-from jaxbench.report.profiles import Compared
+from jaxbench.report.runs import Compared
 from jaxbench.terminal import live, write
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags

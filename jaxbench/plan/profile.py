@@ -9,7 +9,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -25,17 +25,19 @@ from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import NULL, Gpu, identify, is_null, placed
 from jaxbench.plan.hlo import crossed
+from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import AXES
 from jaxbench.report.folders import RECORD
-from jaxbench.report.profiles import COMPARED, WAITS, Compared, Difference, Part
+from jaxbench.report.profiles import COMPARED
+from jaxbench.report.runs import WAITS, Compared, Difference, Part
 from jaxbench.train.program import RULES
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import PROFILED, Program, Work
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Repeated, Schedule, Slice
+from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
 
 LARGEST = 10
 """Differences of single kernels that are listed."""
@@ -65,7 +67,8 @@ class Profile:
     """The launches on one GPU: (start, seconds) by instruction, an empty name where the profile has
     none."""
 
-    launches: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    folder: Path
+    launches: dict[str, list[tuple[float, float]]]
 
     @property
     def span_s(self) -> float:
@@ -98,23 +101,17 @@ def read_profile(folder: Path) -> Profile:
             f"--profile: {folder} has no profile of a GPU; expected the folder of one process, as "
             "RUN/profile/rank-0 of train --profile jax"
         )
-    return Profile(dict(launches))
+    return Profile(folder, dict(launches))
 
 
 def planned(schedule: Schedule) -> dict[str, Planned]:
     """What a step has of each instruction, waits apart, loops counted as often as they run."""
     found: dict[str, Planned] = {}
-
-    def add(slices: Sequence[Slice | Repeated], times: int) -> None:
-        for each in slices:
-            if isinstance(each, Repeated):
-                add(each.slices, times * each.times)
-            elif each.stream != EXPOSED:
-                line = found.setdefault(each.name, Planned(each.cause, each.stream))
-                line.seconds += each.seconds * times
-                line.runs += each.launches * times
-
-    add(schedule.slices, 1)
+    for each in unrolled(schedule.slices):
+        if each.stream != EXPOSED:
+            line = found.setdefault(each.name, Planned(each.cause, each.stream))
+            line.seconds += each.seconds
+            line.runs += each.launches
     return found
 
 
@@ -138,12 +135,13 @@ def read(
     gpu, axes = placed(gpu, program.devices), crossed
     if sizes := record.get("recipe", {}).get("parallelism"):
         axes = partial(axes_of, mesh_shape=tuple(sizes[axis] for axis in AXES))
-    compared = compare(folder, program, gpu, tables.load(gpu.name.lower(), kernels), axes)
+    profile, walk = read_profile(folder), Walk(program)
+    compared = compare(profile, walk, gpu, tables.load(gpu.name.lower(), kernels), axes)
     if is_null(device):
         compared = replace(compared, remark=NULL)
     write_json(folder / COMPARED, asdict(compared))
     if table is not None:
-        write_whole(table, kernel_table(folder, program, gpu))
+        write_whole(table, kernel_table(profile, walk, gpu))
     return compared
 
 
@@ -156,13 +154,13 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def compare(
-    folder: Path, program: Program, gpu: Gpu, times: Tables, axes: Callable[[Collective], str]
+    profile: Profile, walk: Walk, gpu: Gpu, times: Tables, axes: Callable[[Collective], str]
 ) -> Compared:
-    """The profile in a folder beside the forecast of its program; `axes` names what a collective
+    """A profile beside the forecast of its program; `axes` names what a collective
     crosses. Raises RecipeError where the profile is not of this program."""
-    profile, schedule = read_profile(folder), expected_schedule(Walk(program), gpu, times)
+    schedule = expected_schedule(walk, gpu, times)
     expected = planned(schedule)
-    steps = _steps(profile, expected, folder)
+    steps = _steps(profile, expected)
     measured = {
         name: sum(s for _, s in profile.launches[name]) / steps for name in profile.launches
     }
@@ -182,9 +180,9 @@ def compare(
              for key, (m, f) in seconds.items() if m or f}  # fmt: skip
     kernel_s = sum(expected[name].seconds for name in computing)
     return Compared(
-        profile=str(folder),
+        profile=str(profile.folder),
         gpu=gpu.name.lower(),
-        devices=program.devices,
+        devices=walk.program.devices,
         steps=steps,
         measured_s=step_s,
         forecast_s=schedule.step_s,
@@ -203,7 +201,7 @@ def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
     return f"{line.cause.kind} over {axes(line.cause)}"
 
 
-def _steps(profile: Profile, expected: dict[str, Planned], folder: Path) -> int:
+def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
     """Steps in a profile: how often it has what runs once in a step, or as often as that."""
     ratios = [
         len(profile.launches[name]) / line.runs
@@ -212,8 +210,8 @@ def _steps(profile: Profile, expected: dict[str, Planned], folder: Path) -> int:
     ]
     if not ratios:
         raise RecipeError(
-            f"--profile: {folder} has no instruction of this program; expected the text of the "
-            f"program that was profiled, {PROFILED} in a folder of train --profile jax, or --hlo"
+            f"--profile: {profile.folder} has no instruction of this program; expected the text of "
+            f"that which was profiled, {PROFILED} in a folder of train --profile jax, or --hlo"
         )
     return max(1, round(statistics.median(ratios)))
 
@@ -235,12 +233,11 @@ def _times(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes))
 
 
-def kernel_table(folder: Path, program: Program, gpu: Gpu) -> str:
+def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
     """Measurements of products and attention in a profile, for `--kernels`: of each size the
     fastest quarter of its runs."""
-    profile = read_profile(folder)
     times: defaultdict[tuple[str, str, tuple[int, ...]], list[float]] = defaultdict(list)
-    for name, kernel, _ in Walk(program).kernels():
+    for name, kernel, _ in walk.kernels():
         if len(kernel.works) == 1 and (key := _measurement(kernel.works[0])):
             times[key] += [seconds for _, seconds in profile.launches.get(name, ())]
     lines = []
@@ -248,7 +245,7 @@ def kernel_table(folder: Path, program: Program, gpu: Gpu) -> str:
         fastest = sorted(seconds)[: ceil(len(seconds) / UNSLOWED)]
         if fastest:
             lines.append(tables.line(kind, name, sizes, 1e6 * statistics.fmean(fastest)))
-    return tables.text(gpu.name.lower(), [f"products and attention of {folder}"], lines)
+    return tables.text(gpu.name.lower(), [f"products and attention of {profile.folder}"], lines)
 
 
 def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxbench import hardware
 from jaxbench.recipe.published import titled
-from jaxbench.report import plans
+from jaxbench.report import plans, profiles
 from jaxbench.report.logs import lines
 from jaxbench.report.runs import RunData, Steps, quantity
 
@@ -40,6 +40,7 @@ def read(folder: Path) -> RunData:
         record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
     except MALFORMED:
         record["environment"] = None
+    run.profiles = profiles.read(folder)
     run.plan = plans.find_plan(folder, record["recipe"], record["hardware"]["device"])
     if (folder / STEPS).is_file():
         for line in lines(folder / STEPS):

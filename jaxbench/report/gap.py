@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxbench.report import profiles
 from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
 
@@ -92,7 +91,7 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
 def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
     """The part of collectives and copies for which kernels wait longer than in the forecast of the
     profiled program. Of several ranks that which waits least counts: the others wait for it too."""
-    waits = [(compared.waits, compared) for compared in profiles.read(run.path)]
+    waits = [(compared.waits, compared) for compared in run.profiles]
     longer = [(part.longer_s, part, compared) for part, compared in waits if part]
     if longer:
         lost, part, compared = min(longer, key=lambda each: each[0])

@@ -84,7 +84,7 @@ def page(results: Sequence[Result], convention: str) -> str:
         heat=[(run, maps) for run in runs
               if (maps := heat_maps(gpus(run.result.run.record), run.watermark))],
         memory=[run for run in runs if run.result.run.peak_memory],
-        profiled=[(run, found) for run in runs if (found := sections.profiled(run))],
+        profiled=[(run, found) for run in runs if (found := run.result.run.profiles)],
         waterfalls=[*filter(None, map(sections.waterfall, runs))],
         details=details,
     )  # fmt: skip

@@ -93,6 +93,70 @@ class PlannedStep:
     peak_memory: float | None
 
 
+WAITS = "waits for collectives and copies"
+"""The part of a step in which kernels wait for what runs beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Seconds per step of what belongs together: kernels of a kind, collectives of a kind over the
+    same mesh axes, or copies from and to the host."""
+
+    name: str
+    measured_s: float
+    forecast_s: float
+
+    @property
+    def longer_s(self) -> float:
+        """Seconds by which the measured one is longer."""
+        return self.measured_s - self.forecast_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Part):
+    """A kernel or collective of the program: `name` is its instruction's, `source` its JAX
+    operation, `sizes` those of a product or attention; it has `runs` in a step."""
+
+    source: str
+    sizes: str
+    runs: int
+
+    @property
+    def what(self) -> str:
+        """Its operation and sizes."""
+        return ", ".join(filter(None, [self.source, self.sizes]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A profile of `steps` steps beside the forecast: `kernels`, waits and gaps add up to a step of
+    one stream of kernels, and collectives and copies are on `links` beside it. `found` is the share
+    of the forecast's kernel seconds whose instructions the profile has, `remark` what makes its
+    figures none."""
+
+    profile: str
+    gpu: str
+    devices: int
+    steps: int
+    measured_s: float
+    forecast_s: float
+    kernels: list[Part]
+    links: list[Part]
+    largest: list[Difference]
+    found: float
+    remark: str = ""
+
+    @property
+    def rank(self) -> str:
+        """The process that was profiled."""
+        return Path(self.profile).name.replace("-", " ")
+
+    @property
+    def waits(self) -> Part | None:
+        """What kernels wait for."""
+        return next((part for part in self.kernels if part.name == WAITS), None)
+
+
 def quantity(value: Any, *, zero: bool = True) -> float:
     """A recorded time, rate or size as a float. Raises TypeError for anything implausible, for 0
     unless `zero`."""
@@ -136,6 +200,7 @@ class RunData:
     plan: PlannedStep | None = None
     record: dict[str, Any] = field(default_factory=dict)
     host_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    profiles: list[Compared] = field(default_factory=list)
 
     @property
     def null(self) -> bool:

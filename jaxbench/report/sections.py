@@ -10,11 +10,9 @@ from jaxbench.hardware import NULL
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
 from jaxbench.recipe.window import outlier_limit
-from jaxbench.report import profiles
 from jaxbench.report.charts import Bar, Chart, Label, empty_chart
 from jaxbench.report.charts import waterfall as stacked
 from jaxbench.report.gap import REMAINS, explain
-from jaxbench.report.profiles import Compared
 from jaxbench.report.runs import Result, quantity
 
 SPAN = 0.03
@@ -218,11 +216,6 @@ def gap(run: PageRun) -> dict[str, Any] | None:
     rows.append(Bar("ours", "in all", min(0.0, found.seconds) - low, abs(found.seconds),
                     f"{found.seconds:+.3f}"))  # fmt: skip
     return {"run": run, "gap": found, "rows": rows, "full": full}
-
-
-def profiled(run: PageRun) -> list[Compared]:
-    """Profiles of a run beside the forecast of its program."""
-    return profiles.read(run.result.run.path)
 
 
 def waterfall(run: PageRun) -> dict[str, Any] | None:

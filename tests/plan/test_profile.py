@@ -59,7 +59,8 @@ def made(folder, steps=2, slower=None, gap_s=0.0):
 def compared(folder):
     text = (folder / "program.txt").read_text()
     axes = "{0.group} GPUs".format
-    return profile.compare(folder, Program.parse(text), H100, load("h100"), axes)
+    walk = Walk(Program.parse(text))
+    return profile.compare(profile.read_profile(folder), walk, H100, load("h100"), axes)
 
 
 def test_a_step_as_forecast_differs_nowhere(tmp_path):
