@@ -7,6 +7,7 @@ beside it slow it down, and that of a collective includes its wait for other ran
 
 import json
 import statistics
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -91,11 +92,13 @@ def read_profile(folder: Path) -> Profile:
     for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
         gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
-        for line in gpus[0].lines if gpus else ():
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    name = str(dict(event.stats).get("hlo_op", ""))
-                    launches[name].append((event.start_ns / 1e9, event.duration_ns / 1e9))
+        lines = [line for gpu in gpus[:1] for line in gpu.lines if line.name.startswith("Stream")]
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a type of jaxlib's; as an error that would end the process.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for event in (event for line in lines for event in line.events):
+                name = str(dict(event.stats).get("hlo_op", ""))
+                launches[name].append((event.start_ns / 1e9, event.duration_ns / 1e9))
     if not launches:
         raise RecipeError(
             f"--profile: {folder} has no profile of a GPU; expected the folder of one process, as "
