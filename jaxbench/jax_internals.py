@@ -5,10 +5,12 @@ No other module imports `jax._src` or replaces a function of a library.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,6 +64,28 @@ def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
                     opcode == "kCustomCall" and 'target="AllocateBuffer"' not in i.to_string()
                 ):
                     yield (i.name,)
+
+
+def profile_events(folder: Path, fallback: bool = True) -> Iterator[Any]:
+    """The events on the streams of the first GPU in the last JAX profile in a folder; with
+    `fallback` all events where it has no GPU. Public JAX reads a profile, but does not document
+    the names in it."""
+    for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
+        for plane in gpus[:1] or (planes if fallback else ()):
+            for line in plane.lines:
+                if not gpus or line.name.startswith("Stream"):
+                    yield from line.events
+
+
+def profiled_instruction(event: Any) -> str:
+    """The instruction of a compiled program that launched an event of a profile; empty where the
+    profile has none."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a type of jaxlib's; as an error that would end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return str(dict(event.stats).get("hlo_op", ""))
 
 
 def residuals(vjp: Any) -> list:

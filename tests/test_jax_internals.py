@@ -107,3 +107,17 @@ def test_compilations_are_timed():
     double(1.0), double(2.0)
     assert len(seconds) == 1
     assert seconds[0] > 0
+
+
+def test_a_profile_has_the_instructions_on_the_first_gpu(tmp_path):
+    line = """lines { name: "%s" events {
+        metadata_id: 1 duration_ps: 5000 stats { metadata_id: 1 str_value: "%s" } } }"""
+    plane = """planes { name: "/device:GPU:%d" %s event_metadata { key: 1 value { name: "kernel" } }
+        stat_metadata { key: 1 value { name: "hlo_op" } } }"""
+    first = line % ("Steps", "step") + line % ("Stream #7", "dot.1")
+    space = plane % (1, line % ("Stream #7", "other")) + plane % (0, first)
+    profile = jax.profiler.ProfileData.text_proto_to_serialized_xspace(space)
+    (tmp_path / "made.xplane.pb").write_bytes(profile)
+    (event,) = jax_internals.profile_events(tmp_path)
+    assert (event.name, event.duration_ns) == ("kernel", 5)
+    assert jax_internals.profiled_instruction(event) == "dot.1"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from jaxbench.run import checkpoint, profiling
+from jaxbench.jax_internals import profile_events, profiled_instruction
+from jaxbench.run import checkpoint
 from one_gpu.context import (
     NOT_RUN,
     OK,
@@ -87,9 +88,9 @@ def profiled(ctx: Context) -> Finding:
 
 def operations(trace: Path) -> Iterator[tuple[str, int, int]]:
     """(name in the compiled program, start, duration in ns) of the operations in a JAX profile."""
-    for event in profiling.events(trace):
-        if (name := dict(event.stats).get("hlo_op")) is not None:
-            yield str(name), int(event.start_ns), int(event.duration_ns)
+    for event in profile_events(trace):
+        if name := profiled_instruction(event):
+            yield name, int(event.start_ns), int(event.duration_ns)
 
 
 def guided(ctx: Context) -> Finding:

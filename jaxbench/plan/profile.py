@@ -7,7 +7,6 @@ beside it slow it down, and that of a collective includes its wait for other ran
 
 import json
 import statistics
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,8 +15,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_json, write_whole
 from jaxbench.forecast import tables
@@ -25,6 +22,7 @@ from jaxbench.forecast.costs import padded
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import NULL, Gpu, identify, is_null, placed
+from jaxbench.jax_internals import profile_events, profiled_instruction
 from jaxbench.plan.hlo import crossed
 from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
@@ -89,16 +87,9 @@ class Profile:
 def read_profile(folder: Path) -> Profile:
     """The first GPU's launches in a JAX profile. Raises RecipeError where there are none."""
     launches: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
-        lines = [line for gpu in gpus[:1] for line in gpu.lines if line.name.startswith("Stream")]
-        with warnings.catch_warnings():
-            # Python 3.12 warns of a type of jaxlib's; as an error that would end the process.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for event in (event for line in lines for event in line.events):
-                name = str(dict(event.stats).get("hlo_op", ""))
-                launches[name].append((event.start_ns / 1e9, event.duration_ns / 1e9))
+    for event in profile_events(folder, fallback=False):
+        interval = event.start_ns / 1e9, event.duration_ns / 1e9
+        launches[profiled_instruction(event)].append(interval)
     if not launches:
         raise RecipeError(
             f"--profile: {folder} has no profile of a GPU; expected the folder of one process, as "

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_whole
 from jaxbench.jax_internals import kernel_names
+from jaxbench.jax_internals import profile_events as events
 from jaxbench.recipe.settings import Run
 from jaxbench.run.cache import cache_in
 from jaxbench.train.loop import run_steps
@@ -100,16 +101,6 @@ def check_profile(trace: Path, platform: str) -> None:
             "--profile jax: the profile has no event on a device; does another tool use CUPTI, or "
             "does the driver let only root profile? Lines of cupti in the log say which"
         )
-
-
-def events(trace: Path, fallback: bool = True) -> Iterator[Any]:
-    """The events of a JAX profile on GPUs; with `fallback` all where it has no GPU."""
-    for path in trace.glob("**/*.xplane.pb"):
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-        gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-        for plane in gpus or (planes if fallback else ()):
-            for line in plane.lines:
-                yield from line.events
 
 
 def profiled_text(program: jax.stages.Compiled) -> str:
