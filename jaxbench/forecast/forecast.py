@@ -24,10 +24,10 @@ class Forecast:
     `parts_s` add up to `step_s`: kernels by what they are, `launches`, what overlapping
     collectives add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`)
     and for copies to and from the host (`exposed: host`).
-    `rests_on` are seconds of the step by what they rest on: `measured shapes`; shapes `in
-    proportion` to measured ones, the largest of which are `beyond`; `bytes` of kernels without
-    arithmetic; `links`, what collectives and copies are waited for and slow down; and `nothing`,
-    custom calls without a rule. `outside` is the share of the kernels' seconds in proportion or on
+    `rests_on` are seconds of the step by what they rest on, the most first: `measured shapes`;
+    shapes `in proportion` to measured ones, the largest of which are `beyond`; `bytes` of kernels
+    without arithmetic; `links`, what collectives and copies are waited for and slow down; and
+    `nothing`, custom calls without a rule. `outside` is the share of the kernels' seconds in proportion or on
     nothing; `unknown` are the seconds, by bytes alone, of custom calls without a rule, by target;
     `sources` says where each kind of table is from, `assumed` what stands in for tables that the
     program needs.
@@ -61,19 +61,19 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
     parts["exposed: host"] = expected.host.exposed_s
-    measured_s, beyond, unknown = _bases(walk, expected_costs)
-    used = _used(walk, expected_costs)
+    measured_s, beyond, unknown, used = _bases(walk, expected_costs)
     largest = sorted(beyond, key=lambda work: -beyond[work])
     beyond_s, unknown_s = sum(beyond.values()), sum(unknown.values())
     rests_on = {"measured shapes": measured_s, "in proportion": beyond_s, "nothing": unknown_s}
     rests_on["links"] = expected.slowed_s + expected.exposed_s
     rests_on["bytes"] = max(0.0, expected.step_s - sum(rests_on.values()))
+    by_size = sorted(rests_on.items(), key=lambda base: -base[1])
     return Forecast(
         step_s=expected.step_s,
         fast_s=min(steps("fast")),
         slow_s=max(steps("slow")),
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
-        rests_on={name: s for name, s in rests_on.items() if s > 0},
+        rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
         sources={
@@ -95,29 +95,26 @@ def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
     return walk.under(Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices))
 
 
-def _used(walk: Walk, costs: Measured) -> set[str]:
-    """The formats of a program's products, and `attention` and `scan` where it has them."""
-    works = [work for _, kernel, _ in walk.kernels() for work in kernel.works]
-    formats = {costs.format(work) for work in works if work.kind == "product"}
-    kinds = {"scan" if work.kind.startswith(SCAN) else work.kind for work in works}
-    return formats | kinds & {"attention", "scan"}
-
-
-def _bases(walk: Walk, costs: Measured) -> tuple[float, dict[Work, float], dict[str, float]]:
+def _bases(
+    walk: Walk, costs: Measured
+) -> tuple[float, dict[Work, float], dict[str, float], set[str]]:
     """Seconds per step of work whose sizes the tables cover, of work that they do not reach, and of
-    custom calls without a rule, those of the bytes that they move."""
-    measured_s = 0.0
+    custom calls without a rule, those of the bytes that they move; and the tables that are used:
+    formats of products, and kinds of other work."""
+    measured_s, used = 0.0, set()
     beyond: defaultdict[Work, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)
     for _, kernel, runs in walk.kernels():
         for work in kernel.works:
-            if not costs.covers(work):
-                beyond[work] += costs.work(work) * runs
-            else:
+            kind = "scan" if work.kind.startswith(SCAN) else work.kind
+            used.add(costs.format(work) if kind == "product" else kind)
+            if costs.covers(work):
                 measured_s += costs.work(work) * runs
+            else:
+                beyond[work] += costs.work(work) * runs
         if kernel.unknown:
             unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
-    return measured_s, dict(beyond), dict(unknown)
+    return measured_s, dict(beyond), dict(unknown), used
 
 
 def _named(work: Work) -> str:

@@ -13,6 +13,7 @@ from jaxbench.recipe.published import ERRATA, counted
 from jaxbench.report.charts import WAITS, Bar, waterfall
 from jaxbench.report.page import attached, render, settings
 from jaxbench.report.plans import LABELS
+from jaxbench.xla.timeline import LINKS
 
 SECONDS = "{:.3f}".format
 PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
@@ -24,9 +25,6 @@ UNSURE = ("in proportion", "nothing")
 
 ASKED = ("recipe", "row", "gpus", "target", "settings.", "system.", "flags.", "versions.")
 """Beginnings of the names of values that somebody chose."""
-
-LINKS = {True: "network", False: "NVLink"}
-"""Links of a collective, by whether it leaves its NVLink domain."""
 
 
 def plan_page(plan: Plan) -> str:
@@ -100,7 +98,7 @@ def step_content(
         "full_others": max((k.seconds for k in others), default=0.0) or 1.0,
         "rests": [
             Bar("other" if name in UNSURE else "part", name, 0, s, f"{100 * s / f.step_s:.0f} %")
-            for name, s in sorted(f.rests_on.items(), key=lambda base: -base[1])
+            for name, s in f.rests_on.items()
         ],
     }
 

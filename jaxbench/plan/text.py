@@ -170,7 +170,7 @@ def _rests_on(f: Forecast) -> str:
     named = f" ({'; '.join(f.beyond)})" if f.beyond else ""
     shares = (
         f"{name} {100 * seconds / f.step_s:.0f} %{named if name == 'in proportion' else ''}"
-        for name, seconds in sorted(f.rests_on.items(), key=lambda base: -base[1])
+        for name, seconds in f.rests_on.items()
     )
     return f"  rests on: {', '.join(shares)}"
 
