@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ def write_whole(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """`write_whole` of a value as JSON."""
-    write_whole(path, _json(content))
+    write_whole(path, as_json(content))
 
 
-def _json(content: Any) -> str:
-    return json.dumps(content, indent=2) + "\n"
+def as_json(content: Any) -> str:
+    """The text of a JSON file; dataclasses as their fields."""
+    return json.dumps(content, indent=2, default=asdict) + "\n"
 
 
 class Lines:
@@ -63,7 +65,7 @@ class ReservedJson:
         """Replaces the content. Raises OSError if even the reserved space is gone."""
         descriptor = os.open(self._reserve, os.O_WRONLY | os.O_CREAT, 0o666)
         with open(descriptor, "wb") as file:
-            file.write(_json(content).encode())
+            file.write(as_json(content).encode())
             file.truncate()
         os.replace(self._reserve, self.path)
         with contextlib.suppress(OSError):  # the next write tries again

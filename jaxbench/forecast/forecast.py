@@ -27,10 +27,10 @@ class Forecast:
     `rests_on` are seconds of the step by what they rest on, the most first: `measured shapes`;
     shapes `in proportion` to measured ones, the largest of which are `beyond`; `bytes` of kernels
     without arithmetic; `links`, what collectives and copies are waited for and slow down; and
-    `nothing`, custom calls without a rule. `outside` is the share of the kernels' seconds in proportion or on
-    nothing; `unknown` are the seconds, by bytes alone, of custom calls without a rule, by target;
-    `sources` says where each kind of table is from, `assumed` what stands in for tables that the
-    program needs.
+    `nothing`, custom calls without a rule. `outside` is the share of the kernels' seconds in
+    proportion or on nothing; `unknown` are the seconds, by bytes alone, of custom calls without a
+    rule, by target; `sources` says where each kind of table is from, `assumed` what stands in for
+    tables that the program needs.
     """
 
     step_s: float

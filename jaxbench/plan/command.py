@@ -1,12 +1,11 @@
 """The command `jaxbench plan`: plans of a row or of many, and differences."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 
 from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.files import write_json
+from jaxbench.files import as_json, write_json
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import candidates, driver, hlo, profile, scaling, search, sweep, text
 from jaxbench.plan.absent import compile_only_devices
@@ -22,11 +21,9 @@ from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_pa
 from jaxbench.plan.page import difference_page, plan_page
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
-from jaxbench.plan.step import Step
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import Run
-from jaxbench.report.runs import Compared
 from jaxbench.terminal import live, write
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
@@ -148,11 +145,6 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     return sweep.sweep(targets, args.output or Path("docs"))
 
 
-def as_json(found: Step | Compared) -> str:
-    """All fields of a plan, or of a profile beside it."""
-    return json.dumps(asdict(found), indent=2)
-
-
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     """Prints the plan of one row, and remedies where it does not fit."""
     run, _ = resolve(args.config, args.gpus, args.set, gpu)
@@ -161,7 +153,7 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     with compiling(run):
         plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
     if args.dump:
-        write_json(args.dump / "plan.json", asdict(plan))
+        write_json(args.dump / "plan.json", plan)
     as_text = {"json": as_json, "html": plan_page, "text": text.report}[args.format]
     write(as_text(plan), args.output)
     if not plan.fits:

@@ -10,16 +10,12 @@ from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.step import Step
 from jaxbench.plan.text import gib
 from jaxbench.recipe.published import ERRATA, counted
-from jaxbench.report.charts import WAITS, Bar, waterfall
+from jaxbench.report.charts import SECONDS, WAITING, Bar, waterfall
 from jaxbench.report.page import attached, render, settings
-from jaxbench.report.plans import LABELS
+from jaxbench.report.plans import LABELS, MINIMUM_S
 from jaxbench.xla.timeline import LINKS
 
-SECONDS = "{:.3f}".format
 PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
-MINIMUM_S = 5e-4
-"""Parts of a step that are shorter are not shown: figures have three digits."""
-
 UNSURE = ("in proportion", "nothing")
 """Bases of a forecast that are the least sure."""
 
@@ -181,7 +177,7 @@ def steps_of(
 
 def in_order(seconds: dict[str, float]) -> list[tuple[str, float]]:
     """The parts of a step, the longest first, and what waits or is slower last."""
-    return sorted(seconds.items(), key=lambda part: (part[0].startswith(WAITS), -part[1]))
+    return sorted(seconds.items(), key=lambda part: (part[0].startswith(WAITING), -part[1]))
 
 
 def forecast(

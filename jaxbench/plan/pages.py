@@ -6,10 +6,7 @@ from typing import Any
 from jaxbench.recipe.published import counted
 from jaxbench.report.charts import Chart, Label, empty_chart
 from jaxbench.report.page import render
-from jaxbench.report.plans import LABELS
-
-MINIMUM_S = 5e-4
-"""A part of a step that is shorter in every row is not shown: figures have three digits."""
+from jaxbench.report.plans import LABELS, MINIMUM_S
 
 GROWING = ("ours", "other", "published")
 """Classes of the parts that grow most, in their order."""
@@ -31,10 +28,17 @@ def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Seque
         device=device,
         lines=lines,
         charts=[*_scaling_charts(lines, [*names])] if len(lines) > 1 else [],
-        parts={name: LABELS.get(name, name) for name in names
-               if any(line["parts_s"].get(name, 0.0) >= MINIMUM_S for line in lines)},
+        parts={name: LABELS.get(name, name) for name in shown_parts(lines)},
         remarks=remarks,
     )  # fmt: skip
+
+
+def shown_parts(lines: Sequence[Line]) -> list[str]:
+    """Names of the parts of a step that are long enough in one of the rows."""
+    longest: dict[str, float] = {}
+    for name, seconds in (part for line in lines for part in line["parts_s"].items()):
+        longest[name] = max(seconds, longest.get(name, 0.0))
+    return [name for name, seconds in longest.items() if seconds >= MINIMUM_S]
 
 
 def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Chart]:

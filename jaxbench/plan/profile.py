@@ -9,7 +9,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -133,7 +133,7 @@ def read(
     compared = compare(profile, walk, gpu, tables.load(gpu.name.lower(), kernels), axes)
     if is_null(device):
         compared = replace(compared, remark=NULL)
-    write_json(folder / COMPARED, asdict(compared))
+    write_json(folder / COMPARED, compared)
     if table is not None:
         write_whole(table, kernel_table(profile, walk, gpu))
     return compared

@@ -5,7 +5,6 @@ The efficiency of a row is its tokens per second and GPU over those of the small
 train another model than the largest row are left out.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbench.errors import RecipeError
-from jaxbench.plan.pages import scaling_page
+from jaxbench.files import as_json
+from jaxbench.plan.pages import scaling_page, shown_parts
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
+from jaxbench.report.plans import MINIMUM_S
 from jaxbench.terminal import console, write
-
-MINIMUM_S = 5e-4
-"""A part that is shorter than this in every row is not shown: tables have three digits."""
 
 BAR = 60
 """Characters of the longest bar."""
@@ -45,7 +43,7 @@ def scaling(
     lines = [figures(plan, plans[0]) for plan in plans]
     if form == "json":
         content = {"rows": lines, "left_out": left_out, "failures": failures}
-        write(json.dumps(content, indent=2), output)
+        write(as_json(content), output)
     elif form == "html" and lines:
         name = " ".join([recipe.name, *changes])
         write(scaling_page(name, target.gpu.device, lines, [*left_out, *failures]), output)
@@ -71,8 +69,8 @@ def rows(recipe: Recipe, changes: list[str]) -> tuple[list[Run], list[str]]:
             kept.append(run)
         else:
             left_out.append(
-                f"{run.gpus} GPU{'s' if run.gpus > 1 else ''}: another model, {run.model.layers} "
-                f"layers on {length} tokens: not compared"
+                f"{counted(run.gpus)}: another model, {run.model.layers} layers on {length} "
+                "tokens: not compared"
             )
     return kept, left_out
 
@@ -110,11 +108,7 @@ def _rate(plan: Plan) -> float:
 
 def show(title: str, lines: list[dict[str, Any]]) -> None:
     """Prints the table and the bars."""
-    shown = [
-        name
-        for name in dict.fromkeys(name for line in lines for name in line["parts_s"])
-        if any(line["parts_s"].get(name, 0.0) >= MINIMUM_S for line in lines)
-    ]
+    shown = shown_parts(lines)
     headings = ("GPUs", "mesh", "fits", "step s", "tokens/s/GPU", "efficiency %", "published %")
     grid = Table(title=title, box=None, title_justify="left")
     for heading in (*headings, *shown, "grows"):

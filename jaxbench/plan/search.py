@@ -6,7 +6,6 @@ far (`candidates.distance` 1). Each gets the remat policy that recomputes least 
 limit, as estimated from the peak of a compiled candidate. Step times are of compiled plans only.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxbench.files import as_json
 from jaxbench.hardware import Gpu
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
@@ -162,7 +162,7 @@ def search(
     options = [option for text in changes for option in ("--set", text)]
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])
     if form == "json":
-        write(json.dumps({"best": best, "candidates": lines, **counts}, indent=2), output)
+        write(as_json({"best": best, "candidates": lines, **counts}), output)
     elif form == "html":
         name = " ".join([row.recipe, *row.overrides])
         where = f"{name} on {counted(row.gpus, f'{target.gpu.name} GPU')}"

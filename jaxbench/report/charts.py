@@ -36,6 +36,10 @@ SHAPES = {
 SVG path starts, and the path."""
 
 
+SECONDS = "{:.3f}".format
+"""Text of the figure of a bar in seconds."""
+
+
 class Bar(NamedTuple):
     """A line of a table of bars: CSS class, name, start and length in the unit of the table, and
     the figure beside it."""
@@ -47,7 +51,7 @@ class Bar(NamedTuple):
     text: str
 
 
-WAITS = ("exposed", "slowed")
+WAITING = ("exposed", "slowed")
 """Beginnings of the names of parts of a step in which kernels wait or are slower."""
 
 
@@ -56,7 +60,7 @@ def waterfall(parts: Mapping[str, float], text: Callable[[float], str]) -> list[
     start, bars = 0.0, []
     for name, length in parts.items():
         bars.append(
-            Bar("other" if name.startswith(WAITS) else "part", name, start, length, text(length))
+            Bar("other" if name.startswith(WAITING) else "part", name, start, length, text(length))
         )
         start += length
     return bars

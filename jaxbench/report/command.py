@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxbench.errors import RecipeError
+from jaxbench.files import as_json
 from jaxbench.hardware import NULL
 from jaxbench.recipe import published
 from jaxbench.recipe.window import WINDOWS, window
@@ -146,7 +147,7 @@ def _compare(arguments: argparse.Namespace) -> tuple[str, bool]:
     a, b = (report([path], arguments.window) for path in arguments.compare)
     _refuse_null([*a, *b])
     result = compare(a, b, arguments.threshold / 100)
-    text = formats.as_json(asdict(result)) if arguments.format == "json" else result.text()
+    text = as_json(result) if arguments.format == "json" else result.text()
     return text, result.verdict == "slower"
 
 

@@ -3,13 +3,13 @@ columns."""
 
 import csv
 import io
-import json
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxbench.files import as_json
 from jaxbench.report.runs import Result
 
 COLUMNS = {
@@ -129,11 +129,6 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
-
-
-def as_json(content: Any) -> str:
-    """Runs by the keys of `COLUMNS`, or a comparison; numbers in full precision."""
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 TEXTS = {"table": as_table, "csv": as_csv, "json": as_json, "markdown": as_markdown}

@@ -4,7 +4,6 @@ A run is compared with the median of the runs since the last change, so that a s
 as well as a jump.
 """
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from jaxbench import files
 from jaxbench.report.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences
 from jaxbench.report.gpus import gpus, slow_nodes
@@ -195,4 +195,4 @@ def as_json(history: Sequence[Series]) -> str:
             for p in series.points]}
         for series in history
     ]  # fmt: skip
-    return json.dumps(content, indent=2) + "\n"
+    return files.as_json(content)

@@ -93,12 +93,11 @@ def page(results: Sequence[Result], convention: str) -> str:
 def history_page(rows: Sequence[history.Series], threshold: float) -> str:
     """The page of a history."""
     changes = sum(len(row.changes) for row in rows)
-    counted = f"{changes} change{'s' * (changes > 1)}" if changes else "No change"
     return render(
         "history.html",
         title="Training benchmark history",
-        headline=f"{counted} above {100 * threshold:g} % in {len(rows)} "
-        f"row{'s' * (len(rows) > 1)}.",
+        headline=f"{counted(changes, 'change') if changes else 'No change'} above "
+        f"{100 * threshold:g} % in {counted(len(rows), 'row')}.",
         rows=[(row, history.chart(row, threshold)) for row in rows],
         nodes=history.nodes(rows),
         weeks=history.WEEKS,

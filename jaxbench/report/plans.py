@@ -19,6 +19,9 @@ LABELS = {
 }  # fmt: skip
 """Display names of a plan's parts; other parts keep their own names."""
 
+MINIMUM_S = 5e-4
+"""A part of a step that is shorter is not shown: figures have three digits."""
+
 
 def find_plan(folder: Path, recipe: dict[str, Any], device: str) -> PlannedStep | None:
     """The plan of a recorded recipe on the same kind of GPU, from a run's folder or its

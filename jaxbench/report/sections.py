@@ -10,7 +10,7 @@ from jaxbench.hardware import NULL
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
 from jaxbench.recipe.window import outlier_limit
-from jaxbench.report.charts import Bar, Chart, Label, empty_chart
+from jaxbench.report.charts import SECONDS, Bar, Chart, Label, empty_chart
 from jaxbench.report.charts import waterfall as stacked
 from jaxbench.report.gap import REMAINS, explain
 from jaxbench.report.runs import Result, quantity
@@ -20,8 +20,6 @@ SPAN = 0.03
 small."""
 
 NAMED_OUTLIERS, NAMED_RANKS = 5, 3
-
-SECONDS = "{:.3f}".format
 
 NO_RESULT = "smoke run: no result"
 
