@@ -14,14 +14,14 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
-from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import Tables, load
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.step import Kernels, OtherKernels, Step, step_of
+from jaxbench.plan.step import Step, step_of
 from jaxbench.plan.trace import write_trace
-from jaxbench.plan.traffic import Traffic, axes_of, system
+from jaxbench.plan.traffic import axes_of, system
 from jaxbench.recipe import flops, published, recipes
+from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
@@ -31,7 +31,6 @@ from jaxbench.train.step import abstract_state
 from jaxbench.versions import versions
 from jaxbench.xla import flags, memory
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.host import HostTraffic
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
@@ -142,25 +141,10 @@ class Plan(Step):
     published: dict[str, Any] | None
 
 
-RECORDS = {
-    "bytes_per_device": Memory, "state_bytes": StateBytes, "largest_buffers": Buffer,
-    "flops": Flops, "collectives": Traffic, "kernels": Kernels, "stages": Pipelined,
-    "other_kernels": OtherKernels, "forecast": Forecast, "host": HostTraffic,
-}  # fmt: skip
-"""Fields of a plan that are records or lists of records."""
-
-
 def read(path: Path) -> Plan:
     """Reads the plan.json of `--dump`. Raises RecipeError if it is not a plan."""
     try:
-        values = json.loads(path.read_text())
-        for name, cls in RECORDS.items():
-            if isinstance(values[name], list):
-                values[name] = [cls(**value) for value in values[name]]
-            elif values[name] is not None:
-                values[name] = cls(**values[name])
-        values["rates"] = {name: Rates(**value) for name, value in values["rates"].items()}
-        return Plan(**values)
+        return restored(Plan, json.loads(path.read_text()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RecipeError(f"{path}: cannot read a plan: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Settings as dataclasses, from the plain values of YAML; each mistake is one line."""
+"""Dataclasses from plain values: settings from YAML, with one-line errors, and records from JSON."""
 
 import math
 import types
@@ -20,6 +20,20 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
         for option in (hint, *typing.get_args(hint)):
             if is_dataclass(option):
                 yield from setting_names(option, f"{prefix}{name}.")
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """A value of a type, a dataclass or one that holds some, from the plain values of `asdict`.
+    Raises KeyError or TypeError for other fields."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: restored(hints[name], of) for name, of in value.items()})  # type: ignore[operator]
+    if origin is types.UnionType and value is not None:
+        return restored(inner[0], value)
+    if origin is list:
+        return [restored(inner[0], of) for of in value]
+    return {key: restored(inner[1], of) for key, of in value.items()} if origin is dict else value
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from jaxbench.report.runs import Compared, Difference, Part, quantity
+from jaxbench.recipe.build import restored
+from jaxbench.report.runs import Compared, quantity
 
 COMPARED = "compared.json"
 """The comparison in the folder of a profile, `profile/rank-N` of a run."""
@@ -19,18 +19,14 @@ def read(folder: Path) -> list[Compared]:
 def _read(folder: Path) -> Iterator[Compared]:
     for path in folder.glob(f"profile/rank-*/{COMPARED}"):
         try:
-            values = json.loads(path.read_text())
-            for name, kind in (("kernels", Part), ("links", Part), ("largest", Difference)):
-                values[name] = [_part(kind, each) for each in values[name]]
-            for name in ("devices", "steps", "measured_s", "forecast_s", "found"):
-                quantity(values[name])
-            yield Compared(**values)
+            compared: Compared = restored(Compared, json.loads(path.read_text()))
+            parts = [*compared.kernels, *compared.links, *compared.largest]
+            times = [s for part in parts for s in (part.measured_s, part.forecast_s)]
+            counts = [compared.devices, compared.steps, *(part.runs for part in compared.largest)]
+            for figure in (
+                compared.measured_s, compared.forecast_s, compared.found, *times, *counts,
+            ):  # fmt: skip
+                quantity(figure)
+            yield compared
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
-
-
-def _part(kind: type, values: Any) -> Any:
-    """A part from its fields. Raises TypeError for other ones, and for what is no figure."""
-    for name in ("measured_s", "forecast_s", *(["runs"] if kind is Difference else [])):
-        quantity(values[name])
-    return kind(**values)
