@@ -4,7 +4,6 @@ folder of their results and Slurm's queue."""
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxbench.errors import RecipeError
-from jaxbench.terminal import Parser, console
+from jaxbench.terminal import Parser, command, console
 
 EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
@@ -127,25 +126,22 @@ def chosen(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
     return {number: known[number] for number in numbers or known}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None) -> int:
     """Prints, follows or cancels jobs; returns the exit status."""
-    try:
-        args = make_parser().parse_args(argv)
-        if args.action != "list" and not args.jobs:
-            raise RecipeError(f"jobs {args.action}: name a job")
-        jobs = chosen(args.jobs, folders(args.stage))
-        if args.action == "log":
-            paths = [str(log(folder)) for folder in jobs.values()]
-            follow = ["-F"] if jobs.keys() & queue().keys() else []
-            return subprocess.run(["tail", "-n", "+1", *follow, *paths]).returncode
-        if args.action == "cancel":
-            slurm("scancel", *jobs)
-            return 0
-        queued = queue()
-        lines = [described(folder, queued) for folder in jobs.values()]
-    except (RecipeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = make_parser().parse_args(argv)
+    if args.action != "list" and not args.jobs:
+        raise RecipeError(f"jobs {args.action}: name a job")
+    jobs = chosen(args.jobs, folders(args.stage))
+    if args.action == "log":
+        paths = [str(log(folder)) for folder in jobs.values()]
+        follow = ["-F"] if jobs.keys() & queue().keys() else []
+        return subprocess.run(["tail", "-n", "+1", *follow, *paths]).returncode
+    if args.action == "cancel":
+        slurm("scancel", *jobs)
+        return 0
+    queued = queue()
+    lines = [described(folder, queued) for folder in jobs.values()]
     if args.action == "status":
         for line, folder in zip(lines, jobs.values(), strict=True):
             for name, value in {**line, "folder": str(folder)}.items():

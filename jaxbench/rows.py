@@ -2,7 +2,6 @@
 
 import csv
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from jaxbench import hardware
 from jaxbench.errors import RecipeError, meant
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.published import counted
-from jaxbench.terminal import Parser, completes, console
+from jaxbench.terminal import Parser, command, completes, console
 
 EXAMPLES = """
     jaxbench list                            every row
@@ -139,14 +138,11 @@ def table(lines: Sequence[dict[str, Any]], width: int) -> Table:
     return grid
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; returns 0, or 2 for a mistake."""
-    try:
-        args = make_parser().parse_args(argv)
-        lines = chosen([*rows()], args.words, args.gpu, args.gpus)
-    except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@command
+def main(argv: Sequence[str] | None) -> int:
+    """Prints the table."""
+    args = make_parser().parse_args(argv)
+    lines = chosen([*rows()], args.words, args.gpu, args.gpus)
     output = console()
     output.print(table(lines, output.width))
     shown = len({line["recipe"] for line in lines})

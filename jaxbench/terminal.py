@@ -3,15 +3,16 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from textwrap import dedent, fill, indent
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-from jaxbench.errors import RecipeError, meant
+from jaxbench.errors import RecipeError, RunFailed, meant
 from jaxbench.files import write_whole
 
 WIDTH = 200
@@ -51,6 +52,21 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]))
         raise RecipeError(message)
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """The function of a command, of its words and to its exit status: prints one line and returns 2
+    for a user's mistake, and for a file that cannot be read or written."""
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except (RecipeError, RunFailed, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run
 
 
 def completes(action: argparse.Action, names: Callable[[], Iterable[str]], end: str = "") -> None:

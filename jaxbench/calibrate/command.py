@@ -6,7 +6,6 @@ backward, copies, and on several GPUs collectives inside the node. With it
 nodes, and those that products sustain, are the package's.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from jaxbench.ops import attention
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.quantized.operand import multiply
 from jaxbench.ops.quantized.per_tensor import VALUES
+from jaxbench.terminal import command
 from jaxbench.versions import versions
 from jaxbench.xla import flags
 
@@ -234,30 +234,25 @@ def table(gpu: str, device: str, lines: list[str]) -> str:
     return text(gpu, comments, lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    try:
-        args = make_parser().parse_args(argv)
-        if args.rehearse:
-            jax.config.update("jax_platforms", "cpu")
-        devices = jax.local_devices()
-        device = devices[0].device_kind
-        if hardware.is_null(device):
-            raise RecipeError(f"{device}: {hardware.NULL}")
-        gpu = hardware.identify(device)
-        if not args.rehearse and gpu not in hardware.PLANNED.values():
-            known = ", ".join(hardware.PLANNED)
-            raise RecipeError(f"{device} is none of the GPUs that are planned for: {known}")
-        sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
-        planned = list(probes(sample, kernel, devices))
-        console = Console(stderr=True)
-        hidden = not console.is_terminal
-        shown = track(planned, "measuring", console=console, disable=hidden)
-        lines = [line(p.kind, p.name, p.sizes, measure(p)) for p in shown]
-        name = gpu.name.lower() if gpu else "cpu"
-        write_whole(args.output, table(name, device, lines))
-    except (RecipeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@command
+def main(argv: Sequence[str] | None) -> int:
+    """Measures, and writes the file."""
+    args = make_parser().parse_args(argv)
+    if args.rehearse:
+        jax.config.update("jax_platforms", "cpu")
+    devices = jax.local_devices()
+    device = devices[0].device_kind
+    if hardware.is_null(device):
+        raise RecipeError(f"{device}: {hardware.NULL}")
+    gpu = hardware.identify(device)
+    if not args.rehearse and gpu not in hardware.PLANNED.values():
+        known = ", ".join(hardware.PLANNED)
+        raise RecipeError(f"{device} is none of the GPUs that are planned for: {known}")
+    sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
+    planned = list(probes(sample, kernel, devices))
+    console = Console(stderr=True)
+    shown = track(planned, "measuring", console=console, disable=not console.is_terminal)
+    lines = [line(p.kind, p.name, p.sizes, measure(p)) for p in shown]
+    write_whole(args.output, table(gpu.name.lower() if gpu else "cpu", device, lines))
     print(f"{len(lines)} kernels of {device}: plan with --kernels {args.output}")
     return 0

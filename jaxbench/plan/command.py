@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxbench import hardware, mesh
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.errors import RecipeError
 from jaxbench.files import as_json, write_json
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import candidates, driver, hlo, profile, scaling, search, sweep, text
@@ -24,7 +24,7 @@ from jaxbench.plan.processes import Target
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import Run
-from jaxbench.terminal import live, write
+from jaxbench.terminal import command, live, write
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
 
@@ -165,15 +165,16 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     return 0 if plan.fits else 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, 1 when a plan does not fit, or 2 for a user's mistake."""
+@command
+def main(argv: Sequence[str] | None) -> int:
+    """Returns 0, or 1 when a plan does not fit."""
+    args = make_parser().parse_args(argv)
+    flags.check_environment(os.environ.get("XLA_FLAGS", ""))
+    jax.config.update("jax_platforms", "cpu")
+    targets = find_targets(args)
+    check_arguments(args)
+    gpu = targets[0].gpu
     try:
-        args = make_parser().parse_args(argv)
-        flags.check_environment(os.environ.get("XLA_FLAGS", ""))
-        jax.config.update("jax_platforms", "cpu")
-        targets = find_targets(args)
-        check_arguments(args)
-        gpu = targets[0].gpu
         if args.profile:
             with live(f"reading {args.profile}"):
                 asked = gpu if args.gpu or args.system else None
@@ -191,9 +192,6 @@ def main(argv: list[str] | None = None) -> int:
         if args.diff or args.all or args.scaling or args.search:
             return plan_many(args, targets)
         return plan_one(args, gpu)
-    except (RecipeError, RunFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(
             "interrupted; finished plans are kept: the same --all, --scaling or --search resumes",

@@ -1,4 +1,4 @@
-"""Dataclasses from plain values: settings from YAML, with one-line errors, and records from JSON."""
+"""Dataclasses from plain values: settings of YAML, whose mistakes are one line, and records."""
 
 import math
 import types

@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from jaxbench.report.compare import compare
 from jaxbench.report.gap import explain
 from jaxbench.report.mlperf import as_mlperf
 from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
-from jaxbench.terminal import live, write
+from jaxbench.terminal import command, live, write
 
 LOG_SUFFIXES = (".out", ".log", ".txt")
 OTHER_LOGS = ("sbatch_", "vboost")
@@ -186,24 +186,21 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
     return text, results
 
 
-def main(argv: list[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str] | None) -> int:
     """Prints or writes the report; returns the exit status."""
     text: str | None
     results: list[Result] = []
     slower = False
-    try:
-        arguments = make_parser().parse_args(argv)
-        if arguments.compare:
-            text, slower = _compare(arguments)
-        elif arguments.history:
-            text = _history(arguments)
-        else:
-            text, results = _results(arguments)
-        if text is not None:
-            write(text, arguments.output)
-    except (RecipeError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = make_parser().parse_args(argv)
+    if arguments.compare:
+        text, slower = _compare(arguments)
+    elif arguments.history:
+        text = _history(arguments)
+    else:
+        text, results = _results(arguments)
+    if text is not None:
+        write(text, arguments.output)
     bad = sum(r.verdict.bad for r in results)
     if results:
         print(
