@@ -74,7 +74,7 @@ def to_permuted(
             "w": (w, pl.BlockSpec((*w.shape[:2], width), lambda n, b: (0, 0, n))),
             "row": (groups.row, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
-            **_scale(scale),
+            **scale_input(scale),
         },
         {"y": Output(y, result_dtype(x), pl.BlockSpec((BLOCK, width), lambda n, b: (b, n)))},
         LAUNCH, **_cost(x, w, w.shape, groups, (x.itemsize, 2)), interpret=interpret,
@@ -100,7 +100,7 @@ def from_permuted(
             "w": (w, pl.BlockSpec((w.shape[0], width, w.shape[2]), lambda d, b: (0, d, 0))),
             "row": (groups.row, pl.BlockSpec((BLOCK,), lambda d, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda d, b: (b,))),
-            **_scale(scale),
+            **scale_input(scale),
         },
         {"x": Output(x, result_dtype(y), pl.BlockSpec((x[0], width), lambda d, b: (0, d)))},
         LAUNCH, **_cost(y, w, w.shape, groups, (2, y.itemsize)), interpret=interpret,
@@ -125,7 +125,7 @@ def weights(
             "y": (y, pl.BlockSpec((y.shape[0], tile[1]), lambda n, d, e: (0, n))),
             "row": (groups.row, whole(groups.row)),
             "ends": (groups.ends, whole(groups.ends)),
-            **_scale(scale),
+            **scale_input(scale),
         },
         {"w": Output(w, result_dtype(x), pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},
         LAUNCH, **_cost(x, y, w, groups, (x.itemsize, y.itemsize)), interpret=interpret,
@@ -141,7 +141,7 @@ def _to_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     @pl.when(of < r.w.shape[0])
     def _():
-        total = _sum(step, 0, r.x.shape[1] // depth, r.y.shape, r)
+        total = scaled_sum(step, 0, r.x.shape[1] // depth, r.y.shape, r)
         r.y[...] = total.astype(r.y.dtype)
 
     @pl.when(of == r.w.shape[0])
@@ -159,7 +159,7 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
     @pl.when(of < r.w.shape[0])
     def _():
         tile, filled = tile_at(r.x, rows, 0, r.x.shape[1])
-        total = _sum(step, 0, r.y.shape[1] // depth, (BLOCK, r.x.shape[1]), r)
+        total = scaled_sum(step, 0, r.y.shape[1] // depth, (BLOCK, r.x.shape[1]), r)
         triton.store(tile, total.astype(r.x.dtype), mask=filled)
 
 
@@ -172,11 +172,11 @@ def _weights(r: SimpleNamespace) -> None:
         x = gathered(r.x, r.row[block], 0, r.x.shape[1])
         return total + _product(x.T, r.y[block, :])
 
-    r.w[...] = _sum(step, first, r.ends[of], r.w.shape, r).astype(r.w.dtype)
+    r.w[...] = scaled_sum(step, first, r.ends[of], r.w.shape, r).astype(r.w.dtype)
 
 
-def _sum(step: Callable, first, last, shape: tuple[int, ...], r: SimpleNamespace) -> Array:
-    """The fp32 sum of all steps, times the scale of FP8 operands."""
+def scaled_sum(step: Callable, first, last, shape: tuple[int, ...], r: SimpleNamespace) -> Array:
+    """The fp32 sum of all steps, times the scale of the operands where they have one."""
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
     return total * r.scale[0] if hasattr(r, "scale") else total
 
@@ -188,7 +188,8 @@ def _product(a: Array, b: Array) -> Array:
     return product(a, b)
 
 
-def _scale(scale: Array | None) -> Inputs:
+def scale_input(scale: Array | None) -> Inputs:
+    """The scale of a product as an input of its kernel, `scale`; none without one."""
     return (
         {} if scale is None else {"scale": (scale.reshape(1), pl.BlockSpec((1,), lambda *_: (0,)))}
     )

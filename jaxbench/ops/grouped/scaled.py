@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
-from jaxbench.ops.grouped.pallas import LAUNCH, TILES
+from jaxbench.ops.grouped.pallas import LAUNCH, TILES, scale_input, scaled_sum
 from jaxbench.ops.pallas import Inputs, Output, call, largest, tile_at, whole
 from jaxbench.ops.quantized.block_scaled import Products
 from jaxbench.ops.quantized.blocks import MXFP8, NVFP4, Blocks, as_bytes, dequantized
@@ -90,7 +90,7 @@ def _by_weight(r: SimpleNamespace, *, into: bool, step: Callable) -> None:
     @pl.when(of < r.w.shape[0])
     def _():
         steps = r.x.shape[1] // step(0)[0].size
-        total = _sum(add, 0, steps, (BLOCK, r.y.shape[1]), r)
+        total = scaled_sum(add, 0, steps, (BLOCK, r.y.shape[1]), r).astype(jnp.bfloat16)
         if into:
             r.y[...] = total
         else:
@@ -114,13 +114,7 @@ def _of_weight(r: SimpleNamespace, *, step: Callable) -> None:
             total, r.a[:, values], r.b[:, values], r.a_scales[:, scales], r.b_scales[:, scales]
         )
 
-    r.w[...] = _sum(add, first, r.ends[of], r.w.shape, r)
-
-
-def _sum(add: Callable, first: Any, last: Any, shape: tuple[int, ...], r: SimpleNamespace) -> Array:
-    """The bf16 sum of all steps, times the scale of both tensors in NVFP4."""
-    total = jax.lax.fori_loop(first, last, add, jnp.zeros(shape, jnp.float32))
-    return (total * r.scale[0] if hasattr(r, "scale") else total).astype(jnp.bfloat16)
+    r.w[...] = scaled_sum(add, first, r.ends[of], r.w.shape, r).astype(jnp.bfloat16)
 
 
 def _step(x: Blocks, depth: int) -> Callable[[Any], tuple[Any, Any]]:
@@ -150,9 +144,8 @@ def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> In
 
 
 def _scale(a: Blocks, b: Blocks) -> Inputs:
-    if a.inverse is None:
-        return {}
-    return {"scale": ((a.inverse * b.inverse).reshape(1), pl.BlockSpec((1,), lambda *_: (0,)))}
+    """The scale of both tensors in NVFP4."""
+    return scale_input(None if a.inverse is None else a.inverse * b.inverse)
 
 
 def _cost(
