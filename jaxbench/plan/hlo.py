@@ -23,7 +23,7 @@ from jaxbench.report.page import attached, render
 from jaxbench.train.program import RULES
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.instruction import root, shape_bytes
+from jaxbench.xla.instruction import array_shapes, root, shape_bytes
 
 MEMORY_REPORT = "-memory-usage-report.txt"
 """End of the name of the compiler's account of memory, in place of the program's `.txt`."""
@@ -101,12 +101,13 @@ def crossed(collective: Collective) -> str:
 def _outputs(program: Program, content: str) -> int:
     """Bytes of outputs without those that take the memory of arguments."""
     result = root(program.computations[program.entry])
-    shapes = re.findall(r"\w+\[[\d,]*\]", result.shape)
     aliases = re.search(r"input_output_alias=\{(.*?)\) \}", content.partition("\n")[0])
     held = {
         int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", aliases[1] if aliases else "")
     }
-    return sum(shape_bytes(shape) for n, shape in enumerate(shapes) if n not in held)
+    return sum(
+        shape_bytes(shape) for n, shape in enumerate(array_shapes(result.shape)) if n not in held
+    )
 
 
 def _peak(path: Path) -> int | None:

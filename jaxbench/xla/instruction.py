@@ -99,6 +99,11 @@ class Instruction:
         return int(known or 1)
 
 
+def array_shapes(shape: str) -> list[str]:
+    """The shape of each array in an HLO shape, without its layout; tuples are flattened."""
+    return re.findall(r"\w+\[[\d,]*\]", shape)
+
+
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, dimensions) of each array in an HLO shape; tuples are flattened."""
     return [(dtype, tuple(ints(dims))) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)]

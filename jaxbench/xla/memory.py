@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxbench.xla import host
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.instruction import SOURCE, Instruction, Scope, root, shape_bytes
+from jaxbench.xla.instruction import SOURCE, Instruction, Scope, array_shapes, root, shape_bytes
 
 FORWARDING = ("get-tuple-element", "bitcast", "copy")
 """Opcodes whose result is an operand, unchanged."""
@@ -163,16 +163,12 @@ def readable(op_name: str, opcode: str) -> str:
     return phase + (path or opcode.removesuffix("-start").removesuffix("-done"))
 
 
-def _array_shapes(i: Instruction) -> list[str]:
-    return re.findall(r"\w+\[[\d,]*\]", i.shape)
-
-
 def _element_shape(i: Instruction, index: str) -> str:
     """Shape of an element of an instruction's tuple; empty where it is no flat tuple of arrays."""
     flat = i.shape.startswith("(") and not i.opcode.endswith("-start") and index.isdigit()
-    return _array_shapes(i)[int(index)] if flat else ""
+    return array_shapes(i.shape)[int(index)] if flat else ""
 
 
 def _shape_of_size(i: Instruction, size: int) -> str:
     """The first array shape of that many bytes; empty without one."""
-    return next((shape for shape in _array_shapes(i) if shape_bytes(shape) == size), "")
+    return next((shape for shape in array_shapes(i.shape) if shape_bytes(shape) == size), "")
