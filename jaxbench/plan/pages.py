@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxbench.recipe.published import counted
-from jaxbench.report.charts import Chart, Label, empty_chart
+from jaxbench.report.charts import Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.report.page import render
 from jaxbench.report.plans import LABELS, MINIMUM_S
 
@@ -69,24 +69,15 @@ def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Cha
 
 def _chart(title: str, unit: str, series: Series, classes: Sequence[str]) -> Chart:
     """Series against the number of GPUs, each in its CSS class."""
-    css = dict(zip(series, classes, strict=False))
-    labels: list[Label] = [
-        (css[name], [*points.values()][-1], name) for name, points in series.items()
-    ]
+    by_class = dict(zip(classes, series.values(), strict=False))
+    last = ([*points.values()][-1] for points in series.values())
+    labels: list[Label] = [*zip(classes, last, series, strict=False)]
     described = "; ".join(
         f"{name}: " + ", ".join(f"{y:.3f} on {counted(gpus)}" for gpus, y in points.items())
         for name, points in series.items()
     )
-    gpus = sorted({gpus for points in series.values() for gpus in points})
     values = [y for points in series.values() for y in points.values()]
-    chart = empty_chart(
-        title, f"{unit}. {described}", gpus, values, unit=unit, x_title="GPUs", labels=labels,
-        log=True, x_ticks=[(n, str(n)) for n in gpus],
-    )  # fmt: skip
-    for name, points in series.items():
-        chart.line(css[name], [*points.items()])
-        chart.dots(css[name], [*points.items()])
-    return chart
+    return chart_over_gpus(title, f"{unit}. {described}", unit, by_class, values, labels)
 
 
 def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tried: str) -> str:

@@ -188,3 +188,19 @@ def empty_chart(
         last = max(y.at(value) + 4, last + LINE_HEIGHT)  # without overlap
         chart.texts.append((css, right + 8, last, text, "start"))
     return chart
+
+
+def chart_over_gpus(
+    title: str, description: str, unit: str, series: Mapping[str, Mapping[int, float]],
+    values: Sequence[float], labels: Sequence[Label],
+) -> Chart:  # fmt: skip
+    """Series by CSS class over numbers of GPUs, with a y axis that holds `values`."""
+    gpus = sorted({n for points in series.values() for n in points})
+    chart = empty_chart(
+        title, description, gpus, values, unit=unit, x_title="GPUs", labels=labels, log=True,
+        x_ticks=[(n, str(n)) for n in gpus],
+    )  # fmt: skip
+    for css, points in series.items():
+        chart.line(css, [*points.items()])
+        chart.dots(css, [*points.items()])
+    return chart

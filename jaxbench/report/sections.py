@@ -10,7 +10,7 @@ from jaxbench.hardware import NULL
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
 from jaxbench.recipe.window import outlier_limit
-from jaxbench.report.charts import SECONDS, Bar, Chart, Label, empty_chart
+from jaxbench.report.charts import SECONDS, Bar, Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.report.charts import waterfall as stacked
 from jaxbench.report.gap import REMAINS, explain
 from jaxbench.report.runs import Result, quantity
@@ -116,14 +116,11 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
         + ", ".join(f"{rate:.0f} on {published.counted(g)}" for g, rate in rates.items())
         for name, rates in means.items()
     )
-    chart = empty_chart(
-        title, f"tokens/s per GPU. {description}", gpus, [*values, 0.85 * max(values)],
-        unit="tokens/s/GPU", x_title="GPUs", labels=labels, log=True,
-        x_ticks=[(g, str(g)) for g in gpus],
+    chart = chart_over_gpus(
+        title, f"tokens/s per GPU. {description}", "tokens/s/GPU", means,
+        [*values, 0.85 * max(values)], labels,
     )  # fmt: skip
-    for name, rates in means.items():
-        chart.line(name, [*rates.items()])
-        chart.dots(name, [*rates.items()])
+    for name in means:
         repeats = [(g, v) for g, runs in series[name].items() if len(runs) > 1 for v in runs]
         chart.dots(name, repeats)
     table = [(g, [(means[name].get(g), efficiency[name].get(g)) for name in means]) for g in gpus]
