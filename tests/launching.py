@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 import sbatch  # noqa: F401
 import submit
 import sweep  # noqa: F401
+from mistakes import assert_mistake
 
 STAGE = {"STAGE_PATH": "/stage"}
 LLAMA = STAGE | {"WORKLOAD": "llama31", "MODEL_SIZE": "405b", "DTYPE": "BF16"}
@@ -26,15 +27,10 @@ def value(job, option):
 
 
 def refused(options, variables, message, monkeypatch, capsys):
-    """The mistake is one line with status 2, and nothing is submitted."""
+    """It is a mistake, and nothing is submitted."""
     monkeypatch.setattr(submit.os, "environ", variables)
     monkeypatch.setattr(submit, "submit", lambda job: pytest.fail("it was submitted"))
-    assert submit.main(list(options)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    assert message in err
+    assert_mistake(submit.main, options, message, capsys)
 
 
 SBATCH = """#!/bin/sh

@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 from commands import ROOT
+from mistakes import assert_mistake
 from rich.console import Console
 
 import jaxbench.terminal
@@ -45,9 +46,7 @@ def pipes():
     ],
 )
 def test_a_mistake_says_what_was_meant(words, message, capsys):
-    assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert_mistake(main, words, message, capsys)
 
 
 def test_help_lists_the_commands(capsys):

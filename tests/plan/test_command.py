@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from mistakes import assert_mistake
 
 from jaxbench.hardware import H100
 from jaxbench.plan import absent, candidates, command, sweep
@@ -93,9 +94,9 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
 def test_what_is_no_table_is_one_line(tmp_path, capsys):
     for text in ("recipe,GPUs\nllama,8\n", TABLE.replace("1000", "many")):
         (tmp_path / "a.csv").write_text(text)
-        assert command.main(["--diff", str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "not a table of plan --all (plan.csv)" in line
+        message = "not a table of plan --all (plan.csv)"
+        words = ["--diff", tmp_path / "a.csv", tmp_path / "a.csv"]
+        assert_mistake(command.main, words, message, capsys)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,4 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
 def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
     """Without the compiler for GPUs too."""
     monkeypatch.setattr(absent, "installed", lambda module: False)
-    assert command.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert_mistake(command.main, arguments, message, capsys)

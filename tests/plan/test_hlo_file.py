@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import needs_compiler
+from mistakes import assert_mistake
 from parsed import Parsed
 
 from jaxbench.hardware import H100
@@ -125,9 +126,7 @@ def test_mistakes_are_one_line(content, options, said, tmp_path, capsys):
     path = tmp_path / "step.txt"
     if content is not None:
         path.write_text(content)
-    assert command.main(["--hlo", str(path), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert_mistake(command.main, ["--hlo", path, *options], said, capsys)
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 from made_plans import LOOPS
+from mistakes import assert_mistake
 
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.forecast import expected_schedule
@@ -125,13 +126,9 @@ def test_its_products_are_a_table_for_forecasts(tmp_path, capsys):
 def test_what_is_no_profile_is_one_line(spoil, message, tmp_path, capsys):
     made(tmp_path)
     spoil(tmp_path)
-    assert command.main(["--profile", str(tmp_path), "--gpu", "h100"]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
+    assert_mistake(command.main, ["--profile", tmp_path, "--gpu", "h100"], message, capsys)
 
 
 def test_a_profile_of_an_unknown_gpu_needs_its_name(tmp_path, capsys):
     made(tmp_path)
-    assert command.main(["--profile", str(tmp_path)]) == 2
-    assert "expected --gpu too" in capsys.readouterr().err
+    assert_mistake(command.main, ["--profile", tmp_path], "expected --gpu too", capsys)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
+from mistakes import assert_mistake
 
 from jaxbench import hardware
 from jaxbench.recipe import published
@@ -268,11 +269,8 @@ def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
     table = (ROOT / "configs" / "published.csv").read_text()
     (tmp_path / "y.csv").write_text(table.replace("llama2,70b", "llama9,70b"))
     places = {"empty": tmp_path / "empty", "log": log(tmp_path, nemo(0))}
-    assert command.main([text.format(**places) for text in arguments]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert message in err
-    assert err.count("\n") == 1
+    words = [text.format(**places) for text in arguments]
+    assert_mistake(command.main, words, message, capsys)
 
 
 def noisy(mean, seed):
@@ -340,8 +338,7 @@ def test_only_whole_runs_of_one_work_are_compared(record, capsys):
     content["recipe"]["gpus"] = 128
     (other / "run.json").write_text(json.dumps(content))
     for b, message in ((cut, "a run of B, is incomplete"), (other, "A and B hold different work")):
-        assert command.main(["--compare", str(good), str(b)]) == 2
-        assert message in capsys.readouterr().err
+        assert_mistake(command.main, ["--compare", good, b], message, capsys)
     assert command.main(["--compare", str(good), str(good)]) == 0
     assert "only one run of A: what differs from job to job" in capsys.readouterr().out
 

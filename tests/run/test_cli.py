@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 from cases import tiered
 from commands import ROOT, TINY, read, run, start, wait_for_steps
+from mistakes import assert_mistake
 
 from jaxbench.errors import STATUS
 from jaxbench.run import command
@@ -137,12 +138,7 @@ def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, message, capsys):
-    assert command.main(list(arguments)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    assert message in err
+    assert_mistake(command.main, arguments, message, capsys)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(capsys):
@@ -171,8 +167,8 @@ def test_half_a_launcher_is_a_mistake():
 def test_an_output_folder_is_never_overwritten(smoke, capsys):
     folder = smoke[3]
     before = (folder / "run.json").read_bytes()
-    assert command.main(["--config", CONFIG, "--output", str(folder)]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    words = ["--config", CONFIG, "--output", folder]
+    assert_mistake(command.main, words, "already holds a run", capsys)
     assert (folder / "run.json").read_bytes() == before
 
 

@@ -11,6 +11,7 @@ import jax
 import pytest
 from commands import TINY, kill, read, run, start_two
 from compiled import needs_compiler
+from mistakes import assert_mistake
 from tiny import tiny_run
 
 from jaxbench import mesh
@@ -59,10 +60,7 @@ def test_a_window_opens_once_and_always_closes(start, steps, stopped_at, acted):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options, message, capsys):
-    assert command.main([*TINY[:2], *options]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err
+    assert_mistake(command.main, [*TINY[:2], *options], message, capsys)
 
 
 def test_pgle_and_wrong_devices_are_refused_in_a_line():
