@@ -18,17 +18,6 @@ from jaxbench.xla.schedule import Roofline, Walk
 SHOWN_KERNELS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Launches per step of matrix products by dtype and of fused attention, both directions."""
-
-    gemm_bf16: int
-    gemm_fp8: int
-    gemm_mxfp8: int = 0
-    gemm_nvfp4: int = 0
-    attention: int
-
-
 @dataclass(kw_only=True)
 class OtherKernels:
     """Kernels other than products and attention that come from one JAX operation: their seconds in
@@ -41,14 +30,16 @@ class OtherKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step on one device. `bound_parts_s` are `compute` (products and attention), `memory`
-    (other kernels) and `exposed` collectives and copies from and to the host. `quantization_bytes`
-    are read and written by kernels that make operands of quantized products."""
+    """One step on one device. `kernels` counts the launches of matrix products by format
+    (`gemm_bf16`) and of fused `attention`, forward and backward. `bound_parts_s` are `compute`
+    (products and attention), `memory` (other kernels) and `exposed` collectives and copies from and
+    to the host. `quantization_bytes` are read and written by kernels that make operands of
+    quantized products."""
 
     collectives: list[Traffic]
     wire_bytes: int
     uncovered_wire_bytes: int
-    kernels: Kernels
+    kernels: dict[str, int]
     launches: int
     other_kernels: list[OtherKernels]
     quantization_bytes: int = 0
@@ -83,13 +74,13 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
     )
 
 
-def kernel_launches(program: Program) -> Kernels:
-    """Launches of products and attention in a program."""
+def kernel_launches(program: Program) -> dict[str, int]:
+    """`Step.kernels` of a program."""
     launches: Counter[str] = Counter()
     for work, times, _ in program.works():
         launches[work.format if work.kind == "product" else work.kind] += times
     products = {f"gemm_{name}": launches[name] for name in FORMATS}
-    return Kernels(**products, attention=launches["attention"])
+    return products | {"attention": launches["attention"]}
 
 
 def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:

@@ -98,15 +98,12 @@ ALWAYS = ("bf16", "fp8")
 
 def kernels(step: Step) -> str:
     """The launches of a step."""
-    by = step.kernels
-    counts = {name: getattr(by, f"gemm_{name}") for name in FORMATS}
+    counts = {name: step.kernels[f"gemm_{name}"] for name in FORMATS}
     products = [f"{n} {name} products" for name, n in counts.items() if n or name in ALWAYS]
     moved = step.quantization_bytes
     quantization = f"; quantization moves {gib(moved)}" if moved else ""
-    return (
-        f"{', '.join(products)}, {by.attention} attention, {step.launches} launches in all"
-        f"{quantization}"
-    )
+    attention = f"{step.kernels['attention']} attention"
+    return f"{', '.join(products)}, {attention}, {step.launches} launches in all{quantization}"
 
 
 def network(step: Step) -> list[str]:

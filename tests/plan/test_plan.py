@@ -77,8 +77,10 @@ def test_blackwell(capsys, tmp_path):
     found = read(tmp_path / "plan.json")
     assert found.target == "gb200"
     assert found.system["domain"] == 48
-    assert found.kernels.gemm_fp8 == 2 * 4 * 3  # a product and its gradients: qkv, out, gate, down
-    assert found.kernels.attention == 2 * 2
+    assert (
+        found.kernels["gemm_fp8"] == 2 * 4 * 3
+    )  # a product and its gradients: qkv, out, gate, down
+    assert found.kernels["attention"] == 2 * 2
     assert {c.axes: c.across_domains for c in found.collectives}["fsdp"] is False
     assert any(c.across_domains for c in found.collectives)
 
