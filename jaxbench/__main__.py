@@ -63,11 +63,11 @@ def make_parser() -> terminal.Parser:
     parser.add_argument("--version", action="store_true", help="versions, of what decides results")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        own = options_of(command)
-        description = own.description or ""
+        parser_of_command = options_of(command)
         commands.add_parser(
-            name, help=command.does, description=description, parents=[own], add_help=False
-        )
+            name, help=command.does, description=parser_of_command.description or "",
+            parents=[parser_of_command], add_help=False,
+        )  # fmt: skip
     return parser
 
 

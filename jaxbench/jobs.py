@@ -102,8 +102,10 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
     """A job in words: state, Slurm's state, time and nodes, the completed steps, and its step time
     or why it ended."""
     record, number = record_of(folder), folder.name
-    recipe, told = record.get("recipe") or {}, record.get("slurm") or {}
-    slurms = queued.get(number) or [str(told.get(key, "")) for key in ("state", "elapsed", "nodes")]
+    recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
+    slurms = queued.get(number) or [
+        str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")
+    ]
     seconds = record.get("summary", {}).get("step_time_s", {}).get("mean")
     steps = folder / "steps.jsonl"
     count = steps.read_bytes().count(b"\n") if steps.exists() else 0

@@ -89,8 +89,8 @@ def forecasts() -> dict[tuple[str, str, int], float]:
 def chosen(
     lines: Sequence[dict[str, Any]], words: Sequence[str], gpu: str | None, gpus: int | None
 ) -> list[dict[str, Any]]:
-    """The rows whose recipe has all of the words in its name, on a GPU and in a number. Raises
-    RecipeError where there is none, with what was meant."""
+    """The rows whose recipe has all of the words in its name, of one GPU and of one number of GPUs
+    where these are given. Raises RecipeError, with the nearest name, where there is none."""
     kept, wanted = [*lines], []
     for word in words:
         kept = [line for line in kept if word.lower() in line["recipe"]]
@@ -113,7 +113,7 @@ def chosen(
 
 
 def table(lines: Sequence[dict[str, Any]], width: int) -> Table:
-    """The rows for people, in so many characters."""
+    """The rows as a table for a terminal of `width` characters."""
     grid = Table(box=None, pad_edge=False, header_style="bold")
     columns = COLUMNS if width >= WIDE else COLUMNS[:-FURTHER]
     for heading in columns:

@@ -20,8 +20,8 @@ WIDTH = 200
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises RecipeError of one line, without the usage, and says which option or
-    value a mistyped one is nearest to. `examples` end its help."""
+    """A parser whose errors are a RecipeError of one line with the option or value that is nearest
+    to a mistyped one, without the usage. `examples` end its help."""
 
     def __init__(self, *, description: str, examples: str = "", **options: Any):
         if examples:
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse has it; keeps the words for `error`."""
+        """Parses as argparse does; keeps the words for `error`."""
         self._words = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
@@ -70,8 +70,8 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 
 def completes(action: argparse.Action, names: Callable[[], Iterable[str]], end: str = "") -> None:
-    """Lets a shell complete the values of an option, each with an end (an attribute of
-    argcomplete's)."""
+    """Sets the values that a shell completes for an option, each followed by `end`, by the
+    attribute that argcomplete reads."""
     vars(action)["completer"] = lambda **_: [name + end for name in names()]
 
 
@@ -85,8 +85,8 @@ def console() -> Console:
 
 @contextmanager
 def live(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on stderr what is being done and for how long, while it is; the value says what comes
-    next. Nothing where stderr is no terminal."""
+    """Shows an activity and its duration on stderr until it ends; nothing where that is no
+    terminal. Yields a function that changes the text."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)

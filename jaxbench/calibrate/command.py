@@ -175,8 +175,8 @@ def _exchange(n: int, x: jax.Array, axis_name: str) -> jax.Array:
 
 
 def repeated(function: Callable[..., Any], times: int = REPEATS) -> Callable[..., Any]:
-    """The function run so many times. Each run waits for the one before it: in a loop, since
-    the compiler computes equal products of a straight program once, barriers or not."""
+    """A function that runs another one `times` in a loop, where each run waits for the one before:
+    in a straight program the compiler computes equal products once, barriers or not."""
 
     def run(first: jax.Array, *others: jax.Array) -> Any:
         def again(_: jax.Array, result: Any) -> Any:

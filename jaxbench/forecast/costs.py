@@ -170,7 +170,7 @@ class Measured(Roofline):
         return self._memory(kernel.bytes)[1]
 
     def _memory(self, moved: int) -> tuple[float, float]:
-        """(start, seconds beyond it) of a kernel that moves so many bytes."""
+        """(start, seconds beyond it) of a kernel that moves `moved` bytes."""
         points = sorted((s[0], time) for s, time in self.tables.values["memory", "any"].items())
         start = max(0.0, between(points, 0)) * MICRO
         return start, max(0.0, between(points, moved) * MICRO - start)
@@ -257,8 +257,8 @@ and the scores again."""
 
 
 def slowest(spread: float, gpus: int) -> float:
-    """Speed of the slowest of so many GPUs, in that of the median GPU: the median of the least of
-    as many draws from a normal distribution."""
+    """Speed of the slowest of `gpus` GPUs relative to that of the median GPU: the median of the
+    minimum of as many draws from a normal distribution."""
     return 1 - spread * NormalDist().inv_cdf(0.5 ** (1 / gpus))
 
 

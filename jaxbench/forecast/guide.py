@@ -14,7 +14,7 @@ SCHEDULED = r'scheduling_name="([^"]*)"'
 
 
 def expected(gpu: Gpu, count: int) -> Measured:
-    """The cost model of a forecast for a job of so many GPUs, by the package's tables."""
+    """The cost model of a forecast for a job of `count` GPUs, by the package's tables."""
     return Measured(placed(gpu, count), load(gpu.name.lower()), CONDITIONS["expected"], count)
 
 

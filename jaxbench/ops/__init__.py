@@ -1,7 +1,7 @@
 """Operators: functions of arrays on the current mesh, of which models consist.
 
-Only this package and `ssd` name kernel libraries. Start with `dense.dot`; `attention`, `fp8` and
-`grouped` are registries of implementations; `blocks` applies repeated layers with an activation
+Only this package and `ssd` name kernel libraries. Start with `dense.dot`; `attention`, `quantized`
+and `grouped` are registries of implementations; `blocks` applies repeated layers with an activation
 stash.
 
 Imports `mesh`, `recipe`, `hardware`, `errors`, `jax_internals` and the types of `xla`.

@@ -149,10 +149,10 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
 
 def _expert_parts(row: Run, p: Parallelism, fixed: frozenset[str]) -> set[int]:
     """The values of `expert_parts` to try: 1, 2 and the row's if ranks exchange tokens, else 1."""
-    own = row.execution.expert_parts
+    of_row = row.execution.expert_parts
     if "execution.expert_parts" in fixed:
-        return {own}
-    return {1, 2, own} if row.model.experts and p.expert * p.tensor > 1 else {1}
+        return {of_row}
+    return {1, 2, of_row} if row.model.experts and p.expert * p.tensor > 1 else {1}
 
 
 def _parallelisms(row: Run) -> Iterator[Parallelism]:

@@ -152,7 +152,7 @@ def page(step: HloStep) -> str:
     f, known = step.forecast, _unknown(step) <= UNKNOWN_LIMIT
     content = step_content(step, f.parts_s) | ({} if known else {"forecast": []})
     expected = f"{f.fast_s:.3f} to {f.slow_s:.3f} s", "range of the forecast"
-    says = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
+    result = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
     held = {"arguments": step.arguments, "other outputs": step.outputs}
     rows = waterfall(held, in_gib)
     if step.peak is not None:
@@ -161,7 +161,7 @@ def page(step: HloStep) -> str:
         "hlo.html",
         title=f"Plan: {Path(step.file).name}",
         plan=step,
-        headline=f"{Path(step.file).name} on {step.target.upper()}: {says}",
+        headline=f"{Path(step.file).name} on {step.target.upper()}: {result}",
         facts=[
             *([expected] if known else []),
             (f"{step.bound_step_s:.3f} s", "no step can be faster"),

@@ -42,8 +42,8 @@ LARGEST = 10
 """Differences of single kernels that are listed."""
 
 UNSLOWED = 4
-"""The fastest of so many runs of a kernel count in a table of kernels: a quarter, which most likely
-no collective slows down."""
+"""One in this many runs of a kernel counts in a table of kernels: the fastest quarter, which most
+likely no collective slows down."""
 
 GAPS, UNKNOWN = "nothing runs", "kernels of no instruction"
 SLOWED = "slowed beside collectives, in loops"
@@ -99,23 +99,27 @@ def read_profile(folder: Path) -> Profile:
 
 
 def planned(schedule: Schedule) -> dict[str, Planned]:
-    """What a step has of each instruction, waits apart, loops counted as often as they run."""
+    """The expected seconds and launches per step of each instruction, without waits."""
     found: dict[str, Planned] = {}
-    for each in unrolled(schedule.slices):
-        if each.stream != EXPOSED:
-            line = found.setdefault(each.name, Planned(each.cause, each.stream))
-            line.seconds += each.seconds
-            line.runs += each.launches
+    for entry in unrolled(schedule.slices):
+        if entry.stream != EXPOSED:
+            line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
+            line.seconds += entry.seconds
+            line.runs += entry.launches
     return found
 
 
 def read(
     folder: Path, hlo: Path | None, gpu: Gpu | None, kernels: Path | None, table: Path | None
 ) -> Compared:
-    """The comparison of the profile in a folder, which keeps it, with the program of a file or of
-    the folder, on a GPU or that of the run's record, with the measurements of `kernels`
-    (`forecast.tables`); products and attention of the profile are written to `table` as such.
-    Raises RecipeError for what is not there."""
+    """Compares the profile in a folder with the forecast of its program, and writes the comparison
+    into the folder.
+
+    The program is that in the file `hlo`, or in the folder; the GPU is that of the run's record
+    unless it is given; measurements in `kernels` take precedence (`forecast.tables`). Products and
+    attention of the profile are written to `table` as measurements. Raises RecipeError for a
+    missing file and an unknown GPU.
+    """
     record = _record(folder)
     device = record.get("hardware", {}).get("device", "")
     gpu = gpu or identify(device)
@@ -266,11 +270,11 @@ def report(compared: Compared) -> str:
         "", "collectives and copies beside kernels", *map(_line, compared.links),
         "", f"the {len(compared.largest)} largest differences",
     ]  # fmt: skip
-    for each in compared.largest:
-        both = (f"{1e6 * s / each.runs:.1f}" for s in (each.measured_s, each.forecast_s))
-        of = ", ".join(filter(None, [each.source, each.sizes]))
+    for entry in compared.largest:
+        both = (f"{1e6 * s / entry.runs:.1f}" for s in (entry.measured_s, entry.forecast_s))
+        of = ", ".join(filter(None, [entry.source, entry.sizes]))
         lines.append(
-            f"{_line(each)}  {each.runs} x {' and '.join(both)} us{': ' if of else ''}{of}"
+            f"{_line(entry)}  {entry.runs} x {' and '.join(both)} us{': ' if of else ''}{of}"
         )
     return "\n".join(lines)
 

@@ -43,29 +43,29 @@ def write_trace(
 
 def unrolled(slices: Sequence[Slice | Repeated], start_s: float = 0.0) -> Iterator[Slice]:
     """Every slice of every iteration, from the start of the step on."""
-    for each in slices:
-        if isinstance(each, Slice):
-            yield replace(each, start_s=start_s + each.start_s)
+    for entry in slices:
+        if isinstance(entry, Slice):
+            yield replace(entry, start_s=start_s + entry.start_s)
         else:
-            for n in range(each.times):
-                yield from unrolled(each.slices, start_s + each.start_s + n * each.seconds)
+            for n in range(entry.times):
+                yield from unrolled(entry.slices, start_s + entry.start_s + n * entry.seconds)
 
 
 def events(title: str, slices: Sequence[Slice | Repeated], axes: Axes) -> list[dict[str, Any]]:
     """The events of a trace: names of its lanes, and complete events in microseconds."""
     by_stream: defaultdict[str, list[Slice]] = defaultdict(list)
-    for each in unrolled(slices):
-        by_stream[each.stream].append(each)
+    for entry in unrolled(slices):
+        by_stream[entry.stream].append(entry)
     found: list[dict[str, Any]] = []
     lanes: list[str] = []
     for stream in STREAMS:
         ends: list[int] = []  # of the lanes of this stream, in nanoseconds
         first = len(lanes)
-        for each in sorted(by_stream[stream], key=lambda each: each.start_s):
-            begin, end = round(each.start_s * 1e9), round((each.start_s + each.seconds) * 1e9)
+        for entry in sorted(by_stream[stream], key=lambda entry: entry.start_s):
+            begin, end = round(entry.start_s * 1e9), round((entry.start_s + entry.seconds) * 1e9)
             lane = next((n for n, free_at in enumerate(ends) if free_at <= begin), len(ends))
             ends[lane : lane + 1] = [end]
-            found.append(_event(each, axes, first + lane, begin, end))
+            found.append(_event(entry, axes, first + lane, begin, end))
         lanes += [stream if n == 0 else f"{stream} ({n + 1})" for n in range(len(ends))]
     named = [_name("process_name", title, 0)] + [
         event
@@ -81,21 +81,21 @@ def _name(what: str, value: str | int, tid: int) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": tid, "name": what, "args": {key: value}}
 
 
-def _event(each: Slice, axes: Axes, tid: int, begin: int, end: int) -> dict[str, Any]:
+def _event(entry: Slice, axes: Axes, tid: int, begin: int, end: int) -> dict[str, Any]:
     """A complete event of a slice that lasts from one nanosecond to another."""
-    cause, stream = each.cause, each.stream
-    name, category = (f"copy {stream}", stream) if each.launches else ("slowed", "slowed")
-    arguments: dict[str, Any] = {"hlo": each.name, "launches": each.launches}
+    cause, stream = entry.cause, entry.stream
+    name, category = (f"copy {stream}", stream) if entry.launches else ("slowed", "slowed")
+    arguments: dict[str, Any] = {"hlo": entry.name, "launches": entry.launches}
     if cause is not None:
         arguments["bytes"] = cause.bytes
     if isinstance(cause, Kernel):
-        name, category = readable(cause.source, each.name), cause.part
+        name, category = readable(cause.source, entry.name), cause.part
         if flops := sum(work.flops for work in cause.works):
             arguments["TFLOP"] = flops / 1e12
     elif isinstance(cause, Collective):
         name, category = f"{cause.kind} over {axes(cause)}", "collective"
     if stream == EXPOSED:
-        name, category = f"wait for {name if cause else each.name}", stream
+        name, category = f"wait for {name if cause else entry.name}", stream
     times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
     return {"ph": "X", "pid": 0, "tid": tid, "name": name, "cat": category, **times,
             "args": arguments}  # fmt: skip

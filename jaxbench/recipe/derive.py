@@ -95,7 +95,7 @@ def derived(
     recipe: Recipe, gpus: int, gpu: Gpu | None, fixed: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The settings of a row, with axes of `fixed` sizes; None where the train state fits no mesh of
-    so many GPUs."""
+    `gpus`."""
     count = base(recipe, gpus)
     run = recipes.resolve(recipe, count)
     room = gpu.memory_limit if gpu and gpu.memory else math.inf

@@ -1,4 +1,4 @@
-"""How a run is computed, as settings: what is saved for the backward pass, implementations of
+"""Settings of how a run is computed: what is saved for the backward pass, implementations of
 operators, compiler options. The string below a field is its meaning in the table of settings."""
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ receive, `mamba` is the input of a Mamba-2 mixer's output projection."""
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the model is computed: changes speed and memory, not the result, but for rounding and the
-    tokens that dropless experts drop."""
+    """Settings of how the model is computed: they change speed and memory, not the result, but for
+    rounding and the tokens that dropless experts drop."""
 
     remat: str = "full"
     """`none` saves all activations; `full` the input of each layer; or a list of activations to

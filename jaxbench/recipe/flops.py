@@ -105,7 +105,8 @@ def _router_weights(embed: int, mixer: ExpertsConfig) -> int:
 
 
 def _mamba_projections(embed: int, m: MambaConfig) -> int:
-    """In: gate, scan input, two state maps, time steps. Out: the gated result."""
+    """Weights of the input projection (gate, scan input, two state maps, time steps) and of the
+    output projection."""
     inner, maps = m.groups * m.inner, m.groups * m.state
     return embed * (2 * inner + 2 * maps + m.heads) + inner * embed
 

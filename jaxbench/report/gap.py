@@ -108,12 +108,14 @@ def _host(result: Result) -> Iterator[tuple[str, float, str]]:
     compiling, and by writing records."""
     first, last = result.window
     steps = {n: s for n, s in result.run.steps.seconds.items() if first <= n <= last}
-    told = {n: result.run.host_s[n] for n in steps if n in result.run.host_s}
-    if not told:
+    recorded = {n: result.run.host_s[n] for n in steps if n in result.run.host_s}
+    if not recorded:
         return
     typical = statistics.median(steps.values())
-    lost = {n: max(0.0, min(host - typical, steps[n] - typical)) for n, (host, _) in told.items()}
-    compiled = {n: min(told[n][1], seconds) for n, seconds in lost.items()}
+    lost = {
+        n: max(0.0, min(host - typical, steps[n] - typical)) for n, (host, _) in recorded.items()
+    }
+    compiled = {n: min(recorded[n][1], seconds) for n, seconds in lost.items()}
     written = sum(lost.values()) - sum(compiled.values())
     counts = [sum(s > 0 for s in part.values()) for part in (lost, compiled)]
     yield (

@@ -20,7 +20,7 @@ from jaxbench.report.sections import NO_RESULT
 
 UNDATED = datetime.fromtimestamp(0, UTC)
 WEEKS = 4
-"""Weeks before the last run of which nodes are told."""
+"""Weeks before the last run for which slow nodes are listed."""
 
 LISTED = 6
 """Differences that are listed; the rest are counted."""
@@ -37,7 +37,7 @@ class Point:
 
     @property
     def started(self) -> datetime:
-        """When the run began."""
+        """Time at which the run began."""
         return self.result.run.started or UNDATED
 
     @property
@@ -47,7 +47,7 @@ class Point:
 
     @property
     def slow_nodes(self) -> dict[str, str]:
-        """Why each slow node of this run is."""
+        """Reasons why nodes of this run are slow, by node."""
         return slow_nodes(gpus(self.result.run.record))
 
     @property

@@ -153,7 +153,7 @@ class Compared:
 
     @property
     def waits(self) -> Part | None:
-        """What kernels wait for."""
+        """The part of the step in which kernels wait."""
         return next((part for part in self.kernels if part.name == WAITS), None)
 
 
@@ -237,7 +237,7 @@ class Result:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy of the GPUs; None where NVML did not tell their power."""
+        """Energy of the GPUs; None where NVML did not report their power."""
         summary = self.run.record.get("summary")
         try:
             return quantity(summary["joules_per_token"], zero=False)  # type: ignore[index]

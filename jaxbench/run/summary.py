@@ -49,8 +49,8 @@ def assignments(run: Run) -> int:
 
 
 def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
-    """Why a run whose dropless experts dropped tokens cannot stand beside others, from its
-    `summary`; nothing if they dropped none."""
+    """Reasons why a run is not comparable whose dropless experts dropped tokens, by its `summary`;
+    none if they dropped none."""
     count = figures.get("summary", {}).get("tokens_dropped", 0)
     if not (run.model.dropless and count):
         return []

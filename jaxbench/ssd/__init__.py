@@ -63,7 +63,7 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, plat
 
 
 def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:
-    """Why an implementation cannot compute a model's mixers; None if it can."""
+    """Reason why an implementation cannot compute a model's mixers; None if it can."""
     implementation = IMPLEMENTATIONS[name]
     if cfg.mamba is None:
         return None

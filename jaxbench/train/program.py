@@ -119,8 +119,7 @@ def _mamba(run: Run, name: str, platform: str) -> str:
     length //= run.parallelism.context
     dtype, automatic = run.precision.dtype, run.execution.ssd == "auto"
     refused = ssd.refusal(first, run.model, dtype, length, platform)
-    told = automatic and refused and platform == "gpu"
-    return f"{name} ({first} {refused})" if told else name
+    return f"{name} ({first} {refused})" if automatic and refused and platform == "gpu" else name
 
 
 def _products(run: Run, platform: str) -> str:

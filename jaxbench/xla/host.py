@@ -72,7 +72,7 @@ class HostLink:
         self._running: dict[str, float] = {}
 
     def start(self, name: str, now: float, direction: str, size: int) -> tuple[float, float]:
-        """Starts a copy of so many bytes; when it begins to move, and when it ends."""
+        """Starts a copy of `size` bytes; returns when it begins to move and when it ends."""
         if direction == TO_HOST:
             self.traffic.to_host += size
         else:
@@ -87,7 +87,7 @@ class HostLink:
         return waiting
 
     def share(self, now: float, seconds: float) -> None:
-        """Lets the network use the lanes for a collective of so many seconds."""
+        """Occupies the lanes for a collective of `seconds`, where the network shares them."""
         if self.gpu.host_shared:
             for direction in (TO_HOST, FROM_HOST):
                 self._queue(direction, now, seconds * self.gpu.nic * 1e9)

@@ -49,15 +49,15 @@ class Transfer:
     covered: bool
 
     def repeated(self, times: int) -> "Transfer":
-        """The same collective in a loop that runs `times`."""
+        """The transfer of a loop that runs it `times`."""
         collective = replace(self.collective, count=self.collective.count * times)
         return Transfer(collective, self.seconds * times, self.exposed_s * times, self.covered)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Interval that occupies a stream for some seconds, from `start_s` of its computation on: an
-    instruction and its launches, and the kernel or collective that it is, or that is waited for."""
+    """An interval of a stream: the instruction that occupies it, its launches, and the kernel or
+    collective that it runs or waits for. `start_s` counts from the start of its computation."""
 
     stream: str
     name: str
@@ -69,7 +69,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The slices of a computation of so many seconds that runs `times` from `start_s` on."""
+    """A computation in a loop: start, seconds of an iteration, iterations, and its slices."""
 
     start_s: float
     seconds: float
@@ -133,12 +133,12 @@ class Schedule:
             self.slices.append(Slice(stream, name, start_s, seconds, launches, cause))
 
     def wait(self, name: str, seconds: float, cause: Collective | None = None) -> None:
-        """Lets kernels wait."""
+        """Adds seconds in which kernels wait."""
         self.occupy(EXPOSED, name, self.step_s, seconds, cause=cause)
         self.exposed_s += seconds
 
     def slow(self, name: str, seconds: float) -> None:
-        """Lets the kernels of an instruction, which came last, take longer."""
+        """Adds seconds by which collectives slow down the kernels of the last instruction."""
         last = self.slices[-1] if self.slices else None
         if isinstance(last, Slice) and (last.stream, last.name) == (KERNELS, name):
             self.slices[-1] = replace(last, seconds=last.seconds + seconds)

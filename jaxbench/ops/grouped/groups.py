@@ -1,5 +1,5 @@
-"""Shared by all implementations: the order of rows by group, as index maps from counts alone,
-without a sort; and the dtype of results."""
+"""The order of rows by group, as index maps from counts alone, without a sort; and the dtype of
+results: shared by all implementations."""
 
 from dataclasses import dataclass
 from functools import partial

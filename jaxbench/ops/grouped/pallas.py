@@ -41,7 +41,7 @@ LAUNCH = Launch(warps=8, stages=3)
 
 
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
-    """Why the kernels cannot multiply; None if they can."""
+    """Reason why the kernels cannot multiply; None if they can."""
     if platform != "gpu":
         return f"does not run on a {platform}"
     if dtype == "fp32":

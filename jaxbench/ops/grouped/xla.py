@@ -15,7 +15,7 @@ from jaxbench.recipe.settings import BLOCKS
 
 
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
-    """Why it cannot multiply; None if it can."""
+    """Reason why it cannot multiply; None if it can."""
     if platform == "gpu" and dtype in ("fp8", *BLOCKS):
         return f"multiplies in bf16 there, not in {dtype.upper()}"
     return None

@@ -105,7 +105,7 @@ def _check(precision: Precision, sizes: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Products:
-    """How a device multiplies, for `dot` of dense weights and of grouped ones.
+    """The products of one device, for `dot` with dense or with grouped weights.
 
     `by_weight(rows, w, side, groups)`: `[1, T, F]` times a weight `[E, kept, F]`, which has the
     copy `side`. `of_weight(first, last, groups)`: the gradient of `[E, D, O]` from `[1, D, T]` and

@@ -36,8 +36,8 @@ class Blocks:
         return Blocks(function(self.values), function(self.scales), self.inverse)
 
     def packed(self) -> "Blocks":
-        """As bytes, which every collective and slice can move: 4-bit values in pairs along the last
-        dimension."""
+        """The tensor as bytes, which every collective and slice can move: 4-bit values in pairs
+        along the last dimension."""
         four = jnp.finfo(self.values.dtype).bits == 4
         return Blocks(
             (_pairs if four else as_bytes)(self.values), as_bytes(self.scales), self.inverse
