@@ -14,7 +14,8 @@ from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import model_flops
 from jaxbench.train.program import compile_program, read
-from jaxbench.xla import collectives
+from jaxbench.xla.collectives import Collective, completed
+from jaxbench.xla.hlo import Program
 
 needs_compiler = pytest.mark.compiled
 """Skips where the compiler is not installed, and without `--slow` (conftest.py)."""
@@ -36,6 +37,12 @@ def captured_stderr():
             written.append(file.read().decode())
 
 
+def collectives_of(program: Program) -> list[Collective]:
+    """Every collective of a program over more than one device."""
+    candidates = (completed(i, scope, runs) for i, scope, runs in program.walk())
+    return [c for c in candidates if c is not None]
+
+
 class Compiled:
     """A row compiled for H100s or other GPUs."""
 
@@ -50,7 +57,7 @@ class Compiled:
             self.compiled, _, _ = compile_program(self.run)
         self.warnings = written[0]
         self.program = read(self.compiled)
-        self.collectives = collectives.find(self.program)
+        self.collectives = collectives_of(self.program)
 
     @property
     def peak_gib(self) -> float:

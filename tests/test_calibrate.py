@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from compiled import needs_compiler
+from compiled import collectives_of, needs_compiler
 
 from jaxbench import hardware
 from jaxbench.calibrate import command as calibrate
@@ -14,7 +14,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.forecast import tables
 from jaxbench.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.xla import collectives, hlo, schedule
+from jaxbench.xla import hlo, schedule
 
 
 def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
@@ -50,7 +50,7 @@ def test_a_program_is_the_kernel_as_often_as_it_is_counted():
         assert not beside
     gather = first["collective", "all-gather"]
     program = hlo.Program.parse(calibrate.compiled(gather, gather.function).as_text())
-    assert sum(c.count for c in collectives.find(program)) == calibrate.REPEATS
+    assert sum(c.count for c in collectives_of(program)) == calibrate.REPEATS
 
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path):

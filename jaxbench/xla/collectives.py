@@ -9,7 +9,6 @@ from functools import cache
 import numpy as np
 
 from jaxbench.hardware import Gpu
-from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, ints
 from jaxbench.xla.rewrites import COLLECTIVES
 
@@ -84,12 +83,6 @@ class Collective:
 @cache
 def _domain_members(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
     return min(min(Counter(d // domain for d in group).values()) for group in groups)
-
-
-def find(program: Program) -> list[Collective]:
-    """Every collective over more than one device."""
-    candidates = (completed(i, scope, runs) for i, scope, runs in program.walk())
-    return [c for c in candidates if c is not None]
 
 
 def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:

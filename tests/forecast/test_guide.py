@@ -1,8 +1,9 @@
 """The profile that guides XLA's scheduler, of a program by hand."""
 
+from compiled import collectives_of
+
 from jaxbench.forecast.guide import expected, guide
 from jaxbench.hardware import H100
-from jaxbench.xla.collectives import find
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 
@@ -25,7 +26,7 @@ def test_a_profile_has_kernels_and_collectives_by_the_names_before_scheduling():
     program = Program.parse(PROGRAM)
     costs = expected(H100, program.devices)
     ((_, dot, _),) = Walk(program).kernels()
-    (gather,) = find(program)
+    (gather,) = collectives_of(program)
     assert sorted(guide(program, H100).splitlines()) == [
         f'costs {{ name: "all-gather-start.7" cost_us: {1e6 * costs.collective(gather):.3f} }}',
         f'costs {{ name: "dot.2" cost_us: {1e6 * sum(costs.kernel(dot).values()):.3f} }}',

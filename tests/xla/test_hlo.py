@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import collectives_of
 from jaxlib.xla_client import PrimitiveType
 
 from jaxbench.errors import RunFailed
@@ -108,7 +109,7 @@ def test_a_window_counts_the_keys_of_its_tiles():
 
 
 def test_collectives(program):
-    found = {c.kind: c for c in collectives.find(program)}
+    found = {c.kind: c for c in collectives_of(program)}
     assert sorted(found) == ["all-gather", "all-reduce", "reduce-scatter"]
     gather = found["all-gather"]
     assert (gather.bytes, gather.group, gather.count) == (16 * 4 * 2, 8, 15)
@@ -370,7 +371,7 @@ def test_conditionals_count_their_largest_branch_once():
 
 
 def test_collectives_in_wrappers_and_fusions_are_counted():
-    found = collectives.find(hlo.Program.parse(INDIRECT, RULES))
+    found = collectives_of(hlo.Program.parse(INDIRECT, RULES))
     assert [(c.name, c.kind, c.group, c.wire_bytes, c.source) for c in found] == [
         ("done", "reduce-scatter", 8, 7 * 8 * 64 * 4, ""),
         ("fused", "all-reduce", 4, 2 * 3 * 64 * 16 * 4, "jit(step)/loss"),

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from compiled import collectives_of
 
 from jaxbench.errors import RunFailed
 from jaxbench.hardware import H100
 from jaxbench.xla import hlo, host, schedule
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.collectives import find as found_collectives
 
 # 1 GB/s in memory and over NVLink, half of it between nodes.
 GPU = replace(H100, bandwidth=1.0, nvlink=1.0, nic=0.5, domain=4)
@@ -449,7 +449,7 @@ def test_what_a_copy_writes_where(text, expected):
 def test_a_network_on_the_lanes_to_the_host_delays_copies():
     gpu = replace(GPU, host=1.0, domain=2)
     beside = program(GATHER + EMPTY + WRITE + WRITTEN + DONE, HOST)
-    sent_s = schedule.Roofline(gpu).collective(found_collectives(beside)[0])
+    sent_s = schedule.Roofline(gpu).collective(collectives_of(beside)[0])
     for shared, waits in ((False, 0.0), (True, sent_s * gpu.nic / gpu.host)):
         walked = schedule.Walk(beside).under(schedule.Roofline(replace(gpu, host_shared=shared)))
         assert walked.host.exposed_s == pytest.approx(ENTRY_S + waits)
