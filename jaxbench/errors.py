@@ -32,6 +32,13 @@ class RunFailed(RuntimeError):
         self.cause = cause
 
 
+def listed(texts: Iterable[str], most: int, separator: str = ", ") -> str:
+    """The first `most` of some texts, and how many more there are."""
+    texts = list(texts)
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
 def meant(text: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a message about `text`, which is none of the names: the nearest one. Empty where
     none is as similar as `cutoff` (0 to 1)."""

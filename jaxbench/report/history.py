@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jaxbench import files
+from jaxbench.errors import listed
 from jaxbench.report.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences
 from jaxbench.report.gpus import gpus, slow_nodes
@@ -55,10 +56,8 @@ class Point:
         """The recorded differences that came with a change."""
         if self.change is None:
             return ""
-        texts = [f"{name}: {a} -> {b}" for name, a, b in self.differences[:LISTED]]
-        if len(self.differences) > LISTED:
-            texts.append(f"and {len(self.differences) - LISTED} more")
-        return "; ".join(texts) or "nothing recorded differs"
+        texts = (f"{name}: {a} -> {b}" for name, a, b in self.differences)
+        return listed(texts, LISTED, "; ") or "nothing recorded differs"
 
 
 @dataclass(frozen=True, kw_only=True)

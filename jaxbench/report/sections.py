@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from jaxbench.errors import listed
 from jaxbench.hardware import NULL
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
@@ -140,9 +141,7 @@ def trace(run: PageRun) -> Chart | None:
     if r.published and run.comparable:
         seconds = r.published["step_time_s"]
         labels.append(("published", seconds, f"published {seconds:g}"))
-    named = ", ".join(f"{n} ({s:.4g} s)" for n, s in outliers[:NAMED_OUTLIERS])
-    if len(outliers) > NAMED_OUTLIERS:
-        named += f" and {len(outliers) - NAMED_OUTLIERS} more"
+    named = listed((f"{n} ({s:.4g} s)" for n, s in outliers), NAMED_OUTLIERS)
     chart = empty_chart(
         run.name,
         f"step times, {min(times):.4g} to {max(times):.4g} s over iterations {first} to {last}, "

@@ -3,8 +3,6 @@
 import os
 import platform
 import re
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,12 @@ import jax
 
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.errors import RecipeError, RunFailed, listed
 from jaxbench.hardware import HOST_FRACTION, host_memory, is_null
 from jaxbench.recipe.published import counted
+
+LISTED = 4
+"""Nodes that a message names."""
 
 
 def select_platform(cpu_devices: int | None) -> None:
@@ -43,22 +44,15 @@ def find() -> tuple[int, str]:
             f"node {platform.node()}: JAX can use no device: {reason}",
             "gpu" if cause == "failed" else cause,
         ) from error
-    if len(models := Counter(device.device_kind for device in devices)) > 1:
+    if len(models := dict.fromkeys(device.device_kind for device in devices)) > 1:
         nodes = job.all_gather("node", platform.node())
-        listed = ", ".join(
-            f"{count} x {model} on "
-            + first_names(nodes[d.process_index] for d in devices if d.device_kind == model)
-            for model, count in models.items()
+        of = {m: [nodes[d.process_index] for d in devices if d.device_kind == m] for m in models}
+        found = ", ".join(
+            f"{len(names)} x {model} on {listed(dict.fromkeys(names), LISTED)}"
+            for model, names in of.items()
         )
-        raise RecipeError(f"the job's devices differ: {listed}; choose nodes with the same GPUs")
+        raise RecipeError(f"the job's devices differ: {found}; choose nodes with the same GPUs")
     return len(devices), devices[0].platform
-
-
-def first_names(names: Iterable[str], most: int = 4) -> str:
-    """The first of some names, each once, and how many more there are."""
-    distinct = list(dict.fromkeys(names))
-    more = f" and {len(distinct) - most} more" if len(distinct) > most else ""
-    return ", ".join(distinct[:most]) + more
 
 
 def check_local_devices(expected: int, cpu: bool) -> None:
