@@ -1,7 +1,8 @@
-"""Takes the pictures of README: a report of two runs of this machine's CPU, and a plan of 8 H100s,
-in light and in dark colours. Needs '.[dev,plan]', Chromium, and about three minutes."""
+"""Takes the pictures of README: a report of the published Llama runs, and a plan of 64 H100s, in
+light and in dark colours. Needs '.[dev,plan]', Chromium, and about a minute."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,15 +12,15 @@ from tempfile import TemporaryDirectory
 from playwright import sync_api
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 1180
-PAGES = {"report": ("#runs", "#traces"), "plan": ("#time", "#network")}
-"""Page -> its sections on the picture, below its head."""
+WIDTH, SCALE = 560, 2
+"""Of a page on the picture, in pixels of CSS, and the pixels of the picture for each: README shows
+two pictures beside each other, whose words must be legible there."""
 
-RUNS = (
-    ["--config", "llama2_70b_bf16", "--steps", "40"],
-    ["--config", "llama31_8b_bf16", "--steps", "40", "--cpu-devices", "4",
-     "--set", "parallelism.fsdp=2", "--set", "parallelism.tensor=2"],
-)  # fmt: skip
+PAGES = {"report": "#scaling", "plan": "#time"}
+"""Page -> its section on the picture, below its head."""
+
+SHOWN = re.compile(r"workload,|llama[\d.]+,(70|405)b,\w+,bf16,h100,\d+,false,")
+"""Lines of the published table that the report reads: its heading, and three Llama models."""
 
 
 def jaxbench(*words: str) -> None:
@@ -29,11 +30,11 @@ def jaxbench(*words: str) -> None:
 
 def pages(folder: Path) -> None:
     """Writes both pages into a folder."""
-    for number, options in enumerate(RUNS):
-        jaxbench("train", *options, "--output", str(folder / f"runs/{number}"))
+    lines = (ROOT / "configs/published.csv").read_text().splitlines(keepends=True)
+    (folder / "llama.csv").write_text("".join(filter(SHOWN.match, lines)))
     written = ["--format", "html", "--output"]
-    jaxbench("report", str(folder / "runs"), *written, str(folder / "report.html"))
-    jaxbench("plan", "--config", "llama31_8b_bf16", "--gpus", "8", *written,
+    jaxbench("report", str(folder / "llama.csv"), *written, str(folder / "report.html"))
+    jaxbench("plan", "--config", "llama2_70b_fp8", "--gpus", "64", *written,
              str(folder / "plan.html"))  # fmt: skip
 
 
@@ -42,14 +43,16 @@ def take(folder: Path) -> None:
     with sync_api.sync_playwright() as playwright:
         found = os.environ.get("CHROMIUM") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=found, chromium_sandbox=False)
-        for name, sections in PAGES.items():
+        for name, section in PAGES.items():
             for scheme in ("light", "dark"):
                 page = browser.new_page(
-                    viewport={"width": WIDTH, "height": 600}, color_scheme=scheme
+                    viewport={"width": WIDTH, "height": 600},
+                    device_scale_factor=SCALE,
+                    color_scheme=scheme,
                 )
                 page.goto((folder / f"{name}.html").as_uri())
-                shown = ", ".join(sections)
-                page.add_style_tag(content=f"section:not({shown}), footer, nav {{display: none}}")
+                hidden = f"section:not({section}), footer, nav, details {{display: none}}"
+                page.add_style_tag(content=hidden)
                 page.screenshot(path=ROOT / f"docs/{name}_{scheme}.png", full_page=True)
                 page.close()
         browser.close()

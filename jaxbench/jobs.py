@@ -31,7 +31,10 @@ def make_parser() -> Parser:
         description="Jobs of launch/submit.sh, of all recipes: list, status, log, cancel.",
     )  # fmt: skip
     add = parser.add_argument_group("what to do").add_argument
-    add("action", nargs="?", default="list", choices=("list", "status", "log", "cancel"))
+    add(
+        "action", nargs="?", default="list", choices=("list", "status", "log", "cancel"),
+        help="a table of jobs (default), all of one job, its log, or its end",
+    )  # fmt: skip
     add("jobs", nargs="*", metavar="JOB", help="ids of Slurm; of list, all without any")
     add("--stage", type=Path, metavar="FOLDER", help="default STAGE_PATH, or those of LLMB_INSTALL")
     return parser

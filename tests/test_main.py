@@ -167,7 +167,7 @@ def written(action):
 def meaning(action):
     """Its help, as Markdown."""
     text = " ".join((action.help or "").replace("%%", "%").split())
-    text = re.sub(r"(?<![\w`-])(--[a-z][\w-]*)", r"`\1`", text)
+    text = re.sub(r"(?<![\w`=-])(--[a-z][\w-]*)", r"`\1`", text)
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

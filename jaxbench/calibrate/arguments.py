@@ -17,7 +17,9 @@ def make_parser() -> Parser:
         description="Measures products, attention, copies and collectives of this machine's GPUs, "
         "for plan --kernels FILE. A few minutes.",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="table of measurements, CSV"
+    )
     parser.add_argument(
         "--rehearse", action="store_true", help="test run on this CPU; plan refuses the file"
     )

@@ -1,5 +1,6 @@
 """`jaxbench plan --format html`: the page of a row, in the style of the report's."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,14 @@ UNSURE = ("in proportion", "nothing")
 
 ASKED = ("recipe", "row", "gpus", "target", "settings.", "system.", "flags.", "versions.")
 """Beginnings of the names of values that somebody chose."""
+
+UNITS = (
+    (r"_s($|\.)|rests_on|\.unknown\.", "s", 1.0),
+    (r"bytes|^host\.", "GiB", 2**30),
+    (r"^flops\.(compiled|model)", "TFLOP", 1e12),
+    (r"^parameters$", "billions", 1e9),
+)
+"""(what is in the name of a value of a plan, its unit, that many of what the plan counts)."""
 
 
 def plan_page(plan: Plan) -> str:
@@ -66,13 +75,25 @@ def difference_page(a: Plan, b: Plan) -> str:
 
 def shown(name: str, *values: Any) -> list[str]:
     """The name of values of a plan with their unit, and the values in it."""
-    units = (("bytes", "GiB", 2**30), ("host.", "GiB", 2**30), ("flops.c", "TFLOP", 1e12),
-             ("_s", "s", 1.0), ("rests_on", "s", 1.0))  # fmt: skip
-    for mark, unit, size in units:
-        if mark in name and not name.startswith(("rates.", *ASKED)):
-            numbers = ("-" if value is None else f"{value / size:.3f}" for value in values)
-            return [f"{name}, {unit}", *numbers]
-    return [name, *(f"{v:,.6g}" if isinstance(v, float) else str(v) for v in values)]
+    if not name.startswith(("rates.", *ASKED)):
+        for pattern, unit, size in UNITS:
+            if re.search(pattern, name):
+                numbers = ("-" if value is None else f"{value / size:,.3f}" for value in values)
+                return [f"{name}, {unit}", *numbers]
+    return [name, *map(as_words, values)]
+
+
+def as_words(value: Any) -> str:
+    """A value without a unit, as it is shown to people."""
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def step_content(
@@ -89,7 +110,8 @@ def step_content(
         "links": LINKS,
         "kernels": text.kernels(step),
         "others": [
-            Bar("part", k.source, 0, k.seconds, f"{k.seconds:.3f}, {k.launches}") for k in others
+            Bar("part", k.source, 0, k.seconds, f"{k.seconds:.3f} s, {k.launches:,} times")
+            for k in others
         ],
         "full_others": max((k.seconds for k in others), default=0.0) or 1.0,
         "rests": [

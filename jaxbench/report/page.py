@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA, counted
@@ -42,6 +43,9 @@ COLUMNS = {
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that are invalid in HTML, and those that change the direction of text."""
 
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
+"""The space between a figure and its unit, where no line ends."""
+
 MOST_STEPS, MOST_RANKS = 1000, 64
 """Longer lists of step times and ranks are left out of the JSON on the page."""
 
@@ -54,14 +58,22 @@ def render(template: str, **content: Any) -> str:
     )  # fmt: skip
     environment.filters |= {
         "figure": formats.cell, "symbol": SYMBOLS.__getitem__, "counted": counted,
+        "breakable": breakable,
     }  # fmt: skip
+    content["headline"] = UNIT.sub("\xa0", content["headline"])
     return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
+
+
+def breakable(text: str) -> Markup:
+    """A name that may break after the marks in it, where a line has no room for all of it."""
+    return Markup(re.sub(r"([._/\]])(?=[\w\[])", r"\1<wbr>", escape(text)))
 
 
 def page(results: Sequence[Result], convention: str) -> str:
     """The page of a report."""
     runs = page_runs(results, convention)
-    verdicts = Counter(run.line["verdict"] for run in runs)
+    ran = [run.line for run in runs if run.line["label"] != "published"]
+    verdicts = Counter(line["verdict"] for line in ran)
     smoke = sum(run.smoke for run in runs)  # on a CPU's devices
     errata = {code for r in results for code in (r.run.published or {}).get("errata") or ()}
     return render(
@@ -75,7 +87,7 @@ def page(results: Sequence[Result], convention: str) -> str:
         smoke=smoke,
         smoke_text=SMOKE,
         convention=convention,
-        windows=sorted({run.line["window"] for run in runs}),
+        windows=sorted({line["window"] for line in ran}),
         errata={code: text for code, text in ERRATA.items() if code in errata},
         scaling=[*sections.scaling(runs)],
         traces=[*filter(None, map(sections.trace, runs))],

@@ -20,6 +20,9 @@ SPAN = 0.03
 """Half the least height of a step-time chart, as a share of the mean, so that small variations look
 small."""
 
+SLOW = 0.01
+"""A gap of a smaller share of the step is not explained: runs differ by as much."""
+
 NAMED_OUTLIERS, NAMED_RANKS = 5, 3
 
 NO_RESULT = "smoke run: no result"
@@ -91,9 +94,11 @@ def scaling(runs: Sequence[PageRun]) -> Iterator[dict[str, Any]]:
 
 
 def _full_rows(model: str, dtype: str) -> list[published.Row]:
-    """The published rows of the whole model."""
+    """The published rows of the whole model, with the batch per GPU of the one on fewest GPUs."""
     rows = [r for r in published.rows() if (r.title, r.dtype) == (model, dtype)]
-    return [r for r in rows if r.layers == max(row.layers for row in rows)]
+    rows = [r for r in rows if r.layers == max(row.layers for row in rows)]
+    least = min(rows, key=lambda row: row.gpus, default=None)
+    return [r for r in rows if least and r.gbs * least.gpus == least.gbs * r.gpus]
 
 
 def _scaling(title: str, series: Rates) -> dict[str, Any]:
@@ -195,10 +200,10 @@ def ranks(run: PageRun) -> dict[str, Any] | None:
 
 
 def gap(run: PageRun) -> dict[str, Any] | None:
-    """The parts of a run's gap, one after the other from the reference on, and why each; None
+    """The parts of a slow run's gap, one after the other from the reference on, and why each; None
     without a gap of which something is explained."""
     found = explain(run.result)
-    if found is None or len(found.parts) < 2:
+    if found is None or len(found.parts) < 2 or found.seconds < SLOW * found.reference_s:
         return None
     ends = [0.0, *accumulate(seconds for _, seconds, _ in found.parts)]
     low, full = min(ends), max(ends) - min(ends) or 1.0

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
-from made_plans import made, scaled, searched, slower
+from made_plans import awkward, made, scaled, searched, slower
 from parsed import Parsed
 
 from jaxbench.hardware import PLANNED
 from jaxbench.plan import command
-from jaxbench.plan.page import plan_page
+from jaxbench.plan.page import difference_page, plan_page
 from jaxbench.plan.plan import read
 
 
@@ -22,7 +22,7 @@ def bars(text, caption):
     table = text.partition(f"<caption>{caption}")[2].partition("</table>")[0]
     line = re.compile(
         r'<tr class="(.*?)"><th scope="row">(.*?)</th>.*?class="fill" x="(.*?)%" width="(.*?)%"'
-        r".*?data-label[^>]*>(.*?)</td>",
+        r".*?<td class=.n[^>]*>(.*?)</td>",
         re.DOTALL,
     )
     return [
@@ -39,7 +39,7 @@ def test_a_plan_is_a_page(tmp_path):
     said = " ".join(page.texts)
     ratio = plan.forecast_step_s / 12.33
     assert "llama31_8b_bf16 on 64 H100 GPUs fits. A step is forecast to take" in said
-    assert f" s, {ratio:.2f} of the published step." in said
+    assert f" s, {ratio:.2f} of the published step." in said.replace("\xa0", " ")
     assert "not measured" in said
     assert "forward &lt;div&gt;, 4 times" in text
     # Parts lie one after the other, and end where the step does.
@@ -73,7 +73,7 @@ def test_a_difference_is_a_page(tmp_path):
     assert command.main(words) == 0
     page = Parsed(output.read_text())
     page.names()
-    said = " ".join(page.texts)
+    said = " ".join(page.texts).replace("\xa0", " ")
     assert f"forecast to take {b.forecast_step_s:.3f} s, 2.000 of A's" in said
     changed, _, moved = said.partition("What moved")
     assert "settings.seed 0 7" in changed
@@ -84,16 +84,27 @@ def test_a_difference_is_a_page(tmp_path):
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.02)
 
 
+def test_values_of_a_difference_have_their_own_units():
+    """A time of the host is no size of it, a number of stages no time; nothing is Python's."""
+    said = " ".join(Parsed(difference_page(made(), awkward())).texts)
+    assert "host.exposed_s, s 0.000 0.250" in said
+    assert re.search(r"host\.to_host, GiB 0\.000 64\.000", said)
+    assert "stages.virtual_stages - 6" in said
+    assert "fits yes no" in said
+    assert re.search(r"parameters, billions 8\.030 341\.029", said)
+    assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|\[\]", said.partition("What moved")[2])
+
+
 def test_what_does_not_fit_is_said_first():
     plan = made("llama31_8b_fp8", gpus=8, gpu=PLANNED["gb200"])
     assert "1.00 of the published step" not in plan_page(plan)  # which is on H100
     big = replace(plan.bytes_per_device, peak=200 * 2**30, host=2**40)
     text = plan_page(replace(plan, bytes_per_device=big, fits=False))
-    assert "does not fit: 200.0 GiB of 167.6 GiB per GPU." in text
+    assert "does not fit: 200.0\xa0GiB of 167.6\xa0GiB per GPU." in text
     assert [css for css, name, *_ in bars(text, "What is held") if name == "peak"] == ["over"]
     host = replace(big, peak=2**30)
     text = plan_page(replace(plan, bytes_per_device=host, fits=False))
-    assert "does not fit the host: 1024.0 GiB of" in text
+    assert "does not fit the host: 1024.0\xa0GiB of" in text
     Parsed(text).names()
 
 

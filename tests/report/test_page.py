@@ -54,7 +54,7 @@ def test_a_page_says_what_the_table_says(runs):
     status, text = page(runs)
     assert status == 1
     parsed = Parsed(text)
-    assert "3 of 4 comparable runs reach 95 % of the published throughput." in text
+    assert "3 of 4 comparable runs reach 95\xa0% of the published throughput." in text
     for verdict, count in {
         "pass": 3, "slow": 1, "failed": 1, "interrupted": 1, "incomplete": 1, "not comparable": 2,
     }.items():  # fmt: skip
@@ -198,7 +198,17 @@ def test_the_published_tables_as_a_page(tmp_path):
     text = page(tmp_path / table)[1]
     assert "The published figures. Nothing on this page was measured here." in text
     parsed = Parsed(text)
-    counts = Counter((r.title, r.dtype) for r in published.rows())
+    assert "over iterations" not in text
+    # Weak scaling is of rows with as many tokens on a GPU: 405B in MXFP8 has twelve times on 256.
+    least = {}
+    for row in sorted(published.rows(), key=lambda row: (-row.layers, row.gpus)):
+        least.setdefault((row.title, row.dtype), row)
+    counts = Counter(
+        (r.title, r.dtype)
+        for r in published.rows()
+        if (first := least[r.title, r.dtype]).layers == r.layers
+        and r.gbs / r.gpus == first.gbs / first.gpus
+    )
     works = [work for work, count in counts.items() if count > 1]
     assert len(re.findall(r'id="scaling-\d+-t"', text)) == len(works)
     for code in {code for row in published.rows() for code in row.errata}:
@@ -326,7 +336,8 @@ def test_history_marks_what_changed(dated, capsys):
     (row,) = json.loads(capsys.readouterr().out)
     assert [r["change"] is not None for r in row["runs"]].count(True) == 2
     text = history_page(dated)
-    assert "2 changes above 2 % in 1 row." in text
+    assert "2 changes above 2\xa0% in 1 row." in text
+    assert not re.search(r"\b1 runs\b", text)
     assert len(Parsed(text).all("path", **{"class": "rule change"})) == 2
 
 
