@@ -56,7 +56,7 @@ class Loser:
         options += [f"--watchdog={WATCHDOG}", "--", f"--steps={STEPS}"]
         options += ["--checkpoint"] if saves else []
         number, folder = slurm.submit(self.cluster, self.stage, *options)
-        return number, folder / f"log-jaxbench_llama31_8b_bf16_4_{number}.out"
+        return number, folder / f"sbatch_jaxbench_llama31_8b_bf16_4_{number}.out"
 
     def wait(self, reached: Callable[[], bool], seconds: float = 240) -> None:
         """Polls until `reached()`; fails after `seconds`."""

@@ -23,7 +23,7 @@ COMMAND = "launch/submit.sh llama31_8b_bf16 --gpus 4 --cpu -- --checkpoint --ste
 def transcript(cluster: slurm.Cluster, stage: Path) -> str:
     """The commands and what they print, with `/shared/stage` for the stage."""
     number, folder = slurm.submit(cluster, stage, "--", "--checkpoint", "--steps", "50")
-    log = folder / f"log-jaxbench_llama31_8b_bf16_4_{number}.out"
+    log = folder / f"sbatch_jaxbench_llama31_8b_bf16_4_{number}.out"
     slurm.wait(cluster, number, lambda _: log.exists() and "\nstep 10" in log.read_text(), 600)
     subprocess.run(["scancel", number], env=cluster.environment, check=True)
     slurm.wait(cluster, number, slurm.ended, 600)

@@ -96,7 +96,7 @@ def folders(stage: Path | None) -> dict[str, Path]:
 
 def log(folder: Path) -> Path:
     """The main log of a job. Raises RecipeError before it has one."""
-    for path in folder.glob(f"log-jaxbench_*_{folder.name}.out"):
+    for path in folder.glob(f"sbatch_jaxbench_*_{folder.name}.out"):
         return path
     raise RecipeError(f"job {folder.name} has not begun")
 

@@ -84,18 +84,25 @@ def console() -> Console:
 
 
 @contextmanager
-def live(what: str) -> Iterator[Callable[[str], None]]:
+def live(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Shows an activity and its duration on stderr until it ends; nothing where that is no
-    terminal. Yields a function that changes the text."""
+    terminal, and in processes that are not to be `shown`. Yields a function that changes the
+    text."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
     ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda text: bar.update(task, description=text)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises RecipeError where the folder of a file to be written is missing."""
+    if not path.parent.is_dir():
+        raise RecipeError(f"{option} {path}: no such folder")
 
 
 def write(text: str, path: Path | None) -> None:
@@ -103,4 +110,5 @@ def write(text: str, path: Path | None) -> None:
     if path is None:
         print(text, end="" if text.endswith("\n") else "\n")
     else:
+        check_folder("--output", path)
         write_whole(path, text)

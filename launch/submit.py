@@ -57,7 +57,10 @@ class Job:
         return self.results / number
 
     def log(self, number: str) -> Path:
-        return self.folder(number) / f"log-jaxbench_{self.settings['JAXBENCH_NAME']}_{number}.out"
+        """The main log. Parsers of published logs leave out `sbatch_` files: the steps that they
+        read are in the run's own log."""
+        name = f"sbatch_jaxbench_{self.settings['JAXBENCH_NAME']}_{number}.out"
+        return self.folder(number) / name
 
     def warnings(self) -> list[str]:
         """Consequences that may not be meant."""

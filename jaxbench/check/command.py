@@ -26,7 +26,7 @@ from jaxbench.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.published import counted
 from jaxbench.run import devices, session
-from jaxbench.terminal import console
+from jaxbench.terminal import console, live
 
 FILE = "check.json"
 
@@ -132,11 +132,13 @@ def timed(
     device, rates = jax.local_devices()[0].device_kind, []
     gpu = None if is_null(device) else identify(device)
     known = tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
-    for kind, measured in measure.KINDS.items():
-        if kind in kinds:
-            began = time.perf_counter()
-            rates += [asdict(rate) for rate in measured(cluster, kind, gpu, known)]
-            seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - began
+    with live("measuring", shown=jax.process_index() == 0) as say:
+        for kind, measured in measure.KINDS.items():
+            if kind in kinds:
+                say(f"measuring {kind}")
+                began = time.perf_counter()
+                rates += [asdict(rate) for rate in measured(cluster, kind, gpu, known)]
+                seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - began
     return rates
 
 

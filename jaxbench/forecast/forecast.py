@@ -118,4 +118,4 @@ def _bases(
 
 
 def _named(work: Work) -> str:
-    return f"{work.kind} {work.dtype} {' x '.join(map(str, work.sizes))}"
+    return f"{work.kind} {work.dtype} {' x '.join(map(str, work.sizes))}".rstrip()

@@ -8,7 +8,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.forecast.tables import load
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
-from jaxbench.terminal import Parser, completes
+from jaxbench.terminal import Parser, check_folder, completes
 
 MODES = ("diff", "all", "hlo", "profile", "scaling", "search")
 """Options that do another thing than to plan one row."""
@@ -131,6 +131,9 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise RecipeError(f"{mode} takes no {ignored[0]}")
     if args.output and args.format == "text" and not args.all:
         raise RecipeError("--output is for --format json or html, or the folder of --all")
+    for name in ("output", "trace", "write_kernels"):
+        if (path := getattr(args, name)) and not (name == "output" and args.all):
+            check_folder(f"--{name.replace('_', '-')}", path)
     if args.kernels:
         load(args.gpu or DEFAULT_GPU, args.kernels)
     if args.limit is not None and not args.search:

@@ -38,6 +38,7 @@ from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import SCHEMA, Recorder, read
 from jaxbench.run.streams import open_stream
+from jaxbench.terminal import live
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
@@ -289,8 +290,9 @@ class Attempt:
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         visible = options.profile == "jax" and mesh.platform() == "gpu"
         cache = None if visible else options.compilation_cache
-        with program_cache(cache, cache_identity(recorder.record)) as cached:
-            compile_step = profiling.compile_visible if visible else compile_program
+        compile_step = profiling.compile_visible if visible else compile_program
+        shown = live("compiling", shown=recorder.folder is not None)
+        with program_cache(cache, cache_identity(recorder.record)) as cached, shown:
             compiled, lower_s, compile_s = compile_step(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")

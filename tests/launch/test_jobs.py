@@ -30,7 +30,7 @@ def add(stage, number, recipe, **record):
     content = {"recipe": {"recipe": recipe, "gpus": 8, "steps": 50}, **record}
     (folder / "run.json").write_text(json.dumps(content))
     (folder / "steps.jsonl").write_text("{}\n" * 20)
-    (folder / f"log-jaxbench_{recipe}_8_{number}.out").write_text(f"the log of {number}\n")
+    (folder / f"sbatch_jaxbench_{recipe}_8_{number}.out").write_text(f"the log of {number}\n")
 
 
 def test_jobs_are_listed_across_recipes(stage, capsys):

@@ -38,7 +38,7 @@ def stage(tmp_path_factory):
 
 
 def main_log(folder):
-    return next(folder.glob("log-jaxbench_*.out")).read_text()
+    return next(folder.glob("sbatch_jaxbench_*.out")).read_text()
 
 
 def steps_of(folder):
@@ -79,7 +79,7 @@ def test_results_lie_where_they_are_published_to_lie(saved, stage):
     assert folder == stage / "results" / "0.1.0" / "bf16" / "8b" / "4" / number
     assert sorted(p.name for p in folder.iterdir()) == sorted([
         "check.json", "checkpoints", "environment.json",
-        f"log-jaxbench_llama31_8b_bf16_4_{number}.out",
+        f"sbatch_jaxbench_llama31_8b_bf16_4_{number}.out",
         "log-llama31_8b_bf16_smoke.out", "ranks", "run.json", "steps.jsonl",
     ])  # fmt: skip
     assert sorted(p.name for p in (folder / "ranks").iterdir()) == [
@@ -203,7 +203,7 @@ def test_a_job_is_cancelled_at_once_while_it_compiles(cluster, stage):
 
 
 def main_log_so_far(folder):
-    return "".join(path.read_text() for path in folder.glob("log-jaxbench_*.out"))
+    return "".join(path.read_text() for path in folder.glob("sbatch_jaxbench_*.out"))
 
 
 def test_a_lost_rank_is_named_in_the_end(cluster, stage):

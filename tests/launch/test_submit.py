@@ -39,9 +39,9 @@ def test_a_submission_says_how_to_watch_it(options, here, monkeypatch, capsys):
     assert folder.parent.parent.parent.parent.parent == Path(here["STAGE_PATH"], "results")
     assert folder.is_dir()
     command = shlex.split(second.removeprefix("watch it: "))
-    assert command == ["tail", "-F", f"{folder}/log-jaxbench_llama31_8b_bf16_8_77.out"]
+    assert command == ["tail", "-F", f"{folder}/sbatch_jaxbench_llama31_8b_bf16_8_77.out"]
     body = (ROOT / "launch" / "slurm.sbatch").read_text()
-    assert "log=$folder/log-jaxbench_${JAXBENCH_NAME}_$job.out" in body
+    assert "log=$folder/sbatch_jaxbench_${JAXBENCH_NAME}_$job.out" in body
     assert "folder=$JAXBENCH_RESULTS/$job" in body
 
 

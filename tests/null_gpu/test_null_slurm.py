@@ -72,7 +72,7 @@ class Job:
         self.wait(lambda _: len(read(self.folder)[1]) >= steps)
 
     def log(self):
-        return "".join(path.read_text() for path in self.folder.glob("log-jaxbench_*.out"))
+        return "".join(path.read_text() for path in self.folder.glob("sbatch_jaxbench_*.out"))
 
 
 FAULTS = {

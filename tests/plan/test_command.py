@@ -127,6 +127,8 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
         (["--search", "--limit", "0"], "--limit = 0 must be above 0"),
         (["--limit", "3"], "--limit is for --search"),
         ([*ROW, "--output", "x"], "--output is for --format json or html, or the folder of --all"),
+        ([*ROW, "--format", "html", "--output", "no/x.html"], "--output no/x.html: no such folder"),
+        ([*ROW, "--trace", "no/step.json"], "--trace no/step.json: no such folder"),
         (["--diff", "x.csv", "y.csv", "--format", "html"], "--diff takes no --format html"),
         (["--scaling"], "--scaling needs --config"),
         (["--scaling", "--config", "llama2_70b_fp8", "--gpus", "64"], "no --gpus"),

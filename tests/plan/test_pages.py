@@ -42,6 +42,8 @@ def test_a_plan_is_a_page(tmp_path):
     assert f" s, {ratio:.2f} of the published step." in said.replace("\xa0", " ")
     assert "not measured" in said
     assert "forward &lt;div&gt;, 4 times" in text
+    name = replace(plan.largest_buffers[0], name="state.model.<x>")
+    assert "state.<wbr>model.&lt;x&gt;" in plan_page(replace(plan, largest_buffers=[name]))
     # Parts lie one after the other, and end where the step does.
     *parts, whole, published, _ = bars(text, "Forecast, seconds")
     for (_, _, start, width, _), following in pairwise(parts):
