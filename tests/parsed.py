@@ -11,7 +11,7 @@ class Parsed(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.open, self.elements, self.texts = [], [], []
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))  # where a line may end
         self.close()
         assert self.open == []
 

@@ -92,7 +92,7 @@ def as_words(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.6g}"
+        return f"{value:,.1f}".removesuffix(".0") if abs(value) >= 1000 else f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -110,7 +110,7 @@ def step_content(
         "links": LINKS,
         "kernels": text.kernels(step),
         "others": [
-            Bar("part", k.source, 0, k.seconds, f"{k.seconds:.3f} s, {k.launches:,} times")
+            Bar("part", k.source, 0, k.seconds, f"{k.seconds:.3f} s, {counted(k.launches, 'time')}")
             for k in others
         ],
         "full_others": max((k.seconds for k in others), default=0.0) or 1.0,
