@@ -66,7 +66,7 @@ def render(template: str, **content: Any) -> str:
 
 def breakable(text: str) -> Markup:
     """A name that may break after the marks in it, where a line has no room for all of it."""
-    return Markup(re.sub(r"([._/,\]])(?=[a-z\[])", r"\1<wbr>", str(escape(text))))
+    return Markup(re.sub(r"([._/,\]])(?=[a-z\[]|\d+[a-z])", r"\1<wbr>", str(escape(text))))
 
 
 def page(results: Sequence[Result], convention: str) -> str:

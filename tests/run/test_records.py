@@ -79,16 +79,36 @@ def test_maxtext_line_is_the_published_one():
     assert float(match.group(2)) == pytest.approx(1035.970, rel=1e-4)
 
 
-def test_published_parser_reads_a_log():
-    """What NVIDIA's parse_train_timing.sh looks for: iteration n/49, step time and FLOP/s."""
-    lines = [
-        summary.nemo_line(RUN, {**STEP, "step": n, "tflops_per_gpu": 600.0}) for n in range(50)
-    ]
-    pattern = r"iteration (\d+)/49 .*train_step_timing in s: ([\d.]+).*TFLOPS_per_GPU: ([\d.]+)"
-    samples = [re.search(pattern, line).groups() for line in lines]
-    window = [s for s in samples if 11 <= int(s[0]) <= 44]
-    assert len(window) == 34
-    assert {s[1:] for s in window} == {("12.39", "600")}
+def collected(folder):
+    """Samples of each log that NVIDIA's parse_train_timing.sh (release 25.05) counts, below a
+    folder: step time and FLOP/s of iterations 11 to 44 of 50; none of a log that failed."""
+    line = r"iteration (\d+)/49 .*train_step_timing in s: ([\d.]+).*TFLOPS_per_GPU: ([\d.]+)"
+    found = {}
+    for path in folder.rglob("*.out"):
+        samples = re.findall(line, text := path.read_text())
+        other = path.name.startswith(("sbatch_", "vboost")) or "nccltrace" in path.name
+        if samples or (not other and re.search("iteration|training|model|experiment", text)):
+            found[path.name] = [s[1:] for s in samples if 11 <= int(s[0]) <= 44]
+    return found
+
+
+def test_published_parser_reads_a_run_once(tmp_path):
+    """In the layout of the published programme, and with the main log of a job beside it."""
+    name = "pretrain_llama3.1_8b_bf16_gpus8"
+    folder = tmp_path / "experiments" / name / f"{name}_1795579216" / name
+    folder.mkdir(parents=True)
+    recorder = Recorder(folder, RUN, record_of(RUN))
+    recorder.phase("training", "steps 0 to 49")
+    for n in range(50):
+        recorder.step(STEP | {"step": n})
+    recorder.finish("completed", None, None)
+    main = re.search(r"^log=\$folder/(\S+)$", (ROOT / "launch/slurm.sbatch").read_text(), re.M)[1]
+    (folder / main).write_text("12:00:00 training: steps 0 to 49\n")
+    (log,) = folder.glob("log-*.out")
+    found = collected(tmp_path / "experiments")
+    assert [*found] == [log.name]
+    assert len(found[log.name]) == 34
+    assert {seconds for seconds, _ in found[log.name]} == {"12.39"}
 
 
 @pytest.mark.parametrize(
