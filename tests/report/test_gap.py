@@ -71,6 +71,16 @@ def test_parts_whose_data_are_absent_are_absent(tmp_path):
     assert "Why it is slow" not in page(tmp_path)
 
 
+def test_a_gap_by_which_runs_differ_is_not_explained(tmp_path):
+    for slow, explained in ((1.0, False), (1.1, True)):
+        write_slowed(tmp_path / f"{slow}", "run", slow=slow, not_comparable_because=["made"])
+        (result,) = command.report([tmp_path / f"{slow}"], None)
+        gap = explain(result)
+        assert len(gap.parts) > 1
+        assert (gap.seconds > 0.01 * gap.reference_s) == explained
+        assert ("Why it is slow" in page(tmp_path / f"{slow}")) == explained
+
+
 def test_without_a_plan_clocks_are_of_the_flops_at_the_peak(tmp_path):
     path = write_slowed(tmp_path, "run", clock=0.8)
     (path / "plan.json").unlink()
