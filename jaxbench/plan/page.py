@@ -193,7 +193,7 @@ def steps_of(
     bars = [*waterfall(shown, SECONDS), Bar("ours", name, 0, total_s, SECONDS(total_s))]
     if published:
         step_s, gpu = published
-        bars.append(Bar("total", f"published, {gpu.upper()}", 0, step_s, f"{step_s:g}"))
+        bars.append(Bar("total", f"published, {gpu.upper()}", 0, step_s, f"{step_s:.5g}"))
     return bars
 
 

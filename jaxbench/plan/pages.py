@@ -101,6 +101,7 @@ def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
     """Seconds over memory of all that was compiled; None where nothing was."""
     groups: dict[str, list[tuple[float, float]]] = {"published": [], "lost": [], "ours": []}
     labels: list[Label] = []
+    best = next((line for line in lines if line["fits"]), None)
     for line in lines:
         if "step_s" not in line:
             continue
@@ -109,8 +110,8 @@ def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
             groups["ours" if line["fits"] else "lost"].append(point)
         if not line["set"]:
             groups["published"].append(point)
-            labels.append(("published", point[1], "the row"))
-        elif line["fits"] and not any(css == "ours" for css, _, _ in labels):
+            labels.append(("published", point[1], "the row, best" if line is best else "the row"))
+        elif line is best:
             labels.append(("ours", point[1], "best"))
     points = [point for group in groups.values() for point in group]
     if not points:

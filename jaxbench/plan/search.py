@@ -154,10 +154,9 @@ def search(
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
-    tried = (
-        f"{len(lines)} tried of {state.total} meshes and microbatches; of {state.cannot_fit} "
-        "the train state alone does not fit"
-    )
+    tried = f"{len(lines)} tried of {state.total} meshes and microbatches"
+    if state.cannot_fit:
+        tried += f"; of {state.cannot_fit} the train state alone does not fit"
     changes = [*row.overrides, *best["set"]] if best else []
     options = [option for text in changes for option in ("--set", text)]
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])

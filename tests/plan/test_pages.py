@@ -14,6 +14,7 @@ from parsed import Parsed
 from jaxbench.hardware import PLANNED
 from jaxbench.plan import command
 from jaxbench.plan.page import difference_page, plan_page
+from jaxbench.plan.pages import _search_chart
 from jaxbench.plan.plan import read
 
 
@@ -95,6 +96,17 @@ def test_values_of_a_difference_have_their_own_units():
     assert "fits yes no" in said
     assert re.search(r"parameters, billions 8\.030 341\.029", said)
     assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|\[\]", said.partition("What moved")[2])
+
+
+@pytest.mark.parametrize(
+    ("other_s", "labels"), [(2.0, ["the row, best"]), (0.5, ["the row", "best"])]
+)
+def test_a_search_marks_the_best_and_no_other(other_s, labels):
+    row = {"fits": True, "set": [], "peak": 2**35, "step_s": 1.0}
+    other = row | {"set": ["parallelism.fsdp=4"], "step_s": other_s}
+    lines = sorted((row, other), key=lambda line: line["step_s"])
+    said = [text for _, _, _, text, _ in _search_chart(lines, 2**36).texts]
+    assert sorted(said, reverse=True) == [*labels[:1], "limit", *labels[1:]]
 
 
 def test_what_does_not_fit_is_said_first():
