@@ -8,31 +8,37 @@ from dataclasses import replace
 import commands
 import pytest
 
-from jaxbench.check import judge
+from jaxbench.check import host, judge
 from jaxbench.check.judge import Rate
-from jaxbench.check.measure import pairs
+from jaxbench.check.measure import distances, pairs
 
 SINGLE = {"bf16 products": 700.0, "fp8 products": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
 FACTS = {
     "nvlinks": 18, "nvlinks_up": 18, "unreached": [], "power_limit_w": 700.0, "reasons": [],
     "power_default_w": 700.0, "sm_mhz": 1700, "sm_max_mhz": 1980, "ecc_uncorrected": 0, "xids": [],
     "remap_pending": 0, "remap_failed": 0, "mig": False, "pcie_lanes": 16, "pcie_max_lanes": 16,
-    "ecc": True, "persistence": True,
+    "ecc": True, "persistence": True, "vbios": "96.00.99",
 }  # fmt: skip
 
 
 def made(nodes, seed, gpus=8, slowed=()):
     """(rates, hosts) of a cluster whose GPUs differ by 1.5 %, links by 3 % and networks at greater
-    distance by more. `slowed` has (kind, words of an end, factor): rates of a kind at such ends."""
+    distance by more. `slowed` has (kind, words of an end or of both, factor): rates of a kind at
+    such ends."""
     noise = random.Random(seed)
     name = "node{} gpu {}".format
     rates = []
 
     def add(kind, ends, value, spread, distance=0):
-        for of, where, factor in slowed:
-            if kind.startswith(of) and any(f"{end} ".startswith(f"{where} ") for end in ends):
-                value *= factor
-        rates.append(Rate(kind, "", ends, value * noise.gauss(1, spread), value, distance))
+        factor = 1.0
+        for of, where, slower in slowed:
+            parts = where.split(" - ")
+            if kind.startswith(of) and all(
+                any(f"{end} ".startswith(f"{part} ") for end in ends) for part in parts
+            ):
+                factor = min(factor, slower)
+        measured = value * factor * noise.gauss(1, spread)
+        rates.append(Rate(kind, "", ends, measured, value, distance))
 
     for node in range(nodes):
         for gpu in range(gpus):
@@ -44,14 +50,14 @@ def made(nodes, seed, gpus=8, slowed=()):
             for a, b in pairs(gpus, distance):
                 if a < b:
                     add(judge.IN_NODE, (name(node, a), name(node, b)), 380.0, 0.03)
-    for distance in (1 << bit for bit in range((nodes - 1).bit_length())):
+    for distance in distances(judge.BETWEEN_NODES, nodes):
         for a, b in pairs(nodes, distance):
             for gpu in range(gpus if a < b else 0):
                 ends = name(a, gpu), name(b, gpu)
                 add(judge.BETWEEN_NODES, ends, 48.0 - distance % 7, 0.03, distance)
-    host = {"skew_s": 0.01, "settings": {"driver": "590.0"}, "files": {"latency_s": 0.01}}
+    usual = {"skew_s": 0.01, "settings": {"driver": "590.0"}, "files": {"latency_s": 0.01}}
     hosts = {
-        f"node{node}": {**host, "gpus": {name(node, gpu): dict(FACTS) for gpu in range(gpus)}}
+        f"node{node}": {**usual, "gpus": {name(node, gpu): dict(FACTS) for gpu in range(gpus)}}
         for node in range(nodes)
     }
     return rates, hosts
@@ -69,10 +75,8 @@ SLOWED = {
                      "node0 gpu 5: exchange in a node"),
     "adapter of two nodes": (2, [(judge.BETWEEN_NODES, "node0 gpu 5", 0.5)], "network",
                              "node0 gpu 5 - node1 gpu 5: exchange between nodes"),
-    "adapter": (3, [(judge.BETWEEN_NODES, "node1 gpu 5", 0.5)], "network",
-                "node1 gpu 5: exchange between nodes"),
-    "a node's network": (8, [(judge.BETWEEN_NODES, "node2", 0.5)], "network",
-                         "node2: exchange between nodes"),
+    "adapter": (3, [(judge.BETWEEN_NODES, "node0 gpu 5", 0.5)], "network",
+                "node0 gpu 5: exchange between nodes"),
     "a node's collectives": (8, [("all-gather", "node6", 0.5)], "gpu", "node6: all-gather in a"),
     "host": (1, [("host", "node0 gpu 2", 0.5)], "gpu", "node0 gpu 2: host to GPU"),
 }  # fmt: skip
@@ -88,6 +92,92 @@ def test_what_is_slow_is_named_alone(case):
         assert finding.cause == cause
         where = text.partition(":")[0]
         assert finding.nodes == (() if " - " in where else (where.partition(" ")[0],))
+
+
+BETWEEN = {
+    "adapter": (["node1 gpu 5"], None),
+    "two adapters": (["node0 gpu 5", "node1 gpu 5"], None),
+    "two at an even number of bits": (["node0 gpu 5", "node3 gpu 5"], None),
+    "node": (["node2"], None),
+    "path": (["node0 gpu 5 - node1 gpu 5"], None),
+    "path of all GPUs": (["node0 - node2"], None),
+    "adapter and path": (["node3 gpu 1", "node0 gpu 1 - node1 gpu 1"], None),
+    "most partners": ([f"node0 gpu 5 - node{1 << n} gpu 5" for n in range(6)], "node0 gpu 5"),
+}  # fmt: skip
+"""What is slow between nodes, and what is named instead of that."""
+
+
+@pytest.mark.parametrize("nodes", [4, 8, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", BETWEEN)
+def test_the_slow_end_of_a_link_is_told(case, nodes):
+    slow, instead = BETWEEN[case]
+    slowed = [(judge.BETWEEN_NODES, where, 0.5) for where in slow]
+    for seed in range(3):
+        found = [f for f in judge.judge(*made(nodes, seed, slowed=slowed)) if f.cause]
+        assert [f.where for f in found] == ([instead] if instead else slow)
+        for f in found:
+            path = " - " in f.where
+            assert f.what.endswith(judge.PATH if path else "partners")
+            assert f.nodes == (() if path else (judge.node(f.where),))
+
+
+@pytest.mark.parametrize("nodes", [8, pytest.param(256, marks=pytest.mark.slow)])
+def test_two_bad_nodes_are_told(nodes):
+    """Of four, two slow down five of six pairs, which only the tables tell."""
+    slowed = [(judge.BETWEEN_NODES, node, 0.5) for node in ("node0", "node3")]
+    found = judge.judge(*made(nodes, 0, slowed=slowed))
+    assert [f.where for f in found] == ["node0", "node3"]
+    *_, remark = judge.judge(*made(4, 0, slowed=slowed))
+    assert "below the tables" in str(remark)
+
+
+def test_of_two_nodes_either_end_may_be_bad():
+    (finding,) = judge.judge(*made(2, 0, slowed=[(judge.BETWEEN_NODES, "node0 gpu 5", 0.5)]))
+    assert finding.what.endswith(
+        "; either end may be bad: leave one of the two out and check again"
+    )
+    finding, *_ = judge.judge(*made(2, 0, slowed=[("all-gather", "node1", 0.5)]))
+    assert str(finding) == "node1: all-gather in a node 33 % below the median of 2"
+
+
+def write_adapter(root, name, firmware="28.39.1002", rate="400 Gb/sec (4X NDR)", state="4: ACTIVE"):
+    """What Linux tells of an adapter with one port."""
+    contents = {
+        "fw_ver": firmware, "hca_type": "MT4129", "board_id": "MT_0000000838",
+        "ports/1/state": state, "ports/1/rate": rate, "ports/1/link_layer": "InfiniBand",
+        "device/current_link_width": "16",
+    }  # fmt: skip
+    for file, content in contents.items():
+        (root / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / name / file).write_text(f"{content}\n")
+
+
+def test_another_firmware_or_link_of_an_adapter_is_named(tmp_path):
+    """And two nodes that differ are both named, since neither is like most."""
+    rates, hosts = made(3, 0)
+    for name in hosts:
+        write_adapter(tmp_path / name, "mlx5_0")
+        write_adapter(tmp_path / name, "mlx5_1")
+    write_adapter(tmp_path / "node1", "mlx5_1", firmware="28.36.1010")
+    write_adapter(tmp_path / "node1", "mlx5_0", rate="200 Gb/sec (4X HDR)")
+    write_adapter(tmp_path / "node2", "mlx5_1", state="1: DOWN")
+    for name, told in hosts.items():
+        told["settings"] = host.settings(False, tmp_path / name)
+        told["ports"] = host.ports(tmp_path / name)
+    assert hosts["node0"]["ports"] == {"mlx5_0 port 1": 400.0, "mlx5_1 port 1": 400.0}
+    assert hosts["node0"]["settings"]["mlx5_0 board"] == "MT_0000000838"
+    assert hosts["node0"]["settings"]["mlx5_0 PCIe speed"] is None
+    slow, down, firmware = judge.judge(rates, hosts)
+    assert str(slow) == "node1: mlx5_0 port 1: 200, elsewhere 400 Gb/s"
+    assert str(down) == "node2: mlx5_1 port 1: no link, elsewhere 400 Gb/s"
+    assert (down.cause, down.nodes) == ("network", ("node2",))
+    assert str(firmware) == "node1: mlx5_1 firmware 28.36.1010, elsewhere 28.39.1002"
+    assert firmware.cause is None
+    del hosts["node2"]
+    slow, firmware = judge.judge([], hosts)
+    assert slow.where == "node1"
+    both = "mlx5_1 firmware 28.39.1002: node0; mlx5_1 firmware 28.36.1010: node1"
+    assert str(firmware) == f"all: {both}"
 
 
 TOLD = {
@@ -122,8 +212,8 @@ def test_what_the_driver_tells_is_judged(key):
 def test_what_all_gpus_share_is_the_clusters():
     """Cards without NVLink, of a site that lowers the power."""
     rates, hosts = made(2, 0)
-    for host in hosts.values():
-        for gpu in host["gpus"].values():
+    for told in hosts.values():
+        for gpu in told["gpus"].values():
             gpu |= {"nvlinks_up": 0, "unreached": [*range(7)], "power_limit_w": 500.0}
     (finding,) = judge.judge(rates, hosts)
     assert str(finding) == "node0 gpu 0 and 15 more: power limit 500 W of 700"
@@ -132,6 +222,7 @@ def test_what_all_gpus_share_is_the_clusters():
 
 def test_hosts_and_tables_are_remarked():
     rates, hosts = made(3, 0)
+    hosts["node2"]["gpus"]["node2 gpu 4"]["vbios"] = "96.00.68"
     hosts["node2"] |= {"settings": {"driver": "580.1"}, "skew_s": -4.0, "files": {"lock": False}}
     hosts["node1"]["files"] = {"problem": "x cannot be written: Read-only file system"}
     rates = [replace(r, expected=r.value / 0.6) if r.kind == "memory" else r for r in rates]
@@ -142,7 +233,8 @@ def test_hosts_and_tables_are_remarked():
     assert "all: memory" in text
     assert "no locks" in text
     assert "clock differs by -4.0 s" in text
-    assert "driver 580.1, elsewhere 590.0" in text
+    assert "node2: driver 580.1, elsewhere 590.0" in text
+    assert "node2 gpu 4: VBIOS 96.00.68, elsewhere 96.00.99" in text
 
 
 @pytest.mark.slow
@@ -153,7 +245,9 @@ def test_one_gpu_of_two_thousand_is_named():
 
 @pytest.mark.parametrize("number", range(1, 10))
 def test_every_node_has_a_partner_in_logarithmic_rounds(number):
-    found = [pair for bit in range((number - 1).bit_length()) for pair in pairs(number, 1 << bit)]
+    rounds = distances(judge.BETWEEN_NODES, number)
+    assert len(rounds) == (number - 1).bit_length() + (number > 2)
+    found = [pair for distance in rounds for pair in pairs(number, distance)]
     assert {a for a, _ in found} == (set(range(number)) if number > 1 else set())
     assert all((b, a) in found for a, b in found)
 

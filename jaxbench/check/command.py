@@ -16,7 +16,7 @@ from rich.table import Table
 
 from jaxbench.check import host, measure
 from jaxbench.check.arguments import make_parser
-from jaxbench.check.judge import FEWEST, Rate, blamed, by_kind, judge
+from jaxbench.check.judge import Rate, by_kind, judge, slow
 from jaxbench.cluster import job
 from jaxbench.cluster.nvml import Gpu as Told
 from jaxbench.errors import STATUS, RecipeError, RunFailed
@@ -104,7 +104,8 @@ def found_here(
         "clock": clock,
         "settings": host.settings(bool(told)),
         "gpus": gpus,
-        "files": host.files(folder) if cluster.leads else {},
+        "ports": host.ports(),
+        "files": host.files(folder) if job.one_of_node("check of files") else {},
     }
     seconds = {"host": time.perf_counter() - began}
     ended = threading.Event()
@@ -119,7 +120,7 @@ def found_here(
 
     def doubtful() -> list[str]:
         kinds = by_kind(made(rate) for some in first for rate in some)
-        return [kind for kind, some in kinds.items() if comparable() and any(blamed(some))]
+        return [kind for kind, some in kinds.items() if comparable() and slow(some)]
 
     rates += timed(cluster, job.broadcast("check again", doubtful), seconds)
     return here | {"rates": rates, "seconds": seconds}
@@ -161,9 +162,10 @@ def judged(
     middle = median(here["clock"] for here in everywhere)
     hosts: dict[str, dict[str, Any]] = {}
     for here in everywhere:
-        first = {"settings": here["settings"], "files": here["files"], "gpus": {}}
+        first = {name: here[name] for name in ("settings", "ports")} | {"files": {}, "gpus": {}}
         node = hosts.setdefault(here["node"], {**first, "skew_s": here["clock"] - middle})
         node["gpus"] |= here["gpus"]
+        node["files"] |= here["files"]
     found = judge(rates, hosts, comparable=comparable())
     faults = [finding for finding in found if finding.cause]
     causes = {finding.cause for finding in faults}
@@ -206,9 +208,8 @@ def unjudged(
         yield f"{NULL}; rates are not compared with the tables"
     elif device.platform == "gpu" and not any(rates[0].expected for rates in kinds.values()):
         yield f"there are no tables of {device.device_kind}"
-    few = [kind for kind, rates in kinds.items() if len(rates) < FEWEST]
-    if few:
-        yield f"fewer than {FEWEST} to compare with each other: {', '.join(few)}"
+    if alone := [kind for kind, rates in kinds.items() if len(rates) == 1]:
+        yield f"one, and no other to compare it with: {', '.join(alone)}"
     if len(hosts) == 1:
         yield "one node: no network"
     if any(gpu["xids"] is None for host in hosts.values() for gpu in host["gpus"].values()):

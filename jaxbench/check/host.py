@@ -27,11 +27,25 @@ SYSTEM = {
     "transparent_hugepage": "/sys/kernel/mm/transparent_hugepage/enabled",
     "numa_balancing": "/proc/sys/kernel/numa_balancing",
     "numa_nodes": "/sys/devices/system/node/online",
+    "huge_pages": "/proc/sys/vm/nr_hugepages",
 }
 """Files of the kernel that have a setting; of several words the chosen one is in brackets."""
 
+ADAPTERS = Path("/sys/class/infiniband")
+"""Network adapters, InfiniBand and RoCE, by name."""
 
-def settings(nvml_told: bool) -> dict[str, Any]:
+OF_ADAPTER = {
+    "model": "hca_type",
+    "firmware": "fw_ver",
+    "board": "board_id",
+    "link layer": "ports/1/link_layer",
+    "PCIe speed": "device/current_link_speed",
+    "PCIe lanes": "device/current_link_width",
+}
+"""Files of an adapter (Linux, Documentation/ABI/stable/sysfs-class-infiniband; sysfs-bus-pci)."""
+
+
+def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
     """Versions and settings in which hosts should be equal; None where the system has none."""
     known = versions()
     names = ("jaxbench", "commit", "python", "jaxlib", "driver", "nvidia-nccl-cu13")
@@ -40,13 +54,32 @@ def settings(nvml_told: bool) -> dict[str, Any]:
         found["driver"] = nvml.driver_version()
     found |= {"kernel": platform.release(), "cpus": os.cpu_count()}
     for name, path in SYSTEM.items():
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            text = ""
-        chosen = re.search(r"\[(\w+)\]", text)
-        found[name] = (chosen[1] if chosen else text) or None
+        text = content(Path(path))
+        chosen = re.search(r"\[(\w+)\]", text or "")
+        found[name] = chosen[1] if chosen else text
+    for adapter in sorted(adapters.glob("*")):
+        known = {f"{adapter.name} {name}": content(adapter / at) for name, at in OF_ADAPTER.items()}
+        found |= known
     return found
+
+
+def ports(adapters: Path = ADAPTERS) -> dict[str, float]:
+    """Gb/s of the link of each port of the network adapters; 0 where it is not active."""
+    found = {}
+    for port in sorted(adapters.glob("*/ports/*")):
+        active = (content(port / "state") or "").endswith(" ACTIVE")
+        rate = re.match(r"[\d.]+", content(port / "rate") or "")
+        name = f"{port.parents[1].name} port {port.name}"
+        found[name] = float(rate[0]) if rate and active else 0.0
+    return found
+
+
+def content(path: Path) -> str | None:
+    """What a file of the kernel says; None without it, or where it says nothing."""
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
 
 
 def gpus() -> tuple[list[nvml.Gpu], str | None]:

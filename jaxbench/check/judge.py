@@ -6,28 +6,14 @@ A rate is compared with those of the same kind in the job, the median of each ki
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, multimode
+from statistics import median
 from typing import Any
 
 from jaxbench.cluster import nvml
-from jaxbench.forecast.costs import SPREAD
-from jaxbench.recipe.window import robust_deviation
-
-DEVIATIONS = 5.0
-"""Standard deviations below the median from which a rate is slow. Of 256 nodes some 24000 rates are
-compared: with normal noise a healthy job would have a finding once in 140 checks."""
-
-LINK_SPREAD = 0.03
-"""Least standard deviation of links, copies from the host and collectives, which share switches and
-hosts with others; that of a GPU's own kernels is `forecast.costs.SPREAD`. With five of them a rate
-is slow at 15 % (GPUs: 7.5 %) below the median."""
+from jaxbench.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
 
 GPU_KINDS = "bf16 products", "fp8 products", "memory"
 """Kinds of the rates that are a GPU's alone."""
-
-FEWEST = 4
-"""Rates of one kind that can be compared with each other: of three, a slow one moves the median's
-deviation with it."""
 
 BELOW_TABLE = 0.25
 """Distance from a table that is remarked. Two independent benchmarks of the same large products on
@@ -37,6 +23,9 @@ SKEW_S, SLOW_FILE_S = 1.0, 1.0
 """Difference of hosts' clocks, and time to make a small file last, that are remarked: lines of two
 logs are then in the wrong order, and a record's write can delay a step."""
 
+
+PATH = "both ends are fast with others, so it is the path between them: cable or switch ports"
+EITHER = "either end may be bad: leave one of the two out and check again"
 
 IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
 """Kinds of the rates of links; the latter are the network's."""
@@ -89,65 +78,67 @@ def by_kind(rates: Iterable[Rate]) -> dict[str, list[Rate]]:
     return kinds
 
 
-def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], float]:
-    """Slow ones among rates of one kind: how far below the median, as a share of it.
+def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
+    """(share below the median, what tells the end) of each slow GPU, node or link of one kind."""
+    if len(rates[0].ends) > 1:
+        return slow_links(rates)
+    spread = GPU_SPREAD if rates[0].kind in GPU_KINDS else LINK_SPREAD
+    found = outliers({rate.ends: rate.value for rate in rates}, spread, low=True)
+    return {ends: (1 - ratio, "") for ends, ratio in found.items()}
 
-    The deviation is the robust one; at least that of healthy rates.
+
+def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
+    """The ends of slow links that are at fault, and the links of which no end is.
+
+    An end is as fast as its fastest link, whatever its other partners are, and is compared so with
+    all ends. A slow one is at fault if a partner is none, or if all its links are inside of its
+    node; and an end that is slow with most of three partners or more that are fast with others.
     """
-    if len(rates) < FEWEST:
-        return {}
-    values = [rate.value for rate in rates]
-    middle, deviation = median(values), robust_deviation(values)
-    least = SPREAD if rates[0].kind in GPU_KINDS else LINK_SPREAD
-    limit = middle - DEVIATIONS * max(deviation, least * middle)
-    return {rate.ends: 1 - rate.value / middle for rate in rates if rate.value < limit}
-
-
-def blamed(rates: Sequence[Rate]) -> Iterable[tuple[str, float, int]]:
-    """(GPU, node or link, share below the median, partners) of each slow rate of one kind. A link
-    is slow because of the end whose links are all slow, if that is true of one end only; it is the
-    link itself if both have fast ones, or if there is no telling."""
-    found: dict[tuple[str, ...], float] = {}
+    links: dict[tuple[str, ...], float] = {}
     for distance in {rate.distance for rate in rates}:
-        found |= slow([rate for rate in rates if rate.distance == distance])
-    links: dict[str, list[tuple[str, ...]]] = defaultdict(list)
-    for rate in rates:
-        for end in rate.ends:
-            links[end].append(rate.ends)
-    worst: dict[str, float] = {}
-    suspects = {end for end, own in links.items() if all(link in found for link in own)}
-    convicted = {
-        next(end for end in ends if end in suspects)
-        for ends in found
-        if sum(end in suspects for end in ends) == 1
-    }
-    for ends, share in found.items():
-        guilty = [end for end in ends if end in convicted] or [" - ".join(ends)]
-        for where in guilty:
-            worst[where] = max(share, worst.get(where, 0.0))
-    for where, share in worst.items():
-        yield where, share, len(links.get(where, ()))
+        some = {rate.ends: rate.value for rate in rates if rate.distance == distance}
+        usual = sorted(some.values())[3 * len(some) // 4]  # a node's half of four may be slow
+        links |= {ends: value / usual for ends, value in some.items()}
+    own: dict[str, dict[str, float]] = defaultdict(dict)
+    for (a, b), value in links.items():
+        own[a][b] = own[b][a] = value
+    slow_ends = outliers({e: max(some.values()) for e, some in own.items()}, LINK_SPREAD, low=True)
+    found: dict[tuple[str, ...], tuple[float, str]] = {}
+    for end, ratio in slow_ends.items():
+        inside = {*map(node, own[end])} == {node(end)}
+        if inside or own[end].keys() - slow_ends.keys():
+            each = f", with each of {len(own[end])} partners" if len(own[end]) > 1 else ""
+            found[(end,)] = 1 - ratio, each
+    rest = {ends: value for ends, value in links.items() if not any((e,) in found for e in ends)}
+    other = outliers(rest, LINK_SPREAD, low=True)
+    for end in own:
+        mine = [ends for ends in other if end in ends and not slow_ends.keys() & {*ends}]
+        if len(own[end]) / 2 < len(mine) > 1:
+            share = 1 - max(other[ends] for ends in mine)
+            found[(end,)] = share, f", with {len(mine)} of {len(own[end])} partners"
+    for ends, ratio in other.items():
+        if not any((end,) in found for end in ends):
+            fast = min(max(own[end].values()) for end in ends) > 1 - DEVIATIONS * LINK_SPREAD
+            found[ends] = 1 - ratio, f"; {PATH if fast else EITHER}"
+    return found
 
 
 def rate_findings(kinds: Mapping[str, list[Rate]], gpus: Mapping[str, int]) -> Iterable[Finding]:
     """Slow GPUs, links and nodes; `gpus` of each node, all of which make it the node's."""
     for kind, rates in kinds.items():
-        single = len(rates[0].ends) == 1
-        found = {where: (share, partners) for where, share, partners in blamed(rates)}
-        for name, count in gpus.items():
-            of_node = [w for w in found if " - " not in w and w != name == node(w)]
-            if 1 < count == len(of_node):
-                share = max(found.pop(where)[0] for where in of_node)
-                found[name] = share, 1
-        for where, (share, partners) in found.items():
-            link = " - " in where
-            what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}"
-            if not single and not link and partners > 1:
-                what += f", with each of {partners} partners"
-            nodes = tuple(dict.fromkeys(map(node, where.split(" - "))))
-            if link and len(nodes) > 1:
-                what, nodes = f"{what}; either end, which more nodes would tell", ()
-            yield Finding(where, what, "network" if kind == BETWEEN_NODES else "gpu", nodes)
+        found = slow(rates)
+        groups: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+        for ends in found:
+            groups[tuple(map(node, ends))].append(ends)
+        for nodes, some in groups.items():
+            apart = nodes not in some and len({*nodes}) == len(nodes)
+            if apart and 1 < gpus[nodes[0]] == len(some):
+                found[nodes] = max(found.pop(ends) for ends in some)
+        for ends, (share, end) in found.items():
+            what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}{end}"
+            nodes = tuple(dict.fromkeys(map(node, ends)))
+            cause = "network" if kind == BETWEEN_NODES else "gpu"
+            yield Finding(" - ".join(ends), what, cause, nodes if len(nodes) == 1 else ())
 
 
 def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
@@ -205,6 +196,7 @@ def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
             Finding(where, what, "gpu", (node(where),)) for what, is_so in faults.items() if is_so
         )
         yield from (Finding(where, what) for what, is_so in remarks.items() if is_so)
+    yield from unlike({w: {"VBIOS": gpu["vbios"]} for w, gpu in gpus.items() if gpu.get("vbios")})
 
 
 def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
@@ -221,13 +213,32 @@ def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding(name, f"its clock differs by {host['skew_s']:+.1f} s")
         if (governor := host.get("settings", {}).get("governor")) in ("powersave", "conservative"):
             yield Finding(name, f"CPU governor {governor}")
-    keys = dict.fromkeys(key for host in hosts.values() for key in host.get("settings", {}))
-    for key in keys:
-        values = {name: str(host.get("settings", {}).get(key)) for name, host in hosts.items()}
-        usual = multimode(values.values())
-        for name, value in values.items():
-            if len(usual) == 1 and value != usual[0]:
-                yield Finding(name, f"{key} {value}, elsewhere {usual[0]}")
+        for port, rate in host.get("ports", {}).items():
+            best = max(other.get("ports", {}).get(port, 0.0) for other in hosts.values())
+            if rate < best:
+                what = f"{rate:g}" if rate else "no link"
+                yield Finding(name, f"{port}: {what}, elsewhere {best:g} Gb/s", "network", (name,))
+    yield from unlike({name: host.get("settings", {}) for name, host in hosts.items()})
+
+
+def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+    """Settings, by place, that are not those of most places; all of them where none has more."""
+    for key in dict.fromkeys(key for own in settings.values() for key in own):
+        places: dict[str, list[str]] = defaultdict(list)
+        for where, own in settings.items():
+            places[str(own.get(key))].append(where)
+        usual, *others = sorted(places, key=lambda value: -len(places[value]))
+        if others and len(places[usual]) == len(places[others[0]]):
+            yield Finding("all", "; ".join(f"{key} {v}: {several(places[v])}" for v in places))
+            continue
+        for value in others:
+            for where in places[value]:
+                yield Finding(where, f"{key} {value}, elsewhere {usual}")
+
+
+def several(places: Sequence[str]) -> str:
+    """Names of places, or the first one's and a number."""
+    return f"{places[0]} and {len(places) - 1} more" if places[1:] else places[0]
 
 
 def judge(
@@ -255,8 +266,5 @@ def judge(
             faults[f.where] = replace(first, what=f"{first.what}; {f.what}")
         else:
             faults[f.where] = f
-    shared = {
-        what: f"{where[0]} and {len(where) - 1} more" if where[1:] else where[0]
-        for what, where in remarks.items()
-    }
-    return [*faults.values(), *(Finding(where, what) for what, where in shared.items())]
+    shared = [Finding(several(places), what) for what, places in remarks.items()]
+    return [*faults.values(), *shared]

@@ -63,11 +63,6 @@ class Cluster:
         """Sharding of arrays, a part of the first dimension on each device."""
         return jax.P(("nodes", "gpus"))
 
-    @property
-    def leads(self) -> bool:
-        """True if this process is the first one of its node."""
-        return jax.process_index() in {device.process_index for device in self.devices[:, 0]}
-
     def place(self, device: jax.Device) -> tuple[int, int]:
         """Numbers of a device's node and of the device in it."""
         node, number = np.argwhere(self.devices == device)[0]
@@ -180,16 +175,26 @@ def pairs(number: int, distance: int) -> list[tuple[int, int]]:
     return [(n, n ^ distance) for n in range(number) if n ^ distance < number]
 
 
+def distances(kind: str, number: int) -> list[int]:
+    """Distances of the rounds of exchanges of a kind: in a node all; between nodes 1, 2, 4 .., and
+    3, without which there were two groups of nodes, each with partners in the other alone, and no
+    telling which side is slow."""
+    bits = (number - 1).bit_length()
+    if kind == IN_NODE:
+        return [*range(1, 1 << bits)]
+    return sorted({1 << bit for bit in range(bits)} | ({3} if number > 2 else set()))
+
+
 def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
-    """Each GPU with each other one of its node, or with those of the same number in the nodes at
-    distances of 1, 2, 4 ..: log2 rounds, in which every node has a partner."""
+    """Each GPU with others of its node, or with those of the same number in other nodes, in rounds
+    at the `distances`."""
     along = 0 if kind == BETWEEN_NODES else 1
     axis, number = ("nodes", "gpus")[along], cluster.devices.shape[along]
-    bits, size = (number - 1).bit_length(), cluster.sample.sent
+    size = cluster.sample.sent
     shares = tables.values[("network", "nvlink")[along], "direct"] if tables else {}
     expected = max(shares.values()) * (gpu.nic, gpu.nvlink)[along] if shares and gpu else None
     found = []
-    for distance in range(1, 1 << bits) if along else [1 << bit for bit in range(bits)]:
+    for distance in distances(kind, number):
         partners = dict(pairs(number, distance))
         send = partial(jax.lax.ppermute, axis_name=axis, perm=list(partners.items()))
         times = cluster.seconds(send, cluster.sample.repeats, ((size // 2,), jnp.bfloat16))

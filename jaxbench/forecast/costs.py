@@ -10,6 +10,7 @@ from statistics import NormalDist
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import PLANNED, Gpu
+from jaxbench.outliers import GPU_SPREAD
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Roofline, peak
@@ -30,13 +31,6 @@ a tree over NVLink, each step between domains. NCCL chooses its algorithms by th
 (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
-SPREAD = 0.015
-"""Standard deviation of the speed of GPUs of one model. On five clusters of earlier GPUs (V100,
-MI60 and others) times varied by 8 % on average, beside outliers (Sinha et al., SC22, arXiv
-2208.11035): read as the distance of the whiskers of a normal distribution's box plot, 5.4
-deviations."""
-
-
 @dataclass(frozen=True)
 class Conditions:
     """Effects that tables of single kernels do not have: `slowdown` is the factor on a kernel's
@@ -55,7 +49,7 @@ class Conditions:
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
     "fast": Conditions(slowdown=1.0, sustained=False),
-    "slow": Conditions(slowdown=1.40, tuned=False, spread=SPREAD, scan="separate"),
+    "slow": Conditions(slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate"),
 }
 """Scenarios of a forecast. Kernels that overlap with a collective were 18.9 % slower on average and
 40 % at most, on H100 and other GPUs, than the same kernels of the same step without it (arXiv

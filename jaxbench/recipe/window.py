@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from typing import Final
 
 PUBLISHED: Final = (11, 44)
@@ -29,24 +28,6 @@ def too_short(steps: int, begin: int = 0) -> list[str]:
     had = f"iterations {begin} to {steps - 1}" if begin else f"{steps} iterations"
     reason = f"{had}: the published means are of iterations {first} to {last}"
     return [] if begin < first and steps > last else [reason]
-
-
-SIGMAS, MARGIN = 3.0, 0.01
-"""An outlier is that many robust standard deviations and this share of the median from the median.
-"""
-
-
-def robust_deviation(samples: Sequence[float]) -> float:
-    """The standard deviation of normal noise, 1.4826 times the median absolute deviation, which
-    half of the samples could not falsify."""
-    median = statistics.median(samples)
-    return 1.4826 * statistics.median(abs(s - median) for s in samples)
-
-
-def outlier_limit(samples: Sequence[float]) -> float:
-    """The value above which one of some positive samples is an outlier."""
-    median = statistics.median(samples)
-    return median + max(SIGMAS * robust_deviation(samples), MARGIN * median)
 
 
 def spread(samples: list[float]) -> dict[str, float]:

@@ -78,7 +78,7 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
         seconds *= slower
     slow: list[tuple[float, str]] = []
     if clocks or any(gpu.products_s for gpu in every):
-        factors = slowdowns(every, outliers=False)
+        factors = slowdowns(every, outlying=False)
         worst = max(factors, key=lambda gpu: factors[gpu])
         slow.append((seconds * (factors[worst] - 1), slow_gpu(worst, factors[worst])))
     if late := least_wait(every):

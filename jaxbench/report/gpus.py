@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from jaxbench.recipe.window import outlier_limit
+from jaxbench.outliers import GPU_SPREAD, STEP_SPREAD, outliers
 from jaxbench.report.charts import CHARACTER
 from jaxbench.report.runs import quantity
 
@@ -77,30 +77,32 @@ def _figure(values: Any, key: Any) -> float | None:
         return None
 
 
-def slowdowns(every: Sequence[Gpu], outliers: bool = True) -> dict[Gpu, float]:
+def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
     """How many times as long each GPU takes as the typical one, by its clock or by its products
-    alone, the larger. 1 for what is no outlier; without `outliers` every clock under the typical
+    alone, the larger. 1 for what is no outlier; without `outlying` every clock under the typical
     one counts, as a mean of many samples."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
     products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
     slow = dict.fromkeys(every, 1.0)
     for times in (clocks, products):
-        if len(times) > 1:
-            typical, limit = statistics.median(times.values()), outlier_limit([*times.values()])
-            limit = typical if times is clocks and not outliers else limit
-            slow |= {g: max(slow[g], t / typical) for g, t in times.items() if t > limit}
+        found = outliers(times, GPU_SPREAD)
+        if times is clocks and not outlying:
+            typical = statistics.median(times.values() or [1.0])
+            found = {gpu: time / typical for gpu, time in times.items()}
+        slow |= {gpu: max(slow[gpu], factor) for gpu, factor in found.items()}
     return slow
 
 
 def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
     """A GPU of the process that waits least for its devices, since its host is late, and by how
     many seconds less than the typical one; 0 where that is no outlier. None for one process."""
-    waits = {gpu.rank: (gpu.wait_s, gpu) for gpu in every if gpu.wait_s is not None}
+    some = {gpu.rank: gpu for gpu in every}
+    waits = {gpu: gpu.wait_s for gpu in some.values() if gpu.wait_s is not None}
     if len(waits) < 2:
         return None
-    times = [wait for wait, _ in waits.values()]
-    typical, (least, gpu) = statistics.median(times), min(waits.values(), key=lambda w: w[0])
-    return gpu, typical - least if least < 2 * typical - outlier_limit(times) else 0.0
+    least = min(waits, key=lambda gpu: waits[gpu])
+    late = least in outliers(waits, STEP_SPREAD, low=True)
+    return least, statistics.median(waits.values()) - waits[least] if late else 0.0
 
 
 def slow_gpu(gpu: Gpu, factor: float) -> str:

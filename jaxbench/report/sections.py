@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxbench.errors import listed
 from jaxbench.hardware import NULL
+from jaxbench.outliers import STEP_SPREAD, outliers
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import percent
-from jaxbench.recipe.window import outlier_limit
 from jaxbench.report.charts import SECONDS, Bar, Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.report.charts import waterfall as stacked
 from jaxbench.report.gap import REMAINS, explain
@@ -140,13 +140,13 @@ def trace(run: PageRun) -> Chart | None:
     times, points = r.times(run.result.window), sorted(r.steps.seconds.items())
     if len(points) < 2 or len(times) < 2 or r.steps.invalid or mean is None:
         return None
-    limit = outlier_limit(times)
-    outliers = [(n, s) for n, s in points if first <= n <= last and s > limit]
+    late = outliers({n: s for n, s in points if first <= n <= last}, STEP_SPREAD)
+    slow = [(n, s) for n, s in points if n in late]
     labels: list[Label] = [("mean", mean, f"mean {mean:.4g}")]
     if r.published and run.comparable:
         seconds = r.published["step_time_s"]
         labels.append(("published", seconds, f"published {seconds:g}"))
-    named = listed((f"{n} ({s:.4g} s)" for n, s in outliers), NAMED_OUTLIERS)
+    named = listed((f"{n} ({s:.4g} s)" for n, s in slow), NAMED_OUTLIERS)
     chart = empty_chart(
         run.name,
         f"step times, {min(times):.4g} to {max(times):.4g} s over iterations {first} to {last}, "
@@ -161,7 +161,7 @@ def trace(run: PageRun) -> Chart | None:
         chart.rule(css, value)
     inside = [(n, s) for n, s in points if s <= chart.y.high]
     chart.line("step", inside)
-    chart.dots("outlier", outliers)
+    chart.dots("outlier", slow)
     if above := len(points) - len(inside):
         chart.note(f"▲ {above} of {len(points)} steps, up to {max(s for _, s in points):.4g}")
     return chart

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbench.cluster import job
+from jaxbench.outliers import GPU_SPREAD, outliers
 from jaxbench.recipe.window import spread
 from jaxbench.run import sampling
 
 SIZE, PRODUCTS, ROUNDS = 4096, 64, 4
 """Matrix products that a GPU does alone after training: 9 TFLOP in each round."""
-
-SLOW = 1.2
-"""Time of these products over the fastest GPU's from which a GPU is named. GPUs of one model differ
-by less, and a GPU that is throttled by more."""
 
 
 def gathered(
@@ -89,16 +86,14 @@ def device_seconds(program: Callable[..., jax.Array], *arguments: Any) -> dict[j
 
 
 def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:
-    """A line for each GPU whose products take longer than the fastest GPU's."""
+    """A line for each GPU whose products take longer than the others'."""
     times = {
         (entry["rank"], entry["host"], number): seconds
         for entry in ranks
         for number, seconds in enumerate(entry.get("products_s", ()))
     }
-    fastest = min(times.values(), default=0.0)
     return [
-        f"slow GPU: rank {rank} on {host}, its device {number}: {seconds / fastest:.2f} times the "
-        "fastest GPU's time for the same products"
-        for (rank, host, number), seconds in times.items()
-        if fastest * SLOW < seconds
+        f"slow GPU: rank {rank} on {host}, its device {number}: {factor:.2f} times the median of "
+        f"{len(times)} GPUs' times for the same products"
+        for (rank, host, number), factor in outliers(times, GPU_SPREAD).items()
     ]

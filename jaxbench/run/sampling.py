@@ -1,6 +1,5 @@
 """Telemetry of a run's GPUs: which process of a node samples them, and which of them are whose."""
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 from jaxbench.cluster import job, nvml
 from jaxbench.cluster.telemetry import Sampler
 from jaxbench.errors import RecipeError
-from jaxbench.recipe.window import outlier_limit
+from jaxbench.outliers import GPU_SPREAD, outliers
 
 
 def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
@@ -43,21 +42,19 @@ def numbers() -> list[int]:
     return [visible[n].index for n in local if n < len(visible)]
 
 
-def outliers(ranks: list[dict[str, Any]]) -> list[str]:
+def warnings(ranks: list[dict[str, Any]]) -> list[str]:
     """A line for each GPU with a slower clock under load than the others', and for each with ECC
     errors that were not corrected."""
     every = [(entry, gpu) for entry in ranks for gpu in entry.get("gpus", ())]
-    periods = [1 / gpu["sm_mhz"] for _, gpu in every if gpu.get("sm_mhz")]
-    limit = outlier_limit(periods) if len(periods) > 1 else float("inf")
-    typical = 1 / statistics.median(periods or [1.0])
-    lines = []
-    for entry, gpu in every:
+    clocks = {n: gpu["sm_mhz"] for n, (_, gpu) in enumerate(every) if gpu.get("sm_mhz")}
+    slow, lines = outliers(clocks, GPU_SPREAD, low=True), []
+    for n, (entry, gpu) in enumerate(every):
         where = f"GPU {gpu['gpu']} of {entry['host']} (rank {entry['rank']})"
-        if (mhz := gpu.get("sm_mhz")) and 1 / mhz > limit:
+        if n in slow:
             reasons = ", ".join(f"{name} {s:g} s" for name, s in gpu["throttled_s"].items())
             lines.append(
-                f"slow clock: {where}: {mhz:.0f} MHz under load, {100 * (1 - mhz / typical):.0f} % "
-                f"below the median of {len(periods)} ({reasons or 'no reason told'})"
+                f"slow clock: {where}: {clocks[n]:.0f} MHz under load, {100 * (1 - slow[n]):.0f} % "
+                f"below the median of {len(clocks)} ({reasons or 'no reason told'})"
             )
         if gpu.get("ecc_uncorrected"):
             lines.append(f"ECC: {where}: {gpu['ecc_uncorrected']} errors were not corrected")

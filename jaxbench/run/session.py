@@ -254,7 +254,7 @@ class Attempt:
         summaries = sampler.summaries if sampler else []
         ranks = gathered(times, not self.signals.agreed, summaries)
         self.recorder.add(ranks=ranks)
-        for line in (*slow_devices(ranks), *sampling.outliers(ranks)):
+        for line in (*slow_devices(ranks), *sampling.warnings(ranks)):
             self.recorder.say(line)
         if self.session.options.nccl_trace and not self.signals.agreed:
             profiling.check_nccl_trace(self.session.folder, self.recorder.say)

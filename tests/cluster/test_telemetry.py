@@ -106,7 +106,7 @@ def test_a_slow_clock_and_errors_are_named():
         }
         for r in range(16)
     ]
-    assert sampling.outliers(ranks) == [
+    assert sampling.warnings(ranks) == [
         "ECC: GPU 7 of n0 (rank 7): 1 errors were not corrected",
         "slow clock: GPU 3 of n1 (rank 11): 1285 MHz under load, 15 % below the median of 16 "
         "(power cap 9 s)",

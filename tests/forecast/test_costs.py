@@ -6,8 +6,9 @@ from statistics import NormalDist, median
 import pytest
 
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import CONDITIONS, SPREAD, Measured, slowest
+from jaxbench.forecast.costs import CONDITIONS, Measured, slowest
 from jaxbench.hardware import H100, PLANNED
+from jaxbench.outliers import GPU_SPREAD
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.timeline import Kernel
@@ -79,8 +80,8 @@ def test_sustained_rates_are_those_of_the_longest_products(gpu, dtype):
 
 @pytest.mark.parametrize("gpus", [1, 8, 2048])
 def test_half_of_all_jobs_have_a_gpu_as_slow_as_the_slowest(gpus):
-    speed = slowest(SPREAD, gpus)
-    assert (1 - NormalDist(1, SPREAD).cdf(speed)) ** gpus == pytest.approx(0.5)
+    speed = slowest(GPU_SPREAD, gpus)
+    assert (1 - NormalDist(1, GPU_SPREAD).cdf(speed)) ** gpus == pytest.approx(0.5)
 
 
 def test_slow_conditions_wait_for_the_slowest_gpu_of_the_job():
@@ -88,7 +89,7 @@ def test_slow_conditions_wait_for_the_slowest_gpu_of_the_job():
     slow = [Measured(H100, tables.load("h100"), CONDITIONS["slow"], n) for n in (1, 64)]
     one, many = (costs.work(large) for costs in slow)
     assert one == measured().work(large)
-    assert many == pytest.approx(one / slowest(SPREAD, 64))
+    assert many == pytest.approx(one / slowest(GPU_SPREAD, 64))
     assert many / one == pytest.approx(1.036, abs=1e-3)
 
 

@@ -15,11 +15,13 @@ pytestmark = [
     ),
 ]
 
-PLANTED = """
+HEALTHY = """
 * kernel_us 1000
 * host_gb_s 4
 * nvlink_gb_s 10
 * network_gb_s 5
+"""
+PLANTED = """
 1 kernel_us 1300
 1 reasons 68
 1 sm_mhz 1500
@@ -41,22 +43,36 @@ NAMED = {
 }
 
 
-def test_the_check_names_what_is_planted(tmp_path):
-    (tmp_path / "state").write_text(PLANTED)
-    variables = null_gpus.environment(4, state=tmp_path / "state", still=1)
+def check(folder, gpus, state):
+    """Checks two nodes of so many null GPUs; returns the processes and check.json."""
+    (folder / "state").write_text(state)
+    variables = null_gpus.environment(gpus, state=folder / "state", still=1)
     variables |= null_gpus.job_of_two()
-    program = ("-m", "jaxbench.check", "--output", str(tmp_path))
+    program = ("-m", "jaxbench.check", "--output", str(folder))
     jobs = [
-        null_gpus.start(program=program, folder=tmp_path, **variables, JAX_PROCESS_ID=rank,
+        null_gpus.start(program=program, folder=folder, **variables, JAX_PROCESS_ID=rank,
                         SLURM_NODEID=rank, SLURMD_NODENAME=f"node{rank}")
         for rank in "01"
     ]  # fmt: skip
     first, _ = [job.wait() for job in jobs]
-    report = json.loads((tmp_path / "check.json").read_text())
+    assert (folder / "check.json").exists(), first.text
+    return jobs, json.loads((folder / "check.json").read_text())
+
+
+def test_the_check_names_what_is_planted(tmp_path):
+    jobs, report = check(tmp_path, 4, HEALTHY + PLANTED)
     found = dict(line.split(": ", 1) for line in report["faults"])
-    assert found.keys() == NAMED.keys(), first.text
+    assert found.keys() == NAMED.keys(), jobs[0].text
     for where, parts in NAMED.items():
         assert all(part in found[where] for part in parts)
     assert [job.status for job in jobs] == [6, 6]
     assert report["null"]
-    assert "null GPUs: nothing here is a measurement" in first.out
+    assert "null GPUs: nothing here is a measurement" in jobs[0].out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(20))
+def test_a_healthy_cluster_has_no_finding(tmp_path, number):
+    jobs, report = check(tmp_path, 8, HEALTHY)
+    assert report["faults"] + report["remarks"] == [], jobs[0].text
+    assert [job.status for job in jobs] == [0, 0]

@@ -124,12 +124,12 @@ def test_joules_per_token_stand_where_they_were_told(tmp_path, capsys):
 def test_a_history_names_slow_nodes_of_the_last_weeks(tmp_path, capsys):
     write_slowed(tmp_path, "old", busy_s=0.7, started=day(0))
     for number in range(3):
-        changes = {"slow": 1.05} if number < 2 else {}
+        changes = {"slow": 1.1} if number < 2 else {}
         write_slowed(tmp_path, f"{number}", **changes, started=day(40 + number))
     assert command.main(["--history", str(tmp_path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("node")]
     assert lines == ["node n1 was slow in 2 of 3 runs of 4 weeks, last 2026-04-11: "
-                     "rank 11 on n1, GPU 3: 1.050 times the typical GPU's time"]  # fmt: skip
+                     "rank 11 on n1, GPU 3: 1.100 times the typical GPU's time"]  # fmt: skip
     output = tmp_path / "page.html"
     command.main(["--history", str(tmp_path), "--format", "html", "--output", str(output)])
     assert "<td>2026-04-11: rank 11 on n1" in output.read_text()

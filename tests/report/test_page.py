@@ -14,7 +14,6 @@ from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_reco
 from parsed import Parsed
 
 from jaxbench.recipe import published
-from jaxbench.recipe.window import outlier_limit
 from jaxbench.report import command, history, plans
 from jaxbench.report.page import page_runs
 from jaxbench.report.sections import ranks
@@ -242,12 +241,8 @@ def test_a_long_run_is_drawn_short(tmp_path):
 def test_outliers_are_marked(tmp_path):
     seconds = times(7.0)
     seconds[20] *= 1.05
-    assert [n for n, s in enumerate(seconds[11:45], 11) if s > outlier_limit(seconds[11:45])] == [
-        20
-    ]
     write_record(tmp_path / "runs", "run", seconds)
     assert f"outliers: 20 ({seconds[20]:.4g} s)" in page(tmp_path / "runs")[1]
-    assert outlier_limit([7.0] * 34) > 7.0  # no spread at all
 
 
 def test_a_straggler_is_named(tmp_path):
