@@ -208,7 +208,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="measure GPUs, links and nodes first (jaxbench check), and end if one is slow or "
         "broken, or only say so (default on for jobs of several nodes)")  # fmt: skip
     add("--exclude-slow", action="store_true",
-        help="requeue the job without the nodes that the check names")  # fmt: skip
+        help="requeue the job without nodes that the check names, or that lose a GPU")  # fmt: skip
     add("--cpu", action="store_true", help="rehearse: the smoke row, a CPU device for each GPU")
     add("--dry-run", action="store_true", help="print the batch script and the resolved recipe")
     at = argv.index("--") if "--" in argv else len(argv)

@@ -15,6 +15,8 @@ import slurm
 from cases import tiered
 from commands import ROOT, read
 
+from jaxbench.report import command as report
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(null_gpus.missing() is not None, reason=str(null_gpus.missing())),
@@ -114,6 +116,9 @@ def test_a_slow_gpu_names_its_rank_and_node(cluster, tmp_path):
     clocks = [(r["host"], r["gpus"][0]["clock_ratio"]) for r in record["ranks"]]
     assert clocks == [("n0", 1.0), ("n1", pytest.approx(0.85))]
     assert record["ranks"][1]["gpus"][0]["throttled_s"]["power cap"] > 0
+    page = tmp_path / "page.html"
+    report.main([str(job.folder), "--format", "html", "--output", str(page)])
+    assert re.search(r"rank 1 on n1, GPU \d+: [\d.]+ times the typical GPU", page.read_text())
     figures = record["summary"]
     assert figures["joules_per_token"] == pytest.approx(1200 / figures["tokens_per_s"])
     for node in ("n0", "n1"):
@@ -140,7 +145,7 @@ def test_nodes_with_other_gpus_are_named(cluster, tmp_path):
 
 def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
     """The job is requeued without it; here no other node is left."""
-    (tmp_path / "state").write_text("* nvlink_gb_s 1000\n1 ecc_uncorrected 3\n")
+    (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 4\n1 ecc_uncorrected 3\n")
     job = Job(cluster, tmp_path, "--check", "on", "--exclude-slow", fault="slow", steps=20,
               still=1, state=tmp_path / "state")  # fmt: skip
     state = job.wait(lambda state: state["ExcNodeList"] == "n1" and state["JobState"] == "PENDING")
@@ -149,6 +154,23 @@ def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
     assert line in job.log()
     assert not (job.folder / "run.json").exists()
     assert json.loads((job.folder / "check.json").read_text())["status"] == 6
+    cluster.run("scancel", job.number)
+
+
+@pytest.mark.nightly
+def test_a_job_that_saves_leaves_out_the_node_of_a_lost_gpu(cluster, tmp_path):
+    (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 4\n")
+    saving = ("--checkpoint-every", "10", "--check", "on", "--exclude-slow")
+    job = Job(cluster, tmp_path, *saving, fault="lost:rank=1", steps=1000, still=1,
+              state=tmp_path / "state")  # fmt: skip
+    job.train(12)
+    job.arm.touch()
+    state = job.wait(lambda state: state["ExcNodeList"] == "n1" and state["JobState"] == "PENDING")
+    assert state["Restarts"] == "1"
+    *_, verdict, resuming, without = job.log().splitlines()
+    assert verdict.startswith("failed: rank 1 on n1: its GPU failed: ")
+    assert resuming.startswith("resuming as start 2")
+    assert without == "requeued without n1"
     cluster.run("scancel", job.number)
 
 
