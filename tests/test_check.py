@@ -173,7 +173,10 @@ def test_another_firmware_or_link_of_an_adapter_is_named(tmp_path):
     assert (down.cause, down.nodes) == ("network", ("node2",))
     assert str(firmware) == "node1: mlx5_1 firmware 28.36.1010, elsewhere 28.39.1002"
     assert firmware.cause is None
-    del hosts["node2"]
+    del hosts["node2"], hosts["node1"]["ports"]["mlx5_1 port 1"]
+    (absent, *_) = judge.judge([], hosts)
+    assert str(absent).endswith("mlx5_1 port 1: no link, elsewhere 400 Gb/s")
+    del hosts["node0"]["ports"]["mlx5_1 port 1"]
     slow, firmware = judge.judge([], hosts)
     assert slow.where == "node1"
     both = "mlx5_1 firmware 28.39.1002: node0; mlx5_1 firmware 28.36.1010: node1"
@@ -217,6 +220,10 @@ def test_what_all_gpus_share_is_the_clusters():
             gpu |= {"nvlinks_up": 0, "unreached": [*range(7)], "power_limit_w": 500.0}
     (finding,) = judge.judge(rates, hosts)
     assert str(finding) == "node0 gpu 0 and 15 more: power limit 500 W of 700"
+    assert finding.cause is None
+    hosts["node0"]["gpus"]["node0 gpu 0"] |= {"power_limit_w": 700.0, "pcie_lanes": 32}
+    (finding,) = judge.judge(rates, hosts)  # of one that has more the others are no faults
+    assert str(finding) == "node0 gpu 1 and 14 more: power limit 500 W of 700"
     assert finding.cause is None
 
 

@@ -3,7 +3,7 @@
 A rate is compared with those of the same kind in the job, the median of each kind with the tables.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -123,10 +123,11 @@ def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]
     return found
 
 
-def rate_findings(kinds: Mapping[str, list[Rate]], gpus: Mapping[str, int]) -> Iterable[Finding]:
-    """Slow GPUs, links and nodes; `gpus` of each node, all of which make it the node's."""
+def rate_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
+    """Slow GPUs, links and nodes: a node's are all of its GPUs'."""
     for kind, rates in kinds.items():
         found = slow(rates)
+        gpus = Counter(map(node, {end for rate in rates for end in rate.ends}))
         groups: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
         for ends in found:
             groups[tuple(map(node, ends))].append(ends)
@@ -156,15 +157,12 @@ def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
 def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
     """Findings from the driver's facts and samples under load, which are None where it does not
     tell. Of links and limits what all GPUs share is how the cluster is, and at most a remark."""
-
-    def most(key: str) -> float:
-        return max((gpu.get(key) or 0 for gpu in gpus.values()), default=0)
-
-    usual = {key: most(key) for key in ("nvlinks_up", "pcie_lanes", "power_limit_w")}
+    keys = "nvlinks_up", "pcie_lanes", "power_limit_w"
+    most = {key: usual(gpu.get(key) for gpu in gpus.values()) for key in keys}
     cut_off = median([len(gpu.get("unreached") or ()) for gpu in gpus.values()] or [0])
     for where, gpu in gpus.items():
-        known = {key: gpu.get(key) for key in usual}
-        less = {key: n is not None and n < usual[key] for key, n in known.items()}
+        known = {key: gpu.get(key) for key in keys}
+        less = {key: n is not None and n < most[key] for key, n in known.items()}
         held = [reason for reason in gpu.get("reasons") or () if reason in nvml.reasons(nvml.HELD)]
         unreached = gpu.get("unreached") or ()
         limit, default = gpu.get("power_limit_w"), gpu.get("power_default_w")
@@ -213,12 +211,20 @@ def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding(name, f"its clock differs by {host['skew_s']:+.1f} s")
         if (governor := host.get("settings", {}).get("governor")) in ("powersave", "conservative"):
             yield Finding(name, f"CPU governor {governor}")
-        for port, rate in host.get("ports", {}).items():
-            best = max(other.get("ports", {}).get(port, 0.0) for other in hosts.values())
-            if rate < best:
-                what = f"{rate:g}" if rate else "no link"
-                yield Finding(name, f"{port}: {what}, elsewhere {best:g} Gb/s", "network", (name,))
     yield from unlike({name: host.get("settings", {}) for name, host in hosts.items()})
+    for port in dict.fromkeys(port for host in hosts.values() for port in host.get("ports", ())):
+        rates = {name: host.get("ports", {}).get(port, 0.0) for name, host in hosts.items()}
+        most = usual(rates.values())
+        for name, rate in rates.items():
+            if rate < most:
+                what = f"{rate:g}" if rate else "no link"
+                yield Finding(name, f"{port}: {what}, elsewhere {most:g} Gb/s", "network", (name,))
+
+
+def usual(values: Iterable[float | None]) -> float:
+    """The most frequent of some values, the greatest of several such; 0 without any."""
+    counts = Counter(value for value in values if value is not None)
+    return max(counts, key=lambda value: (counts[value], value), default=0.0)
 
 
 def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
@@ -226,14 +232,15 @@ def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
     for key in dict.fromkeys(key for own in settings.values() for key in own):
         places: dict[str, list[str]] = defaultdict(list)
         for where, own in settings.items():
-            places[str(own.get(key))].append(where)
-        usual, *others = sorted(places, key=lambda value: -len(places[value]))
-        if others and len(places[usual]) == len(places[others[0]]):
+            if key in own:
+                places[str(own[key])].append(where)
+        first, *others = sorted(places, key=lambda value: -len(places[value]))
+        if others and len(places[first]) == len(places[others[0]]):
             yield Finding("all", "; ".join(f"{key} {v}: {several(places[v])}" for v in places))
             continue
         for value in others:
             for where in places[value]:
-                yield Finding(where, f"{key} {value}, elsewhere {usual}")
+                yield Finding(where, f"{key} {value}, elsewhere {first}")
 
 
 def several(places: Sequence[str]) -> str:
@@ -250,8 +257,7 @@ def judge(
     A node's collectives are slow because of any of its GPUs: they are found where these are not.
     """
     kinds = by_kind(rates) if comparable else {}
-    gpus = {name: len(host.get("gpus", {})) for name, host in hosts.items()}
-    found = [*rate_findings(kinds, gpus)]
+    found = [*rate_findings(kinds)]
     every = {w: gpu for host in hosts.values() for w, gpu in host.get("gpus", {}).items()}
     found += gpu_findings(every)
     partly = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}

@@ -8,6 +8,7 @@ import pytest
 
 from jaxbench.cluster.nvml import Gpu, Sample
 from jaxbench.cluster.telemetry import Sampler
+from jaxbench.run import ranks as processes
 from jaxbench.run import sampling
 
 
@@ -113,3 +114,13 @@ def test_a_slow_clock_and_errors_are_named():
         "ECC: GPU 7 of n1 (rank 15): 1 errors were not corrected",
     ]
     assert sampling.watts(ranks, 16) is None
+
+
+def test_slow_products_are_named():
+    times = [[1.0, 1.01], [0.99, 1.2]]
+    ranks = [{"rank": r, "host": f"n{r}", "products_s": times[r]} for r in (0, 1)]
+    assert processes.slow_devices(ranks) == [
+        "slow GPU: rank 1 on n1, its device 1: 1.19 times the median of 4 GPUs' times for the same "
+        "products"
+    ]
+    assert processes.slow_devices([{"rank": 0, "host": "n0"}]) == []
