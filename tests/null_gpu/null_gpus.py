@@ -108,13 +108,13 @@ def start(
     return Command(process, folder)
 
 
-def job_of_two() -> dict[str, str]:
+def job_of(processes: int = 2) -> dict[str, str]:
     """Variables of the processes of a job, but for their numbers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     return {
-        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2",
+        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes),
         # If one process found the program and the other did not, it would autotune alone.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }  # fmt: skip
@@ -123,7 +123,7 @@ def job_of_two() -> dict[str, str]:
 def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> list[Command]:
     """Starts two processes of one job. Another program than `train` gets the coordinator's address
     and its number as arguments. Faults know a process by SLURM_PROCID."""
-    job = job_of_two()
+    job = job_of()
     address = job["JAX_COORDINATOR_ADDRESS"]
     return [
         start(*arguments, *((address, rank) if program else ()), program=program, **options,

@@ -1,6 +1,7 @@
 """`jaxbench check` on two nodes of null GPUs with planted faults."""
 
 import json
+import re
 
 import null_gpus
 import pytest
@@ -43,19 +44,20 @@ NAMED = {
 }
 
 
-def check(folder, gpus, state):
-    """Checks two nodes of so many null GPUs; returns the processes and check.json."""
+def check(folder, gpus, state, nodes=2):
+    """Checks nodes of so many null GPUs; returns the processes and check.json."""
     (folder / "state").write_text(state)
     variables = null_gpus.environment(gpus, state=folder / "state", still=1)
-    variables |= null_gpus.job_of_two()
+    variables |= null_gpus.job_of(nodes)
     program = ("-m", "jaxbench.check", "--output", str(folder))
     jobs = [
         null_gpus.start(program=program, folder=folder, **variables, JAX_PROCESS_ID=rank,
                         SLURM_NODEID=rank, SLURMD_NODENAME=f"node{rank}")
-        for rank in "01"
+        for rank in map(str, range(nodes))
     ]  # fmt: skip
-    first, _ = [job.wait() for job in jobs]
-    assert (folder / "check.json").exists(), first.text
+    for job in jobs:
+        job.wait()
+    assert (folder / "check.json").exists(), jobs[0].text
     return jobs, json.loads((folder / "check.json").read_text())
 
 
@@ -68,6 +70,15 @@ def test_the_check_names_what_is_planted(tmp_path):
     assert [job.status for job in jobs] == [6, 6]
     assert report["null"]
     assert "null GPUs: nothing here is a measurement" in jobs[0].out
+
+
+@pytest.mark.nightly
+def test_of_four_nodes_the_one_with_the_slow_adapter_is_named(tmp_path):
+    _, report = check(tmp_path, 2, HEALTHY + "5 network_gb_s 2.5", nodes=4)
+    (fault,) = report["faults"]
+    assert re.match(r"node2 gpu 1: exchange between nodes \d+ % below the median of 12,", fault)
+    assert fault.endswith(", with each of 3 partners")
+    assert report["exclude"] == "node2"
 
 
 @pytest.mark.nightly
