@@ -23,9 +23,9 @@ SKEW_S, SLOW_FILE_S = 1.0, 1.0
 """Difference of hosts' clocks, and time to make a small file last, that are remarked: lines of two
 logs are then in the wrong order, and a record's write can delay a step."""
 
-
 PATH = "both ends are fast with others, so it is the path between them: cable or switch ports"
 EITHER = "either end may be bad: leave one of the two out and check again"
+"""What is said of a slow link: its ends have fast ones, or have not."""
 
 IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
 """Kinds of the rates of links; the latter are the network's."""
@@ -90,9 +90,10 @@ def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
 def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
     """The ends of slow links that are at fault, and the links of which no end is.
 
-    An end is as fast as its fastest link, whatever its other partners are, and is compared so with
-    all ends. A slow one is at fault if a partner is none, or if all its links are inside of its
-    node; and an end that is slow with most of three partners or more that are fast with others.
+    An end is as fast as its fastest link, and is compared so with the other ends. A slow end is at
+    fault if one of its partners is not slow, or if all of them are in its own node. At fault is
+    also an end that is slow with most of its partners, of at least three, which are fast with
+    others.
     """
     links: dict[tuple[str, ...], float] = {}
     for distance in {rate.distance for rate in rates}:
