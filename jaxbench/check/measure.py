@@ -30,20 +30,26 @@ Seconds = dict[jax.Device, float]
 @dataclass(frozen=True)
 class Sample:
     """Sizes: of a square product, bytes that a kernel moves, bytes of a collective's whole buffer
-    and of an exchange; and how often each is repeated in a program."""
+    and of an exchange; and how often each is repeated in a row: products, copies in a GPU's memory,
+    links inside of a node, those outside of it."""
 
     product: int
     moved: int
     sent: int
     products: int
-    repeats: int
+    copies: int
+    inside: int
+    outside: int
 
 
-GPU_SAMPLE = Sample(product=8192, moved=2**30, sent=2**28, products=300, repeats=10)
+GPU_SAMPLE = Sample(
+    product=8192, moved=2**30, sent=2**28, products=300, copies=200, inside=100, outside=20
+)
 """Products of more than 200 ms in bf16, since the power limit acts after 50 ms or so, at a size
-that the tables have."""
+that the tables have. Others take some 100 ms (H100), so that a host which starts the last of eight
+GPUs, or sees its end, a millisecond late makes it no slower than GPUs differ."""
 
-CPU_SAMPLE = Sample(product=128, moved=2**16, sent=2**16, products=2, repeats=2)
+CPU_SAMPLE = Sample(product=128, moved=2**16, sent=2**16, products=2, copies=2, inside=2, outside=2)
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ def copies(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) 
         line = sorted((size, us) for (size,), us in tables.values["memory", "any"].items())
         expected = moved / 1e3 / between(line, moved)
     shape = (moved // 4,), jnp.bfloat16
-    times = cluster.seconds(jnp.negative, cluster.sample.repeats, shape)
+    times = cluster.seconds(jnp.negative, cluster.sample.copies, shape)
     return single(cluster, kind, "GB/s", moved / 1e9, times, expected)
 
 
@@ -139,7 +145,7 @@ def from_host(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
     """Copies from the host's pinned memory, to all GPUs at once."""
     if jax.default_backend() != "gpu":
         return []
-    size = cluster.sample.sent
+    size, times = cluster.sample.sent, cluster.sample.outside
     on_device = jax.NamedSharding(cluster.mesh, cluster.split)
     pinned = on_device.with_memory_kind("pinned_host")
 
@@ -148,8 +154,12 @@ def from_host(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
 
     x = jax.jit(zeros, out_shardings=pinned)()
     program = jax.jit(lambda x: x, in_shardings=pinned, out_shardings=on_device).lower(x).compile()
+
+    def copied(x: jax.Array) -> jax.Array:
+        return [program(x) for _ in range(times)][-1]
+
     expected = (gpu and gpu.host) or None
-    return single(cluster, kind, "GB/s", size / 1e9, cluster.timed(program, x), expected)
+    return single(cluster, kind, "GB/s", times * size / 1e9, cluster.timed(copied, x), expected)
 
 
 def collectives(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
@@ -161,7 +171,7 @@ def collectives(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | N
     us = tables.values["collective", name].get((n, size)) if tables else None
     work = size * (n - 1) / n / 1e9
     shape = (buffers * size // 2 // n,), jnp.bfloat16
-    times = cluster.seconds(function, cluster.sample.repeats, shape)
+    times = cluster.seconds(function, cluster.sample.inside, shape)
     nodes = {d: cluster.names[d].partition(" ")[0] for d in times}
     return [
         Rate(kind, "GB/s", (nodes[d],), work / s, work / us * 1e6 if us else None)
@@ -191,13 +201,14 @@ def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
     along = 0 if kind == BETWEEN_NODES else 1
     axis, number = ("nodes", "gpus")[along], cluster.devices.shape[along]
     size = cluster.sample.sent
+    repeats = (cluster.sample.outside, cluster.sample.inside)[along]
     shares = tables.values[("network", "nvlink")[along], "direct"] if tables else {}
     expected = max(shares.values()) * (gpu.nic, gpu.nvlink)[along] if shares and gpu else None
     found = []
     for distance in distances(kind, number):
         partners = dict(pairs(number, distance))
         send = partial(jax.lax.ppermute, axis_name=axis, perm=list(partners.items()))
-        times = cluster.seconds(send, cluster.sample.repeats, ((size // 2,), jnp.bfloat16))
+        times = cluster.seconds(send, repeats, ((size // 2,), jnp.bfloat16))
         for device, seconds in times.items():
             at = [*cluster.place(device)]
             if at[along] in partners:

@@ -18,17 +18,17 @@ pytestmark = [
 
 HEALTHY = """
 * kernel_us 1000
-* host_gb_s 4
-* nvlink_gb_s 10
-* network_gb_s 5
+* host_gb_s 80
+* nvlink_gb_s 100
+* network_gb_s 10
 """
 PLANTED = """
 1 kernel_us 1300
 1 reasons 68
 1 sm_mhz 1500
-2 nvlink_gb_s 5
+2 nvlink_gb_s 50
 2 nvlinks_down 9
-3 network_gb_s 2.5
+3 network_gb_s 5
 4 ecc_uncorrected 2
 6 power_limit_w 500
 """
@@ -74,7 +74,7 @@ def test_the_check_names_what_is_planted(tmp_path):
 
 @pytest.mark.nightly
 def test_of_four_nodes_the_one_with_the_slow_adapter_is_named(tmp_path):
-    _, report = check(tmp_path, 2, HEALTHY + "5 network_gb_s 2.5", nodes=4)
+    _, report = check(tmp_path, 2, HEALTHY + "5 network_gb_s 5", nodes=4)
     (fault,) = report["faults"]
     assert re.match(r"node2 gpu 1: exchange between nodes \d+ % below the median of 12,", fault)
     assert fault.endswith(", with each of 3 partners")
