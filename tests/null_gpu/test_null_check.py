@@ -18,15 +18,15 @@ pytestmark = [
 
 HEALTHY = """
 * kernel_us 1000
-* host_gb_s 80
-* nvlink_gb_s 100
+* host_gb_s 20
+* nvlink_gb_s 30
 * network_gb_s 10
 """
 PLANTED = """
 1 kernel_us 1300
 1 reasons 68
 1 sm_mhz 1500
-2 nvlink_gb_s 50
+2 nvlink_gb_s 15
 2 nvlinks_down 9
 3 network_gb_s 5
 4 ecc_uncorrected 2

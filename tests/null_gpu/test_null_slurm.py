@@ -145,7 +145,7 @@ def test_nodes_with_other_gpus_are_named(cluster, tmp_path):
 
 def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
     """The job is requeued without it; here no other node is left."""
-    (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 80\n1 ecc_uncorrected 3\n")
+    (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 20\n1 ecc_uncorrected 3\n")
     job = Job(cluster, tmp_path, "--check", "on", "--exclude-slow", fault="slow", steps=20,
               still=1, state=tmp_path / "state")  # fmt: skip
     state = job.wait(lambda state: state["ExcNodeList"] == "n1" and state["JobState"] == "PENDING")
@@ -159,7 +159,7 @@ def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
 
 @pytest.mark.nightly
 def test_a_job_that_saves_leaves_out_the_node_of_a_lost_gpu(cluster, tmp_path):
-    (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 80\n")
+    (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 20\n")
     saving = ("--checkpoint-every", "10", "--check", "on", "--exclude-slow")
     job = Job(cluster, tmp_path, *saving, fault="lost:rank=1", steps=1000, still=1,
               state=tmp_path / "state")  # fmt: skip
