@@ -43,10 +43,10 @@ class Sample:
 
 
 GPU_SAMPLE = Sample(
-    product=8192, moved=2**30, sent=2**28, products=300, copies=200, inside=30, outside=20
+    product=8192, moved=2**30, sent=2**28, products=300, copies=200, inside=20, outside=20
 )
 """Products of more than 200 ms in bf16, since the power limit acts after 50 ms or so, at a size
-that the tables have. Copies in memory take 80 ms on an H100, others 20 to 110 ms, so that a host
+that the tables have. Copies in memory take 80 ms on an H100, others 14 to 110 ms, so that a host
 that starts the last of eight GPUs, or sees its end, a millisecond late does not make it slow."""
 
 CPU_SAMPLE = Sample(product=128, moved=2**16, sent=2**16, products=2, copies=2, inside=2, outside=2)
