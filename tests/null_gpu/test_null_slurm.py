@@ -161,8 +161,8 @@ def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
 def test_a_job_that_saves_leaves_out_the_node_of_a_lost_gpu(cluster, tmp_path):
     (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 20\n")
     saving = ("--checkpoint-every", "10", "--check", "on", "--exclude-slow")
-    job = Job(cluster, tmp_path, *saving, fault="lost:rank=1", steps=1000, still=1,
-              state=tmp_path / "state")  # fmt: skip
+    job = Job(cluster, tmp_path, *saving, fault="lost:rank=1", steps=1000, state=tmp_path / "state")
+    job.wait(lambda _: "compiling: " in job.log(), 400)  # checked
     job.train(12)
     job.arm.touch()
     state = job.wait(lambda state: state["ExcNodeList"] == "n1" and state["JobState"] == "PENDING")
