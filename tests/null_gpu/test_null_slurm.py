@@ -118,7 +118,7 @@ def test_a_slow_gpu_names_its_rank_and_node(cluster, tmp_path):
     assert record["ranks"][1]["gpus"][0]["throttled_s"]["power cap"] > 0
     page = tmp_path / "page.html"
     report.main([str(job.folder), "--format", "html", "--output", str(page)])
-    assert re.search(r"rank 1 on n1, GPU \d+: [\d.]+ times the typical GPU", page.read_text())
+    assert "SM clock under load" in page.read_text()
     figures = record["summary"]
     assert figures["joules_per_token"] == pytest.approx(1200 / figures["tokens_per_s"])
     for node in ("n0", "n1"):
