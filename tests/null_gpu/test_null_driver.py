@@ -92,6 +92,38 @@ def test_visible_devices_are_counted(tmp_path):
     assert names == [*["NVIDIA H200 (null)"] * 2, "NVIDIA B200 (null)"]
 
 
+POOLS = """
+import json, jax, jax.numpy as jnp
+def place():
+    return jax.block_until_ready(jnp.zeros(2**33, jnp.uint8)).unsafe_buffer_pointer()
+places = {place() for _ in range(20)}  # 160 GiB, each freed before the next
+try:
+    kept = [jax.block_until_ready(jnp.ones(2**33, jnp.uint8)) for _ in range(20)]
+except jax.errors.JaxRuntimeError as error:
+    print(str(error).split(":")[0])
+lines = open("/proc/self/status").read().splitlines()
+print(json.dumps({
+    "places": len(places),
+    "peak": jax.local_devices()[0].memory_stats()["peak_bytes_in_use"],
+    "host": next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10,
+}))
+"""
+
+
+def test_pools_take_no_memory_of_the_host(tmp_path):
+    """XLA's own allocator takes 1/32 of a GPU's memory, here 4.5 GiB."""
+    variables = null_gpus.environment(2, memory_mb=100 << 10)
+    variables |= {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
+    command = null_gpus.start(folder=tmp_path, program=("-c", POOLS), **variables).wait()
+    assert command.status == 0, command.text
+    error, line = command.out.splitlines()[-2:]
+    assert error == "RESOURCE_EXHAUSTED"
+    found = json.loads(line)
+    assert found["places"] == 1
+    assert found["peak"] >> 33 == 12  # arrays, in 100 GiB
+    assert found["host"] < 2 << 30
+
+
 def test_a_long_sort_runs(tmp_path):
     """CUB sorts arrays of more than 16384, and asks the runtime for a kernel's version first."""
     program = ("-c", "import jax.numpy as jnp; print(jnp.sort(jnp.arange(65536)).shape)")

@@ -1,3 +1,4 @@
+// The ranks of a communicator: how they meet, exchange what they ask for, and combine values.
 #include "clique.h"
 
 #include "core.h"

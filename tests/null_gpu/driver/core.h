@@ -16,6 +16,8 @@ namespace null_gpu {
 
 using Lock = std::unique_lock<std::mutex>;
 
+static const int MOST_DEVICES = 64;
+
 // A GPU model as the driver and NVML describe it.
 struct Model {
   const char *key;   // in NULL_GPU_MODEL
@@ -28,7 +30,7 @@ struct Model {
 
 // settings.cpp
 long setting(const char *name, long otherwise);
-bool still();  // NULL_GPU_STILL: GPUs' copies and collectives move nothing, so that large memory stays untouched
+bool still();  // NULL_GPU_STILL: collectives and copies, but for small ones with the host, leave memory untouched
 std::string text_setting(const char *name);
 int physical_devices();
 const Model &model_of(int physical);
@@ -65,9 +67,12 @@ int nccl_error(int device);                          // of the collective that i
 // memory.cpp
 void *allocate(size_t bytes, int device);  // null where there is no memory left
 CUresult release(void *p);
-void copy_within(CUdeviceptr to, CUdeviceptr from, size_t bytes);
+
+// copies.cpp
+void copy_within(CUdeviceptr to, CUdeviceptr from, size_t bytes);  // a GPU, or between GPUs
+void copy_with_host(void *to, const void *from, size_t bytes);
 void zero(CUdeviceptr p, size_t bytes);
-CUresult copy(void *to, const void *from, size_t bytes, CUstream stream);
+CUresult copy(void *to, const void *from, size_t bytes, CUstream stream);  // with the host
 
 // streams.cpp
 CUstream stream_or_default(CUstream stream);
@@ -85,7 +90,8 @@ struct Copy {
 using Observer = void (*)(const char *kernel, const Copy *copy, CUstream stream, int device);  // one of the first two
 void observe(Observer observer);
 void show(const char *kernel, const Copy *copy, CUstream stream);  // to the observer, unless it is captured
-CUresult launch(const char *kernel, CUstream stream);
+void kernel();  // what a launch does on its stream
+CUresult launch(const char *name, CUstream stream);
 CUfunction function_named(const char *name);
 
 // graphs.cpp

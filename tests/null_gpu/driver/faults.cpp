@@ -34,7 +34,6 @@ static const std::map<std::string, Fault> KINDS = {
     {"nccl_hang", Fault::NCCL_HANG},             {"cupti", Fault::CUPTI},
 };
 
-static const int MOST_DEVICES = 64;
 static std::atomic<int> errors[MOST_DEVICES];
 static std::atomic<long> kernels[MOST_DEVICES], collectives[MOST_DEVICES];
 

@@ -66,11 +66,6 @@ static void collect(const Node &node, std::vector<Work> &works) {
     for (auto &child : graph->nodes) collect(*child, works);
 }
 
-static void kernel() {
-  count("kernels of device " + std::to_string(current_device()));
-  run_kernel(current_device());
-}
-
 static Work copy_of(const CUDA_MEMCPY3D *p) {
   auto address = [](CUmemorytype type, const void *host, CUdeviceptr device, size_t x) {
     return (type == CU_MEMORYTYPE_HOST ? reinterpret_cast<uintptr_t>(host) : device) + x;
@@ -80,7 +75,7 @@ static Work copy_of(const CUDA_MEMCPY3D *p) {
   size_t bytes = p->WidthInBytes;
   if (p->dstMemoryType != CU_MEMORYTYPE_HOST && p->srcMemoryType != CU_MEMORYTYPE_HOST)
     return [=] { copy_within(to, from, bytes); };
-  return [=] { memmove(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes); };
+  return [=] { copy_with_host(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes); };
 }
 
 static Work fill_of(const CUDA_MEMSET_NODE_PARAMS *p) {

@@ -54,12 +54,14 @@ void show(const char *kernel, const Copy *copy, CUstream stream) {
   if (observer && !capturing(stream)) observer(kernel, copy, stream, device_of(stream));
 }
 
-CUresult launch(const char *kernel, CUstream stream) {
-  show(kernel, nullptr, stream);
-  return enqueue(stream, [] {
-    count("kernels of device " + std::to_string(current_device()));
-    run_kernel(current_device());
-  });
+void kernel() {
+  count("kernels of device " + std::to_string(current_device()));
+  run_kernel(current_device());
+}
+
+CUresult launch(const char *name, CUstream stream) {
+  show(name, nullptr, stream);
+  return enqueue(stream, kernel);
 }
 
 CUfunction function_named(const char *name) { return reinterpret_cast<CUfunction>(new Function{name}); }

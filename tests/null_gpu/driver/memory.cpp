@@ -4,8 +4,8 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cstring>
 #include <map>
+#include <vector>
 
 namespace null_gpu {
 
@@ -23,7 +23,8 @@ struct Block {  // of virtual memory management: counted when created, mapped on
 
 static std::mutex mutex;
 static std::map<uintptr_t, Allocation> allocations;  // by first address
-static std::atomic<size_t> used[64];
+static std::map<std::pair<int, size_t>, std::vector<CUdeviceptr>> pools;  // what was freed, by device and size
+static std::atomic<size_t> used[MOST_DEVICES];
 
 static size_t total(int device) { return memory_of(physical(device)); }
 
@@ -68,6 +69,32 @@ CUresult release(void *p) {
   return CUDA_SUCCESS;
 }
 
+// Allocates from a device's pool: what was freed last of that size, so that a stream which allocates the same in each
+// step gets the same addresses; else more memory.
+static CUdeviceptr allocate_pooled(size_t bytes, int device) {
+  Lock lock(mutex);
+  auto &freed = pools[{device, bytes}];
+  if (freed.empty()) {
+    lock.unlock();
+    return reinterpret_cast<CUdeviceptr>(allocate(bytes, device));
+  }
+  if (!take(bytes, device)) return 0;
+  CUdeviceptr p = freed.back();
+  freed.pop_back();
+  return p;
+}
+
+// Returns memory to its device's pool, at once: the next to get it uses it behind the caller's work, in the same stream.
+static CUresult release_pooled(CUdeviceptr p) {
+  Lock lock(mutex);
+  auto found = allocations.find(p);
+  if (found == allocations.end()) return CUDA_ERROR_INVALID_VALUE;
+  auto &[bytes, type, device] = found->second;
+  used[device] -= bytes;
+  pools[{device, bytes}].push_back(p);
+  return CUDA_SUCCESS;
+}
+
 // The allocation that holds an address, and its first address; null for none. The caller holds the mutex.
 static const Allocation *find(uintptr_t p, uintptr_t *base) {
   auto next = allocations.upper_bound(p);
@@ -105,50 +132,6 @@ static CUresult pointer_attribute(void *value, CUpointer_attribute name, CUdevic
     default:
       return CUDA_ERROR_NOT_SUPPORTED;
   }
-}
-
-CUresult copy(void *to, const void *from, size_t bytes, CUstream stream) {
-  if (still() && bytes > GRANULARITY) return CUDA_SUCCESS;
-  return enqueue(stream, [=] { memmove(to, from, bytes); });
-}
-
-// Copies within a GPU or between GPUs.
-void copy_within(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
-  count("copies of device " + std::to_string(current_device()));
-  if (!still()) memmove(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes);
-}
-
-static void show(Copy::Kind kind, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  Copy copy{kind, reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes};
-  show(nullptr, &copy, stream);
-}
-
-static CUresult copy(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  show(Copy::WITHIN, to, from, bytes, stream);
-  return enqueue(stream, [=] { copy_within(to, from, bytes); });
-}
-
-static CUresult copy_now(void *to, const void *from, size_t bytes) {
-  if (CUresult error = copy(to, from, bytes, nullptr)) return error;
-  return synchronize(nullptr);
-}
-
-void zero(CUdeviceptr p, size_t bytes) {
-  count("fills of device " + std::to_string(current_device()));
-  const uintptr_t page = 4096;
-  uintptr_t first = (p + page - 1) / page * page, last = (p + bytes) / page * page;
-  auto at = [](uintptr_t address) { return reinterpret_cast<void *>(address); };
-  if (first >= last || madvise(at(first), last - first, MADV_DONTNEED)) {
-    memset(at(p), 0, bytes);
-    return;
-  }
-  memset(at(p), 0, first - p);
-  memset(at(last), 0, p + bytes - last);
-}
-
-// Memory is filled with zeros whatever the pattern: no kernel would overwrite the values that autotuning fills in.
-static CUresult fill(CUdeviceptr p, size_t bytes, CUstream stream) {
-  return enqueue(stream, [=] { zero(p, bytes); });
 }
 
 }  // namespace null_gpu
@@ -211,6 +194,20 @@ CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *, void *) {
   return CUDA_ERROR_INVALID_VALUE;
 }
 
+// Pools, one for each device, in which XLA's allocator `cuda_async` has its memory. What was freed is kept.
+
+CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) {
+  *pool = reinterpret_cast<CUmemoryPool>(static_cast<uintptr_t>(device) + 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAllocFromPoolAsync(CUdeviceptr *p, size_t bytes, CUmemoryPool pool, CUstream) {
+  *p = allocate_pooled(bytes, reinterpret_cast<uintptr_t>(pool) - 1);
+  return *p ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult cuMemFreeAsync(CUdeviceptr p, CUstream) { return release_pooled(p); }
+
 // Virtual memory management.
 
 CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *,
@@ -267,72 +264,5 @@ CUresult cuMulticastGetGranularity(size_t *granularity, const CUmulticastObjectP
                                    CUmulticastGranularity_flags) {
   *granularity = GRANULARITY;
   return CUDA_SUCCESS;
-}
-
-// Copies and fills.
-
-CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
-  COUNT;
-  show(Copy::TO_DEVICE, to, reinterpret_cast<CUdeviceptr>(from), bytes, stream);
-  enqueue(stream, [=] { move(current_device(), "host_gb_s", bytes); });
-  return copy(reinterpret_cast<void *>(to), from, bytes, stream);
-}
-
-CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  COUNT;
-  show(Copy::TO_HOST, reinterpret_cast<CUdeviceptr>(to), from, bytes, stream);
-  return copy(to, reinterpret_cast<void *>(from), bytes, stream);
-}
-
-CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  COUNT;
-  return copy(to, from, bytes, stream);
-}
-
-CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-  COUNT;
-  return copy(to, from, bytes, stream);
-}
-
-CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, size_t bytes,
-                           CUstream stream) {
-  COUNT;
-  return copy(to, from, bytes, stream);
-}
-
-CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
-  return copy_now(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), bytes);
-}
-
-CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return cuMemcpy(to, from, bytes); }
-
-CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
-  return copy_now(reinterpret_cast<void *>(to), from, bytes);
-}
-
-CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
-  return copy_now(to, reinterpret_cast<void *>(from), bytes);
-}
-
-CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char, size_t n, CUstream stream) {
-  return fill(p, n, stream);
-}
-
-CUresult cuMemsetD16Async(CUdeviceptr p, unsigned short, size_t n, CUstream stream) {
-  return fill(p, 2 * n, stream);
-}
-
-CUresult cuMemsetD32Async(CUdeviceptr p, unsigned, size_t n, CUstream stream) {
-  return fill(p, 4 * n, stream);
-}
-
-CUresult cuMemsetD8(CUdeviceptr p, unsigned char, size_t n) {
-  if (CUresult error = fill(p, n, nullptr)) return error;
-  return synchronize(nullptr);
-}
-
-CUresult cuMemsetD32(CUdeviceptr p, unsigned, size_t n) {
-  if (CUresult error = fill(p, 4 * n, nullptr)) return error;
-  return synchronize(nullptr);
 }
 }

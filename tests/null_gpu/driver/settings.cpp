@@ -41,7 +41,12 @@ bool still() {
 }
 
 int physical_devices() {
-  static int n = setting("NULL_GPU_DEVICES", 8) - lost_before();
+  static int n = [] {
+    long n = setting("NULL_GPU_DEVICES", 8);
+    if (n <= MOST_DEVICES) return static_cast<int>(n) - lost_before();
+    fprintf(stderr, "null GPU: NULL_GPU_DEVICES is %ld, at most %d\n", n, MOST_DEVICES);
+    exit(2);
+  }();
   return n;
 }
 

@@ -114,7 +114,7 @@ static Stream *make_stream(unsigned flags, int priority) {
 
 // Handles 0, 1 and 2 are CUDA's default streams.
 CUstream stream_or_default(CUstream stream) {
-  static Stream *standard[64];
+  static Stream *standard[MOST_DEVICES];
   if (reinterpret_cast<uintptr_t>(stream) > 2) return stream;
   static std::mutex mutex;
   Lock lock(mutex);
