@@ -25,8 +25,7 @@ DRIVER = "libcuda.so.1"
 
 LIBRARIES = {
     DRIVER: (
-        ("settings", "devices", "faults", "memory", "copies", "streams", "kernels",
-         "graphs"),
+        ("settings", "devices", "faults", "memory", "copies", "streams", "kernels", "graphs"),
         r"cu[A-Z]\w*",
     ),
     "libcudart.so.13": (("runtime",), r"cuda[A-Z]\w*|__cuda\w+"),

@@ -203,11 +203,6 @@ CUresult cuStreamGetFlags(CUstream stream, unsigned *flags) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamGetDevice(CUstream stream, CUdevice *device) {
-  *device = get(stream)->device;
-  return CUDA_SUCCESS;
-}
-
 CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
   *context = context_of(get(stream)->device);
   return CUDA_SUCCESS;
