@@ -43,7 +43,7 @@ FIRST = 5
 
 ALLOCATOR = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
 """The driver's pools instead of XLA's own allocator, which takes 1/32 of each GPU's memory from the
-host's: 20 GiB for eight of 80 GB. Its peak is that of the buffers, without rounding and holes."""
+host's, 18 GiB for eight H100s, and rounds each buffer to 256 bytes."""
 
 NCCL = {
     "all-gather": "ncclAllGather", "reduce-scatter": "ncclReduceScatter",
