@@ -34,7 +34,7 @@ from jaxbench.ops import quantized, remat
 from jaxbench.ops.blocks import Stash, apply_blocks, can_offload
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.blocks import repeating_blocks, stacks
-from jaxbench.recipe.execution import Execution
+from jaxbench.recipe.execution import INPUT, Execution
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
 from jaxbench.recipe.settings import Precision
 
@@ -178,13 +178,15 @@ class Decoder(nnx.Module):
             )  # fmt: skip
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
+        named = host - {INPUT}
         block = self.stacks[segment.stack]
         scales = scaled[segment.stack] if scaled and len(segment.bf16) < len(block.layers) else None
         block, scales = jax.tree.map(itemgetter(segment.repeats), (block, scales))
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
             apply, x, weights, scales, ctx.arrays, stash, unrolled=saved is None,
-            offloading=partial(apply, offloaded=host) if host else None,
+            offloading=partial(apply, offloaded=named) if named else None,
+            input_on_host=INPUT in host,
         )  # fmt: skip
 
     def loss(

@@ -97,10 +97,11 @@ class Experts(nnx.Module):
         if self.biases is not None:
             logits = dense.biased(logits, self.biases.router[...])
         logits = logits.astype(jnp.float32)
-        if self.cfg.routing == "random":
+        if self.cfg.routing == "random":  # the same numbers when they are recomputed
             place = ctx.first_sequence, ctx.depth
             logits = routing.random_logits(logits, self.router[...], *place)
-        logits = save(logits, SMALL)
+        else:
+            logits = save(logits, SMALL)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)
         inputs = x

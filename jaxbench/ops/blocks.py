@@ -65,6 +65,7 @@ def apply_blocks(
     *,
     unrolled: bool = False,
     offloading: Apply | None = None,
+    input_on_host: bool = False,
 ) -> tuple[jax.Array, Any, Stash]:
     """(output of the last block, aux of all blocks stacked `[blocks, ..]`, the stash as written).
 
@@ -73,7 +74,7 @@ def apply_blocks(
     (`remat.recomputed`). Without `stash` a new one is allocated. With `unrolled` the stash is
     empty, and gathered weights are residuals too, where a stash would have the backward pass gather
     them again. `offloading` is the same block whose residuals have the types of the memory in which
-    they wait (`remat.recomputed`).
+    they wait (`remat.recomputed`); with `input_on_host` a block's input waits in the host's too.
     """
     if unrolled:
         return *_unrolled(apply, x, weights, constants, common), []
@@ -88,6 +89,8 @@ def apply_blocks(
     types, vjp, spaces = _linearized(flattened(apply), *operands)
     if offloading is not None:
         _, _, spaces = _linearized(flattened(offloading), *operands)
+    if input_on_host:
+        spaces = [HOST, *spaces[1:]]
     on_host = zip(types, spaces, strict=True)
     host = tuple(like if space == HOST else None for like, space in on_host)
     if stash is None:

@@ -1,6 +1,7 @@
 """Settings of how a run is computed: what is saved for the backward pass, implementations of
 operators, compiler options. The string below a field is its meaning in the table of settings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,9 @@ SAVEABLE = (
 `latent` are those of latent attention, from which queries, keys and values are projected, and the
 sum of experts in a latent space; `dispatched` are the permuted tokens that the experts of a rank
 receive, `mamba` is the input of a Mamba-2 mixer's output projection."""
+
+INPUT = "input"
+"""The input of each block of layers, which every remat policy saves: a name of `offload` alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,9 @@ class Execution:
     fits, and slower to compile"""
     offload: str = "none"
     """`none`, or activations to save in the host's memory, a list like `remat`'s, in layers where
-    `remat` does not save them: `gate,up:64`. Copies to the host and back run beside the layers'
-    products (docs/design/offload.md)"""
+    `remat` does not save them: `gate,up:64`; `input` is that of each repeated block, which all of
+    `remat` but `none` saves. Copies to the host and back run beside the layers' products
+    (docs/design/offload.md)"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """attention implementation; `auto` is cuDNN on GPUs"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
@@ -61,21 +66,24 @@ class Execution:
         if self.offload == "none":
             return {}
         require(self.remat != "none", "execution.offload: remat = none saves all on the device")
-        counts = _layer_counts("offload", self.offload, layers, "none, or ")
+        names = INPUT, *SAVEABLE
+        counts = _layer_counts("offload", self.offload, layers, "none, or ", names)
         kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"
         require("attention" not in counts, kept)
         return counts
 
 
-def _layer_counts(setting: str, text: str, layers: int, others: str = "") -> dict[str, int]:
+def _layer_counts(
+    setting: str, text: str, layers: int, others: str, names: Sequence[str] = SAVEABLE
+) -> dict[str, int]:
     """The number of layers for each activation of a list: `query,residual:40`."""
     counts = {}
     for entry in text.split(","):
         name, colon, count = entry.strip().partition(":")
         require(
-            name in SAVEABLE and bool(colon) == count.isdecimal(),
+            name in names and bool(colon) == count.isdecimal(),
             f"execution.{setting}: cannot read {entry.strip()!r}; expected {others}some of "
-            f"{', '.join(SAVEABLE)}, each with an optional layer count: residual:40",
+            f"{', '.join(names)}, each with an optional layer count: residual:40",
         )
         counts[name] = min(int(count or layers), layers)
     return counts
