@@ -178,14 +178,13 @@ class Decoder(nnx.Module):
             )  # fmt: skip
             return x, jax.tree.map(lambda figure: figure.astype(jnp.float32), figures)
 
-        named = host - {INPUT}
         block = self.stacks[segment.stack]
         scales = scaled[segment.stack] if scaled and len(segment.bf16) < len(block.layers) else None
         block, scales = jax.tree.map(itemgetter(segment.repeats), (block, scales))
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
             apply, x, weights, scales, ctx.arrays, stash, unrolled=saved is None,
-            offloading=partial(apply, offloaded=named) if named else None,
+            offloading=partial(apply, offloaded=named) if (named := host - {INPUT}) else None,
             input_on_host=INPUT in host,
         )  # fmt: skip
 

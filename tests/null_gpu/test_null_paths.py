@@ -22,7 +22,7 @@ pytestmark = [
 ROWS: dict[str, dict] = {
     "llama2_70b_bf16": {"pipeline": 2, "virtual_stages": 2, "fsdp": 2, "layers": 4},
     "llama31_8b_fp8": {"fsdp": 2, "layers": 2, "microbatch": 2},
-    "llama31_70b_bf16": {"tensor": 2, "layers": 3, "remat": "attention", "offload": "gate,up,input"},
+    "llama31_70b_bf16": {"tensor": 2, "layers": 3, "remat": "attention", "offload": "up,input"},
     "llama31_405b_fp8": {"context": 2, "tensor": 2, "layers": 2},
     "grok1_314b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
     "qwen3_30b_a3b_bf16": {"pipeline": 2, "expert": 2, "layers": 2},
