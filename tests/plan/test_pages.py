@@ -127,7 +127,7 @@ def test_scaling_is_a_page(tmp_path, monkeypatch):
     text = scaled(tmp_path / "page.html", monkeypatch)
     page = Parsed(text)
     page.names()
-    said = " ".join(page.texts)
+    said = " ".join(page.texts).replace("\xa0", " ")
     share = f"{100 / 1.4:.1f} % of its rate per GPU on 8 GPUs."
     assert f"On 128 GPUs llama31_8b_bf16 has {share}" in said
     assert len(page.all("svg", role="img")) == 3
