@@ -23,8 +23,9 @@ def gather() -> None:
         text = re.sub(rf"\]\({up}\.\./({'|'.join(OUTSIDE)})", rf"]({up}\1", path.read_text())
         path.write_text(text)
     for name in OUTSIDE:
-        text = (ROOT / name).read_text()
-        (PAGES / name).write_text(re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", text))
+        text = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", (ROOT / name).read_text())
+        # unlike GitHub, the builder takes no list right below a paragraph
+        (PAGES / name).write_text(re.sub(r"(?m)^(\w.*:)\n(?=- )", r"\1\n\n", text))
 
 
 def main() -> int:
