@@ -13,6 +13,11 @@ PAGES = ROOT / "build/pages"
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "LOG.md")
 """Documents that are not in docs/; on the site they are beside what is."""
 
+PICTURE = r'<picture><source .* srcset="(.*?)"><img (.*?)src="(.*?)"(.*?)></picture>'
+"""Its colours are the browser's; on the site the reader's choice (`ONLY`) can be another one."""
+
+ONLY = r'<img \2src="\3#only-light"\4> <img \2src="\1#only-dark"\4>'
+
 
 def gather() -> None:
     """Writes all documents into one folder, their links as they are from there."""
@@ -24,6 +29,7 @@ def gather() -> None:
         path.write_text(text)
     for name in OUTSIDE:
         text = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", (ROOT / name).read_text())
+        text = re.sub(PICTURE, ONLY, text)
         # unlike GitHub, the builder takes no list right below a paragraph
         (PAGES / name).write_text(re.sub(r"(?m)^(\w.*:)\n(?=- )", r"\1\n\n", text))
 

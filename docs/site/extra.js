@@ -13,14 +13,15 @@ for (const each of document.querySelectorAll(".md-typeset :not(pre) > code")) {
   each.innerHTML = parts.map((part) => part.startsWith("-")
     ? `<span class="option">${part}</span>` : part.length < 14 ? part : part.replace(/[._/=,|](?=[\w&])/g, "$&<wbr>")).join("");
 }
-// Figures stay on one line; in tables of many columns names do too. Long texts have room where a table scrolls anyway.
+// Figures stay on one line; in tables of many columns names do too. Long texts have room beside many columns, or where
+// a table scrolls anyway.
 const tables = [...document.querySelectorAll(".md-typeset table:not([class])")];
 const scrolled = tables.map((table) => Math.max(table.scrollWidth, table.offsetWidth) > document.querySelector("article").clientWidth);
 tables.forEach((table, n) => {
-  const many = table.rows[0].cells.length > 7;
+  const columns = table.rows[0].cells.length, many = columns > 7;
   for (const cell of table.querySelectorAll("tbody td")) {
     const long = cell.textContent.length >= 40;
     if (many ? !long : /^[-\d.,]+(e[-+]?\d+)?$/.test(cell.textContent)) cell.style.whiteSpace = "nowrap";
-    else if (many || long && scrolled[n]) cell.style.minWidth = many ? "16rem" : "9rem";
+    else if (many || long && (columns > 4 || scrolled[n])) cell.style.minWidth = many ? "16rem" : "9rem";
   }
 });
