@@ -108,6 +108,20 @@ def test_a_count_that_cannot_work_names_those_that_do(name, gpus, texts, message
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "texts"),
+    [
+        ("llama2_70b_bf16", 8, ("model.layers=20",)),
+        ("nemotron4_340b_bf16", 16, ("model.layers=8", "parallelism.pipeline=4",
+                                     "parallelism.virtual_stages=2", "parallelism.tensor=4")),
+    ],
+)  # fmt: skip
+def test_a_smaller_model_needs_fewer_gpus(name, gpus, texts):
+    with pytest.raises(RecipeError, match="holds the train state"):
+        derived(name, gpus, H100, *(text for text in texts if "layers" not in text))
+    assert derived(name, gpus, H100, *texts).gpus == gpus
+
+
 def test_one_gpu_is_said_in_the_singular():
     recipe = RECIPES["llama2_70b_bf16"]
     recipe = replace(recipe, rows={64: recipe.rows[64]})
