@@ -50,11 +50,11 @@ def extend(
     if not 0 < gpus <= LARGEST:
         raise RecipeError(f"--gpus {gpus}: expected a whole number from 1 to {LARGEST}")
     fixed = {o.name: o.value for o in overrides if o.section == "parallelism"}
-    sizes = tuple(o for o in overrides if o.section in ("model", "parallelism"))
+    changes = tuple(o for o in overrides if o.section in ("model", "parallelism"))
 
     def row(count: int) -> dict[str, Any] | None:
         whole = not whole_nodes or gpu is None or gpu.spread(count) is not None
-        return derived(recipe, count, gpu, fixed, sizes) if whole else None
+        return derived(recipe, count, gpu, fixed, changes) if whole else None
 
     if (settings := row(gpus)) is not None:
         return replace(recipe, rows=recipe.rows | {gpus: settings}, derived=recipe.derived | {gpus})
@@ -94,17 +94,21 @@ def base(recipe: Recipe, gpus: int) -> int:
 
 
 def derived(
-    recipe: Recipe, gpus: int, gpu: Gpu | None, fixed: dict[str, Any], sizes: tuple[Override, ...]
+    recipe: Recipe,
+    gpus: int,
+    gpu: Gpu | None,
+    fixed: dict[str, Any],
+    changes: tuple[Override, ...],
 ) -> dict[str, Any] | None:
     """The settings of a row, with axes of `fixed` sizes; None where the train state, of a model
-    that `sizes` override, fits no mesh of `gpus`."""
+    that `changes` override, fits no mesh of `gpus`."""
     count = base(recipe, gpus)
     run = recipes.resolve(recipe, count)
     room = gpu.memory_limit if gpu and gpu.memory else math.inf
     gradient = 2  # bytes, in bf16 at least
     model = run.model
     with suppress(RecipeError):  # a derived row may have a mesh for them
-        model = recipes.resolve(recipe, count, overrides=sizes).model
+        model = recipes.resolve(recipe, count, overrides=changes).model
     state = (run.optimizer.state_bytes + gradient) * flops.parameters(model)["total"]
     for sizes in meshes(run, gpus, fixed):
         if state / math.prod(sizes[axis] for axis in CHOSEN) > room:
