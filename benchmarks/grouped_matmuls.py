@@ -60,9 +60,10 @@ from jaxbench.xla.schedule import Roofline, Walk
 EIGHT_RANKS = (
     "parallelism.fsdp=2", "parallelism.expert=8", "batch.microbatch=4", "execution.expert_parts=2",
 )  # fmt: skip
+ONE_SEQUENCE = "batch.microbatch=1", "execution.expert_parts=1"
 SHAPES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "Qwen3 30B": ("qwen3_30b_a3b", 16, EIGHT_RANKS),
-    "DeepSeek-V3": ("deepseek_v3", 1024, ()),
+    "DeepSeek-V3": ("deepseek_v3", 1024, ONE_SEQUENCE),
 }
 """Recipes, their rows and settings, in FP8: many small experts, and large ones, on eight ranks to
 which tokens are sent."""
