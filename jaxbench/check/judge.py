@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from jaxbench.cluster import nvml
+from jaxbench.errors import listed
 from jaxbench.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
 
 GPU_KINDS = "bf16 products", "fp8 products", "memory"
@@ -237,16 +238,11 @@ def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
                 places[str(own[key])].append(where)
         first, *others = sorted(places, key=lambda value: -len(places[value]))
         if others and len(places[first]) == len(places[others[0]]):
-            yield Finding("all", "; ".join(f"{key} {v}: {several(places[v])}" for v in places))
+            yield Finding("all", "; ".join(f"{key} {v}: {listed(places[v], 1)}" for v in places))
             continue
         for value in others:
             for where in places[value]:
                 yield Finding(where, f"{key} {value}, elsewhere {first}")
-
-
-def several(places: Sequence[str]) -> str:
-    """Names of places, or the first one's and a number."""
-    return f"{places[0]} and {len(places) - 1} more" if places[1:] else places[0]
 
 
 def judge(
@@ -273,5 +269,5 @@ def judge(
             faults[f.where] = replace(first, what=f"{first.what}; {f.what}")
         else:
             faults[f.where] = f
-    shared = [Finding(several(places), what) for what, places in remarks.items()]
+    shared = [Finding(listed(places, 1), what) for what, places in remarks.items()]
     return [*faults.values(), *shared]

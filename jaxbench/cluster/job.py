@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxbench.cluster.causes import cause_of
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.errors import RecipeError, RunFailed, listed
 from jaxbench.jax_internals import coordination_client
 
 ARRIVAL_S = 900.0
@@ -139,9 +139,8 @@ def meet(name: str, seconds: float = ARRIVAL_S) -> None:
         return
     hosts, here = (_by_rank(prefix) for prefix in ("jaxbench/host", f"jaxbench/{name}"))
     missing = [rank for rank in range(jax.process_count()) if rank not in here]
-    named = ", ".join(f"rank {rank} on {hosts.get(rank, '?')}" for rank in missing[:8])
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    came = f"not there after {seconds:g} s: {named}{more}" if missing else "the barrier failed"
+    named = listed((f"rank {rank} on {hosts.get(rank, '?')}" for rank in missing), 8)
+    came = f"not there after {seconds:g} s: {named}" if missing else "the barrier failed"
     raise RunFailed(f"{name}: {came}", "network")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxbench.cluster.heartbeat import Place, Receiver
 from jaxbench.cluster.messages import tell
+from jaxbench.errors import listed
 from jaxbench.files import write_json
 
 SLOW = 10
@@ -90,12 +91,12 @@ def _steps(beat: dict[str, Any]) -> tuple[int, int]:
 
 
 def _describe(beats: list[dict[str, Any]]) -> str:
-    texts = [
+    texts = (
         f"rank {b['rank']} on {b['host']} ({b['phase']}, last completed step "
         f"{'none' if b['completed'] is None else b['completed']})"
-        for b in beats[:8]
-    ]
-    return ", ".join(texts) + (f" and {len(beats) - 8} more" if len(beats) > 8 else "")
+        for b in beats
+    )
+    return listed(texts, 8)
 
 
 def lost(beats: list[dict[str, Any]]) -> str | None:

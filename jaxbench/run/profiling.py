@@ -25,8 +25,7 @@ from jaxbench import mesh
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_whole
-from jaxbench.jax_internals import kernel_names
-from jaxbench.jax_internals import profile_events as events
+from jaxbench.jax_internals import kernel_names, profile_events
 from jaxbench.recipe.settings import Run
 from jaxbench.run.cache import cache_in
 from jaxbench.train.loop import run_steps
@@ -96,7 +95,7 @@ def compile_visible(run: Run) -> tuple[Any, float, float]:
 
 def check_profile(trace: Path, platform: str) -> None:
     """Raises RunFailed unless a JAX profile has an event on a device; of a CPU, any event."""
-    if next(events(trace, fallback=platform != "gpu"), None) is None:
+    if next(profile_events(trace, fallback=platform != "gpu"), None) is None:
         raise RunFailed(
             "--profile jax: the profile has no event on a device; does another tool use CUPTI, or "
             "does the driver let only root profile? Lines of cupti in the log say which"

@@ -10,9 +10,9 @@ from cases import tiered
 from commands import ROOT
 
 from jaxbench.hardware import NULL
+from jaxbench.jax_internals import profile_events
 from jaxbench.plan import command as plan
 from jaxbench.report import profiles
-from jaxbench.run import profiling
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,7 +110,7 @@ def test_options_around_training(option, tmp_path):
     if option == "repeatable":
         assert command.record["repeatable"] == {"steps": 4, "arrays": 30}
     if option == "profile":
-        assert "MemcpyD2H" in {event.name for event in profiling.events(tmp_path)}
+        assert "MemcpyD2H" in {event.name for event in profile_events(tmp_path)}
         assert plan.main(["--profile", str(tmp_path / "profile" / "rank-0")]) == 0
         (compared,) = profiles.read(tmp_path)
         assert (compared.steps, compared.gpu, compared.remark) == (3, "h100", NULL)
