@@ -114,8 +114,8 @@ def rows() -> list[Row]:
 
 
 def compile_row(row: Row, path: Path, profile: Path | None) -> None:
-    """Writes MaxText's compiled program, scheduled with a profile if there is one; runs in its
-    environment."""
+    """Writes MaxText's compiled program, scheduled with a profile if there is one, and prints the
+    seconds to lower and to compile it; runs in its environment."""
     os.environ["DECOUPLE_GCLOUD"] = "TRUE"
     import jax
     import numpy as np
@@ -136,6 +136,7 @@ def compile_row(row: Row, path: Path, profile: Path | None) -> None:
     for axis, size in sizes.items():
         options[f"ici_{axis}_parallelism"] = inside[axis]
         options[f"dcn_{axis}_parallelism"] = size // inside[axis]
+    start = time.perf_counter()
     base = Path(pyconfig.__file__).with_name("base.yml")
     config = pyconfig.initialize(["", str(base), *(f"{k}={v}" for k, v in options.items())])
     shape = [sizes.get(axis, 1) for axis in config.mesh_axes]
@@ -153,7 +154,10 @@ def compile_row(row: Row, path: Path, profile: Path | None) -> None:
             step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donate
         ).lower(*args, **kwargs)
     options = row.compiler | ({flags.PGLE: str(profile)} if profile else {})
-    path.write_text(lowered.compile(compiler_options=options).as_text())
+    lowered_at = time.perf_counter()
+    compiled = lowered.compile(compiler_options=options)
+    print(lowered_at - start, time.perf_counter() - lowered_at)
+    path.write_text(compiled.as_text())
 
 
 def stem(row: Row) -> str:

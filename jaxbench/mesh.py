@@ -191,7 +191,8 @@ def scatter_seq(y: jax.Array) -> jax.Array:
     if manual():
         options = {"scatter_dimension": 1, "tiled": True}
         return jax.lax.psum_scatter(y, TENSOR, **options) if used(TENSOR) else y
-    return jax.sharding.reshard(y, spec("batch shard_seq embed", ACTIVATION))
+    y = jax.sharding.reshard(y, spec("batch shard_seq embed", ACTIVATION))
+    return pinned(y) if used(TENSOR) else y
 
 
 def pinned(x: jax.Array) -> jax.Array:

@@ -168,6 +168,16 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     assert received["collective-permute"] == 0
 
 
+def test_tensor_ranks_send_no_tokens_to_themselves():
+    """Shardy took the residual's gradient from the copy that all ranks had gathered, and each
+    rank's slice of it became a `collective-permute` of its own tokens, one in each layer."""
+    row = Compiled(
+        "llama31_8b_fp8", 8, "parallelism.tensor=2", "parallelism.fsdp=4", "model.layers=4",
+        "batch.global_batch=8", "execution.remat=query,key,value,attention,residual,gate,up",
+    )  # fmt: skip
+    assert "collective-permute" not in {c.kind for c in row.collectives}
+
+
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="needs jax 0.11, which pipelines: Python 3.12"
 )
