@@ -47,6 +47,10 @@ class Execution:
     """parts of a microbatch that the experts of a layer compute one after the other, so that the
     exchanges of one are hidden behind the products of another. Slots of dropless experts, and FP8
     scales of inputs and gradients of experts, are those of a part"""
+    replica_sums: Literal["step", "layer"] = "step"
+    """when gradients of layers are summed over the axis `data`: once per `step`; or each `layer`'s
+    as they arise, in every microbatch and in bf16, beside the products of others
+    (docs/design/sharding.md). No pipeline has that"""
     xla_flags: str = "tuned"
     """compiler options: `tuned`, `guided`, `published` or `default` (docs/reference/xla_flags.md),
     and changes: `tuned,xla_gpu_some_flag=false`"""

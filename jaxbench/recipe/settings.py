@@ -319,6 +319,8 @@ class Run:
     def _check_pipeline(self) -> None:
         p, m = self.parallelism, self.model
         divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
+        in_layers = self.execution.replica_sums == "layer"
+        require(not in_layers, "execution.replica_sums = layer: a pipeline sums once per step")
         alike = "the stages of a pipeline compute alike"
         hybrid = f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold"
         require(m.mamba is None, hybrid)

@@ -81,11 +81,14 @@ def gradients(
     delayed scaling).
 
     Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
-    a replica of the model as they arise; across replicas they are summed once, here, at the end.
+    a replica of the model as they arise; across replicas they are summed once, here, at the end, or
+    those of layers as they arise too (`execution.replica_sums`).
     """
     implementation = quantized.choose(run.precision, mesh.platform())
     precision = replace(run.precision, implementation=implementation)
     weights = compute_weights(state.model, DTYPES[precision.dtype])
+    if run.execution.replica_sums == "layer":
+        weights.stacks = summing_in_layers(weights.stacks)
     scaled = quantized.scale(weights.stacks, state.fp8, precision, run.seed)
 
     def share_of_loss(weights, observed, stashes, tokens, targets, first_sequence):
@@ -151,6 +154,19 @@ def compute_weights(model: Decoder, dtype) -> Decoder:
         return variable.replace(mesh.accumulating(w))
 
     return jax.tree.map(prepare, model, is_leaf=is_variable)
+
+
+def summing_in_layers(stacks: Any) -> Any:
+    """Stacks of blocks whose matrices are not marked: a layer that uses one marks it, and its
+    backward pass sums the gradient over replicas, which the products of others hide. Vectors stay
+    marked: each would cost a collective's latency in every layer."""
+
+    def unmarked(variable):
+        if not isinstance(variable, Weight):
+            return variable
+        return variable.replace(mesh.unmarked(variable[...]))
+
+    return jax.tree.map(unmarked, stacks, is_leaf=is_variable)
 
 
 def make_program(run: Run) -> Any:

@@ -250,6 +250,9 @@ RUNS = {
         "parallelism.fsdp=2", "parallelism.expert=2", "parallelism.tensor=2",
     ),
     "all experts on each rank, fsdp 4 x data 2": ("parallelism.fsdp=4",),
+    "summed in layers, fsdp 2 x tensor 2 x data 2": (
+        "parallelism.fsdp=2", "parallelism.tensor=2", "execution.replica_sums=layer",
+    ),
     # 16 rows of a weight on a rank: copies with blocks along rows are made where it is gathered.
     "all experts on each rank, fsdp 8 in half blocks": ("parallelism.fsdp=8", "model.embed=128"),
     "experts on two ranks, fsdp 4 in half blocks": (
@@ -259,7 +262,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 5), RUNS, strict=True)))
+@pytest.mark.parametrize(("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 6), RUNS, strict=True)))
 def test_runs_on_meshes(dtype, name):
     sizes = [change for change in RUNS[name] if change.startswith("model.")]
     family, settings = "llama31_8b_bf16", (*WIDE, f"precision.dtype={dtype}")

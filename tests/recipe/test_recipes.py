@@ -156,6 +156,10 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
             "pipeline x fsdp x expert x context x tensor = 3 must divide the number of devices = 8",
         ),
         (
+            ["parallelism.pipeline=2", "batch.microbatch=1", "execution.replica_sums=layer"],
+            "execution.replica_sums = layer: a pipeline sums once per step",
+        ),
+        (
             ["parallelism.pipeline=2", "batch.microbatch=2"],
             "parallelism.pipeline = 2 must divide the number of microbatches = 1",
         ),

@@ -168,6 +168,23 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     assert received["collective-permute"] == 0
 
 
+def test_sums_over_replicas_follow_each_layer():
+    """A layer's gradients in one all-reduce, one of them with the head's, and the embedding's in
+    fp32: as many bytes as in one sum per step."""
+    row = Compiled(
+        "llama2_70b_bf16", 256, "model.layers=4", "execution.offload=none",
+        "execution.replica_sums=layer",
+    )  # fmt: skip
+    pairs = [c for c in row.collectives if c.kind == "all-reduce" and len(c.devices) == 2]
+    cfg, shard = row.run.model, 128
+    a, head = cfg.attention, 2 * cfg.embed * cfg.vocabulary // shard
+    matrices = 2 * cfg.embed * (a.heads + a.kv_heads) * a.head_dim
+    layer = 2 * (matrices + 3 * cfg.embed * cfg.mlp.ffn) // shard
+    assert sorted(c.bytes for c in pairs for _ in range(c.count)) == sorted(
+        [layer, layer, layer, layer + head, 2 * head]
+    )
+
+
 def test_tensor_ranks_send_no_tokens_to_themselves():
     """Shardy took the residual's gradient from the copy that all ranks had gathered, and each
     rank's slice of it became a `collective-permute` of its own tokens, one in each layer."""

@@ -154,6 +154,22 @@ def test_experts_in_parts_of_a_microbatch_give_the_same_gradients(model):
     assert_same(loss_and_gradients(run), one_device(model), roundings)
 
 
+LAYERS = [
+    ("llama", DENSE), ("nemotronh", "tensor 4 x data 2"), ("nemotron3", "data 2 x expert 4"),
+    ("grok1, dropless", "data 2 x fsdp 2 x expert 2"), ("deepseek3", "data 2 x expert 4"),
+]  # fmt: skip
+"""(model, mesh) of replicas whose sums layers make, in each of two microbatches."""
+
+
+@pytest.mark.parametrize("case", tiered(LAYERS[:1], LAYERS, LAYERS[:3]), ids=", ".join)
+def test_sums_over_replicas_in_each_layer_give_the_same_gradients(case):
+    model, mesh = case
+    family, *overrides = MODELS[model]
+    overrides += [*(MESHES | EXPERT | FOUR)[mesh], "execution.replica_sums=layer"]
+    run = tiny_run(*overrides, family=family, devices=8)
+    assert_same(loss_and_gradients(run), one_device(model), 300)
+
+
 def test_one_chunk_or_many_give_the_same_gradients(monkeypatch):
     expected = one_device("nemotronh")
     monkeypatch.setattr(xla, "SSD_CHUNK", 128)

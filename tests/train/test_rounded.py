@@ -16,6 +16,7 @@ LAYERS = {GPT_OSS: ("model.layers=2",), SUPER: ("model.layers=2", "model.pattern
 """Fewer layers than those of `tiny`: one of each kind, with those of multi-token prediction."""
 
 PIPELINED = "pipeline 2 x tensor 2 x data 2"
+REPLICAS = "tensor 4 x data 2, summed in layers"
 EXPERTS, LAST_STAGE = "fsdp 2 x expert 4", "pipeline 2 x expert 4"
 ROUNDED = {
     "one device": (),
@@ -24,6 +25,7 @@ ROUNDED = {
     EXPERTS: ("parallelism.fsdp=2", "parallelism.expert=4"),
     LAST_STAGE: ("parallelism.pipeline=2", "parallelism.expert=4"),
     "fsdp 8": MESHES["fsdp 8"],
+    REPLICAS: (*MESHES["tensor 4 x data 2"], "execution.replica_sums=layer"),
 }
 BIAS = {"bf16": 1.2e-3, "fp8": 2e-2}
 """Tolerance of the length of gradients: twice the effect of roundings here, of which a model of 64
@@ -36,9 +38,11 @@ CASES = [(LLAMA, mesh, dtype, 6) for mesh, dtype in product(list(ROUNDED)[:4], B
 # A program in FP8 has products in bf16 too: routers, heads.
 CASES += [(family, EXPERTS, "fp8", 3) for family in (QWEN, GPT_OSS, SUPER, DEEPSEEK)]
 CASES += [(QWEN, "fsdp 8", dtype, 3) for dtype in BIAS]
+CASES += [(LLAMA, REPLICAS, dtype, 6) for dtype in BIAS]
 # Multi-token prediction, behind the stages; in FP8, with tensor ranks too, in `test_pipeline`.
 CASES += [(DEEPSEEK, LAST_STAGE, "bf16", 6)]
 QUICK = [(LLAMA, "tensor 4 x data 2", "fp8", 6), (QWEN, EXPERTS, "fp8", 3)]
+SLOW = [(LLAMA, REPLICAS, "fp8", 6)]
 
 
 @cache
@@ -60,7 +64,9 @@ def rounded_step(family, mesh, dtype, passes):
     return loss, {name: g for name, g in grads.items() if name not in loads}, loads
 
 
-@pytest.mark.parametrize("case", tiered(QUICK, CASES), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case", tiered(QUICK, CASES, SLOW), ids=lambda case: "-".join(map(str, case))
+)
 def test_meshes_and_passes_change_rounded_gradients_by_noise_alone(case):
     family, mesh, dtype, passes = case
     _, exact, _ = rounded_step(family, "one device", "fp32", 1)

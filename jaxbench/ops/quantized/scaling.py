@@ -222,7 +222,7 @@ def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
             return variable
         product = order.index(name)
         return Operand(
-            weight=variable.get_value(),
+            weight=mesh.accumulating(variable.get_value()),
             stored=scaled.stored[name],
             scale_inv=None if scaled.scale_inv is None else scaled.scale_inv[product],
             observed=None if scaled.observed is None else scaled.observed[product],
