@@ -217,7 +217,7 @@ def attention_for_mesh() -> Iterator[None]:
     def check(least: str) -> bool:
         return numbers(devices.flat[0].compute_capability) >= numbers(least)
 
-    with _replaced(fused_attention_stablehlo, "check_compute_capability", check):
+    with replaced(fused_attention_stablehlo, "check_compute_capability", check):
         yield
 
 
@@ -235,12 +235,12 @@ def empty_arrays_from(x: jax.Array) -> Iterator[None]:
             return x.ravel()[:0].astype(dtype).reshape(shape)
         return empty(shape, dtype, **options)
 
-    with _replaced(jnp, "empty", sliced):
+    with replaced(jnp, "empty", sliced):
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, function: Callable) -> Iterator[None]:
+def replaced(module: Any, name: str, function: Callable) -> Iterator[None]:
     original = getattr(module, name)
     setattr(module, name, function)
     try:

@@ -106,7 +106,7 @@ class Precision:
     """dtype in which FP8 weights are all-gathered: `fp8` is half the bytes with the same result;
     block-scaled ones are gathered as they are"""
     implementation: Literal["auto", "te", "xla"] = "auto"
-    """of FP8 matmuls: XLA's, Transformer Engine's, or `auto`, which is XLA's on every machine"""
+    """of quantized matmuls: XLA's, Transformer Engine's, or `auto`, XLA's on every machine"""
     square_blocks: bool = True
     """NVFP4 weights have blocks of 16 x 16, so that all products see the same weight"""
     stochastic_rounding: bool = True
@@ -117,10 +117,6 @@ class Precision:
     def __post_init__(self) -> None:
         positive("precision.", self, "amax_history")
         not_negative("precision.", self, "margin", "first_bf16_layers", "last_bf16_layers")
-        implemented = self.implementation != "te" or self.dtype not in BLOCKS
-        require(
-            implemented, f"precision.implementation = te: {self.dtype} has XLA's products alone"
-        )
         unknown = sorted(self.in_bf16 - {*PRODUCTS, "prediction"})
         known = f"expected some of {', '.join(PRODUCTS)}, prediction"
         require(not unknown, f"precision.bf16_products: no product {', '.join(unknown)}; {known}")

@@ -130,7 +130,7 @@ def _products(run: Run, platform: str) -> str:
         return f"{dtype}, emulated in {'bf16' if dtype == 'fp8' else 'fp32'}"
     by = quantized.choose(run.precision, platform)
     if by == "te" and run.model.each(ExpertsConfig):
-        return "fp8 by te, those of experts by xla"
+        return f"{dtype} by te, those of experts by xla"
     return f"{dtype} by {by}"
 
 

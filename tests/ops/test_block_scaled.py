@@ -1,6 +1,7 @@
 """Products in block-scaled formats: against float64 by the formats' own definitions, on meshes, and
 in runs; the kernels against XLA, bit for bit, in Pallas's interpreter."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from arrays import on, put
 from cases import tiered
+from engine import needs_te
 from flax import nnx
 from steps import new_state, projection, same_sequences, sequences
 from test_blocks import numpy_mxfp8, numpy_nvfp4
@@ -20,7 +22,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.hardware import PLANNED
 from jaxbench.models.layers import Weight
 from jaxbench.ops import dense, quantized
-from jaxbench.ops.quantized import draws, hadamard, kernels
+from jaxbench.ops.quantized import block_scaled, draws, hadamard, kernels, te_blocks
 from jaxbench.ops.quantized.blocks import mxfp8, nvfp4
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_run
@@ -45,8 +47,9 @@ class OneProduct(nnx.Module):
         self.w = Weight(kernel, quantized=True, experts=experts)
 
 
-def product(kind, mesh_name, precision, arrays):
+def product(kind, mesh_name, precision, arrays, implementation="xla"):
     """(y, dx, dw) of one product on a mesh."""
+    precision = replace(precision, implementation=implementation)
     equation, x_dims, w_dims, y_dims, _, _ = PRODUCTS[kind]
     tensor_parallel = kind != "experts"
 
@@ -129,27 +132,44 @@ def assert_rounded(actual, exact, sums):
         np.testing.assert_allclose(a, e, rtol=2**-8, atol=sums * np.abs(e).max())
 
 
+IMPLEMENTATIONS = ["xla", pytest.param("te", marks=needs_te)]
+
+
+@pytest.fixture
+def implementation(request):
+    """Transformer Engine by its fallback in plain JAX."""
+    if request.param == "te":
+        request.getfixturevalue("transformer_engine_on_a_cpu")
+    return request.param
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("mesh_name", tiered(["one device"], ["one device", "all"]))
-def test_mxfp8_products_and_gradients(mesh_name, kind):
+def test_mxfp8_products_and_gradients(mesh_name, kind, implementation):
     if kind == "experts" and mesh_name != "one device":
         pytest.skip("dimensions of experts have meshes of their own: test_runs_on_meshes")
     arrays = operands(kind)
-    actual = product(kind, mesh_name, Precision(dtype="mxfp8"), arrays)
+    actual = product(kind, mesh_name, Precision(dtype="mxfp8"), arrays, implementation)
     exact = expected(kind, *arrays, quantize=in_mxfp8, quantize_weight=in_mxfp8)
     assert_rounded(actual, exact, 2**-8 if mesh_name != "one device" else 1e-5)
 
 
 @pytest.mark.parametrize("square", tiered([True], [True, False]))
 @pytest.mark.parametrize("kind", tiered(["out"], ["in", "out"]))
-def test_nvfp4_products_and_gradients(kind, square):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+def test_nvfp4_products_and_gradients(kind, square, implementation, monkeypatch):
+    if implementation == "te":  # on a CPU its own have NaN (test_te.py)
+        blocks = replace(te_blocks.PRODUCTS, quantize=block_scaled.quantize_activation)
+        its = replace(quantized.IMPLEMENTATIONS["te"], blocks=blocks)
+        monkeypatch.setitem(quantized.IMPLEMENTATIONS, "te", its)
     if kind == "in" and square:
         kind = "out"  # numpy's square blocks are of matrices
     x, w, dy = operands(kind)
     precision = Precision(
         dtype="nvfp4", stochastic_rounding=False, hadamard=False, square_blocks=square
     )
-    actual = product(kind, "one device", precision, (x, w, dy))
+    actual = product(kind, "one device", precision, (x, w, dy), implementation)
 
     def weight(w, axis):
         if square:

@@ -241,7 +241,9 @@ def test_kernels_of_block_scaled_products(dtype):
         weights = block_scaled.quantize_weight(w, amax, precision, experts=True)
         both, results, transposed = [], [], []
         for a, side in ((x, "first"), (y, "last")):
-            both.append(block_scaled._both(a[None], precision, scaled.rows(side, groups)))
+            both.append(
+                block_scaled.quantize_activation(a[None], precision, scaled.rows(side, groups))
+            )
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
             operands = values, weights[side].unpacked(of), side, groups
             results.append(scaled.DEQUANTIZED.by_weight(*operands))
@@ -297,7 +299,9 @@ def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
         weights = block_scaled.quantize_weight(w, jnp.max(w).astype(jnp.float32), precision, True)
         of_rows, results = [], []
         for rows, side in ((x, "first"), (y, "last")):
-            both = block_scaled._both(rows[None], precision, scaled.rows(side, groups))
+            both = block_scaled.quantize_activation(
+                rows[None], precision, scaled.rows(side, groups)
+            )
             values, transposed = (blocks.unpacked(of) for blocks in both)
             of_rows.append(transposed)
             weight = weights[side].unpacked(of)

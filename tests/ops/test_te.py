@@ -4,13 +4,20 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from arrays import on
+from cases import tiered
 from compiled import Compiled, needs_compiler
 from engine import needs_te
 
 from jaxbench.errors import RecipeError
+from jaxbench.hardware import H100, PLANNED
 from jaxbench.ops import quantized
-from jaxbench.ops.quantized import te
+from jaxbench.ops.quantized import te, te_blocks
+from jaxbench.ops.quantized.block_scaled import quantize_activation
+from jaxbench.ops.quantized.blocks import FORMATS, dequantized
 from jaxbench.plan import driver
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_program, kernels
@@ -23,12 +30,15 @@ GROK = (
     "grok1_314b_fp8", 8, "model.layers=1", "batch.global_batch=32", "batch.microbatch=4",
     "model.vocabulary=4096",
 )  # fmt: skip
+BLOCKS = {"mxfp8": {te.GEMM, te.QUANTIZE}, "nvfp4": {te.GEMM, te.QUANTIZE, te.AMAX}}
+"""The calls in a program of each format."""
 
 
-def by(implementation, name, gpus, *changes):
-    """A row compiled with an implementation."""
+def by(implementation, name, gpus, *changes, gpu=H100):
+    """A row compiled with an implementation. A process has one stub, and what is traced does not
+    depend on its capability."""
     driver.load_stub(9)
-    return Compiled(name, gpus, *changes, f"precision.implementation={implementation}")
+    return Compiled(name, gpus, *changes, f"precision.implementation={implementation}", gpu=gpu)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +91,76 @@ class TestCompiled:
         with jax.set_mesh(row.mesh):
             check_program(row.compiled, row.run)
             assert kernels(row.run)["products"] == "fp8 by te, those of experts by xla"
+
+    @pytest.mark.parametrize("dtype", tiered([], BLOCKS, slow=["nvfp4"]))
+    def test_block_scaled_products_are_its(self, dtype):
+        """Two layers of one microbatch: three products of each weight, whose operands one call
+        makes of each activation; and weights as XLA's products gather them."""
+        settings = f"precision.dtype={dtype}", "batch.global_batch=8"
+        row, plain = (by(name, *LLAMA, *settings, gpu=PLANNED["gb200"]) for name in ("te", "xla"))
+        products = quantized.compiled_products(row.program, dtype)
+        assert products == quantized.compiled_products(plain.program, dtype)
+        calls = row.program.custom_calls()
+        assert {name for name in calls if name.startswith("te_")} == BLOCKS[dtype]
+        assert calls[te.GEMM] == sum(products.values())
+        assert {3 * calls[name] for name in BLOCKS[dtype] - {te.GEMM}} == {2 * calls[te.GEMM]}
+        gathered = [
+            sum(c.bytes * c.count for c in r.collectives if c.kind == "all-gather")
+            for r in (row, plain)
+        ]
+        assert gathered[0] == gathered[1]
+        with jax.set_mesh(row.mesh):
+            check_program(row.compiled, row.run)
+            assert kernels(row.run)["products"] == f"{dtype} by te"
+
+
+@needs_te[0]
+@needs_te[1]
+@pytest.mark.parametrize(
+    ("dtype", "hadamard"), [("mxfp8", False), ("nvfp4", False), ("nvfp4", True)]
+)
+@pytest.mark.usefixtures("transformer_engine_on_a_cpu")
+def test_it_quantizes_as_ours(dtype, hadamard):
+    """By its fallback in plain JAX. In NVFP4 a scale over 240 is NaN there, for it is rounded as a
+    number with infinity; and a value between two neighbours may fall to the other one, for it is
+    multiplied by the rounded inverse of what its kernel and ours divide by."""
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 128, 256)) ** 3, jnp.bfloat16)
+    arguments = x, Precision(dtype=dtype, hadamard=hadamard), None, None
+    with on("one device"):
+        its, ours = te_blocks.PRODUCTS.quantize(*arguments), quantize_activation(*arguments)
+    if dtype == "mxfp8":
+        ours = ours[0], ours[1].map(lambda part: part.swapaxes(1, 2))
+    for got, want in zip(its, ours, strict=True):
+        above = np.asarray(want.scales) > np.array(240, "float8_e4m3fn").view(np.uint8)
+        kept = ~(above & (dtype == "nvfp4"))
+        assert kept.mean() > 0.95
+        np.testing.assert_array_equal(got.scales[kept], want.scales[kept])
+        differ = np.asarray(got.values != want.values)
+        if dtype == "nvfp4":
+            differ = differ[np.repeat(kept, 16 // 2, -1)]
+            np.testing.assert_allclose(got.inverse, want.inverse, rtol=3e-7)
+        assert differ.mean() <= (2e-4 if dtype == "nvfp4" else 0)
+
+
+@needs_te[0]
+@needs_te[1]
+@pytest.mark.usefixtures("transformer_engine_on_a_cpu")
+def test_it_rounds_gradients_stochastically():
+    """By its fallback, as above: unlike draws, whose mean is nearer to the values."""
+    x = jnp.asarray(np.random.default_rng(5).uniform(0.1, 1, size=(1, 128, 128)), jnp.bfloat16)
+    x, precision = x.at[..., 0].set(2.0), Precision(dtype="nvfp4")  # scales under 240 in between
+
+    @jax.jit
+    def quantized_rows(draw):
+        rows, _ = te_blocks.PRODUCTS.quantize(x, precision, None, draw)
+        return dequantized(rows.unpacked(FORMATS["nvfp4"]))[..., 16:]
+
+    with on("one device"):
+        nearest, *drawn = map(quantized_rows, (None, *map(jnp.uint32, range(32))))
+    exact = x[..., 16:].astype(jnp.float32)
+    assert np.mean(drawn[0] != drawn[1]) > 0.1
+    error, of_mean = (np.abs(np.mean(a, 0) - exact).mean() for a in ([nearest], drawn))
+    assert of_mean < error / 2
 
 
 def test_what_it_cannot_do_is_one_line(monkeypatch):

@@ -1,5 +1,5 @@
-"""Quantized matrix products: FP8 (`per_tensor`), the scales of a step (`scaling`), and one file
-per implementation of the product.
+"""Quantized matrix products: FP8 (`per_tensor`), block-scaled formats (`blocks`), the scales of a
+step (`scaling`), and files of each implementation of the product.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
 `settings.Precision.implementation`). `dense.dot` multiplies in FP8 where a weight is an `Operand`.
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.ops.duplicated import Duplicated
-from jaxbench.ops.quantized import block_scaled, te, xla
+from jaxbench.ops.quantized import block_scaled, te, te_blocks, xla
 from jaxbench.ops.quantized.blocks import FORMATS
 from jaxbench.ops.quantized.operand import Operand, Product, compiled_products
 from jaxbench.ops.quantized.scaling import (
@@ -42,15 +42,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """An implementation of FP8 products.
+    """An implementation of quantized products.
 
-    `dot` multiplies. `takes` is true for the products that it has; XLA multiplies the others.
-    `refusal` returns why it cannot do what a recipe requests on a platform, or None. `rules` give
-    the work of its custom calls; `problem` returns how a compiled program differs from the recipe,
-    or None.
+    `dot` multiplies in FP8, `blocks` in block-scaled formats. `takes` is true for the products that
+    it has; XLA multiplies the others. `refusal` returns why it cannot do what a recipe requests on
+    a platform, or None. `rules` give the work of its custom calls; `problem` returns how a compiled
+    program differs from the recipe, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
+    blocks: block_scaled.Products
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     rules: Rules = field(default_factory=dict)
@@ -62,12 +63,17 @@ Name = Literal["te", "xla"]
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
         dot=te.dot,
+        blocks=te_blocks.PRODUCTS,
         takes=te.takes,
         refusal=te.refusal,
-        rules={te.GEMM: te.work},
+        rules={te.GEMM: te.work, te.QUANTIZE: te.quantization, te.AMAX: te.quantization},
         problem=te.problem,
     ),
-    "xla": Implementation(dot=xla.dot, rules={block_scaled.TARGET: block_scaled.work}),
+    "xla": Implementation(
+        dot=xla.dot,
+        blocks=block_scaled.DENSE,
+        rules={block_scaled.TARGET: block_scaled.work},
+    ),
 }
 
 AUTO: Name = "xla"
@@ -76,10 +82,10 @@ Plans of Transformer Engine launch more kernels, and no GPU has measured it yet.
 
 
 def choose(precision: Precision, platform: str) -> Name:
-    """The name of the implementation that multiplies in FP8. Raises RecipeError where the requested
+    """The name of the implementation of quantized products. Raises RecipeError where the requested
     one cannot."""
     name = AUTO if precision.implementation == "auto" else precision.implementation
-    if precision.dtype != "fp8":
+    if not precision.quantized:
         return "xla"
     if reason := IMPLEMENTATIONS[name].refusal(precision, platform):
         raise RecipeError(f"precision.implementation = {name}: {reason}; use auto or xla")
@@ -90,8 +96,10 @@ def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplic
     """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
     both of its gradients in the quantized format of the weight."""
     product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin)
-    if w.precision.dtype in FORMATS:
-        return block_scaled.dot(product, x, w)
     assert w.precision.implementation != "auto"
     chosen = IMPLEMENTATIONS[w.precision.implementation]
-    return (chosen if chosen.takes(product) else IMPLEMENTATIONS["xla"]).dot(product, x, w)
+    if not chosen.takes(product):
+        chosen = IMPLEMENTATIONS["xla"]
+    if w.precision.dtype in FORMATS:
+        return block_scaled.dot(product, x, w, chosen.blocks)
+    return chosen.dot(product, x, w)

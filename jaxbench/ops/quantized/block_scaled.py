@@ -65,7 +65,7 @@ def quantize_weight(w: Array, amax: Array, precision: Precision, experts: bool) 
     """The copies of a device's part of a weight, as matrices `[.., D, O]`; `amax` is that of the
     whole weight."""
     w = w.reshape(*w.shape[: int(experts) + 1], -1)
-    _check(precision, {"columns of a weight": w.shape[-1]})
+    check(precision, {"columns of a weight": w.shape[-1]})
     return {
         name: _quantized(w, name, amax, precision).packed()
         if at_rest(w.shape[-2], name, precision)
@@ -92,7 +92,7 @@ def _of_each_row(w: Blocks) -> Blocks:
     return Blocks(w.values, jnp.repeat(w.scales, in_block, 1), w.inverse)
 
 
-def _check(precision: Precision, sizes: dict[str, int]) -> None:
+def check(precision: Precision, sizes: dict[str, int]) -> None:
     """Raises RecipeError unless blocks divide a device's sizes of what is quantized."""
     block = BLOCKS[precision.dtype]
     for what, size in sizes.items():
@@ -107,22 +107,24 @@ def _check(precision: Precision, sizes: dict[str, int]) -> None:
 class Products:
     """The products of one device, for `dot` with dense or with grouped weights.
 
-    `by_weight(rows, w, side, groups)`: `[1, T, F]` times a weight `[E, kept, F]`, which has the
-    copy `side`. `of_weight(first, last, groups)`: the gradient of `[E, D, O]` from `[1, D, T]` and
-    `[1, O, T]`. `rows(side, groups)`: the rows of an activation that are quantized, None for all.
+    `quantize` quantizes an activation, as `quantize_activation`.
+    `by_weight(rows, w, side, groups)`: the product of its first result and a gathered weight, which
+    has the copy `side`. `of_weight(first, last, groups)`: the gradient of `[E, D, O]` from second
+    results for activations of D and of O. `rows(side, groups)`: the rows of an activation that are
+    quantized, None for all.
     """
 
     by_weight: Callable[[Blocks, Blocks, str, Any], Array]
     of_weight: Callable[[Blocks, Blocks, Any], Array]
     rows: Callable[[str, Any], kernels.Rows | None] = lambda side, groups: None
+    quantize: Callable[..., tuple[Blocks, ...]] = lambda *args: quantize_activation(*args)
 
 
 def dot(
-    product: Product, x: Duplicated, w: Operand, by: Products | None = None, groups: Any = None
+    product: Product, x: Duplicated, w: Operand, by: Products, groups: Any = None
 ) -> Duplicated:
     """Product of a bf16 activation with a weight at rest; it and both gradients are in the format
     of the recipe. `groups` are those of a grouped matmul."""
-    by = by or DENSE
     return Duplicated.of(
         _dot(product, w.precision, by, x.value, w.weight, w.stored, w.seed, groups)
     )
@@ -141,8 +143,9 @@ def _forward(product, precision, by, x, weight, stored, seed, groups):
     def local(x, copy, weight, groups):
         with product.scope():
             w = gather(copy)
-            rows, columns = _both(_matrix(x, x_dims, w_dims), precision, by.rows(side, groups))
-            y = by.by_weight(rows.unpacked(of), _operand(w, side, product), side, groups)
+            matrix = _matrix(x, x_dims, w_dims)
+            rows, columns = by.quantize(matrix, precision, by.rows(side, groups), None)
+            y = by.by_weight(rows.unpacked(of), w, side, groups)
         sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, product, weight), strict=True))
         # A residual has no logical dimensions: it is one matrix of each device.
         columns = jax.tree.map(lambda part: part[None], columns)
@@ -164,9 +167,9 @@ def _backward(product, precision, by, residuals, dy):
         with product.scope():
             draw = None if seed is None else draws.fold(seed, *_place())
             matrix = _matrix(dy, y_dims, w_dims)
-            rows, of_dy = _both(matrix, precision, by.rows(side, groups), draw)
+            rows, of_dy = by.quantize(matrix, precision, by.rows(side, groups), draw)
             w = gather(copy)
-            dx = by.by_weight(rows.unpacked(of), _operand(w, side, product), side, groups)
+            dx = by.by_weight(rows.unpacked(of), w, side, groups)
             of_dy = of_dy.unpacked(of)
             of_x = jax.tree.map(lambda part: part[0], columns).unpacked(of)
             dw = by.of_weight(*((of_x, of_dy) if side == "last" else (of_dy, of_x)), groups)
@@ -230,9 +233,9 @@ def _shape(w: Blocks, side: str, product: Product, weight: Array) -> tuple[int, 
     return *rows, *weight.shape[len(rows) :]
 
 
-def _operand(w: Blocks, side: str, product: Product) -> Blocks:
+def operand(w: Blocks, side: str) -> Blocks:
     """A gathered weight as `[E, kept, contracted]`, with a scale for each kept element."""
-    if product.experts is not None:
+    if w.values.ndim == 3:
         return w
 
     def matrix(part: Array) -> Array:
@@ -241,7 +244,7 @@ def _operand(w: Blocks, side: str, product: Product) -> Blocks:
     return _of_each_row(w.map(matrix))
 
 
-def _both(
+def quantize_activation(
     x: Float[Array, "E T F"],
     precision: Precision,
     of: kernels.Rows | None,
@@ -252,7 +255,7 @@ def _both(
     for each; rounds gradients, which have a `draw`, stochastically; and transforms what is for a
     weight's gradient."""
     tokens = {} if of else {"tokens of a microbatch": x.shape[1]}
-    _check(precision, tokens | {"features": x.shape[2]})
+    check(precision, tokens | {"features": x.shape[2]})
     seeds = None if draw is None else jnp.stack([draws.fold(draw, n) for n in range(2)])
     if mesh.platform() == "gpu" and kernels.takes(x, of):
         if precision.dtype == "mxfp8":
@@ -289,6 +292,6 @@ def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
 
 
 DENSE = Products(
-    by_weight=lambda rows, w, side, groups: multiply(rows, w),
+    by_weight=lambda rows, w, side, groups: multiply(rows, operand(w, side)),
     of_weight=lambda first, last, groups: multiply(first, last),
 )

@@ -1,4 +1,5 @@
-"""FP8 products by Transformer Engine, which quantizes inputs and gradients and multiplies.
+"""Products by Transformer Engine, which quantizes inputs and gradients and multiplies: FP8's, and
+what block-scaled ones (`te_blocks`) share with them.
 
 Gathers, scatters, transposes and amax histories are ours. Its functions `quantize` and `gemm` are
 used, not its dense layer, which would quantize a weight in every pass, gather it in bf16, and save
@@ -6,6 +7,8 @@ inputs in bf16 for the backward pass. On Hopper an FP8 product needs the summed 
 both operands: every product here is [m, k] x [n, k].
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from math import isqrt, prod
 from typing import Any
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.jax_internals import empty_arrays_from
+from jaxbench.jax_internals import empty_arrays_from, replaced
 from jaxbench.ops import latency
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
@@ -24,11 +27,15 @@ from jaxbench.recipe.settings import Precision
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.instruction import Instruction, Scope
 
-GEMM, QUANTIZE = "te_gemm_v2_ffi", "te_dbias_quantize_ffi"
+GEMM, QUANTIZE, AMAX = "te_gemm_v2_ffi", "te_dbias_quantize_ffi", "te_rht_amax_ffi"
 """Targets of its custom calls."""
 
-SCALING = {"delayed": "1", "current": "3"}
-"""`NVTEScalingMode` of each `precision.scaling`, an attribute of every custom call."""
+SCALING = {"delayed": "1", "current": "3", "mxfp8": "2", "nvfp4": "4"}
+"""`JAXX_Scaling_Mode` of each `precision.scaling` of FP8 and of each block-scaled format, an
+attribute of products and quantizations."""
+
+MODE = r"scaling_mode = (\d+)"
+"""Pattern of that attribute."""
 
 
 @cache
@@ -44,7 +51,7 @@ def refusal(precision: Precision, platform: str) -> str | None:
     """Reason why Transformer Engine cannot multiply here; None if it can."""
     if platform != "gpu":
         return "Transformer Engine needs an NVIDIA GPU"
-    if precision.scaling == "current" and precision.margin:
+    if _scaling(precision) == "current" and precision.margin:
         return "Transformer Engine's current scaling leaves no precision.margin"
     if reason := _unimportable():
         return f"Transformer Engine cannot be imported (README: Transformer Engine): {reason}"
@@ -57,25 +64,45 @@ def takes(product: Product) -> bool:
 
 
 def work(i: Instruction, scope: Scope) -> Work:
-    """Work of a product of [m, k] and [n, k]: the sizes of the three arrays multiply to
-    (m n k)^2."""
+    """Work of a product of [m, k] and [n, k], or their transposes: the sizes of the three arrays
+    multiply to (m n k)^2."""
     dtype = scope[i.operands[0]].arrays[0][0]
     x, w = (prod(scope[i.operands[n]].arrays[0][1]) for n in (0, 2))
     y = prod(i.arrays[0][1])
-    mnk = isqrt(x * w * y)
-    return Work("product", dtype, 2 * mnk, (1, mnk // w, mnk // x, mnk // y))
+    mnk, blocks = isqrt(x * w * y), i.attribute(MODE) in (SCALING["mxfp8"], SCALING["nvfp4"])
+    moved = _moved(i, scope) - prod(i.arrays[-1][1])  # without its workspace
+    sizes = 1, mnk // w, mnk // x, mnk // y
+    return Work("product", dtype, 2 * mnk, sizes, bytes=moved, blocks=blocks)
+
+
+def quantization(i: Instruction, scope: Scope) -> Work:
+    """Work of a quantization, or of the amax before and after a Hadamard transform: the bytes of
+    its operands and results. Where the transposed copy is transformed a second kernel reads the
+    input for it."""
+    x = scope[i.operands[0]]
+    again = x.bytes if "use_rht = true" in i.attributes else 0
+    return Work("quantization", x.arrays[0][0], 0, bytes=_moved(i, scope) + again)
+
+
+def _moved(i: Instruction, scope: Scope) -> int:
+    return i.bytes + sum(scope[name].bytes for name in i.operands)
 
 
 def problem(program: Program, precision: Precision) -> str | None:
     """Difference between a compiled program and the recipe; None if there is none."""
     calls = [i for i, _, _ in program.walk() if i.target in (GEMM, QUANTIZE)]
-    modes = {i.attribute(r"scaling_mode = (\d+)") for i in calls}
-    if modes == {SCALING[precision.scaling]}:
+    modes, name = {i.attribute(MODE) for i in calls}, _scaling(precision)
+    if modes == {SCALING[name]}:
         return None
     return (
-        f"{precision.scaling} scaling was requested, but Transformer Engine was called with the "
-        f"modes {sorted(map(str, modes))} instead of {SCALING[precision.scaling]}"
+        f"{name} scaling was requested, but Transformer Engine was called with the "
+        f"modes {sorted(map(str, modes))} instead of {SCALING[name]}"
     )
+
+
+def _scaling(precision: Precision) -> str:
+    """The key of `SCALING`."""
+    return precision.scaling if precision.dtype == "fp8" else precision.dtype
 
 
 def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
@@ -90,14 +117,14 @@ def _dot(product, x, weight, observed, stored, scale_inv):
 
 
 def _forward(product, x, weight, observed, stored, scale_inv):
-    dims, delayed = mesh.gathered_dims(stored), observed is not None
+    dims, scaling = mesh.gathered_dims(stored), _of_tensors(observed)
 
     def local(x, stored, scale_inv):
         with product.scope():
             shapes = _Shapes(product, x)
-            data, scale_inv_x, amax = _quantized(shapes.flat(x), VALUES, scale_inv[0], delayed)
+            data, scale_inv_x, amax = _quantized(shapes.flat(x), VALUES, scale_inv[0], scaling)
             weight = gathered(stored, dims, scale_inv[1])
-            y = _multiply(data, scale_inv_x, shapes.outputs_first(weight), scale_inv[1], delayed)
+            y = _multiply(data, scale_inv_x, shapes.outputs_first(weight), scale_inv[1], scaling)
         y = y.reshape(*x.shape[: shapes.batch], *shapes.outputs(weight))
         return y, data.reshape(x.shape), scale_inv_x[None], amax[None]
 
@@ -110,30 +137,35 @@ def _forward(product, x, weight, observed, stored, scale_inv):
 
 def _backward(product, residuals, dy):
     data, scale_inv_x, amax, stored, scale_inv, observed = residuals
-    dims, delayed = mesh.gathered_dims(stored), observed is not None
+    dims, scaling = mesh.gathered_dims(stored), _of_tensors(observed)
 
     def local(dy, data, scale_inv_x, amax, stored, scale_inv):
         with product.scope():
             shapes = _Shapes(product, data)
             weight = gathered(stored, dims, scale_inv[1])
             flat = dy.reshape(shapes.flat(data).shape[0], -1)
-            gradient, scale_inv_dy, amax_dy = _quantized(flat, GRADIENTS, scale_inv[2], delayed)
+            gradient, scale_inv_dy, amax_dy = _quantized(flat, GRADIENTS, scale_inv[2], scaling)
             inputs_first = shapes.inputs_first(weight)
-            dx = _multiply(gradient, scale_inv_dy, inputs_first, scale_inv[1], delayed)
+            dx = _multiply(gradient, scale_inv_dy, inputs_first, scale_inv[1], scaling)
             x = shapes.flat(data).T, scale_inv_x[0]
             operands = (x, (gradient.T, scale_inv_dy))
             # In the order of the weight's dimensions: inputs or outputs first.
             (a, b) = operands if shapes.summed_first else operands[::-1]
-            dw = _multiply(*a, *b, delayed).reshape(weight.shape)
+            dw = _multiply(*a, *b, scaling).reshape(weight.shape)
         return dx.reshape(data.shape), mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
     dx, dw, amaxes = run(dy, data, scale_inv_x, amax, stored, scale_inv)
-    return dx, dw, amaxes if delayed else None, None, None
+    return dx, dw, None if observed is None else amaxes, None, None
 
 
 _dot.defvjp(_forward, _backward)
+
+
+def _of_tensors(observed: jax.Array | None) -> str:
+    """FP8's `precision.scaling`, by the zeros whose cotangent delayed scaling observes."""
+    return "current" if observed is None else "delayed"
 
 
 class _Shapes:
@@ -173,43 +205,85 @@ class _Shapes:
 
 
 def _quantized(
-    x: jax.Array, dtype: Any, scale_inv: jax.Array, delayed: bool
+    x: jax.Array, dtype: Any, scale_inv: jax.Array, scaling: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(x in FP8, inverse scale, amax): one kernel under delayed scaling; current scaling takes the
     scale first and returns no amax."""
-    from transformer_engine.jax import cpp_extensions, quantize, sharding
+    from transformer_engine.jax import quantize
 
     # Without `scaling_mode` its delayed quantizer would default to current scaling.
-    layout = {"scaling_mode": _mode(delayed), "q_layout": quantize.QuantizeLayout.ROWWISE}
+    layout = {"scaling_mode": mode(scaling), "q_layout": quantize.QuantizeLayout.ROWWISE}
     quantizer: Any = quantize.CurrentScaleQuantizer(q_dtype=dtype, **layout)
-    if delayed:
+    if scaling == "delayed":
         quantizer = quantize.DelayedScaleQuantizer(
             q_dtype=dtype, scale=1 / scale_inv[None], amax_history=jnp.zeros(2), **layout
         )
-    with sharding.global_shard_guard(sharding.MeshResource()), empty_arrays_from(x):
-        scaled = cpp_extensions.quantize(x, quantizer)
+    scaled = quantize_by(quantizer, x)
     # Its GPU kernel returns the amax; its fallback on a CPU does not.
-    on_gpu = cpp_extensions.quantization.QuantizePrimitive.enabled()
-    return scaled.data, scaled.scale_inv[0], scaled.amax[0] if on_gpu else amax_of(x)
+    return scaled.data, scaled.scale_inv[0], scaled.amax[0] if on_gpu() else amax_of(x)
 
 
-def _mode(delayed: bool) -> Any:
-    from transformer_engine.jax.quantize import ScalingMode
-
-    return ScalingMode.DELAYED_TENSOR_SCALING if delayed else ScalingMode.CURRENT_TENSOR_SCALING
-
-
-def _multiply(a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b, delayed: bool) -> jax.Array:
+def _multiply(a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b, scaling: str) -> jax.Array:
     """[m, k] x [n, k] in FP8 as [m, n] in bf16."""
-    from transformer_engine.jax import cpp_extensions, quantize, sharding
+    return multiply((a, scale_inv_a[None]), (b, scale_inv_b[None]), (1, 1), scaling, "fp8")
 
-    (m, k), (n, _) = a.shape, b.shape
-    a, b = (
+
+def on_gpu() -> bool:
+    """True where its kernels quantize, not its fallback in plain JAX."""
+    from transformer_engine.jax.cpp_extensions import quantization
+
+    return quantization.QuantizePrimitive.enabled()
+
+
+def mode(scaling: str) -> Any:
+    """Its name of a key of `SCALING`."""
+    from transformer_engine.jax.quantize import ScalingMode
+    from transformer_engine_jax import JAXX_Scaling_Mode
+
+    return ScalingMode(JAXX_Scaling_Mode(int(SCALING[scaling])))
+
+
+@contextmanager
+def _traced(x: jax.Array) -> Iterator[None]:
+    """Inside a `shard_map` its functions are traced as for one device, which has `x`."""
+    from transformer_engine.jax import sharding
+
+    alone = jax.sharding.AbstractMesh((), ())
+    with (
+        sharding.global_shard_guard(sharding.MeshResource()),
+        replaced(sharding, "_get_mesh", lambda: alone),
+        empty_arrays_from(x),
+    ):
+        yield
+
+
+def quantize_by(quantizer: Any, x: jax.Array) -> Any:
+    """A matrix quantized by one of its quantizers."""
+    from transformer_engine.jax import cpp_extensions
+
+    with _traced(x):
+        return cpp_extensions.quantize(x, quantizer)
+
+
+def multiply(
+    a: tuple[jax.Array, ...],
+    b: tuple[jax.Array, ...],
+    contracted: tuple[int, int],
+    scaling: str,
+    dtype: str,
+) -> jax.Array:
+    """The product in bf16 of two matrices along these dimensions of them: values, inverse scales
+    and in NVFP4 the amax `[1]` of each. `scaling` is a key of `SCALING`, `dtype` one of
+    `Gpu.tflops`."""
+    from transformer_engine.jax import cpp_extensions, quantize
+
+    tensors = [
         quantize.ScaledTensorFactory.create_1x(
-            data, scale_inv[None], scaling_mode=_mode(delayed), dq_dtype=jnp.bfloat16
+            *parts, scaling_mode=mode(scaling), dq_dtype=jnp.bfloat16, is_colwise=dim == 0
         )
-        for data, scale_inv in ((a, scale_inv_a), (b, scale_inv_b))
-    )
-    guard = sharding.global_shard_guard(sharding.MeshResource())
-    with guard, empty_arrays_from(scale_inv_a), latency.of_product(2 * m * n * k, "fp8"):
-        return cpp_extensions.gemm(a, b, contracting_dims=((1,), (1,)))
+        for parts, dim in zip((a, b), contracted, strict=True)
+    ]
+    m, n = (x[0].shape[1 - dim] for x, dim in zip((a, b), contracted, strict=True))
+    flops = 2 * m * n * a[0].shape[contracted[0]]
+    with _traced(a[1]), latency.of_product(flops, dtype):
+        return cpp_extensions.gemm(*tensors, contracting_dims=tuple((dim,) for dim in contracted))

@@ -1,0 +1,86 @@
+"""Block-scaled products by Transformer Engine: `PRODUCTS`, for `block_scaled.dot`.
+
+Weights are quantized at rest and gathered by ours: its product takes their values and scales as
+they are. It quantizes activations, once for both of their products.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from jaxbench.ops.quantized import draws, te
+from jaxbench.ops.quantized.block_scaled import Products, check, operand
+from jaxbench.ops.quantized.blocks import E2M1_MAX, E4M3_MAX, FORMATS, NVFP4, Blocks
+from jaxbench.recipe.checks import require
+from jaxbench.recipe.settings import Precision
+
+TURNED, MULTIPLIED = (64, 128), (32, 32)
+"""Tokens and features of which its kernels of NVFP4 take multiples: of the Hadamard transform, and
+of products."""
+
+LARGEST = E4M3_MAX * E2M1_MAX
+"""The amax of a tensor in NVFP4 whose fp32 scale is 1."""
+
+
+def _quantize(
+    x: Float[Array, "1 T F"], precision: Precision, rows: None, draw: UInt32[Array, ""] | None
+) -> tuple[Blocks, ...]:
+    """`block_scaled.quantize_activation`, but in MXFP8 the copy along tokens is `[1, T, F]` too."""
+    from transformer_engine.jax import quantize
+
+    tokens, features = x.shape[1:]
+    check(precision, {"tokens of a microbatch": tokens, "features": features})
+    options: dict[str, Any] = {}
+    if precision.dtype == "nvfp4":
+        tile = TURNED if precision.hadamard else MULTIPLIED
+        require(
+            not (tokens % tile[0] or features % tile[1]),
+            f"precision.implementation = te: its NVFP4 takes tiles of {tile[0]} x {tile[1]}, not "
+            f"the {tokens} tokens x {features} features that a device holds; use auto or xla",
+        )
+        options["use_rht"] = precision.hadamard
+        if draw is not None:
+            options["stochastic_rounding_rng_state"] = draws.fold(draw, jnp.arange(4))[None]
+    quantizer = quantize.QuantizerFactory.create(
+        scaling_mode=te.mode(precision.dtype),
+        q_dtype=FORMATS[precision.dtype].values,
+        q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE,
+        **options,
+    )
+    both = te.quantize_by(quantizer, x[0])
+    return tuple(
+        Blocks(
+            part.data[None],
+            part.scale_inv[None],
+            part.amax[0] / LARGEST if precision.dtype == "nvfp4" else None,
+        ).packed()
+        for part in (both.rowwise_tensor, both.colwise_tensor)
+    )
+
+
+def _by_weight(x: Blocks, w: Blocks, side: str, groups: None) -> Array:
+    if w.values.dtype == NVFP4.values:
+        return _multiply(x.map(_matrix), operand(w, side).map(_matrix), (1, 1))
+    return _multiply(x.map(_matrix), w, (1, 0 if side == "first" else 1))
+
+
+def _of_weight(first: Blocks, last: Blocks, groups: None) -> Array:
+    contracted = 1 if first.values.dtype == NVFP4.values else 0
+    return _multiply(first.map(_matrix), last.map(_matrix), (contracted, contracted))
+
+
+def _matrix(part: Array) -> Array:
+    return part[0]
+
+
+def _multiply(a: Blocks, b: Blocks, contracted: tuple[int, int]) -> Array:
+    dtype = next(name for name, of in FORMATS.items() if of.values == a.values.dtype)
+    operands = (
+        (x.values, x.scales, *(() if x.inverse is None else (x.inverse[None] * LARGEST,)))
+        for x in (a, b)
+    )
+    return te.multiply(*operands, contracted, dtype, dtype)
+
+
+PRODUCTS = Products(by_weight=_by_weight, of_weight=_of_weight, quantize=_quantize)
