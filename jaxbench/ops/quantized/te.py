@@ -23,7 +23,7 @@ from jaxbench.ops import latency
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import BLOCKS, Precision
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.instruction import Instruction, Scope
 
@@ -69,7 +69,7 @@ def work(i: Instruction, scope: Scope) -> Work:
     dtype = scope[i.operands[0]].arrays[0][0]
     x, w = (prod(scope[i.operands[n]].arrays[0][1]) for n in (0, 2))
     y = prod(i.arrays[0][1])
-    mnk, blocks = isqrt(x * w * y), i.attribute(MODE) in (SCALING["mxfp8"], SCALING["nvfp4"])
+    mnk, blocks = isqrt(x * w * y), i.attribute(MODE) in {SCALING[dtype] for dtype in BLOCKS}
     moved = _moved(i, scope) - prod(i.arrays[-1][1])  # without its workspace
     sizes = 1, mnk // w, mnk // x, mnk // y
     return Work("product", dtype, 2 * mnk, sizes, bytes=moved, blocks=blocks)
@@ -225,7 +225,7 @@ def _quantized(
 
 def _multiply(a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b, scaling: str) -> jax.Array:
     """[m, k] x [n, k] in FP8 as [m, n] in bf16."""
-    return multiply((a, scale_inv_a[None]), (b, scale_inv_b[None]), (1, 1), scaling, "fp8")
+    return multiply((a, scale_inv_a[None]), (b, scale_inv_b[None]), (1, 1), scaling)
 
 
 def on_gpu() -> bool:
@@ -270,11 +270,9 @@ def multiply(
     b: tuple[jax.Array, ...],
     contracted: tuple[int, int],
     scaling: str,
-    dtype: str,
 ) -> jax.Array:
     """The product in bf16 of two matrices along these dimensions of them: values, inverse scales
-    and in NVFP4 the amax `[1]` of each. `scaling` is a key of `SCALING`, `dtype` one of
-    `Gpu.tflops`."""
+    and in NVFP4 the amax `[1]` of each. `scaling` is a key of `SCALING`."""
     from transformer_engine.jax import cpp_extensions, quantize
 
     tensors = [
@@ -284,6 +282,6 @@ def multiply(
         for parts, dim in zip((a, b), contracted, strict=True)
     ]
     m, n = (x[0].shape[1 - dim] for x, dim in zip((a, b), contracted, strict=True))
-    flops = 2 * m * n * a[0].shape[contracted[0]]
+    flops, dtype = 2 * m * n * a[0].shape[contracted[0]], scaling if scaling in BLOCKS else "fp8"
     with _traced(a[1]), latency.of_product(flops, dtype):
         return cpp_extensions.gemm(*tensors, contracting_dims=tuple((dim,) for dim in contracted))

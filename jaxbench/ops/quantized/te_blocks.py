@@ -76,11 +76,12 @@ def _matrix(part: Array) -> Array:
 
 def _multiply(a: Blocks, b: Blocks, contracted: tuple[int, int]) -> Array:
     dtype = next(name for name, of in FORMATS.items() if of.values == a.values.dtype)
-    operands = (
-        (x.values, x.scales, *(() if x.inverse is None else (x.inverse[None] * LARGEST,)))
-        for x in (a, b)
-    )
-    return te.multiply(*operands, contracted, dtype, dtype)
+    return te.multiply(_parts(a), _parts(b), contracted, dtype)
+
+
+def _parts(x: Blocks) -> tuple[Array, ...]:
+    amax = () if x.inverse is None else (x.inverse[None] * LARGEST,)
+    return x.values, x.scales, *amax
 
 
 PRODUCTS = Products(by_weight=_by_weight, of_weight=_of_weight, quantize=_quantize)
