@@ -8,7 +8,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -131,8 +130,7 @@ def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> In
     rows: 4-bit values in pairs and e8m0 scales as bytes."""
     values, scales = x.values, x.scales
     if values.dtype == NVFP4.values:
-        pairs = values.reshape(*values.shape[:-1], -1, 2)
-        values = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
+        values = as_bytes(values)
     else:
         scales = as_bytes(scales)
     if len(rows) == 1:

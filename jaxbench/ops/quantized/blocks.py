@@ -175,12 +175,13 @@ def _as(x: Array, dtype: Any) -> Array:
 
 
 def as_bytes(x: Array) -> Array:
-    """The bytes of an array of 8-bit numbers."""
-    return _as(x, jnp.uint8)
+    """The bytes of an array of 8-bit numbers or, on a GPU, of pairs of 4-bit ones."""
+    return _as(x.reshape(*x.shape[:-1], -1, 2) if x.dtype == NVFP4.values else x, jnp.uint8)
 
 
 def _pairs(x: Array) -> Array:
-    """4-bit values in bytes, the first of a pair in the low bits."""
+    """4-bit values in bytes, the first of a pair in the low bits. On a GPU too: XLA fuses it with
+    what makes the values, and not a bitcast."""
     bits = e2m1_bits(x.astype(F32)).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
     return bits[..., 0] | bits[..., 1] << 4
 

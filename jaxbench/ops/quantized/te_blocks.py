@@ -4,14 +4,23 @@ Weights are quantized at rest and gathered by ours: its product takes their valu
 they are. It quantizes activations, once for both of their products.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxbench.ops.quantized import draws, te
+from jaxbench.ops.quantized import draws, hadamard, te
 from jaxbench.ops.quantized.block_scaled import Products, check, operand
-from jaxbench.ops.quantized.blocks import E2M1_MAX, E4M3_MAX, FORMATS, NVFP4, Blocks
+from jaxbench.ops.quantized.blocks import (
+    E2M1_MAX,
+    E4M3_MAX,
+    FORMATS,
+    NVFP4,
+    Blocks,
+    as_bytes,
+)
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import Precision
 
@@ -48,15 +57,17 @@ def _quantize(
         q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE,
         **options,
     )
-    both = te.quantize_by(quantizer, x[0])
-    return tuple(
-        Blocks(
-            part.data[None],
-            part.scale_inv[None],
-            part.amax[0] / LARGEST if precision.dtype == "nvfp4" else None,
-        ).packed()
-        for part in (both.rowwise_tensor, both.colwise_tensor)
-    )
+    # It makes the matrix of the Hadamard transform by a product that is none of the recipe's.
+    with jax.named_scope(hadamard.SCOPE) if options.get("use_rht") else nullcontext():
+        both = te.quantize_by(quantizer, x[0])
+    return _packed(both.rowwise_tensor), _packed(both.colwise_tensor)
+
+
+def _packed(x: Any) -> Blocks:
+    """A quantized matrix of its own as bytes, `[1, ..]`."""
+    inverse = x.amax[0] / LARGEST if x.data.dtype == NVFP4.values else None
+    blocks = Blocks(x.data[None], x.scale_inv[None], inverse)
+    return blocks.map(as_bytes) if te.on_gpu() else blocks.packed()
 
 
 def _by_weight(x: Blocks, w: Blocks, side: str, groups: None) -> Array:
