@@ -21,6 +21,7 @@ from jaxbench import mesh
 from jaxbench.jax_internals import empty_arrays_from, replaced
 from jaxbench.ops import latency
 from jaxbench.ops.duplicated import Duplicated
+from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import BLOCKS, Precision
@@ -245,13 +246,16 @@ def mode(scaling: str) -> Any:
 
 @contextmanager
 def _traced(x: jax.Array) -> Iterator[None]:
-    """Inside a `shard_map` its functions are traced as for one device, which has `x`."""
+    """Inside a `shard_map` its functions are traced as for one device, which has `x`. The matrix of
+    the Hadamard transform, the same as its, is no constant (`hadamard.matrix`)."""
     from transformer_engine.jax import sharding
+    from transformer_engine.jax.cpp_extensions import quantization
 
     alone = jax.sharding.AbstractMesh((), ())
     with (
         sharding.global_shard_guard(sharding.MeshResource()),
         replaced(sharding, "_get_mesh", lambda: alone),
+        replaced(quantization, "get_rht_matrix", lambda: hadamard.matrix(jnp.bfloat16)),
         empty_arrays_from(x),
     ):
         yield

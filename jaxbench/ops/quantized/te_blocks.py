@@ -4,14 +4,12 @@ Weights are quantized at rest and gathered by ours: its product takes their valu
 they are. It quantizes activations, once for both of their products.
 """
 
-from contextlib import nullcontext
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxbench.ops.quantized import draws, hadamard, te
+from jaxbench.ops.quantized import draws, te
 from jaxbench.ops.quantized.block_scaled import Products, check, operand
 from jaxbench.ops.quantized.blocks import (
     E2M1_MAX,
@@ -57,9 +55,7 @@ def _quantize(
         q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE,
         **options,
     )
-    # It makes the matrix of the Hadamard transform by a product that is none of the recipe's.
-    with jax.named_scope(hadamard.SCOPE) if options.get("use_rht") else nullcontext():
-        both = te.quantize_by(quantizer, x[0])
+    both = te.quantize_by(quantizer, x[0])
     return _packed(both.rowwise_tensor), _packed(both.colwise_tensor)
 
 
