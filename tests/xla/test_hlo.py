@@ -185,6 +185,29 @@ ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
     assert program.flops()["product", "f8e4m3fn"] == 3 * 2 * 4 * 8 * 2
 
 
+def test_transformer_engine_in_blocks():
+    """A product of transposed operands, and a quantization that reads its input twice."""
+    text = """
+ENTRY main (x: bf16[64,128]) -> bf16[64,32] {
+  %x = bf16[64,128] parameter(0)
+  %h = bf16[16,16] constant({...})
+  %q = (f4e2m1fn[64,128], f4e2m1fn[128,64], f8e4m3fn[64,8], f8e4m3fn[128,4]) custom-call(%x, %h), custom_call_target="te_dbias_quantize_ffi", backend_config={scaling_mode = 4 : i64, use_rht = true}
+  %a = f8e4m3fn[128,64] constant({...})
+  %as = f8e8m0fnu[4,64] constant({...})
+  %b = f8e4m3fn[128,32] constant({...})
+  %bs = f8e8m0fnu[4,32] constant({...})
+  %y = (bf16[64,32], u8[4096]) custom-call(%a, %as, %b, %bs), custom_call_target="te_gemm_v2_ffi", backend_config={config = {scaling_mode = 2 : i64}}
+  ROOT %r = bf16[64,32] get-tuple-element(%y), index=0
+}
+"""  # noqa: E501
+    program = hlo.Program.parse(text, RULES)
+    quantization, product = (work for work, _, _ in program.works())
+    size = 64 * 128
+    assert quantization.bytes == 2 * 2 * size + 2 * 16 * 16 + 2 * (size // 2 + size // 16)
+    assert (product.format, product.sizes) == ("mxfp8", (1, 64, 32, 128))
+    assert product.bytes == (64 + 32) * (128 + 4) + 2 * 64 * 32
+
+
 def test_elements_of_tuples_that_are_written_as_operands():
     """`%both#1` is [4, 8] in FP8, not what the tuple holds first; tuples may hold tuples."""
     text = """
