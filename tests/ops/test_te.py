@@ -169,6 +169,10 @@ def test_what_it_cannot_do_is_one_line(monkeypatch):
         quantized.choose(current, "gpu")
     with pytest.raises(RecipeError, match="needs an NVIDIA GPU"):
         quantized.choose(Precision(dtype="fp8", implementation="te"), "cpu")
+    for hadamard, tile in ((True, "64 x 128"), (False, "32 x 32")):
+        blocks = Precision(dtype="nvfp4", implementation="te", hadamard=hadamard)
+        with pytest.raises(RecipeError, match=f"tiles of {tile}, not the 64 tokens x 16 features"):
+            te_blocks.PRODUCTS.quantize(jnp.ones((1, 64, 16)), blocks, None, None)
 
 
 def test_auto_is_what_was_planned_whatever_is_installed(monkeypatch):

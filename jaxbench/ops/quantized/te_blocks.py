@@ -34,8 +34,6 @@ def _quantize(
     x: Float[Array, "1 T F"], precision: Precision, rows: None, draw: UInt32[Array, ""] | None
 ) -> tuple[Blocks, ...]:
     """`block_scaled.quantize_activation`, but in MXFP8 the copy along tokens is `[1, T, F]` too."""
-    from transformer_engine.jax import quantize
-
     tokens, features = x.shape[1:]
     check(precision, {"tokens of a microbatch": tokens, "features": features})
     options: dict[str, Any] = {}
@@ -49,6 +47,8 @@ def _quantize(
         options["use_rht"] = precision.hadamard
         if draw is not None:
             options["stochastic_rounding_rng_state"] = draws.fold(draw, jnp.arange(4))[None]
+    from transformer_engine.jax import quantize
+
     quantizer = quantize.QuantizerFactory.create(
         scaling_mode=te.mode(precision.dtype),
         q_dtype=FORMATS[precision.dtype].values,
