@@ -241,6 +241,7 @@ def empty_arrays_from(x: jax.Array) -> Iterator[None]:
 
 @contextmanager
 def replaced(module: Any, name: str, function: Callable) -> Iterator[None]:
+    """Replaces a function of a module meanwhile."""
     original = getattr(module, name)
     setattr(module, name, function)
     try:

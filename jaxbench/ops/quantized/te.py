@@ -4,7 +4,7 @@ what block-scaled ones (`te_blocks`) share with them.
 Gathers, scatters, transposes and amax histories are ours. Its functions `quantize` and `gemm` are
 used, not its dense layer, which would quantize a weight in every pass, gather it in bf16, and save
 inputs in bf16 for the backward pass. On Hopper an FP8 product needs the summed dimension last in
-both operands: every product here is [m, k] x [n, k].
+both operands: every FP8 product here is [m, k] x [n, k].
 """
 
 from collections.abc import Iterator
