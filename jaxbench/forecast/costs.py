@@ -79,7 +79,8 @@ class Measured(Roofline):
         if not kernel.works:
             return {"launches": start, kernel.part: moving} if kernel.bytes else {}
         computing = sum(self.work(work) for work in kernel.works)
-        return {kernel.part: max(computing, start + moving)}
+        seconds = {kernel.part: max(computing, start + moving)}
+        return seconds | {"launches": kernel.further * start} if kernel.further else seconds
 
     def work(self, work: Work) -> float:
         """Seconds of a product, attention or Mamba-2's scan; of other work, which has no table,

@@ -44,6 +44,7 @@ class Work:
     head dim), with `backward` for its gradient. `bytes` is the memory traffic where it is not that
     of operands and results. `converted` is the dtype to which a kernel converts operands before it
     multiplies them, and whose peak it has. `blocks` is true for operands with scales of blocks.
+    `launches` are the kernels of a custom call that has several.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Work:
     bytes: int | None = None
     converted: str | None = None
     blocks: bool = False
+    launches: int = 1
 
     @property
     def multiplied(self) -> str:

@@ -94,9 +94,10 @@ class Walk:
         uncovered: set[str] = set()
         for i in scope.values():
             start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
-            launched = launches(self.program, i)
+            kernel = self._kernel(name, i)
+            launched = launches(self.program, i) + (kernel.further if kernel else 0)
             total.kernels += launched
-            if (kernel := self._kernel(name, i)) is not None and _moves_beside(i, kernel):
+            if kernel is not None and _moves_beside(i, kernel):
                 beside.start(i.name, kernel, costs.kernel(kernel))
             elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))

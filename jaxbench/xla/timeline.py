@@ -28,6 +28,11 @@ class Kernel:
     unknown: str = ""
 
     @property
+    def further(self) -> int:
+        """Launches beyond the first."""
+        return sum(work.launches - 1 for work in self.works)
+
+    @property
     def part(self) -> str:
         """Part of the step time: `products`, `attention`, `scan`, `quantization` with what is fused
         into it, or `other kernels`."""

@@ -206,6 +206,7 @@ ENTRY main (x: bf16[64,128]) -> bf16[64,32] {
     assert quantization.bytes == 2 * 2 * size + 2 * 16 * 16 + 2 * (size // 2 + size // 16)
     assert (product.format, product.sizes) == ("mxfp8", (1, 64, 32, 128))
     assert product.bytes == (64 + 32) * (128 + 4) + 2 * 64 * 32
+    assert (quantization.launches, product.launches) == (2, 1)
 
 
 def test_elements_of_tuples_that_are_written_as_operands():

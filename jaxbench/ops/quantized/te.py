@@ -66,23 +66,27 @@ def takes(product: Product) -> bool:
 
 def work(i: Instruction, scope: Scope) -> Work:
     """Work of a product of [m, k] and [n, k], or their transposes: the sizes of the three arrays
-    multiply to (m n k)^2."""
+    multiply to (m n k)^2. In NVFP4 two kernels before it swizzle the scales."""
     dtype = scope[i.operands[0]].arrays[0][0]
     x, w = (prod(scope[i.operands[n]].arrays[0][1]) for n in (0, 2))
     y = prod(i.arrays[0][1])
-    mnk, blocks = isqrt(x * w * y), i.attribute(MODE) in {SCALING[dtype] for dtype in BLOCKS}
+    mnk, mode = isqrt(x * w * y), i.attribute(MODE)
     moved = _moved(i, scope) - prod(i.arrays[-1][1])  # without its workspace
     sizes = 1, mnk // w, mnk // x, mnk // y
-    return Work("product", dtype, 2 * mnk, sizes, bytes=moved, blocks=blocks)
+    return Work(
+        "product", dtype, 2 * mnk, sizes, bytes=moved,
+        blocks=mode in {SCALING[dtype] for dtype in BLOCKS},
+        launches=3 if mode == SCALING["nvfp4"] else 1,
+    )  # fmt: skip
 
 
 def quantization(i: Instruction, scope: Scope) -> Work:
     """Work of a quantization, or of the amax before and after a Hadamard transform: the bytes of
     its operands and results. Where the transposed copy is transformed a second kernel reads the
-    input for it."""
-    x = scope[i.operands[0]]
-    again = x.bytes if "use_rht = true" in i.attributes else 0
-    return Work("quantization", x.arrays[0][0], 0, bytes=_moved(i, scope) + again)
+    input for it; a kernel before that of the amax writes zeros."""
+    x, twice = scope[i.operands[0]], "use_rht = true" in i.attributes
+    moved, launches = _moved(i, scope) + twice * x.bytes, 1 + (twice or i.target == AMAX)
+    return Work("quantization", x.arrays[0][0], 0, bytes=moved, launches=launches)
 
 
 def _moved(i: Instruction, scope: Scope) -> int:
