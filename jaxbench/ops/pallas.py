@@ -1,12 +1,13 @@
 """Calls of kernels: arrays by name, their cost, and differences of Pallas between versions of JAX.
 
 The kernels are written for Pallas's Triton backend, which JAX announces to remove in favour of
-Mosaic GPU. In a port each kernel becomes a `pl.kernel` with the same grid, under
-`LoweringSemantics.Lane`: its loads and stores become copies to shared memory
-(`plgpu.copy_gmem_to_smem`), its products `plgpu.wgmma` into accumulators. There blocks are copied
-whole, so an output that fills some columns of an array needs a block of exactly those columns. If
-`lax.cumsum` cannot be lowered there, XLA has to compute the running sums of dt a before the kernel.
-The mathematics, the order of kernels and all code outside of them stay.
+Mosaic GPU. In a port each kernel becomes a `pl.kernel` over `plgpu.Mesh` with the same grid. Its
+loads and stores become copies between slices of arrays and shared memory, its products
+`plgpu.wgmma` on Hopper and `plgpu.tcgen05_mma` on Blackwell, whose accumulators of 64 rows can have
+the same layout. An array that it fills in part is passed as a `Ref`. `lax.cumsum` has no lowering:
+a masked sum over a square replaces it. Mosaic drops `metadata=`, so the cost would be a frontend
+attribute (`set_xla_metadata`). The mathematics, the order of kernels and all code outside of them
+stay. `docs/design/scan.md` says what was tried, and why the kernels stay here for now.
 """
 
 import json
