@@ -197,8 +197,8 @@ def scatter_seq(y: jax.Array) -> jax.Array:
 
 def pinned(x: jax.Array) -> jax.Array:
     """The identity, as a `shard_map` that fixes the partition of `x` and of its cotangent to that
-    of its type. Otherwise Shardy may propagate another one from neighbouring operations, and then
-    refuses a product whose result is unreduced."""
+    of its type. Otherwise Shardy may propagate another one from neighbouring operations: it refuses
+    a product whose result is unreduced, or takes a rank's part from a copy that it gathered."""
     return on_each_device(lambda x: x, PartitionSpec(*partition(x)))(x)
 
 

@@ -64,6 +64,33 @@ def test_readme_and_the_document_claim_what_all_published_figures_show():
     assert f"{near} are within 15 % of the forecast and {within_10} within 10 %" in head
     assert f"the median of forecast over published is {median}" in head
     assert f"extremes are {min(ratios):.2f} and {max(ratios):.2f}" in head
+    goal, above = re.search(
+        r"(\d+) are at most 0.95, \d+ at most 0.9, (\d+) above 1", tables
+    ).groups()
+    assert f"{goal} are at most 0.95, {above} above 1." in head
+    # Of whole tokens: a ratio of 1.001 may be 1 here.
+    assert abs(sum(ratio > 1 for ratio in ratios) - int(above)) <= 1
+
+
+@pytest.mark.parametrize(("title", "goal"), [("", 0.95), (" in MXFP8 and NVFP4", 0.9)])
+def test_every_figure_above_its_goal_is_listed_by_part(title, goal):
+    """Parts are shares of the published step, which add up to the ratio."""
+    text = (ROOT / "docs" / "forecast.md").read_text()
+    section = text.partition(f"### Published tables{title}\n")[2].partition("\n### ")[0]
+    figures = re.findall(
+        r"^\| (\w+) \| (\w+) \| (\d+) \| [^|]+ \| (\d+) \| (\d+) \|", section, re.MULTILINE
+    )
+    by_part = re.findall(r"^\| (\w+:\d+ \w+) \| ([\d. |]+) \|$", section, re.MULTILINE)
+    listed = {row: [float(cell) for cell in cells.split(" | ")] for row, cells in by_part}
+    above = {
+        f"{recipe}:{gpus} {gpu}": int(published) / int(forecast)
+        for recipe, gpu, gpus, published, forecast in figures
+        if int(published) / int(forecast) > goal
+    }
+    assert above.keys() == listed.keys()
+    for row, (percent, *parts, _) in listed.items():
+        assert percent == pytest.approx(100 * above[row], abs=0.4)  # of whole tokens
+        assert sum(parts) == pytest.approx(percent, abs=0.6)  # eleven roundings
 
 
 def test_the_picture_is_of_the_tables(monkeypatch):

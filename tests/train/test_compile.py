@@ -169,8 +169,8 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
 
 
 def test_sums_over_replicas_follow_each_layer():
-    """A layer's gradients in one all-reduce, one of them with the head's, and the embedding's in
-    fp32: as many bytes as in one sum per step."""
+    """As many bytes as in sums at the end of the step, the embedding's of them in fp32, and never
+    more at once than a layer's, with which the compiler may combine the head's."""
     row = Compiled(
         "llama2_70b_bf16", 256, "model.layers=4", "execution.offload=none",
         "execution.replica_sums=layer",
@@ -180,9 +180,8 @@ def test_sums_over_replicas_follow_each_layer():
     a, head = cfg.attention, 2 * cfg.embed * cfg.vocabulary // shard
     matrices = 2 * cfg.embed * (a.heads + a.kv_heads) * a.head_dim
     layer = 2 * (matrices + 3 * cfg.embed * cfg.mlp.ffn) // shard
-    assert sorted(c.bytes for c in pairs for _ in range(c.count)) == sorted(
-        [layer, layer, layer, layer + head, 2 * head]
-    )
+    assert sum(c.bytes * c.count for c in pairs) == 4 * layer + head + 2 * head
+    assert max(c.bytes for c in pairs) <= layer + head
 
 
 def test_tensor_ranks_send_no_tokens_to_themselves():
