@@ -64,6 +64,8 @@ def table_of(python: str, name: str, args: argparse.Namespace) -> Path:
     folder = FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     options = ["--table", "--gpu", args.gpu, "--rows", *args.rows]
+    # Absolute, since it runs in the folder; not resolved, since an environment's is a link.
+    python = str(Path(python).absolute())
     command = [python, str(Path(__file__).resolve()), python, *options]
     variables = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     done = subprocess.run(command, cwd=folder, env=variables, check=False)
