@@ -12,7 +12,6 @@ same compiler, and their own compiler options. Seconds are of this machine's cor
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -38,28 +37,22 @@ def compile_ours(row: str) -> None:
     """Compiles a row of H100s and prints its `Seconds`."""
     name, _, gpus = row.partition(":")
     run = recipes.resolve(recipes.load(name), int(gpus))
-    with jax.set_mesh(
-        mesh.make_mesh(run.mesh_shape, compile_only_devices(hardware.H100, run.gpus))
-    ):
+    devices = compile_only_devices(hardware.H100, run.gpus)
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, devices)):
         print(*compile_program(run)[1:])
 
 
 def measured(*command: str) -> Seconds:
     """The `Seconds` that a process prints last. Raises SystemExit with its errors."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    lower_s, compile_s = map(float, done.stdout.splitlines()[-1].split())
+    lower_s, compile_s = map(float, like_for_like.printed([*command]).splitlines()[-1].split())
     return lower_s, compile_s
 
 
 def line(row: str, rounds: list[tuple[Seconds, Seconds]]) -> str:
     """The line of a row: medians of both sides, and ratios of the sums."""
-    ours, theirs = zip(*rounds, strict=True)
+    sides = list(zip(*rounds, strict=True))
     medians = [
-        ", ".join(
-            f"{statistics.median(times[part] for times in side):.1f}" for side in (ours, theirs)
-        )
+        ", ".join(f"{statistics.median(times[part] for times in side):.1f}" for side in sides)
         for part in (0, 1)
     ]
     ratios = [sum(a) / sum(b) for a, b in rounds]

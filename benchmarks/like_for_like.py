@@ -114,18 +114,11 @@ def rows() -> list[Row]:
     large = compiler_options() | {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**24}
     h200 = {"per_device_batch_size": 2, "remat_policy": "save_dot_with_context_except_mlp"}
     b200 = {"per_device_batch_size": 8, "remat_policy": "full", "quantization": "fp8"}
+    in_layers = large | IN_LAYERS
     return [
         *found,
         Row("llama31_70b_bf16:256 h200", "h200", 256, 128, 15.516, BASE | GCP | h200, large),
-        Row(
-            "llama31_70b_fp8:256 b200",
-            "b200",
-            256,
-            256,
-            20.935,
-            BASE | GCP | b200,
-            large | IN_LAYERS,
-        ),
+        Row("llama31_70b_fp8:256 b200", "b200", 256, 256, 20.935, BASE | GCP | b200, in_layers),
     ]
 
 
@@ -190,6 +183,14 @@ def guided(row: Row, python: str) -> hlo.HloStep:
     return forecast(row, python, path)
 
 
+def printed(command: list[str]) -> str:
+    """What a process prints. Raises SystemExit with the end of its errors."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
 def forecast(row: Row, python: str, profile: Path | None = None) -> hlo.HloStep:
     """The forecast of MaxText's program. Raises SystemExit with what the compiler printed."""
     path = FOLDER / f"{stem(row)}{'-guided' if profile else ''}.hlo.txt"
@@ -198,9 +199,7 @@ def forecast(row: Row, python: str, profile: Path | None = None) -> hlo.HloStep:
         unfinished = path.with_suffix(".part")
         command = [python, __file__, python, row.name, "--compile", str(unfinished)]
         command += ["--guide", str(profile)] if profile else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{row.name}: {done.stderr[-2000:]}")
+        printed(command)
         unfinished.rename(path)
     return hlo.read(path, hardware.PLANNED[row.gpu], None)
 

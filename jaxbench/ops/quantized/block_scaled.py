@@ -103,6 +103,37 @@ def check(precision: Precision, sizes: dict[str, int]) -> None:
         )
 
 
+def quantize_activation(
+    x: Float[Array, "E T F"],
+    precision: Precision,
+    of: kernels.Rows | None,
+    draw: UInt32[Array, ""] | None = None,
+) -> tuple[Blocks, ...]:
+    """(`[E, T, F]` in blocks along features, `[E, F, T]` along tokens), packed, of a device's part
+    of an activation or of its gradient, or of some rows. NVFP4 takes one fp32 scale of this part
+    for each; rounds gradients, which have a `draw`, stochastically; and transforms what is for a
+    weight's gradient."""
+    tokens = {} if of else {"tokens of a microbatch": x.shape[1]}
+    check(precision, tokens | {"features": x.shape[2]})
+    seeds = None if draw is None else jnp.stack([draws.fold(draw, n) for n in range(2)])
+    if mesh.platform() == "gpu" and kernels.takes(x, of):
+        if precision.dtype == "mxfp8":
+            return kernels.mxfp8_both(x, of)
+        return kernels.nvfp4_both(x, seeds, of, turn=precision.hadamard)
+    if of and of.index is not None:
+        x = jnp.take(x, of.index, axis=1, mode="fill", fill_value=0)
+    if precision.dtype == "mxfp8":
+        return _packed(mxfp8(x, 2), mxfp8(x.swapaxes(1, 2), 2))
+    turned = hadamard.transformed(x, 1) if precision.hadamard else x
+    turned = turned.swapaxes(1, 2)
+    first, second = (None if seeds is None else partial(draws.uniform, seeds[n]) for n in range(2))
+    return _packed(nvfp4(x, (2,), amax_of(x), first), nvfp4(turned, (2,), amax_of(turned), second))
+
+
+def _packed(*both: Blocks) -> tuple[Blocks, ...]:
+    return tuple(blocks.packed() for blocks in both)
+
+
 @dataclass(frozen=True)
 class Products:
     """The products of one device, for `dot` with dense or with grouped weights.
@@ -117,7 +148,7 @@ class Products:
     by_weight: Callable[[Blocks, Blocks, str, Any], Array]
     of_weight: Callable[[Blocks, Blocks, Any], Array]
     rows: Callable[[str, Any], kernels.Rows | None] = lambda side, groups: None
-    quantize: Callable[..., tuple[Blocks, ...]] = lambda *args: quantize_activation(*args)
+    quantize: Callable[..., tuple[Blocks, ...]] = quantize_activation
 
 
 def dot(
@@ -244,45 +275,13 @@ def operand(w: Blocks, side: str) -> Blocks:
     return _of_each_row(w.map(matrix))
 
 
-def quantize_activation(
-    x: Float[Array, "E T F"],
-    precision: Precision,
-    of: kernels.Rows | None,
-    draw: UInt32[Array, ""] | None = None,
-) -> tuple[Blocks, ...]:
-    """(`[E, T, F]` in blocks along features, `[E, F, T]` along tokens), packed, of a device's part
-    of an activation or of its gradient, or of some rows. NVFP4 takes one fp32 scale of this part
-    for each; rounds gradients, which have a `draw`, stochastically; and transforms what is for a
-    weight's gradient."""
-    tokens = {} if of else {"tokens of a microbatch": x.shape[1]}
-    check(precision, tokens | {"features": x.shape[2]})
-    seeds = None if draw is None else jnp.stack([draws.fold(draw, n) for n in range(2)])
-    if mesh.platform() == "gpu" and kernels.takes(x, of):
-        if precision.dtype == "mxfp8":
-            return kernels.mxfp8_both(x, of)
-        return kernels.nvfp4_both(x, seeds, of, turn=precision.hadamard)
-    if of and of.index is not None:
-        x = jnp.take(x, of.index, axis=1, mode="fill", fill_value=0)
-    if precision.dtype == "mxfp8":
-        return _packed(mxfp8(x, 2), mxfp8(x.swapaxes(1, 2), 2))
-    turned = hadamard.transformed(x, 1) if precision.hadamard else x
-    turned = turned.swapaxes(1, 2)
-    first, second = (None if seeds is None else partial(draws.uniform, seeds[n]) for n in range(2))
-    return _packed(nvfp4(x, (2,), amax_of(x), first), nvfp4(turned, (2,), amax_of(turned), second))
-
-
-def _packed(*both: Blocks) -> tuple[Blocks, ...]:
-    return tuple(blocks.packed() for blocks in both)
-
-
 def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
     """`[E, m, k]` times the transpose of `[E, n, k]`, in bf16; blocks run along k."""
     if mesh.platform() != "gpu":  # jax 0.10 has no such product on a CPU
         wide = jnp.einsum("emk,enk->emn", dequantized(a), dequantized(b))
         return wide.astype(jnp.bfloat16)
     (experts, m, k), n = a.values.shape, b.values.shape[1]
-    name = next(name for name, of in FORMATS.items() if of.values == a.values.dtype)
-    with latency.of_product(2 * experts * m * n * k, name):
+    with latency.of_product(2 * experts * m * n * k, a.format):
         y = jax.nn.scaled_matmul(
             a.values, b.values, a.scales, b.scales, preferred_element_type=jnp.bfloat16
         )

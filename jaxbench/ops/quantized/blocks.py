@@ -31,6 +31,11 @@ class Blocks:
     scales: Any
     inverse: Any = None
 
+    @property
+    def format(self) -> str:
+        """The name of its format, not packed, in `FORMATS`."""
+        return next(name for name, of in FORMATS.items() if of.values == self.values.dtype)
+
     def map(self, function: Callable[[Array], Array]) -> "Blocks":
         """Values and scales through a function of both, such as a gather or a transposition."""
         return Blocks(function(self.values), function(self.scales), self.inverse)

@@ -82,8 +82,7 @@ def _matrix(part: Array) -> Array:
 
 
 def _multiply(a: Blocks, b: Blocks, contracted: tuple[int, int]) -> Array:
-    dtype = next(name for name, of in FORMATS.items() if of.values == a.values.dtype)
-    return te.multiply(_parts(a), _parts(b), contracted, dtype)
+    return te.multiply(_parts(a), _parts(b), contracted, a.format)
 
 
 def _parts(x: Blocks) -> tuple[Array, ...]:
