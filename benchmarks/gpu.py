@@ -4,23 +4,25 @@
     python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
     python benchmarks/gpu.py --rehearse         # no GPU: the checks themselves, tiny, on the CPU
 
-The most important checks run first, each in a separate process with a time limit, so that a call
-that is cut short has reported most, and a crash or hang affects one check only. `--budget` seconds
-after the start (540 on a GPU) no check is started, and a running one is stopped. Findings are
-appended to `results.jsonl` in the output folder, output of programs to `log.txt`; the table is in
-`table.md`. Exit status 1 if anything is wrong.
+Checks that are not timed share the GPU and run first, together. The timed ones then run alone, the
+most valuable first. Each check is a separate process with a time limit, so that a call that is cut
+short has reported most, and a crash or hang affects one check only. `--budget` seconds after the
+start (540 on a GPU) no check is started, and a running one is stopped. Findings are appended to
+`results.jsonl` in the output folder as they come, output of programs to `log.txt`; the table is in
+`table.md`. Rows leave their programs and the time of each of their kernels. Exit status 1 if
+anything is wrong.
 
-    check       minutes on a GPU (estimated; none was measured)
-    trains      1.5   tiny rows of each family beside the CPU's losses
-    real        4     row 1 of each family: complete, memory as planned, speed
-    operators   1     every operator beside the CPU's, at real shapes
-    mixers      1.5   Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
-    survives    1     kill and resume, profiler, PGLE, compiler options
-    ceilings    0.5   products and copies
-    breakdown   1.5   where a step's time goes
-    choices     8     A/B of settings
-    others      3     row 1 of the other recipes
-    kernels     4     kernels beside the forecast's tables
+    check       seconds on an H100
+    operators   shared  every operator next to the CPU's, at real shapes
+    trains      shared  tiny rows of each family next to the CPU's losses
+    survives    shared  kill and resume, profiler, PGLE, compiler options
+    ceilings    20      matmuls and copies
+    rows        20 each row 1 of the recipes: the step and each kind of kernel next to the forecast
+    tiles       60      grouped matmuls, and the sizes of their kernels
+    mixers      60      Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
+    commands    40 each row 1 by the training command: repeatable, offloaded, guided by a profile
+    choices     480     A/B of settings
+    kernels     240     kernels next to the forecast's tables
 
 Run from the source tree; nothing is installed.
 """
@@ -37,14 +39,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
-from one_gpu import choices, kernels, mixers, operators, speed, survives, trains
-from one_gpu.context import MEASURED, NOT_RUN, OK, ROOT, WRONG, Context, Finding, read_lines
+from one_gpu import choices, kernels, mixers, operators, rows, speed, survives, tiles, trains
+from one_gpu.context import MEASURED, NOT_RUN, OK, ROOT, SHARE, WRONG, Context, Finding
 
 from jaxbench import hardware
 from jaxbench.versions import versions
@@ -56,30 +57,30 @@ BUDGET = {"gpu": 540.0, "cpu": 1200.0, "absent": 3600.0}
 @dataclass(frozen=True)
 class Check:
     """A check on a GPU and its limit in seconds; its counterpart that only compiles for an absent
-    GPU; whether a CPU can rehearse it."""
+    GPU; whether a CPU can rehearse it; whether it shares the GPU with others, because it times
+    nothing."""
 
     run: Callable[[Context], Iterator[Finding]]
     limit: int
     compile: Callable[[Context], Iterator[Finding]] | None = None
     rehearsed: bool = False
+    shared: bool = False
 
 
 CHECKS = {
-    "trains": Check(trains.small, 150, rehearsed=True),
-    "real": Check(trains.real, 300),
-    "operators": Check(operators.check, 120, operators.compiles, rehearsed=True),
-    "mixers": Check(mixers.check, 150, mixers.compiles, rehearsed=True),
-    "survives": Check(survives.check, 120, rehearsed=True),
+    "operators": Check(operators.check, 120, operators.compiles, rehearsed=True, shared=True),
+    "trains": Check(trains.small, 120, rehearsed=True, shared=True),
+    "survives": Check(survives.check, 120, rehearsed=True, shared=True),
     "ceilings": Check(speed.ceilings, 60),
-    "breakdown": Check(speed.breakdown, 120, speed.compiles),
+    "rows": Check(rows.check, 600, rows.compiles),
+    "tiles": Check(tiles.check, 150, tiles.compiles),
+    "mixers": Check(mixers.check, 150, mixers.compiles, rehearsed=True),
+    "commands": Check(trains.commands, 300),
     "choices": Check(choices.check, 480, choices.compiles),
-    "others": Check(trains.others, 240),
     "kernels": Check(kernels.check, 300, kernels.compiles, rehearsed=True),
-    "plans": Check(trains.plans, 600, trains.plans),
 }
-"""Checks in the order in which they run; `plans`, which needs no GPU, runs concurrently."""
+"""Checks in the order in which they run."""
 
-PLANS = "plans"
 SHOWN = {OK: 0, MEASURED: 0, NOT_RUN: 0, WRONG: 1}
 """Exit status by verdict."""
 
@@ -119,17 +120,14 @@ def find_gpu() -> hardware.Gpu:
 
 def one_check(args: argparse.Namespace) -> int:
     """Runs one check in this process, and writes its findings."""
-    ctx = Context(mode(args), args.folder, find_gpu())
+    ctx, check = Context(mode(args), args.folder, find_gpu(), args.output), CHECKS[args.check]
     if ctx.mode == "gpu":
-        # The CPU is for references, and for the plans.
-        os.environ["JAX_PLATFORMS"] = "cpu" if args.check == PLANS else "cuda,cpu"
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(hardware.MEMORY_FRACTION))
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the CPU is for references
+        share = SHARE if check.shared else hardware.MEMORY_FRACTION
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(share))
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-    check = CHECKS[args.check]
     function = check.compile if args.compile_only else check.run
     assert function is not None
-    if args.check == PLANS:
-        os.nice(10)
     try:
         for finding in function(ctx):
             write(args.output, args.check, finding)
@@ -141,9 +139,10 @@ def one_check(args: argparse.Namespace) -> int:
 
 
 def write(output: Path, check: str, finding: Finding) -> None:
-    """Appends a finding to the results."""
+    """Appends a finding to the results, with the time."""
+    line = json.dumps({"check": check, "at": round(time.time(), 1), **asdict(finding)})
     with (output / "results.jsonl").open("a") as file:
-        file.write(json.dumps({"check": check, **asdict(finding)}) + "\n")
+        file.write(f"{line}\n")
 
 
 def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen:
@@ -164,57 +163,62 @@ def stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def finish(args: argparse.Namespace, name: str, process: subprocess.Popen, left: float) -> None:
-    """Waits for a check until its limit or the end of the budget in `left` seconds, and reports a
+def finish(args: argparse.Namespace, running: dict[str, subprocess.Popen], left: float) -> None:
+    """Waits for checks until their limits or the end of the budget in `left` seconds, and reports a
     crash or a stop. Without a GPU only the budget counts."""
-    limit = CHECKS[name].limit if mode(args) == "gpu" else left
     began = time.monotonic()
-    show = partial(print, flush=True)
     shown = len(results(args.output))
     try:
-        while process.poll() is None and time.monotonic() - began < min(limit, left):
+        while running:
             time.sleep(0.2)
             new = results(args.output)[shown:]
             for finding in new:
-                show(f"  {finding['verdict']:8} {finding['what']}: {finding['figure']}")
+                print(
+                    f"  {finding['verdict']:8} {finding['what']}: {finding['figure']}", flush=True
+                )
             shown += len(new)
-        if process.poll() is None:
-            late = Finding(name, WRONG, f"it took more than its {limit:.0f} s")
-            ended = Finding(name, NOT_RUN, f"stopped: the budget is spent, see --only {name}")
-            write(args.output, name, late if limit < left else ended)
-        elif process.returncode:
-            reason = f"its process ended with status {process.returncode}; see log.txt"
-            write(args.output, name, Finding(name, WRONG, reason))
+            took = time.monotonic() - began
+            for name, process in list(running.items()):
+                limit = CHECKS[name].limit if mode(args) == "gpu" else left
+                if process.poll() is None and took < min(limit, left):
+                    continue
+                if process.poll() is None:
+                    late = Finding(name, WRONG, f"it took more than its {limit:.0f} s")
+                    spent = f"stopped: the budget is spent, see --only {name}"
+                    write(
+                        args.output, name, late if limit < left else Finding(name, NOT_RUN, spent)
+                    )
+                elif process.returncode:
+                    reason = f"its process ended with status {process.returncode}; see log.txt"
+                    write(args.output, name, Finding(name, WRONG, reason))
+                stop(running.pop(name))
+                print(f"{name}: {took:.0f} s", flush=True)
     finally:
-        stop(process)
-    show(f"{name}: {time.monotonic() - began:.0f} s")
+        for process in running.values():
+            stop(process)
 
 
 def results(output: Path) -> list[dict]:
-    """All findings so far."""
+    """All findings so far; a line that is still being written comes later."""
     path = output / "results.jsonl"
-    return read_lines(path) if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def run_checks(args: argparse.Namespace, folder: Path) -> None:
     """Runs every selected check of this mode, within the budget."""
     ends = time.monotonic() + (args.budget or BUDGET[mode(args)])
     names = [name for name in CHECKS if name in args.only.split(",") and in_mode(args, name)]
-    plans = None
-    if PLANS in names and mode(args) == "gpu":
-        names.remove(PLANS)
-        plans = start(args, PLANS, folder)
-    try:
-        for name in names:
-            left = ends - time.monotonic()
-            if left < 10:
+    together = [name for name in names if CHECKS[name].shared and mode(args) == "gpu"]
+    alone = [[name] for name in names if name not in together]
+    for group in filter(None, [together, *alone]):
+        left = ends - time.monotonic()
+        if left < 10:
+            for name in group:
                 write(args.output, name, Finding(name, NOT_RUN, f"no budget left: --only {name}"))
-                continue
-            print(name, flush=True)
-            finish(args, name, start(args, name, folder), left)
-    finally:
-        if plans is not None:
-            stop(plans)
+            continue
+        print(", ".join(group), flush=True)
+        finish(args, {name: start(args, name, folder) for name in group}, left)
 
 
 def in_mode(args: argparse.Namespace, name: str) -> bool:

@@ -180,6 +180,26 @@ def block_scaled_product(emulated: Callable[..., jax.Array]) -> Callable[..., ja
     return primitive.bind
 
 
+def fp8_product(emulated: Callable[..., jax.Array], promoted: int) -> Callable[..., jax.Array]:
+    """A function for kernels of Pallas's Triton backend: the fp32 `[m, n]` plus `[m, k]` times
+    `[k, n]`, both in the same FP8 type. `emulated` computes it elsewhere, such as in Pallas's
+    interpreter.
+
+    Hopper's tensor cores sum FP8 products in about 14 bits. Pallas asks Triton for fp32 sums of all
+    of them, and Triton then multiplies in fp16 on the tensor cores of Ampere. Here the fp32 sum is
+    updated every `promoted` features, which Triton knows as `max_num_imprecise_acc`.
+    """
+    primitive = Primitive("fp8_product")
+    primitive.def_abstract_eval(lambda total, *operands: total)
+    mlir.register_lowering(primitive, mlir.lower_fun(emulated, multiple_results=False))
+
+    @triton_lowering.register_lowering(primitive)
+    def lower(context, total, a, b):
+        return triton.dot(a, b, total, max_num_imprecise_acc=promoted)
+
+    return primitive.bind
+
+
 def _unused(x: jax.Array) -> list[jax.Array]:
     """Bias, lengths, offsets and pages, as JAX leaves them out."""
     return 7 * [jnp.zeros(0, x.dtype)]

@@ -44,7 +44,7 @@ def call(tmp_path):
 def test_a_check_that_does_not_end_well_is_told(gpu, call, code, left, verdict, figure):
     gpu.write(call.output, "trains", gpu.Finding("before", gpu.OK))
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    gpu.finish(call, "operators", process, left)
+    gpu.finish(call, {"operators": process}, left)
     before, found = gpu.results(call.output)
     assert before["what"] == "before"
     assert found["verdict"] == verdict
@@ -55,7 +55,7 @@ def test_a_check_that_does_not_end_well_is_told(gpu, call, code, left, verdict, 
 def test_a_check_has_a_limit_of_its_own(gpu, call, monkeypatch):
     monkeypatch.setitem(gpu.CHECKS, "operators", gpu.Check(iter, limit=0.5))
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    gpu.finish(call, "operators", subprocess.Popen(command, start_new_session=True), 60)
+    gpu.finish(call, {"operators": subprocess.Popen(command, start_new_session=True)}, 60)
     assert gpu.results(call.output)[0]["verdict"] == "WRONG"
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_check_is_refused():
     command = [sys.executable, str(SCRIPT), "--only", "speed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--only speed: the checks are trains, real" in done.stderr
+    assert "--only speed: the checks are operators, trains" in done.stderr
 
 
 def test_a_measured_function_keeps_no_results(gpu):

@@ -14,10 +14,17 @@ from typing import Any
 from jaxbench.hardware import Gpu
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
+from jaxbench.xla import flags
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("llama31_8b", "grok1_314b", "nemotronh_56b", "nemotron4_340b")
+FAMILIES = (
+    "llama31_8b", "gpt_oss_120b", "qwen3_30b_a3b", "deepseek_v3", "nemotronh_56b", "nemotron4_340b",
+    "nemotron3_nano_30b_a3b", "grok1_314b",
+)  # fmt: skip
 """One model of each family, the most used first."""
+
+SHARE = 0.28
+"""The GPU memory of each of the three checks that share the GPU."""
 
 OK, WRONG, MEASURED, NOT_RUN = "ok", "WRONG", "measured", "not run"
 """Verdicts; MEASURED is a figure without pass or fail."""
@@ -43,6 +50,7 @@ class Context:
     mode: str
     folder: Path
     gpu: Gpu
+    output: Path
 
     @property
     def rehearsal(self) -> bool:
@@ -51,10 +59,12 @@ class Context:
 
     @cached_property
     def recipes(self) -> list[str]:
-        """A recipe of each family and precision, FP8 first, as the least known. A rehearsal takes
-        one family, which is enough to test the script."""
+        """A recipe of each family and precision. A rehearsal takes one family, which is enough to
+        test the script."""
         models = FAMILIES[:1] if self.rehearsal else FAMILIES
-        return [f"{model}_{dtype}" for model in models for dtype in ("fp8", "bf16")]
+        every = recipes.names()
+        names = (f"{model}_{dtype}" for model in models for dtype in ("fp8", "bf16"))
+        return [name for name in names if name in every]
 
     def lanes(self, count: int) -> ThreadPoolExecutor:
         """Threads for concurrent runs; one in a rehearsal, which needs the cores."""
@@ -138,9 +148,14 @@ def tiny(ctx: Context, recipe: str) -> tuple[str, ...]:
     )
 
 
+def options(ctx: Context) -> dict[str, Any]:
+    """Compiler options of a kernel on its own: on a GPU those of the recipes."""
+    return {} if ctx.rehearsal else dict(flags.TUNED)
+
+
 def small_share(lanes: int) -> dict[str, str]:
-    """A share of the GPU's memory for each of several concurrent tiny runs."""
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(round(0.8 / lanes, 2))}
+    """A share of a check's memory for each of several concurrent tiny runs."""
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARE / lanes:.3f}"}
 
 
 def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Times of every Mamba-2 implementation at the recipe's shapes, and of Pallas's kernels with one
+"""The time of every Mamba-2 implementation at the recipe's shapes, and of Pallas's kernels with one
 size changed at a time."""
 
 from collections.abc import Callable, Iterator
@@ -12,9 +12,13 @@ from jaxbench.ops.pallas import Launch, undeprecated
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.ssd.pallas import Tuning
-from one_gpu.context import MEASURED, NOT_RUN, Context, Finding
+from jaxbench.xla import flags
+from one_gpu.context import MEASURED, NOT_RUN, Context, Finding, options
 from one_gpu.operators import implementations_of_mixer, mixed, mixer_inputs, with_gradients
 from one_gpu.speed import seconds
+
+LANES = 8
+"""Candidates that are compiled at a time."""
 
 GROUPS = 8
 """Groups of heads: all of the model's."""
@@ -28,8 +32,11 @@ CHANGES = {
     "forward, 2 stages": {"forward": Launch(8, 2)},
     "reverse, 4 warps": {"reverse": Launch(4)},
     "reverse, 16 warps": {"reverse": Launch(16)},
-    "maps, 4 warps": {"maps": Launch(4)},
-    "maps, 2 stages": {"maps": Launch(8, 2)},
+    "gradients of b and c, 4 warps": {"bc": Launch(4)},
+    "gradients of b and c, 2 stages": {"bc": Launch(8, 2)},
+    "gradients of b and c, 16 warps": {"bc": Launch(16)},
+    "forward, 16 warps": {"forward": Launch(16)},
+    "64 columns and 64 tokens": {"columns": 64, "chunk": 64},
 }
 """Changes of the kernels' sizes; one that cannot run on this GPU is reported as not run."""
 
@@ -47,14 +54,18 @@ def check(ctx: Context) -> Iterator[Finding]:
     """Times each candidate, forward and with all gradients."""
     name, (projected, *parameters) = mixer_inputs(ctx, GROUPS)
     inputs = jnp.asarray(projected, jnp.bfloat16), *map(jnp.asarray, parameters)
-    on = mesh.make_mesh((1,) * 6, jax.devices()[:1])
-    for by, function in candidates(ctx).items():
+
+    def compiled(function: Callable) -> list[Callable]:
+        with jax.set_mesh(mesh.make_mesh((1,) * 6, jax.devices()[:1])), undeprecated():
+            return [jax.jit(f, compiler_options=options(ctx)).lower(*inputs).compile()
+                    for f in (function, with_gradients(function))]  # fmt: skip
+
+    with ctx.lanes(LANES) as pool:
+        programs = {by: pool.submit(compiled, f) for by, f in candidates(ctx).items()}
+    for by, program in programs.items():
         try:
-            with jax.set_mesh(on), undeprecated():
-                times = [
-                    seconds(jax.jit(f), *inputs, repeats=2 if ctx.rehearsal else 20)
-                    for f in (function, with_gradients(function))
-                ]
+            repeats = 2 if ctx.rehearsal else 20
+            times = [seconds(f, *inputs, repeats=repeats) for f in program.result()]
         except jax.errors.JaxRuntimeError as error:
             yield Finding(f"{name} by {by}", NOT_RUN, str(error).splitlines()[0][:300])
             continue
@@ -72,7 +83,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     for by, function in candidates(ctx).items():
         try:
             with jax.set_mesh(on), undeprecated():
-                compiled = jax.jit(with_gradients(function)).lower(*inputs).compile()
+                compiled = jax.jit(with_gradients(function)).lower(*inputs).compile(flags.TUNED)
         except jax.errors.JaxRuntimeError as error:
             yield Finding(f"{name} by {by}", NOT_RUN, str(error).splitlines()[0][:300])
             continue

@@ -18,12 +18,14 @@ from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext, Weight
 from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized
 from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas import undeprecated
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train.step import compute_weights
+from jaxbench.xla import flags
 from one_gpu.context import FAMILIES, MEASURED, OK, WRONG, Context, Finding, row
 
 TOLERANCE = 2**-6
@@ -40,7 +42,8 @@ enough for a CPU."""
 class Case:
     """An operator to check. `on(platform)` returns its function. Of the inputs `arrays`, those with
     indices `bf16` are in bf16 on a GPU and in `exact` on the CPU (emulated FP8 needs the same
-    bf16). `reference` is the CPU's function if it is another."""
+    bf16). `reference` is the CPU's function if it is another. `gradients` are compared too, unless
+    the function computes them itself."""
 
     name: str
     on: Callable[[str], Callable]
@@ -48,6 +51,7 @@ class Case:
     bf16: tuple[int, ...]
     exact: Any = jnp.float32
     reference: Callable | None = None
+    gradients: bool = True
 
     def inputs(self, dtype: Any) -> list[jax.Array]:
         """The inputs; those of `bf16` are rounded to bf16 and then cast to `dtype`."""
@@ -81,20 +85,34 @@ def with_gradients(function: Callable) -> Callable:
 
 
 def attentions(ctx: Context) -> Iterator[Case]:
-    """Attention of one group of heads of each family, at its sequence length."""
+    """Attention of one group of heads of each family, at its sequence length, in full and in the
+    family's window, with its sinks."""
     for family in FAMILIES:
         run = row(f"{family}_bf16")
         model, length = run.model, 256 if ctx.rehearsal else run.batch.sequence_length
-        heads, dim = model.attention.heads // model.attention.kv_heads, model.attention.head_dim
+        mixer = model.attention_mixer
+        heads = mixer.heads // getattr(mixer, "kv_heads", mixer.heads)
+        key_width, value_width = mixer.score_widths
+        sizes = (heads, key_width), (1, key_width), (1, value_width)
+        arrays = [random(1, length, *size, seed=i) for i, size in enumerate(sizes)]
+        has_sinks = getattr(mixer, "sinks", False)
+        if has_sinks:
+            arrays.append(random(heads, seed=3))
+        for window in {None, mixer.window}:
 
-        def on(platform, run=run, model=model, length=length, dim=dim):
-            kernel = attention.choose(run.execution, model, length, platform)
-            scores = Scores(scale=dim**-0.5, cap=model.attention.softcap)
-            return partial(attention.attend, kernel=kernel, scores=scores)
+            def on(platform, run=run, mixer=mixer, length=length, window=window):
+                kernel = attention.choose(run.execution, run.model, length, platform)
+                cap = getattr(mixer, "softcap", None)
+                scores = Scores(scale=mixer.score_scale, cap=cap, window=window)
 
-        arrays = [random(1, length, n, dim, seed=i) for i, n in enumerate((heads, 1, 1))]
-        name = f"attention of {family}, {length} x {heads} x {dim}"
-        yield Case(name, on, tuple(arrays), (0, 1, 2))
+                def function(query, key, value, *sinks):
+                    return attention.attend(query, key, value, kernel, scores, *sinks)
+
+                return function
+
+            name = f"attention of {family}, {length} x {heads} x {key_width}/{value_width}"
+            name += f", window {window}" * bool(window) + ", sinks" * has_sinks
+            yield Case(name, on, tuple(arrays), (0, 1, 2))
 
 
 class OneProduct(nnx.Module):
@@ -274,30 +292,84 @@ def experts(ctx: Context) -> Iterator[Case]:
         yield Case(name, mixture, arrays, (0, 2, 3))
 
 
+GROUPED = {
+    "bf16": (jnp.bfloat16, jnp.bfloat16),
+    "e4m3": (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+    "e4m3 and e5m2": (jnp.float8_e4m3fn, jnp.float8_e5m2),
+}
+"""The types of values and of gradients."""
+
+
+def grouped_matmuls(ctx: Context) -> Iterator[Case]:
+    """The three grouped matmuls of each type, with uneven groups, an empty one among them."""
+    rows, width, out = (512, 128, 256) if ctx.rehearsal else (2048, 1024, 768)
+    counts = np.array([[rows // 2 - 7, 0, rows // 4, rows // 4 + 7]], np.int32)
+    arrays = (
+        random(rows, width), random(4, width, out, seed=1), random(rows, out, seed=2), counts,
+    )  # fmt: skip
+    for types, (values, gradients) in GROUPED.items():
+
+        def on(platform, values=values, gradients=gradients):
+            by = grouped.IMPLEMENTATIONS["pallas" if platform == "gpu" else "xla"]
+
+            def function(x, w, dy, counts):
+                groups = group(counts, rows, rows)
+                x, w, dy = x.astype(values), w.astype(values), dy.astype(gradients)
+                scale = jnp.ones(1) if x.itemsize == 1 else None
+                dy = jnp.take(dy, groups.row, axis=0, mode="fill", fill_value=0)
+                y = by.to_permuted(x, w, groups, scale)
+                return y, by.from_permuted(dy, w, groups, scale), by.weights(x, dy, groups, scale)
+
+            return function
+
+        name = f"grouped matmuls, {types}, {rows} rows, 4 of {width} x {out}"
+        yield Case(name, on, arrays, (0, 1, 2), jnp.bfloat16, gradients=False)
+
+
 def cases(ctx: Context) -> Iterator[Case]:
     """All cases, least known kernels first."""
-    for group in (attentions, products, mixers, experts, embedding_and_loss):
-        yield from group(ctx)
+    kinds = (grouped_matmuls, attentions, products, mixers, experts, embedding_and_loss)
+    for kind in kinds:
+        yield from kind(ctx)
+
+
+LANES = 4
+"""Cases at a time: the references of the CPU take most of the time."""
 
 
 def check(ctx: Context) -> Iterator[Finding]:
     """Compares every case with the CPU."""
-    for case in cases(ctx):
+    with ctx.lanes(LANES) as pool:
+        yield from pool.map(partial(compared, ctx), cases(ctx))
+
+
+def compared(ctx: Context, case: Case) -> Finding:
+    """A case next to the CPU's."""
+    try:
         actual = computed(case, case.on(ctx.mode), ctx.mode, jnp.bfloat16)
         expected = computed(case, case.reference or case.on("cpu"), "cpu", case.exact)
-        errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
-        shown = ", ".join(f"{e:.0e}" for e in errors)
-        # Not max(errors): it may ignore a NaN.
-        verdict = OK if all(e <= TOLERANCE for e in errors) else WRONG
-        yield Finding(case.name, verdict, f"error {np.max(errors):.1e}", f"each: {shown}",
-                      {"errors": errors})  # fmt: skip
+    except Exception as error:
+        return Finding(case.name, WRONG, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
+    shown = ", ".join(f"{e:.0e}" for e in errors)
+    # Not max(errors): it may ignore a NaN.
+    verdict = OK if all(e <= TOLERANCE for e in errors) else WRONG
+    return Finding(case.name, verdict, f"error {np.max(errors):.1e}", f"each: {shown}",
+                   {"errors": errors})  # fmt: skip
+
+
+def complete(case: Case, function: Callable) -> Callable:
+    """The function of a case with what it is compared by."""
+    return with_gradients(function) if case.gradients else function
 
 
 def computed(case: Case, function: Callable, platform: str, dtype: Any) -> list[np.ndarray]:
     """Results and gradients of a case on a platform's first device."""
     devices = jax.devices(platform)[:1]
     with jax.set_mesh(mesh.make_mesh((1,) * 6, devices)), jax.default_device(devices[0]):
-        results = jax.jit(with_gradients(function))(*case.inputs(dtype))
+        compiler_options = dict(flags.TUNED) if platform == "gpu" else {}
+        compute = jax.jit(complete(case, function), compiler_options=compiler_options)
+        results = compute(*case.inputs(dtype))
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(results)]
 
 
@@ -312,6 +384,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     for case in cases(ctx):
         inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
         with jax.set_mesh(on), attention_for_mesh(), undeprecated():
-            compiled = jax.jit(with_gradients(case.on("gpu"))).lower(*inputs).compile()
+            lowered = jax.jit(complete(case, case.on("gpu"))).lower(*inputs)
+            compiled = lowered.compile(flags.TUNED)
         peak = Memory.of(compiled, ctx.gpu).peak / 2**30
         yield Finding(case.name, MEASURED, f"compiled, {peak:.1f} GiB")

@@ -1,16 +1,8 @@
-"""Runs of the training command: tiny ones beside a CPU's losses, real ones beside their plan."""
+"""Runs of the training command: tiny ones next to a CPU's losses, and real ones."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 
-from jaxbench import hardware
-from jaxbench.files import write_json
-from jaxbench.plan import plan
-from jaxbench.plan.command import resolve
-from jaxbench.recipe import recipes
 from one_gpu.context import (
-    MEASURED,
     OK,
     TINIER,
     WRONG,
@@ -23,7 +15,7 @@ from one_gpu.context import (
     train,
 )
 
-LANES = 4
+LANES = 8
 STEPS = 20
 
 LOSS = 0.01
@@ -34,7 +26,7 @@ LOSS = 0.01
 
 def small(ctx: Context) -> Iterator[Finding]:
     """Trains every family's smoke row here and on the CPU, from the same seed."""
-    steps = 6 if ctx.rehearsal else STEPS
+    steps = 6 if ctx.rehearsal else STEPS // 2
 
     def here(recipe: str) -> Trained:
         options = (*tiny(ctx, recipe), f"--steps={steps}")
@@ -45,7 +37,7 @@ def small(ctx: Context) -> Iterator[Finding]:
         options = ("--cpu-devices=1", f"--steps={steps}", *smaller)
         return train(recipe, ctx.folder / f"cpu-{recipe}", *options, JAX_PLATFORMS="cpu")
 
-    with ctx.lanes(LANES) as gpu, ctx.lanes(2 * LANES) as cpu:
+    with ctx.lanes(LANES) as gpu, ctx.lanes(LANES) as cpu:
         expected = {recipe: cpu.submit(on_cpu, recipe) for recipe in ctx.recipes}
         for recipe, run in zip(ctx.recipes, gpu.map(here, ctx.recipes), strict=True):
             yield beside_cpu(recipe, run, expected[recipe].result())
@@ -65,77 +57,43 @@ def beside_cpu(recipe: str, run: Trained, reference: Trained) -> Finding:
     return Finding(what, OK if same else WRONG, figure, text, {"kernels": kernels})
 
 
-def real(ctx: Context) -> Iterator[Finding]:
-    """Runs row `1` of one model of each family."""
-    for recipe in ctx.recipes:
-        yield row(ctx, recipe)
+PAIRS = (
+    ("llama31_8b_fp8", ()),
+    ("llama31_8b_bf16", ("--check-repeatable",)),
+    ("llama2_70b_bf16", ()),
+    ("llama2_70b_bf16", ("--set=execution.offload=gate,up",)),
+    ("llama31_8b_bf16", ("--pgle",)),
+)
+"""Recipes whose row `1` runs by the command, and options; offloading must not change a loss."""
 
 
-def others(ctx: Context) -> Iterator[Finding]:
-    """Runs row `1` of every other recipe."""
-    for recipe in recipes.load_all():
-        if recipe.name not in ctx.recipes:
-            yield row(ctx, recipe.name)
-
-
-def row(ctx: Context, recipe: str) -> Finding:
-    """Runs a recipe's row `1`, which must complete, as a run with implausible losses does not, and
-    within the planned memory; reports its speed beside the bound."""
-    run = train(recipe, ctx.folder / f"row-{recipe}", f"--steps={STEPS}")
-    if run.problem:
-        return Finding(f"{recipe}, row 1", WRONG, run.problem)
-    record, summary = run.record, run.record["summary"]
-    planned = planned_row(ctx, recipe)
-    wrong = list(complaints(run, planned))
-    step, mfu = summary["step_time_s"], summary["mfu"]
-    figure = f"{step['mean']:.4f} s +- {step['std']:.4f}, MFU " + ", ".join(
-        f"{100 * mfu[c]:.1f} % {c}" for c in ("published", "causal", "full") if mfu[c]
-    )
-    beside = [
-        f"peak {summary['peak_memory_bytes'] / 2**30:.1f} GiB",
-        f"compiled in {record['compile_s']:.0f} s",
-        *(f"{part}: {by}" for part, by in record["kernels"].items()),
-    ]
-    if planned is not None:
-        ratio = step["mean"] / planned.bound_step_s
-        beside[:0] = [
-            f"bound {planned.bound_step_s:.4f} s, {ratio:.2f} of it",
-            f"planned {planned.bytes_per_device.peak / 2**30:.1f} GiB",
-        ]
-    text = "; ".join((*wrong, *beside))
-    return Finding(f"{recipe}, row 1", WRONG if wrong else OK, figure, text, summary)
-
-
-def complaints(run: Trained, planned: plan.Plan | None) -> Iterator[str]:
-    """Problems of a completed run."""
-    record = run.record
-    if record["status"] != "completed" or len(run.steps) != STEPS:
-        yield f"the record is {record['status']} with {len(run.steps)} steps"
-    peak = record["summary"]["peak_memory_bytes"]
-    if planned and peak > planned.bytes_per_device.peak + hardware.RESERVE_BYTES:
-        yield f"it took {peak / 2**30:.1f} GiB, more than planned and the reserve"
-
-
-def plans(ctx: Context) -> Iterator[Finding]:
-    """Plans every row `1`, in the order of the runs that are compared with the plans."""
-    names = [recipe.name for recipe in recipes.load_all() if recipe.name not in ctx.recipes]
-    for name in (*ctx.recipes, *names):
-        run, _ = resolve(name, 1, [], ctx.gpu)
-        planned = plan.make_plan(run, ctx.gpu)
-        write_json(plan_file(ctx, name), asdict(planned))
-        peak = planned.bytes_per_device.peak / 2**30
-        figure = (
-            f"bound {planned.bound_step_s:.4f} s, {planned.launches} launches, peak {peak:.1f} GiB"
+def commands(ctx: Context) -> Iterator[Finding]:
+    """Row `1` by the training command: complete, within memory, with the same losses each time."""
+    losses: dict[str, list[float]] = {}
+    for number, (recipe, options) in enumerate(PAIRS):
+        run = train(recipe, ctx.folder / f"row-{number}", f"--steps={STEPS}", *options)
+        what = " ".join([recipe, *options])
+        if run.problem:
+            yield Finding(what, WRONG, run.problem)
+            continue
+        record, summary = run.record, run.record["summary"]
+        step, mfu = summary["step_time_s"], summary["mfu"]["causal"]
+        wrong = list(complaints(run, losses.setdefault(recipe, run.losses)))
+        figure = f"{step['mean']:.4f} s +- {step['std']:.4f}, MFU {100 * mfu:.1f} %"
+        beside = (
+            *wrong,
+            f"peak {summary['peak_memory_bytes'] / 2**30:.1f} GiB",
+            f"compiled in {record['compile_s']:.0f} s",
+            *(f"{part}: {by}" for part, by in record["kernels"].items()),
+            *(f"{key}: {record[key]}" for key in ("repeatable", "pgle") if key in record),
         )
-        yield Finding(f"plan of {name}, row 1", MEASURED, figure, f"{planned.compile_s:.0f} s")
+        data = {"summary": summary, "ranks": record.get("ranks"), "losses": run.losses}
+        yield Finding(what, WRONG if wrong else OK, figure, "; ".join(beside), data)
 
 
-def planned_row(ctx: Context, recipe: str) -> plan.Plan | None:
-    """The plan of a row, if `plans` has made it already."""
-    path = plan_file(ctx, recipe)
-    return plan.read(path) if path.exists() else None
-
-
-def plan_file(ctx: Context, recipe: str) -> Path:
-    """The file of the plan of a row `1`."""
-    return ctx.folder / f"plan-{recipe}.json"
+def complaints(run: Trained, losses: list[float]) -> Iterator[str]:
+    """Problems of a completed run; `losses` are those of the same recipe's first run."""
+    if run.record["status"] != "completed" or len(run.steps) != STEPS:
+        yield f"the record is {run.record['status']} with {len(run.steps)} steps"
+    if (difference := largest_difference(run.losses, losses)) > LOSS:
+        yield f"losses differ by {difference:.1e} from the first run's"

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
+from jaxbench.jax_internals import fp8_product
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.instruction import Instruction, Scope
 
@@ -154,6 +155,18 @@ def product(a: Array, b: Array) -> Array:
     """The fp32 product of two matrices, inside a kernel."""
     dims = (((1,), (0,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+PROMOTED = 128
+"""Features over which Hopper's tensor cores sum FP8 products before an fp32 sum takes them over, as
+DeepSeek-V3 does (section 3.5.2 of its report)."""
+
+_fp8_product = fp8_product(lambda total, a, b: total + product(a, b), PROMOTED)
+
+
+def add_product(total: Array, a: Array, b: Array) -> Array:
+    """The fp32 sum plus the product of two matrices of one type, inside a kernel."""
+    return _fp8_product(total, a, b) if a.itemsize == 1 else total + product(a, b)
 
 
 def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:

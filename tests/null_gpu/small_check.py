@@ -5,12 +5,11 @@ python tests/null_gpu/small_check.py --check NAME --output FOLDER --folder FOLDE
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
-from one_gpu import choices, context, mixers, operators, speed, survives, trains
+from one_gpu import choices, context, mixers, operators, rows, speed, survives, tiles, trains
 
 from jaxbench import hardware
 from jaxbench.calibrate import command as calibrate
@@ -35,17 +34,18 @@ def train(recipe: str, folder: Path, *options: str, **variables: str) -> context
 def shrink() -> None:
     """Makes all checks small: few cases of each kind, tiny models."""
     context.Context.recipes = [FP8]
-    choices.row = speed.row = smoke
+    choices.row = rows.row = smoke
     operators.row = lambda recipe, name=1, *changes: smoke(recipe)
     survives.tiny = lambda ctx, recipe: (*context.tiny(ctx, recipe), *SHORTER)
-    trains.train, trains.STEPS = train, 6
-    trains.recipes = SimpleNamespace(load_all=lambda: [recipes.load("llama31_8b_bf16")])
+    trains.train, trains.STEPS, trains.PAIRS = train, 12, trains.PAIRS[:2]
+    rows.names = lambda ctx: [FP8, "qwen3_30b_a3b_bf16"]
+    tiles.shapes = lambda ctx: [tiles.Shape("tiny", 4, 128, 128)]
+    tiles.CHANGES, tiles.ROWS = dict(list(tiles.CHANGES.items())[:2]), 1024
     survives.LONG = 50
-    speed.SQUARE, speed.PROFILED = 1024, (FP8,)
-    speed.product_shapes = lambda ctx: {(64, 64, 128)}
+    speed.SQUARE, speed.SUSTAINED_S = 1024, 0.1
     operators.FAMILIES, operators.TOKENS = ("llama31_8b",), 64
-    operators.product_shapes = speed.product_shapes
-    mixers.CHANGES = {"parts of 32 tokens": mixers.CHANGES["parts of 32 tokens"]}
+    operators.product_shapes = lambda ctx: {(64, 64, 128)}
+    mixers.CHANGES = dict(list(mixers.CHANGES.items())[:1])
     mixers.GROUPS = 1
     choices.CHOICES = choices.CHOICES[:2]
     calibrate.GPU_SAMPLE = calibrate.TINY_SAMPLE

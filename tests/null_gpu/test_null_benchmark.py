@@ -1,6 +1,7 @@
 """`benchmarks/gpu.py`, `calibrate` and `--profile nsys` on one null GPU: everything ends as on a
 real one, whatever the figures say. What JAX refuses only with a CUDA client is refused here."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def findings_of(check, tmp_path):
 
 def test_rates_above_the_peak_are_no_ceilings(tmp_path):
     findings = findings_of("ceilings", tmp_path)
-    assert len(findings) == 4
+    assert len(findings) == 7
     assert findings["copy of 4 GiB"]["beside"].endswith("nothing was computed")
 
 
@@ -52,7 +53,8 @@ def test_rates_above_the_peak_are_no_ceilings(tmp_path):
 def test_operators_end_beside_the_cpu(tmp_path):
     findings = findings_of("operators", tmp_path)
     kinds = {what.split()[0].rstrip(",") for what in findings}
-    assert kinds == {"attention", "FP8", "mixer", "experts", "dropless", "embedding", "loss"}
+    expected = {"grouped", "attention", "FP8", "mixer", "experts", "dropless", "embedding", "loss"}
+    assert kinds == expected
     assert {finding["verdict"] for finding in findings.values()} == {"WRONG"}
 
 
@@ -65,12 +67,20 @@ def test_every_mixer_runs(tmp_path):
 
 @pytest.mark.nightly
 def test_the_profile_of_a_step_names_its_kernels(tmp_path):
-    (finding,) = findings_of("breakdown", tmp_path).values()
-    assert finding["verdict"] == "measured"
-    data = finding["data"]
-    assert data["found"] > 0.95
-    assert "products" in {part["name"] for part in data["kernels"]}
-    assert "profiled,bf16," in data["file"]
+    findings = findings_of("rows", tmp_path)
+    assert len(findings) == 2
+    for finding in findings.values():
+        assert finding["verdict"] == "ok", finding
+        assert finding["data"]["compared"]["found"] > 0.95
+    kernels = gzip.decompress((tmp_path / "llama31_8b_fp8" / "kernels.csv.gz").read_bytes())
+    assert kernels.startswith(b"instruction,runs,measured_us,forecast_us\n")
+
+
+@pytest.mark.nightly
+def test_every_size_of_the_grouped_matmuls_is_timed(tmp_path):
+    findings = findings_of("tiles", tmp_path)
+    assert {finding["verdict"] for finding in findings.values()} == {"measured"}
+    assert len(findings) == 26
 
 
 @pytest.mark.nightly
@@ -87,10 +97,9 @@ def test_tiny_rows_train_beside_the_cpu(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("check", ["real", "others"])
-def test_rows_complete(check, tmp_path):
-    (finding,) = findings_of(check, tmp_path).values()
-    assert finding["verdict"] == "ok", finding
+def test_commands_complete(tmp_path):
+    findings = findings_of("commands", tmp_path)
+    assert {finding["verdict"] for finding in findings.values()} == {"ok"}, findings
 
 
 @pytest.mark.nightly

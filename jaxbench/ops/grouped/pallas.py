@@ -18,10 +18,10 @@ from jaxbench.ops.pallas import (
     Inputs,
     Launch,
     Output,
+    add_product,
     call,
     gathered,
     largest,
-    product,
     tile_at,
     whole,
     work,
@@ -137,7 +137,7 @@ def _to_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     def step(i, total):
         x = gathered(r.x, rows, i * depth, depth)
-        return total + _product(x, r.w[of, pl.ds(i * depth, depth), :])
+        return _add_product(total, x, r.w[of, pl.ds(i * depth, depth), :])
 
     @pl.when(of < r.w.shape[0])
     def _():
@@ -154,7 +154,7 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     def step(i, total):
         features = pl.ds(i * depth, depth)
-        return total + _product(r.y[:, features], r.w[of, :, features].T)
+        return _add_product(total, r.y[:, features], r.w[of, :, features].T)
 
     @pl.when(of < r.w.shape[0])
     def _():
@@ -170,7 +170,7 @@ def _weights(r: SimpleNamespace) -> None:
     def step(b, total):
         block = pl.ds(b * BLOCK, BLOCK)
         x = gathered(r.x, r.row[block], 0, r.x.shape[1])
-        return total + _product(x.T, r.y[block, :])
+        return _add_product(total, x.T, r.y[block, :])
 
     r.w[...] = scaled_sum(step, first, r.ends[of], r.w.shape, r).astype(r.w.dtype)
 
@@ -181,11 +181,12 @@ def scaled_sum(step: Callable, first, last, shape: tuple[int, ...], r: SimpleNam
     return total * r.scale[0] if hasattr(r, "scale") else total
 
 
-def _product(a: Array, b: Array) -> Array:
-    """The fp32 product of two tiles; FP8 of two kinds is converted, exactly, to bf16."""
+def _add_product(total: Array, a: Array, b: Array) -> Array:
+    """The fp32 sum plus the product of two tiles; FP8 of two kinds is converted, exactly, to
+    bf16."""
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    return product(a, b)
+    return add_product(total, a, b)
 
 
 def scale_input(scale: Array | None) -> Inputs:
