@@ -182,7 +182,7 @@ def block_scaled_product(emulated: Callable[..., jax.Array]) -> Callable[..., ja
 
 def fp8_product(emulated: Callable[..., jax.Array], promoted: int) -> Callable[..., jax.Array]:
     """A function for kernels of Pallas's Triton backend: the fp32 `[m, n]` plus `[m, k]` times
-    `[k, n]`, both in the same FP8 type. `emulated` computes it elsewhere, such as in Pallas's
+    `[k, n]`, each in a type of FP8. `emulated` computes it elsewhere, such as in Pallas's
     interpreter.
 
     Hopper's tensor cores sum FP8 products in about 14 bits. Pallas asks Triton for fp32 sums of all

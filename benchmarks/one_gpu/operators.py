@@ -348,8 +348,9 @@ def compared(ctx: Context, case: Case) -> Finding:
     try:
         actual = computed(case, case.on(ctx.mode), ctx.mode, jnp.bfloat16)
         expected = computed(case, case.reference or case.on("cpu"), "cpu", case.exact)
-    except Exception as error:
-        return Finding(case.name, WRONG, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    except Exception as failure:
+        reason = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return Finding(case.name, WRONG, reason[:300])
     errors = [error(a, e) for a, e in zip(actual, expected, strict=True)]
     shown = ", ".join(f"{e:.0e}" for e in errors)
     # Not max(errors): it may ignore a NaN.

@@ -161,11 +161,17 @@ PROMOTED = 128
 """Features over which Hopper's tensor cores sum FP8 products before an fp32 sum takes them over, as
 DeepSeek-V3 does (section 3.5.2 of its report)."""
 
-_fp8_product = fp8_product(lambda total, a, b: total + product(a, b), PROMOTED)
+
+def _emulated(total: Array, a: Array, b: Array) -> Array:
+    return total + product(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16))
+
+
+_fp8_product = fp8_product(_emulated, PROMOTED)
 
 
 def add_product(total: Array, a: Array, b: Array) -> Array:
-    """The fp32 sum plus the product of two matrices of one type, inside a kernel."""
+    """The fp32 sum plus the product of two matrices, inside a kernel: both in bf16, or each in a
+    type of FP8."""
     return _fp8_product(total, a, b) if a.itemsize == 1 else total + product(a, b)
 
 

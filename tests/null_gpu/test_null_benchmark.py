@@ -68,10 +68,8 @@ def test_every_mixer_runs(tmp_path):
 @pytest.mark.nightly
 def test_the_profile_of_a_step_names_its_kernels(tmp_path):
     findings = findings_of("rows", tmp_path)
-    assert len(findings) == 2
-    for finding in findings.values():
-        assert finding["verdict"] == "ok", finding
-        assert finding["data"]["compared"]["found"] > 0.95
+    assert len(findings) == 4
+    assert {finding["verdict"] for finding in findings.values()} == {"ok", "measured"}, findings
     kernels = gzip.decompress((tmp_path / "llama31_8b_fp8" / "kernels.csv.gz").read_bytes())
     assert kernels.startswith(b"instruction,runs,measured_us,forecast_us\n")
 
@@ -80,7 +78,7 @@ def test_the_profile_of_a_step_names_its_kernels(tmp_path):
 def test_every_size_of_the_grouped_matmuls_is_timed(tmp_path):
     findings = findings_of("tiles", tmp_path)
     assert {finding["verdict"] for finding in findings.values()} == {"measured"}
-    assert len(findings) == 26
+    assert len(findings) == 14
 
 
 @pytest.mark.nightly

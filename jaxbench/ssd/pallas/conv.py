@@ -132,11 +132,13 @@ def _back_kernel(r, *, width: int, length: int, tiles: int):
     taps = [r.taps[w][None, :] for w in range(width)]
 
     def slope(rows):
-        """The gradient of the input of SiLU; zeros after the sequence."""
-        convolved = _convolved(r, rows, width)
+        """The gradient of the input of SiLU; zeros after the sequence, where memory is another
+        array's, and may be NaN."""
+        inside = jnp.minimum(rows, length - 1)
+        convolved = _convolved(r, inside, width)
         s = jax.nn.sigmoid(convolved)
-        du = r.du[jnp.minimum(rows, length - 1), :].astype(F32)
-        return jnp.where((rows < length)[:, None], du, 0.0) * (s + convolved * s * (1 - s))
+        gradient = r.du[inside, :].astype(F32) * (s + convolved * s * (1 - s))
+        return jnp.where((rows < length)[:, None], gradient, 0.0)
 
     def step(i, sums):
         rows = (first + i) * TOKENS + jax.lax.broadcasted_iota(jnp.int32, (TOKENS,), 0)
