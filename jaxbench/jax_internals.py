@@ -180,14 +180,14 @@ def block_scaled_product(emulated: Callable[..., jax.Array]) -> Callable[..., ja
     return primitive.bind
 
 
-def fp8_product(emulated: Callable[..., jax.Array], promoted: int) -> Callable[..., jax.Array]:
+def fp8_product(emulated: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """A function for kernels of Pallas's Triton backend: the fp32 `[m, n]` plus `[m, k]` times
     `[k, n]`, each in a type of FP8. `emulated` computes it elsewhere, such as in Pallas's
     interpreter.
 
-    Hopper's tensor cores sum FP8 products in about 14 bits. Pallas asks Triton for fp32 sums of all
-    of them, and Triton then multiplies in fp16 on the tensor cores of Ampere. Here the fp32 sum is
-    updated every `promoted` features, which Triton knows as `max_num_imprecise_acc`.
+    Hopper's tensor cores sum FP8 products in about 14 bits. Pallas asks Triton for more, and Triton
+    then multiplies in fp16 on the tensor cores of Ampere, at a quarter of the rate. Here the sums
+    are those of the hardware, as in cuBLASLt's matmuls.
     """
     primitive = Primitive("fp8_product")
     primitive.def_abstract_eval(lambda total, *operands: total)
@@ -195,7 +195,7 @@ def fp8_product(emulated: Callable[..., jax.Array], promoted: int) -> Callable[.
 
     @triton_lowering.register_lowering(primitive)
     def lower(context, total, a, b):
-        return triton.dot(a, b, total, max_num_imprecise_acc=promoted)
+        return triton.dot(a, b, total, max_num_imprecise_acc=2**30)
 
     return primitive.bind
 

@@ -142,7 +142,7 @@ class Measured(Roofline):
         return 2 * prod(padded(work)) / rate
 
     def _least(self, work: Work) -> float:
-        return work.flops / (peak(self.gpu, work.multiplied) * 1e12)
+        return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
     def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
         """FLOP/s of the causal half by sizes."""

@@ -73,7 +73,6 @@ def call(
     *,
     flops: int = 0,
     sizes: tuple[int, ...] = (),
-    converted: str | None = None,
     blocks: str | None = None,
     touched: Mapping[str, int] | None = None,
     interpret: bool,
@@ -82,9 +81,8 @@ def call(
 
     `flops` are those of the kernel's products over all programs. Memory traffic counts each array
     once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
-    part. A kernel whose work is a product has its `sizes`, and the dtype to which it has
-    `converted` its operands (`Work`), or the HLO dtype of block-scaled ones, `blocks`. All are
-    stored in the compiled call, for plans.
+    part. A kernel whose work is a product has its `sizes` (`Work`), and the HLO dtype of
+    block-scaled operands, `blocks`. All are stored in the compiled call, for plans.
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
@@ -92,7 +90,7 @@ def call(
     moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
     cost = {"kind": "product" if sizes else name, "flops": str(flops), "sizes": json.dumps(sizes)}
     cost |= {"moved": str(sum(moved.values())), "dtype": blocks or HLO_DTYPES[like.dtype.name]}
-    cost |= {"converted": converted or "", "blocks": blocks or ""}
+    cost |= {"blocks": blocks or ""}
 
     def body(*refs):
         kernel(SimpleNamespace(**dict(zip(names, refs, strict=True))))
@@ -136,7 +134,6 @@ def work(i: Instruction, scope: Scope) -> Work:
         int(cost["flops"]),
         sizes=tuple(json.loads(cost["sizes"])),
         bytes=int(cost["moved"]),
-        converted=cost["converted"] or None,
         blocks=bool(cost["blocks"]),
     )
 
@@ -157,22 +154,15 @@ def product(a: Array, b: Array) -> Array:
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
-PROMOTED = 128
-"""Features over which Hopper's tensor cores sum FP8 products before an fp32 sum takes them over, as
-DeepSeek-V3 does (section 3.5.2 of its report)."""
-
-
-def _emulated(total: Array, a: Array, b: Array) -> Array:
+@fp8_product
+def _add_fp8_product(total: Array, a: Array, b: Array) -> Array:
     return total + product(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16))
-
-
-_fp8_product = fp8_product(_emulated, PROMOTED)
 
 
 def add_product(total: Array, a: Array, b: Array) -> Array:
     """The fp32 sum plus the product of two matrices, inside a kernel: both in bf16, or each in a
     type of FP8."""
-    return _fp8_product(total, a, b) if a.itemsize == 1 else total + product(a, b)
+    return _add_fp8_product(total, a, b) if a.itemsize == 1 else total + product(a, b)
 
 
 def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:

@@ -42,9 +42,8 @@ class Work:
     `kind` is `product`, or the kind that a rule gives; `dtype` is that of the operands. `sizes` of
     a product are (batch, m, n, k) for `[m, k]` times `[k, n]`; of attention (batch, heads, length,
     head dim), with `backward` for its gradient. `bytes` is the memory traffic where it is not that
-    of operands and results. `converted` is the dtype to which a kernel converts operands before it
-    multiplies them, and whose peak it has. `blocks` is true for operands with scales of blocks.
-    `launches` are the kernels of a custom call that has several.
+    of operands and results. `blocks` is true for operands with scales of blocks. `launches` are the
+    kernels of a custom call that has several.
     """
 
     kind: str
@@ -53,21 +52,15 @@ class Work:
     sizes: tuple[int, ...] = ()
     backward: bool = False
     bytes: int | None = None
-    converted: str | None = None
     blocks: bool = False
     launches: int = 1
-
-    @property
-    def multiplied(self) -> str:
-        """The dtype in which it multiplies."""
-        return self.converted or self.dtype
 
     @property
     def format(self) -> str:
         """The name of the format in which a product multiplies: `fp8`, `mxfp8`, `nvfp4`, or the HLO
         dtype of another."""
-        short = self.multiplied[:2]
-        return {"f8": "mxfp8" if self.blocks else "fp8", "f4": "nvfp4"}.get(short, self.multiplied)
+        short = self.dtype[:2]
+        return {"f8": "mxfp8" if self.blocks else "fp8", "f4": "nvfp4"}.get(short, self.dtype)
 
 
 Rules = Mapping[str, Callable[[Instruction, Scope], Work]]

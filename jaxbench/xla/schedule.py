@@ -37,7 +37,7 @@ class Roofline:
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds of a kernel by part: `compute`, matrix products and attention, or `memory`."""
         memory = self.moving(kernel)
-        compute = sum(w.flops / (peak(self.gpu, w.multiplied) * 1e12) for w in kernel.works)
+        compute = sum(w.flops / (peak(self.gpu, w.dtype) * 1e12) for w in kernel.works)
         return {"compute": max(compute, memory)} if compute else {"memory": memory}
 
     def moving(self, kernel: Kernel) -> float:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -99,11 +99,10 @@ def gathered(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> ja
 
 def compiled_products(program: Program, dtype: str) -> Counter[tuple[str, bool]]:
     """Runs per step of the products in a compiled program, by the name in their `Product.scope` and
-    whether their operands are in the format `dtype`, in FP8 also if it is converted to bf16."""
+    whether their operands are in the format `dtype`."""
     runs_of: Counter[tuple[str, bool]] = Counter()
     for work, runs, source in program.works():
         named = re.search(rf"{re.escape(QUANTIZED)}([\w.]+)", source)
         if work.kind == "product" and named and hadamard.SCOPE not in source:
-            operands = replace(work, converted=None) if dtype == "fp8" else work
-            runs_of[named.group(1), operands.format == dtype] += runs
+            runs_of[named.group(1), work.format == dtype] += runs
     return runs_of
