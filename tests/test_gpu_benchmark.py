@@ -95,3 +95,9 @@ def test_a_rate_above_the_peak_is_wrong(gpu):
 
     assert speed.against(9026, 989) == ("WRONG", "above the peak of 989: nothing was computed")
     assert speed.against(700, 989) == ("measured", "")
+
+
+def test_the_page_of_measurements_is_of_its_findings(gpu):
+    import measured
+
+    assert measured.PAGE.read_text().partition(measured.MARK)[2].strip() == measured.tables()

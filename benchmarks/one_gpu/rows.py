@@ -3,8 +3,9 @@
 import gzip
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.plan import profile
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
+from jaxbench.plan.profile import Planned
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
@@ -26,6 +28,7 @@ from jaxbench.train.loop import run_steps
 from jaxbench.train.program import RULES, check_program, compile_program, read
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
+from jaxbench.xla.timeline import Kernel
 from one_gpu.context import MEASURED, OK, WRONG, Context, Finding, row
 
 FIRST = (
@@ -105,12 +108,16 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     run, trace = row(recipe), ctx.folder / recipe / "profile" / "rank-0"
     # The text has the names by which the profile calls asynchronous instructions.
     text = (trace / profile.PROFILED).read_text()
-    walk, profiled = Walk(Program.parse(text, RULES, strict=False)), profile.read_profile(trace)
+    walk, launched = Walk(Program.parse(text, RULES, strict=False)), profile.read_profile(trace)
     kernels = tables.load(ctx.gpu.name.lower())
-    forecast = expected_schedule(walk, ctx.gpu, kernels)
+    expected = profile.planned(expected_schedule(walk, ctx.gpu, kernels))
     axes = partial(axes_of, mesh_shape=run.mesh_shape)
-    found = profile.compare(profiled, walk, ctx.gpu, kernels, axes)
-    keep(ctx.output / recipe, text, profiled, profile.planned(forecast), found.steps)
+    found = profile.compare(launched, walk, ctx.gpu, kernels, axes)
+    profiled = {
+        name: sum(s for _, s in launches) / found.steps
+        for name, launches in launched.launches.items()
+    }
+    keep(ctx.output / recipe, text, profiled, expected)
     parts = ", ".join(
         f"{part.name} {1e3 * part.measured_s:.1f} ({1e3 * part.forecast_s:.1f})"
         for part in found.kernels
@@ -119,25 +126,48 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     figure = f"{1e3 * found.measured_s:.1f} ms, {ratio:.3f} of the forecast"
     beside = f"ms by kind (forecast): {parts}; {100 * found.found:.0f} % of kernels' time found"
     verdict = MEASURED if found.found > FOUND else WRONG
-    return Finding(f"{recipe}, row 1, profiled", verdict, figure, beside, asdict(found))
+    data = {"step_s": [found.measured_s, found.forecast_s], "kinds": by_kind(profiled, expected)}
+    return Finding(f"{recipe}, row 1, profiled", verdict, figure, beside, data)
+
+
+def by_kind(measured: dict[str, float], expected: dict[str, Planned]) -> dict[str, list[float]]:
+    """Measured and forecast seconds of a step by kind of kernel, finer than in a plan."""
+    seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, line in expected.items():
+        if isinstance(line.cause, Kernel):
+            both = seconds[kind(name, line.cause)]
+            both[0] += measured.get(name, 0.0)
+            both[1] += line.seconds
+    return dict(seconds)
+
+
+def kind(name: str, kernel: Kernel) -> str:
+    """The kind of a kernel."""
+    work = kernel.works[0] if kernel.works else None
+    if work and work.kind == "product":
+        grouped = len(work.sizes) == 4 and work.sizes[0] > 1
+        return f"{'grouped matmuls' if grouped else 'matmuls'}, {work.format}"
+    if work and work.kind == "attention":
+        return f"attention, {'backward' if work.backward else 'forward'}"
+    if kernel.part == "other kernels" and "scatter" in name:
+        return "scatters"
+    return kernel.part
 
 
 FOUND = 0.9
 """Smallest share of the forecast's kernel seconds whose instructions a profile has."""
 
 
-def keep(folder: Path, program: str, profiled: Any, expected: dict, steps: int) -> None:
-    """Writes the program, and the measured and the expected time of each instruction."""
+def keep(
+    folder: Path, program: str, measured: dict[str, float], expected: dict[str, Planned]
+) -> None:
+    """Writes the program, and the measured and the forecast time of each instruction in a step."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "program.hlo.gz").write_bytes(gzip.compress(program.encode()))
-    lines = ["instruction,runs,measured_us,forecast_us"]
-    for name in sorted(profiled.launches.keys() | expected.keys()):
-        launches = [1e6 * s for _, s in profiled.launches.get(name, ())]
-        line = expected.get(name)
-        runs = len(launches) / steps
-        lines.append(
-            f"{name},{runs:g},{sum(launches) / steps:.3f},{1e6 * line.seconds if line else 0:.3f}"
-        )
+    lines = ["instruction,measured_us,forecast_us"]
+    for name in sorted(measured.keys() | expected.keys()):
+        forecast = expected[name].seconds if name in expected else 0.0
+        lines.append(f"{name},{1e6 * measured.get(name, 0.0):.3f},{1e6 * forecast:.3f}")
     (folder / "kernels.csv.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
 
 
