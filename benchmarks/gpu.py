@@ -9,8 +9,8 @@ most valuable first. Each check is a separate process with a time limit, so that
 short has reported most, and a crash or hang affects one check only. `--budget` seconds after the
 start (540 on a GPU) no check is started, and a running one is stopped. Findings are appended to
 `results.jsonl` in the output folder as they come, after those of earlier calls; output of programs
-goes to `log.txt`, and the table of all to `table.md`. Rows leave their programs and the time of each of their kernels. Exit status 1 if
-anything is wrong.
+goes to `log.txt`, and the table of all to `table.md`. Rows leave their programs and the time of
+each of their kernels. Exit status 1 if anything is wrong.
 
     check       seconds on an H100 with 16 cores; of those in brackets none was measured
     operators   60      every operator next to the CPU's, at real shapes

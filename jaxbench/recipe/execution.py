@@ -39,7 +39,7 @@ class Execution:
     """attention implementation; `auto` is cuDNN on GPUs"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
     """Mamba-2 between its projections (docs/design/scan.md); `auto` is Pallas kernels on GPUs where
-    they can compute a model's mixers; no GPU has timed them"""
+    they can compute a model's mixers"""
     grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
     """of dropless experts: `xla` copies an expert's weights for each block of 128 tokens; `auto` is
     Pallas kernels on GPUs where they can multiply"""

@@ -13,6 +13,7 @@ from recurrence import Case, errors
 
 from jaxbench import ssd
 from jaxbench.ssd import pallas, xla
+from jaxbench.ssd.pallas import conv
 
 TUNING = pallas.Tuning(chunk=32, part=16, columns=64, interpret=True)
 MIXERS = {"xla": xla.mixer, "pallas": partial(pallas.mixer, tuning=TUNING)}
@@ -95,3 +96,23 @@ def test_products_of_bf16_are_summed_in_fp32_and_differentiated_in_bf16():
     products = [line for line in backward if "dot_general" in line]
     assert len(products) == 2
     assert all("xf32" not in line for line in products)
+
+
+def test_the_convolution_reads_no_token_beyond_the_sequence(monkeypatch):
+    """On a GPU memory behind an array may be NaN, and NaN times zero is NaN; an interpreter clamps
+    the index."""
+    rows, read = [], conv._at
+
+    def noted(x, at):
+        jax.debug.callback(lambda at: rows.append((at.min(), at.max())), at)
+        return read(x, at)
+
+    monkeypatch.setattr(conv, "_at", noted)
+    dims, length = ssd.Dims(2, 16, 16, eps=1e-5), 64
+    projected = jnp.ones((1, length, 1, dims.columns), jnp.bfloat16)
+    taps, bias = jnp.ones((1, 4, dims.channels)), jnp.ones((1, dims.channels))
+    convolve = partial(conv.conv_silu, TUNING, dims)
+    out, gradient = jax.vjp(convolve, projected, taps, bias)
+    jax.block_until_ready(gradient(out))
+    jax.effects_barrier()
+    assert max(last for _, last in rows) == length - 1
