@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import jax
 
@@ -144,7 +145,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Watchdog":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,8 +184,8 @@ class Watchdog:
         share = LATER if self._posted.rank else 1.0
         at, idle, answered, standstill = time.monotonic(), 0.0, 0.0, None
         while not self._stop.wait(self._interval):
-            # A process that was stopped (`scontrol suspend`) has not waited in that time: the wait
-            # took much longer than it should.
+            # A wait that takes much longer than it should was one of a process that was stopped
+            # (`scontrol suspend`), and made no progress for that reason.
             now = time.monotonic()
             idle += min(now - at, 2 * self._interval)
             at = now
@@ -196,15 +197,19 @@ class Watchdog:
                 if (posted := self._read()) is not None:
                     answered = idle
                     reason = standstill.reason(posted, idle / share)
-                elif idle - answered > self._timeout / 2 and idle > share * self._timeout:
-                    reason = f"no sign of life for {self._timeout / 2:g} s from rank 0 on "
-                    reason += coordinator()
                 else:
-                    reason = None
+                    reason = self._unanswered(idle / share, idle - answered)
                 if reason and self._is_first():
-                    within(RECORD_S, lambda reason=reason: self._hung(reason))
+                    within(RECORD_S, partial(self._hung, reason))
                     os._exit(STATUS["hang"])
         self._post()
+
+    def _unanswered(self, idle: float, silent: float) -> str | None:
+        """The reason to end when the coordinator, a thread of rank 0, has not answered for some
+        seconds."""
+        if idle <= self._timeout or silent <= self._timeout / 2:
+            return None
+        return f"no sign of life for {self._timeout / 2:g} s from rank 0 on {coordinator()}"
 
     def _post(self) -> bool:
         """Posts the progress of this process; returns whether it made any since the last time."""

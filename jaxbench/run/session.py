@@ -294,7 +294,8 @@ class Attempt:
         cache = None if visible else options.compilation_cache
         compile_step = profiling.compile_visible if visible else compile_program
         shown = live("compiling", shown=recorder.folder is not None)
-        with program_cache(cache, cache_identity(recorder.record)) as cached, shown:
+        identity = cache_identity(recorder.record)
+        with program_cache(cache, identity, recorder.say) as cached, shown:
             compiled, lower_s, compile_s = compile_step(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")

@@ -39,12 +39,12 @@ FAULTS = {
     "illegal_address": Expected(2, 6, "gpu", GPU + "CUDA_ERROR_ILLEGAL_ADDRESS", 15),
     "ecc": Expected(8, 6, "gpu", GPU + "CUDA_ERROR_ECC_UNCORRECTABLE", 15),
     "lost": Expected(8, 6, "gpu", GPU + "CUDA_ERROR_UNKNOWN", 15),
-    "hang": Expected(8, -9, "hang", HUNG, WATCHDOG_S + 3),
+    "hang": Expected(8, 9, "hang", HUNG, WATCHDOG_S + 3),
     "nccl_system": Expected(2, 7, "network", GPU + "NCCL operation .*unhandled system error", 15),
     "nccl_remote": Expected(8, 7, "network", GPU + "NCCL operation .*remote process exited", 15),
-    "nccl_hang": Expected(2, -9, "hang", HUNG, WATCHDOG_S + 3),
+    "nccl_hang": Expected(2, 9, "hang", HUNG, WATCHDOG_S + 3),
 }
-"""What happens once training has begun. A killed process (-9) is the watchdog's work."""
+"""What happens once training has begun."""
 
 
 def broken_run(folder, fault, gpus):
