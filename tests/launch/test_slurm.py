@@ -169,7 +169,7 @@ def test_a_cancelled_job_ends(cluster, stage):
 
 @pytest.mark.nightly
 def test_a_full_stage_is_storage_and_costs_no_restart(cluster, tmp_path):
-    """Without an inode no checkpoint, heartbeat or verdict has a new file."""
+    """Without an inode no checkpoint or verdict has a new file."""
     stage = tmp_path / "stage"
     stage.mkdir()
     options = ["-o", "size=64m,nr_inodes=200", "none", str(stage)]
@@ -212,7 +212,7 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     step = kill_rank(number, folder, 2)
     assert wait(cluster, number, ended)["JobState"] == "FAILED"
     last = main_log(folder).splitlines()[-1]
-    # On a busy machine a peer may notice before the shell of the rank, by a heartbeat of 10 s.
+    # On a busy machine a peer may notice before the shell of the rank.
     found = re.fullmatch(
         r"failed: lost rank 2 on (n1 \(killed by SIGKILL\), after step (\d+)|\w+ \(.*\)); "
         "it does not save, so it ends", last,
