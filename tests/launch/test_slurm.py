@@ -222,6 +222,27 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     assert read(folder)[0]["reason"].startswith("lost rank 2 on ")
 
 
+def test_a_suspended_job_goes_on_and_one_with_a_frozen_rank_ends(cluster, stage):
+    """Suspended for longer than the watchdog's time limit, as for a more urgent job; then a rank
+    hangs, which nobody but the watchdog ends."""
+    number, folder = submit(cluster, stage, "--watchdog", "6", **LONG)
+    running(cluster, number, folder)
+    cluster.run("scontrol", "suspend", number)
+    wait(cluster, number, lambda job: job["JobState"] == "SUSPENDED")
+    time.sleep(1)
+    steps = len(steps_of(folder))
+    time.sleep(14)
+    assert len(steps_of(folder)) == steps
+    cluster.run("scontrol", "resume", number)
+    running(cluster, number, folder, steps + 10)
+    os.kill(slurm.processes(number)[2], signal.SIGSTOP)
+    assert wait(cluster, number, ended)["JobState"] == "FAILED"
+    reason = r"no sign of life for 3 s from rank 2 on n1 \(training, last completed step \d+\)"
+    last, (record, _) = main_log(folder).splitlines()[-1], read(folder)
+    assert re.fullmatch(rf"failed: {reason}; it does not save, so it ends", last), last
+    assert (record["status"], record["cause"]) == ("failed", "hang")
+
+
 @pytest.mark.nightly
 def test_the_first_rank_that_fails_decides_and_is_quoted(cluster, stage, tmp_path):
     """One rank's mistake is not the others' loss: the job ends, though it saves."""
