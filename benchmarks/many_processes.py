@@ -101,9 +101,13 @@ class Job:
         for name, seconds in zip(MOMENTS, self.reached.max(axis=0) - self.began, strict=True):
             print(f"  {seconds:6.1f} s  the last is {name}", flush=True)
 
-    def ended(self) -> list[int]:
-        """Waits for all processes; returns their exit statuses."""
-        return [os.waitstatus_to_exitcode(os.wait()[1]) for _ in self.pids]
+    def ended(self, disturbed: int) -> list[int]:
+        """Waits for all processes but one, and ends that one, as srun does; returns the exit
+        statuses of the others."""
+        others = [os.waitpid(pid, 0)[1] for pid in self.pids if pid != disturbed]
+        os.kill(disturbed, signal.SIGKILL)
+        os.waitpid(disturbed, 0)
+        return [os.waitstatus_to_exitcode(status) for status in others]
 
 
 def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int], None]) -> None:
@@ -115,7 +119,7 @@ def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int]
         rank = random.Random(0).randrange(1, processes)
         at = time.monotonic()
         disturb(running.pids[rank])
-        statuses = running.ended()
+        statuses = running.ended(running.pids[rank])
         took = time.monotonic() - at
         reason = record.read_text() if (record := Path(temporary) / "run.json").exists() else ""
         by_status = {status: statuses.count(status) for status in sorted(set(statuses))}

@@ -6,10 +6,12 @@
 import ast
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import jax
 import pytest
+from commands import ROOT
 from tiny import tiny_run
 
 import jaxbench
@@ -126,6 +128,43 @@ def test_a_run_folder_of_another_user_is_refused(linked, shared, monkeypatch):
     monkeypatch.setattr(job, "broadcast", lambda name, make: make())
     with pytest.raises(RecipeError, match=f"--output {folder}: it belongs to user {OTHER}; name"):
         start.prepare(tiny_run(), args)
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["own", "new", "foreign", "foreign link"])
+def test_a_job_does_not_begin_in_a_folder_of_another_user(kind, shared):
+    """The head of the batch script: a job's number can be guessed, and its folder made before."""
+    script = (ROOT / "launch/slurm.sbatch").read_text()
+    begin, end = script.index("# Another user may have made"), script.index("if ! reason=")
+    folder = shared / "its 7"
+    if kind == "foreign link":
+        (shared / "own").mkdir()
+        folder.symlink_to(shared / "own")
+    elif kind != "new":
+        folder.mkdir()
+    if kind.startswith("foreign"):
+        os.chown(folder, OTHER, OTHER, follow_symlinks=False)
+    head = f"umask g-w,o-w\nlast_words() {{ echo \"$1\"; }}\nfolder='{folder}'\n"
+    done = subprocess.run(["bash", "-uc", head + script[begin:end]], capture_output=True, text=True)
+    refused = f"failed: {folder} belongs to another user\n"
+    assert (done.returncode, done.stdout) == ((5, refused) if "foreign" in kind else (0, ""))
+    assert list(folder.iterdir()) == []
+
+
+def test_jax_lets_a_job_with_a_watchdog_be_suspended(monkeypatch):
+    """Its own limit is 100 s, and its clock goes on meanwhile."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **named: calls.append(named))
+    monkeypatch.setattr(job, "_say_host", lambda rank: None)
+    for name, value in {
+        "COORDINATOR_ADDRESS": "n0:1",
+        "NUM_PROCESSES": "2",
+        "PROCESS_ID": "1",
+    }.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    job.join(watched=True)
+    job.join()
+    assert calls == [{"heartbeat_timeout_seconds": job.SUSPENDED_S}, {}]
 
 
 @pytest.fixture

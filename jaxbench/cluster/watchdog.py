@@ -183,6 +183,7 @@ class Watchdog:
     def _watch(self) -> None:
         share = LATER if self._posted.rank else 1.0
         at, idle, answered, standstill = time.monotonic(), 0.0, 0.0, None
+        self._post()
         while not self._stop.wait(self._interval):
             # A wait that takes much longer than it should was one of a process that was stopped
             # (`scontrol suspend`), and made no progress for that reason.

@@ -91,6 +91,8 @@ def posts(store, rank):
 
 def test_a_process_posts_its_progress_and_its_end(store, process):
     one = process(rank=1)
+    while not store.values:  # at once: it may be lost before the next time
+        assert one.watchdog._thread.is_alive()
     one.train(4, 0.1)
     one.watchdog.end()
     assert posts(store, 1) == {
