@@ -1,8 +1,13 @@
-"""Atomic file writes, also when the disk is full."""
+"""Atomic file writes, also when the disk is full. No file is written through a link: in a folder
+that several users share, another one may have made it."""
 
 import contextlib
+import errno
 import json
 import os
+import secrets
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +16,52 @@ RESERVE_BYTES = 2**18
 """Disk space reserved for a record: several times the size of the largest one."""
 
 
+def open_unlinked(path: Path, flags: int) -> int:
+    """Opens a file for writing and makes it where there is none; returns its descriptor. Raises
+    OSError where a link has its name, or with O_EXCL anything."""
+    return os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def foreign(folder: Path) -> str | None:
+    """Says whose a folder is that another user owns, or that a link of another user leads to; None
+    for one of this user. Raises OSError if this user cannot write into it.
+
+    The file system says whom it takes this user for: it may map users, such as root to nobody.
+    """
+    with tempfile.TemporaryFile(dir=folder) as own:
+        user = os.fstat(own.fileno()).st_uid
+    owners = {folder.lstat().st_uid, folder.stat().st_uid} - {user}
+    return f"it belongs to user {owners.pop()}" if owners else None
+
+
+@contextlib.contextmanager
+def private(folder: Path) -> Iterator[Path]:
+    """A path to a folder of this user alone, which is made if there is none. The path stays valid
+    whatever another user puts in the folder's place. Raises OSError where others own the folder or
+    may write into it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        path, mode = Path(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_mode
+        if reason := foreign(folder) or foreign(path):
+            raise PermissionError(errno.EPERM, reason)
+        if mode & 0o022:
+            raise PermissionError(errno.EPERM, f"others may write into it (mode {mode & 0o777:o})")
+        yield path
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file whole: a reader sees the old or the new one, never half of one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(open_unlinked(temporary, os.O_EXCL), "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -33,7 +79,7 @@ class Lines:
     write that fails, not later."""
 
     def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
+        self._file = os.fdopen(open_unlinked(path, os.O_APPEND), "ab", buffering=0)
 
     def write(self, line: str) -> None:
         """Adds a line. Raises OSError; a part of the line may be there then."""
@@ -58,13 +104,12 @@ class ReservedJson:
         self._allocate()
 
     def _allocate(self) -> None:
-        with self._reserve.open("ab") as file:
+        with open(open_unlinked(self._reserve, 0), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
     def write(self, content: Any) -> None:
         """Replaces the content. Raises OSError if even the reserved space is gone."""
-        descriptor = os.open(self._reserve, os.O_WRONLY | os.O_CREAT, 0o666)
-        with open(descriptor, "wb") as file:
+        with open(open_unlinked(self._reserve, 0), "wb") as file:
             file.write(as_json(content).encode())
             file.truncate()
         os.replace(self._reserve, self.path)

@@ -148,7 +148,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "--config", str(path),
         *(["--cpu-devices", str(local)] if args.cpu else ["--gpus", str(gpus)]),
         "--local-devices", str(local), *arguments.as_texts(options),
-        "--compilation-cache", str(stage / "cache"), "--resume",
+        "--compilation-cache", str(stage / f"cache-{os.getuid()}"), "--resume",
     )  # fmt: skip
     train = arguments.parse_arguments([*texts, "--output", str(results)])
     arguments.check_arguments(train)
@@ -178,7 +178,7 @@ def submit(job: Job) -> str:
     """Submits the job; returns its id. Raises RecipeError with Slurm's message."""
     number = sbatch.submit(job.script())
     with contextlib.suppress(OSError):  # for `tail -F`; else the job makes it
-        job.folder(number).mkdir(exist_ok=True)
+        job.folder(number).mkdir(mode=0o755, exist_ok=True)
     return number
 
 

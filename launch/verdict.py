@@ -45,7 +45,7 @@ ENDS = {
 FIRST = r"(?m)^rank (\d+) on (\S+): exit (\d+)$"
 """Line of `run.sh` when a process failed."""
 
-KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
+ABORTED = 128 + signal.SIGABRT
 NETWORK = "{where}: it lost the network or another process: "
 JAX = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
 CUDA = r"Check failed: .*?(CUDA_ERROR_\w+[^)\n]*)"
@@ -60,27 +60,22 @@ RULES = (
       for cause in ("failed", "mistake", "numbers", "memory", "storage")),
     (STATUS["gpu"], "", "", "failed", "gpu", "{where}: its GPU failed: {message}", YES),
     (STATUS["network"], "", "", "failed", "network", NETWORK + "{message}", YES),
-    (STATUS["lost"], "", "", "failed", "lost", "{where}: {message}", YES),
-    (KILLED, "watchdog", "^(lost (?!.*{rank}).*)", "failed", "lost", "{quote}", YES),
-    (KILLED, "watchdog", "^(?!lost )(.*)", "failed", "hang", "{quote}", YES),
-    (ABORTED, "watchdog", "^(lost (?!.*{rank}).*)", "failed", "lost", "{quote}", YES),
-    (ABORTED, "watchdog", "^(?!lost |no sign of life .*{rank})(.*)", "failed", "hang", "{quote}",
-     YES),
+    *((STATUS[cause], "", "", "failed", cause, "{message}", YES) for cause in ("lost", "hang")),
     (ABORTED, "rank", JAX, "failed", "network", NETWORK + "{quote}", YES),
     (ABORTED, "rank", GLOO, "failed", "network", NETWORK + "{quote}", YES),
     (ABORTED, "rank", CUDA, "failed", "gpu", "{where}: its GPU failed: {quote}", YES),
     (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
 )  # fmt: skip
 """The first rule that matches gives the verdict: exit status of the first rank that failed (None:
-any), and a pattern in the watchdog's last line or in the log of that rank.
+any), and a pattern in the log of that rank. The causes `lost` and `hang` name ranks themselves.
 
-A watchdog that ends a job kills the ranks of its host, so the first failed rank may be one that it
-killed; its last line then has the cause. If that line names the failed rank itself, the rank was
-lost, or aborted by JAX, before the watchdog acted. JAX aborts a rank when the coordinator, or the
-network to it, is gone, and when other ranks are silent, whose numbers follow in its message, one a
-line. Gloo aborts it when a connection is lost, XLA when its GPU fails as an asynchronous operation
-begins.
+JAX aborts a rank when the coordinator, or the network to it, is gone, and without a watchdog when
+other ranks are silent, whose numbers follow in its message, one a line. Gloo aborts it when a
+connection is lost, XLA when its GPU fails as an asynchronous operation begins.
 """
+
+OWN = {status for cause, status in STATUS.items() if cause not in ("network", "lost")}
+"""Exit statuses of a process whose failure is no consequence of another one's."""
 
 
 def read(path):
@@ -152,14 +147,15 @@ def verdict(folder, start, messages, state):
         errors = [line for line in messages.splitlines() if "error" in line][-1:]
         reason = "; ".join(["lost a node, or no process could be started", *errors])
         return "failed", "lost a node", reason, os.path.exists(os.path.join(folder, "run.json"))
+    if int(first.group(3)) == ABORTED:  # by JAX, perhaps, because rank 0 had ended a moment before
+        zero = re.search(FIRST.replace(r"\d+", "0", 1), messages)
+        first = zero if zero and int(zero.group(3)) in OWN else first
     rank, node, code = int(first.group(1)), first.group(2), int(first.group(3))
     words = re.findall(f"(?m)^rank {rank} on \\S+: (error: .*)$", messages)[:1]
     lines = [] if words else lines_of(folder, rank, start)
-    watchdog = re.findall(r"(?m)^rank 0 on \S+: watchdog: (.*)$", messages)
-    logs = {"watchdog": watchdog[-1:], "rank": ["\n".join(lines[-200:])], "": [""]}
+    logs = {"rank": "\n".join(lines[-200:]), "": ""}
     for exit_status, log, pattern, status, cause, reason, requeue in RULES:  # noqa: B007
-        pattern = pattern.replace("{rank}", f"rank {rank} on ")
-        match = re.search(pattern, logs[log][0]) if logs[log] else None
+        match = re.search(pattern, logs[log])
         if match and exit_status in (code, None):
             break
     quote = match.group(1) if log else ""

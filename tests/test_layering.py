@@ -94,7 +94,7 @@ def test_laptop_packages_load_without_jax():
         "report",
     )
     modules = [m for m in MODULES if package_of(m) in laptop and not m.endswith("__main__")]
-    modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog", "jaxbench.__main__"]
+    modules += ["jaxbench.cluster.messages", "jaxbench.__main__"]
     modules += [f"jaxbench.{command.options}" for command in COMMANDS.values()]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

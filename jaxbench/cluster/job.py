@@ -24,14 +24,22 @@ TIMEOUT_MS = 300_000
 """Longest time for which a process waits for a value of another one."""
 
 
-def join() -> None:
+SUSPENDED_S = 7 * 24 * 3600
+"""Longest time for which a job with a watchdog may be suspended (`scontrol suspend`). After 100 s
+without a sign of life JAX would abort all processes, and its clock goes on while they are stopped,
+so that it would end a healthy job when it continues."""
+
+
+def join(watched: bool = False) -> None:
     """Connects this process to the others that a launcher started; does nothing for a single one.
+    With a watchdog, which does better, JAX does not miss silent processes.
 
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
     and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
     """
     # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
     jax.config.update("jax_enable_preemption_service", False)
+    silence: dict[str, Any] = {"heartbeat_timeout_seconds": SUSPENDED_S} if watched else {}
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
             names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -40,10 +48,10 @@ def join() -> None:
             raise RecipeError(
                 "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers"
             ) from error
-        jax.distributed.initialize(address, count, index)
+        jax.distributed.initialize(address, count, index, **silence)
         _say_host(index)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**silence)
         _say_host(int(os.environ["SLURM_PROCID"]))
 
 
@@ -54,7 +62,7 @@ def node() -> str:
 
 def _say_host(rank: int) -> None:
     """Tells the others where this process is. To ask JAX for its rank would look for devices."""
-    coordination_client().key_value_set(f"jaxbench/host/{rank}", platform.node())
+    coordination_client().key_value_set(f"jaxbench/host/{rank}", node())
 
 
 def one_of_node(name: str) -> bool:

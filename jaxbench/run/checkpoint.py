@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from jaxbench.cluster.causes import cause_of
-from jaxbench.cluster.heartbeat import Heartbeat
+from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import is_null
 from jaxbench.recipe.build import differing
@@ -77,7 +77,7 @@ class Checkpoints:
     """A pause (`train.loop.Pause`) that saves the state into `<folder>/checkpoints`.
 
     The run starts after `start` steps. A save is due every `every` steps (None: never) and at the
-    end; the last `keep` stay. Recorder and heartbeat are told of it. `saved` has one entry per
+    end; the last `keep` stay. Recorder and watchdog are told of it. `saved` has one entry per
     save: completed steps, bytes, seconds for which training waited, seconds until the checkpoint
     was complete, and the rate in GB/s.
     """
@@ -89,10 +89,10 @@ class Checkpoints:
         every: int | None,
         keep: int,
         recorder: Recorder,
-        beat: Heartbeat,
+        watchdog: Watchdog,
     ):
         self.saved: list[dict[str, Any]] = []
-        self._every, self._recorder, self._beat = every, recorder, beat
+        self._every, self._recorder, self._watchdog = every, recorder, watchdog
         self._folder = folder.absolute() / FOLDER
         self._started = 0.0
         self._last = start
@@ -119,7 +119,7 @@ class Checkpoints:
         """Saves the state after `step` steps; returns when it is copied from the devices, or at the
         end of training when the checkpoint is complete."""
         self._recorder.phase("saving", f"the state after {step} steps")
-        self._beat.phase = "saving"
+        self._watchdog.phase = "saving"
         self.wait()
         arrays = _by_path(state)
         self._started, start = time.time(), time.perf_counter()
@@ -132,7 +132,7 @@ class Checkpoints:
             self._report(blocking_s=time.perf_counter() - start)
         if ending:
             self.wait()
-        self._beat.phase = "training"
+        self._watchdog.phase = "training"
         self._recorder.add(checkpoints=self.saved)
 
     def wait(self) -> None:

@@ -47,7 +47,7 @@ def find_run(
     devices.select_platform(args.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     devices.limit_host_memory()
-    job.join()
+    job.join(watched=args.watchdog is not None)
     count, platform = devices.find()
     check_profiled(args, jax.process_count())
     if args.local_devices is not None:

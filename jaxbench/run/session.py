@@ -1,7 +1,8 @@
 """One run of a benchmark: the training loop with records, checkpoints, profiles, signals and
-heartbeats around it."""
+watchdog around it."""
 
 import contextlib
+import faulthandler
 import os
 import shlex
 import signal
@@ -17,12 +18,11 @@ from typing import Any, NoReturn
 import jax
 
 from jaxbench import mesh
-from jaxbench.cluster import job, watchdog
+from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
-from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.cluster.messages import tell
 from jaxbench.cluster.signals import Signals, name_of
-from jaxbench.cluster.watched import watched
+from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import STATUS, RunFailed
 from jaxbench.files import write_json
 from jaxbench.hardware import NULL, identify
@@ -117,9 +117,9 @@ def benchmark(run: Run, session: Session) -> int:
         name = session.options.stream if first else None
         stream = open_stream(name, session.folder, record, session.start)
         recorder = Recorder(folder, run, record, session.start, stream)
-        with watched(session.folder, session.options.watchdog) as beat:
-            signals = Signals(partial(interrupted, recorder, beat))
-            status, reason, cause = Attempt(run, session, recorder, signals, beat).outcome()
+        with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
+            signals = Signals(partial(interrupted, recorder, watchdog))
+            status, reason, cause = Attempt(run, session, recorder, signals, watchdog).outcome()
         if cause:
             tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
@@ -132,9 +132,16 @@ def benchmark(run: Run, session: Session) -> int:
     return leave(STATUS[cause] if cause else 0, wait=cause is None)
 
 
-def interrupted(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
+def hung(recorder: Recorder, reason: str) -> None:
+    """Tells and records why the watchdog ends this process, and where its threads are."""
+    tell(f"error: {reason}")
+    faulthandler.dump_traceback(sys.stderr.fileno())
+    recorder.finish("failed", reason, "hang")
+
+
+def interrupted(recorder: Recorder, watchdog: Watchdog, number: signal.Signals) -> None:
     """Ends a process before its first step, with a complete record."""
-    end(recorder, beat, 128 + number, "interrupted", name_of(number))
+    end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
 
 
 def refuse(error: Exception, wait: bool) -> int:
@@ -146,11 +153,11 @@ def refuse(error: Exception, wait: bool) -> int:
     return leave(STATUS[cause_of(error)], wait)
 
 
-def end(recorder: Recorder, beat: Heartbeat, code: int, status: str, reason: str,
+def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
         cause: str | None = None) -> None:  # fmt: skip
     """Ends the process at once, even with a blocked main thread, with a complete record."""
     try:
-        beat.end()  # first, so that the watchdog does not record an end of its own
+        watchdog.end()  # first: only one thread ends the process
         if cause:
             tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
@@ -183,7 +190,7 @@ class Attempt:
     session: Session
     recorder: Recorder
     signals: Signals
-    beat: Heartbeat
+    watchdog: Watchdog
     launches: Launches | None = None
 
     def outcome(self) -> tuple[str, str | None, str | None]:
@@ -206,6 +213,7 @@ class Attempt:
     def _failure(self, error: Exception) -> tuple[str, str, str | None]:
         """Status, reason and cause of an error. Prints the traceback only of an unknown cause: for
         a known one the library's message is enough."""
+        self.watchdog.claim()
         number = self.signals.received
         if number and cause_of(error) == "network":
             # Before its first step another process ends at once on the job's signal.
@@ -217,14 +225,8 @@ class Attempt:
             traceback.print_exception(error)
         if cause in ("gpu", "network") and self.launches and (gpu := self.launches.failed()):
             reason = f"{gpu}: {reason}"
-        lost = None if own and cause != "network" else self._lost_neighbor()
+        lost = None if own and cause != "network" else self.watchdog.lost()
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
-
-    def _lost_neighbor(self) -> str | None:
-        """The lost processes of this host, which may be why this one fails."""
-        if self.beat.place is None or jax.process_count() == 1:
-            return None
-        return watchdog.wait_for_lost_neighbor(self.beat.place)
 
     def _train(self) -> None:
         program = self.launches = Launches(compiled := self._compile(), self._failed_launch)
@@ -238,7 +240,7 @@ class Attempt:
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
         with contextlib.ExitStack() as sampled:
             for step in run_steps(self.run, program, self._stop, state, pauses):
-                self.beat.completed = step["step"]
+                self.watchdog.completed = step["step"]
                 if recompiled and times:
                     step["compiled_s"] = sum(recompiled)
                 recompiled.clear()
@@ -272,16 +274,16 @@ class Attempt:
         """Ends the process for the error of a step that the blocked main thread misses."""
         status, reason, cause = self._failure(error)
         code = STATUS[cause] if cause else 128 + (self.signals.received or signal.SIGINT)
-        end(self.recorder, self.beat, code, status, reason, cause)
+        end(self.recorder, self.watchdog, code, status, reason, cause)
 
     def _enter(self, phase: str, detail: str) -> None:
-        """Begins a phase, in the heartbeat and in the log."""
+        """Begins a phase, for the watchdog and in the log."""
         # For the watchdog training begins with the first step; until then weights are initialized.
-        self.beat.phase = "loading" if phase == "training" else phase
+        self.watchdog.phase = "loading" if phase == "training" else phase
         self.recorder.phase(phase, detail)
 
     def _stop(self, step: int) -> bool:
-        self.beat.phase, self.beat.started = "training", step
+        self.watchdog.phase, self.watchdog.started = "training", step
         return self.signals.stop(step)
 
     def _compile(self) -> Any:
@@ -292,7 +294,8 @@ class Attempt:
         cache = None if visible else options.compilation_cache
         compile_step = profiling.compile_visible if visible else compile_program
         shown = live("compiling", shown=recorder.folder is not None)
-        with program_cache(cache, cache_identity(recorder.record)) as cached, shown:
+        identity = cache_identity(recorder.record)
+        with program_cache(cache, identity, recorder.say) as cached, shown:
             compiled, lower_s, compile_s = compile_step(run)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
@@ -330,7 +333,7 @@ class Attempt:
         from jaxbench.run.checkpoint import Checkpoints
 
         start, every, keep = self.session.start, options.checkpoint_every, options.keep or KEEP
-        return Checkpoints(folder, start, every, keep, self.recorder, self.beat)
+        return Checkpoints(folder, start, every, keep, self.recorder, self.watchdog)
 
     def _pauses(self, saver: Pause | None, program: Any) -> list[Pause]:
         options, pauses = self.session.options, [] if saver is None else [saver]

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError
+from jaxbench.files import foreign
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling, records
@@ -56,7 +57,9 @@ def _plan(run: Run, args: argparse.Namespace) -> tuple[str, str | None, int] | N
             checkpoint.check(restore, recipes.describe(run))
     if exists and _is_completed(record, replace(run, steps=steps)):
         return None
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if reason := foreign(folder):
+        raise RecipeError(f"--output {folder}: {reason}; name a folder of your own")
     return str(folder), None if restore is None else str(restore), steps
 
 

@@ -169,7 +169,7 @@ def test_a_cancelled_job_ends(cluster, stage):
 
 @pytest.mark.nightly
 def test_a_full_stage_is_storage_and_costs_no_restart(cluster, tmp_path):
-    """Without an inode no checkpoint, heartbeat or verdict has a new file."""
+    """Without an inode no checkpoint or verdict has a new file."""
     stage = tmp_path / "stage"
     stage.mkdir()
     options = ["-o", "size=64m,nr_inodes=200", "none", str(stage)]
@@ -212,7 +212,7 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     step = kill_rank(number, folder, 2)
     assert wait(cluster, number, ended)["JobState"] == "FAILED"
     last = main_log(folder).splitlines()[-1]
-    # On a busy machine a peer may notice before the shell of the rank, by a heartbeat of 10 s.
+    # On a busy machine a peer may notice before the shell of the rank.
     found = re.fullmatch(
         r"failed: lost rank 2 on (n1 \(killed by SIGKILL\), after step (\d+)|\w+ \(.*\)); "
         "it does not save, so it ends", last,
@@ -220,6 +220,27 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     assert found, last
     assert found[2] is None or int(found[2]) >= step - 5
     assert read(folder)[0]["reason"].startswith("lost rank 2 on ")
+
+
+def test_a_suspended_job_goes_on_and_one_with_a_frozen_rank_ends(cluster, stage):
+    """Suspended for longer than the watchdog's time limit, as for a more urgent job; then a rank
+    hangs, which nobody but the watchdog ends."""
+    number, folder = submit(cluster, stage, "--watchdog", "6", **LONG)
+    running(cluster, number, folder)
+    cluster.run("scontrol", "suspend", number)
+    wait(cluster, number, lambda job: job["JobState"] == "SUSPENDED")
+    time.sleep(1)
+    steps = len(steps_of(folder))
+    time.sleep(14)
+    assert len(steps_of(folder)) == steps
+    cluster.run("scontrol", "resume", number)
+    running(cluster, number, folder, steps + 10)
+    os.kill(slurm.processes(number)[2], signal.SIGSTOP)
+    assert wait(cluster, number, ended)["JobState"] == "FAILED"
+    reason = r"no sign of life for 3 s from rank 2 on n1 \(training, last completed step \d+\)"
+    last, (record, _) = main_log(folder).splitlines()[-1], read(folder)
+    assert re.fullmatch(rf"failed: {reason}; it does not save, so it ends", last), last
+    assert (record["status"], record["cause"]) == ("failed", "hang")
 
 
 @pytest.mark.nightly

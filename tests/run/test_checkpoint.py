@@ -13,7 +13,7 @@ from cases import tiered
 from jax.sharding import PartitionSpec
 from tiny import mesh_of, tiny_run, to_numpy
 
-from jaxbench.cluster.heartbeat import Heartbeat
+from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.recipe import recipes
 from jaxbench.run import checkpoint
@@ -53,7 +53,7 @@ class Said(Recorder):
 
 
 def saver(folder, run, every):
-    return checkpoint.Checkpoints(folder, 0, every, 2, Said(run), Heartbeat())
+    return checkpoint.Checkpoints(folder, 0, every, 2, Said(run), Watchdog())
 
 
 def restored(path, run, say=lambda line: None):
