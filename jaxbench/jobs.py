@@ -3,6 +3,7 @@ folder of their results and Slurm's queue."""
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +48,20 @@ def queue() -> Queue:
     return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
 
 
+OPTIONS = re.compile(r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_")
+"""Beginnings of variables that are options of Slurm's commands: of a shell's profile, or of an
+allocation around it."""
+
+
+def environment() -> dict[str, str]:
+    """The environment of a command of Slurm, whose options are all on its command line."""
+    return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
+
+
 def slurm(*command: str) -> str:
     """Returns the output of a command of Slurm. Raises RecipeError with its message."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment())
     except FileNotFoundError as error:
         raise RecipeError(
             f"there is no {command[0]} here; on one host use launch/run.sh --config RECIPE"

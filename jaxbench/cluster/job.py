@@ -7,6 +7,7 @@ waits for a device or disturbs a step.
 import json
 import os
 import platform
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed, listed
-from jaxbench.jax_internals import coordination_client
+from jaxbench.jax_internals import coordination_client, slurm_coordinator
 
 ARRIVAL_S = 900.0
 """Longest time for which a process waits for others that compile: on a busy host they may take some
@@ -32,6 +33,7 @@ def join() -> None:
     """
     # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
     jax.config.update("jax_enable_preemption_service", False)
+    os.environ.setdefault("grpc_proxy", "")  # the processes of a job reach each other directly
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
             names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -43,8 +45,21 @@ def join() -> None:
         jax.distributed.initialize(address, count, index)
         _say_host(index)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        jax.distributed.initialize()
+        check_name(slurm_coordinator())
+        jax.distributed.initialize(cluster_detection_method="slurm")  # not by an inherited MPI
         _say_host(int(os.environ["SLURM_PROCID"]))
+
+
+def check_name(host: str) -> None:
+    """Raises RunFailed if the name of the first process's host does not resolve on this one: JAX
+    would try for five minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise RunFailed(
+            f"node {node()}: the name {host} of the job's first node does not resolve: "
+            f"{error.strerror}", "network"
+        ) from error
 
 
 def node() -> str:
