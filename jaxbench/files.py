@@ -28,6 +28,30 @@ def as_json(content: Any) -> str:
     return json.dumps(content, indent=2, default=asdict) + "\n"
 
 
+RECORDS = ("run.json", "job.json")
+"""The record of a run, and that of its job, which the launcher writes (`launch/verdict.py`)."""
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """The record of a run; that of its job before it has one. If the run was killed before it could
+    record its end, status, cause and reason are those that the job has recorded since. Raises
+    FileNotFoundError where there is neither, ValueError for what is no JSON object."""
+    run, job = (folder / name for name in RECORDS)
+    record = _object(run if run.is_file() else job)
+    if record.get("status") == "running" and job.is_file() and run.is_file():
+        if job.stat().st_mtime_ns > run.stat().st_mtime_ns:
+            end = _object(job)
+            record |= {key: end.get(key) for key in ("status", "cause", "reason", "slurm")}
+    return record
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name}: expected a JSON object")
+    return content
+
+
 class Lines:
     """A text file that is written line by line without a buffer, so that an error is raised by the
     write that fails, not later."""

@@ -55,9 +55,11 @@ if [ -n "${JAXBENCH_LOGS:-}" ]; then
   exec >> "$own"
 fi
 [ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # marks where this start begins in the log
-"$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' ||
-  end 2 "no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
-before=$(oom_kills) status=0
+status=0
+"$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' || status=$?
+[ "$status" -le 128 ] || end "$status" # by a signal
+[ "$status" = 0 ] || end 2 "no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
+before=$(oom_kills)
 "${command[@]}" 2>&1 || status=$?
 if [ "$status" = 137 ] && [ "$(oom_kills)" != "$before" ]; then
   end 4 "out of host memory: the kernel killed the process"

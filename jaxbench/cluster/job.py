@@ -33,7 +33,9 @@ def join() -> None:
     """
     # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
     jax.config.update("jax_enable_preemption_service", False)
-    os.environ.setdefault("grpc_proxy", "")  # the processes of a job reach each other directly
+    # The processes of a job reach each other directly, so JAX's warning of proxies is none.
+    os.environ.setdefault("grpc_proxy", "")
+    jax.config.update("jax_check_proxy_envs", False)
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
             names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -58,7 +60,7 @@ def check_name(host: str) -> None:
     except OSError as error:
         raise RunFailed(
             f"node {node()}: the name {host} of the job's first node does not resolve: "
-            f"{error.strerror}", "network"
+            f"{error.strerror}"
         ) from error
 
 

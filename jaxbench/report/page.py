@@ -114,6 +114,8 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
         nodes=history.nodes(rows),
         weeks=history.WEEKS,
         listed=history.LISTED,
+        shown=history.SHOWN,
+        short=history.short,
         threshold=f"{100 * threshold:g}",
         smoke=sum(len(row.points) for row in rows if row.smoke),
         count=sum(len(row.points) for row in rows),

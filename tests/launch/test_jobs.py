@@ -43,7 +43,7 @@ def test_jobs_are_listed_across_recipes(stage, capsys):
         "llama31_8b_bf16 8 GPUs interrupted: cancelled CANCELLED 00:01:40 n7 20 of 50 cancelled",
         "llama31_8b_bf16 8 GPUs running RUNNING 3:05 n[0-1] 20 of 50",
         "8 GPUs pending PENDING 0:00 (Priority)",
-        "grok1_314b_bf16 8 GPUs lost 20 of 50",
+        f"grok1_314b_bf16 8 GPUs lost 20 of 50 {jobs.LOST}",
     ]
 
 
