@@ -38,10 +38,10 @@ def recorded(folder: Path) -> dict[str, Any]:
     FileNotFoundError where there is neither, ValueError for what is no JSON object."""
     run, job = (folder / name for name in RECORDS)
     record = _object(run if run.is_file() else job)
-    if record.get("status") == "running" and job.is_file() and run.is_file():
-        if job.stat().st_mtime_ns > run.stat().st_mtime_ns:
-            end = _object(job)
-            record |= {key: end.get(key) for key in ("status", "cause", "reason", "slurm")}
+    both = job.is_file() and run.is_file()
+    if record.get("status") == "running" and both and job.stat().st_mtime > run.stat().st_mtime:
+        end = _object(job)
+        record |= {key: end.get(key) for key in ("status", "cause", "reason", "slurm")}
     return record
 
 

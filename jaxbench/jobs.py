@@ -50,7 +50,9 @@ def queue() -> Queue:
 
 LOST = "neither in Slurm's queue nor ended in its record: its first node may be lost"
 
-OPTIONS = re.compile(r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_")
+OPTIONS = re.compile(
+    r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
+)
 """Beginnings of variables that are options of Slurm's commands: of a shell's profile, or of an
 allocation around it."""
 

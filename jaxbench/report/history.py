@@ -4,6 +4,7 @@ The last runs are compared with the median of those before them since the last c
 drift is found as well as a jump.
 """
 
+import bisect
 import math
 import statistics
 from collections import Counter
@@ -137,17 +138,21 @@ def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
     spread = robust_deviation(steps) / math.sqrt(2) if len(times) >= FEWEST else 0.0
     changes: dict[int, float] = {}
     begin = 0
+    earlier: dict[int, list[float]] = {count: [] for count in TOGETHER}  # sorted
     for end in range(1, len(times) + 1):
-        for count in TOGETHER:
-            before = times[begin : end - count]
+        for count, before in earlier.items():
+            if end - count > begin:
+                bisect.insort(before, times[end - count - 1])
+        for count, before in earlier.items():
             if len(before) < count:
                 break
-            last = times[end - count : end]
-            change = statistics.median(last) / statistics.median(before) - 1
+            middle = (before[len(before) // 2] + before[(len(before) - 1) // 2]) / 2
+            change = statistics.median(times[end - count : end]) / middle - 1
             variance = sum(min(1.0, 1.57 / n) for n in (count, len(before)))
             if abs(change) > max(threshold, DEVIATIONS * spread * math.sqrt(variance)):
                 begin = end - count
                 changes[begin] = change
+                earlier = {n: sorted(times[begin : max(begin, end - n)]) for n in TOGETHER}
                 break
     return changes
 

@@ -281,3 +281,9 @@ def test_a_rank_s_own_line_is_quoted_without_the_recipe(job):
     said = "failed: llama31_8b_bf16, row smoke (smoke): loss is nan at step 3\nrecord: run.json\n"
     _, record = job(STATUS["numbers"], said)
     assert record["reason"] == "rank 3 on n1: loss is nan at step 3"
+
+
+def test_a_leak_does_not_burn_the_restarts(job, monkeypatch):
+    oom = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+    again, record = job(128 + signal.SIGKILL, srun=oom)
+    assert (again, record["cause"]) == (False, "memory")
