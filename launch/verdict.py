@@ -5,8 +5,8 @@
 `slurm.sbatch` runs this after `srun`. STEP is `check`, `train`, or `ending` while Slurm ends the
 job; START is the number of the start from 0, which counts Slurm's own requeues too; STATUS is the
 exit status of `srun`; MESSAGES are files with the standard error of `srun`, of which one may be
-cut. Prints a line for each value of `main`, and writes the verdict into `job.json`, `run.json` and the
-record's log.
+cut. Prints a line for each value of `main`, and writes the verdict into `job.json`, `run.json` and
+the record's log.
 
 If Slurm ended the job, that is the reason. Otherwise the first failure decides: a check says in
 `check.json` what it found, a rank by its exit status (`RULES`) and its last words (`run.sh`), srun
@@ -16,12 +16,14 @@ could not say why they ended are read there. Runs outside of containers, with an
 on.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import signal
 import sys
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -122,7 +124,7 @@ class Verdict(NamedTuple):
     script, whether a job that saves is requeued, and the node that is at fault."""
 
     status: str
-    cause: Optional[str]
+    cause: str | None
     reason: str
     code: int
     again: bool = False
@@ -220,8 +222,8 @@ def complete(folder, name, verdict, slurm):
         return None
     record.update({"slurm": slurm} if slurm else {})
     if record.get("status") != "completed":
-        named = zip(("status", "cause", "reason"), verdict)
-        record.update((key, value or None) for key, value in named)
+        record["status"], record["cause"] = verdict.status, verdict.cause
+        record["reason"] = verdict.reason or None
     with open(path + ".verdict", "w") as file:
         file.write(json.dumps(record, indent=2) + "\n")
     os.replace(path + ".verdict", path)

@@ -1,7 +1,7 @@
 """Step times over many dates: one series for each workload on each hardware, with its changes.
 
-The last runs are compared with the median of those before them since the last change, so that a slow
-drift is found as well as a jump.
+The last runs are compared with the median of those before them since the last change, so that a
+slow drift is found as well as a jump.
 """
 
 import bisect
@@ -234,8 +234,8 @@ def text(history: Sequence[Series], threshold: float) -> str:
         lines.append("")
     for node, slow, ran, last in nodes(history):
         lines.append(f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last {last}")
-    lines.append(f"changes above {100 * threshold:g} % of the median since the last one, and above "
-                 "the runs' own spread; UTC; * the file's time, since the record has none")  # fmt: skip
+    limit = f"changes above {100 * threshold:g} % of the median since the last one, and above the"
+    lines.append(f"{limit} runs' own spread; UTC; * the file's time, since the record has none")
     return "\n".join(lines) + "\n"
 
 

@@ -86,8 +86,9 @@ def check_local_devices(expected: int, cpu: bool) -> None:
     were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:
         raise RecipeError(
-            f"{where}: 0 GPUs{settings()}, {expected} {were} expected: set SBATCH_GPUS_PER_NODE if the cluster "
-            "gives out GPUs as a generic resource (gres), or check the driver (nvidia-smi)"
+            f"{where}: 0 GPUs{settings()}, {expected} {were} expected: set SBATCH_GPUS_PER_NODE if "
+            "the cluster gives out GPUs as a generic resource (gres), or check the driver "
+            "(nvidia-smi)"
         )
     if (count := jax.local_device_count()) != expected:
         seen = counted(count, "device")

@@ -72,9 +72,8 @@ TASK_2 = "srun: error: n1: task 2: "
         ),
         (f"{TASK_2}Bus error\nsrun: error: n0: task 0: Killed\n", "lost",
          "lost rank 2 on n1 (Bus error)"),
-        ("srun: error: Unable to create step: Job/step already completing\nsrun: error: b\n",
-         "lost a node", "lost a node, or no process could be started; srun: error: Unable to create "
-         "step: Job/step already completing"),
+        ("srun: error: Unable to create step: Invalid user id\nsrun: error: b\n", "lost a node",
+         "lost a node, or no process could be started; srun: error: Unable to create step: "),
         (
             "slurmstepd: error: couldn't chdir to `/a': No such file: going to /tmp instead\n"
             f"rank 1 on n0: error: NaN\nrank 1 on n0: exit 3\n{TASK_2}Killed\n",

@@ -151,7 +151,7 @@ def test_options_of_sbatch_reach_the_script():
         (("--sbatch", "node=3"), "--node=3 contradicts launch/submit.sh, which sets nodes"),
         (("--sbatch", "signal=INT@9"), "--signal=INT@9 contradicts"),
         (("--sbatch", "no-requeue"), "--no-requeue would break the job: use --restarts 0"),
-        (("--sbatch", "array=0-3"), "--array=0-3 would break the job: one job is one run; launch/sw"),
+        (("--sbatch", "array=0-3"), "--array=0-3 would break the job: one job is one run; launch"),
         (("--sbatch", "export=NONE"), "--export=NONE would break the job: the job has the env"),
         (("--sbatch", "dist=cyclic"), "--dist=cyclic would break the job: ranks are placed in bl"),
         (("--sbatch", "ntasks=3"), "--ntasks=3 would break the job: use --gpus"),

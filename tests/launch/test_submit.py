@@ -100,8 +100,8 @@ echo 77
 
 SHELL = {
     "SBATCH_TIMELIMIT": "1", "SBATCH_ARRAY_INX": "0-3", "SBATCH_EXPORT": "NONE", "SBATCH_QOS": "a",
-    "SBATCH_REQUEUE": "0", "SLURM_DISTRIBUTION": "cyclic", "SLURM_LABELIO": "1", "SLURM_NTASKS": "9",
-    "SLURM_CONF": "/etc/slurm.conf", "NCCL_DEBUG": "INFO",
+    "SBATCH_REQUEUE": "0", "SLURM_DISTRIBUTION": "cyclic", "SLURM_LABELIO": "1",
+    "SLURM_NTASKS": "9", "SLURM_CONF": "/etc/slurm.conf", "NCCL_DEBUG": "INFO",
 }  # fmt: skip
 """Variables of a shell in an allocation, of which a job's options are none."""
 
