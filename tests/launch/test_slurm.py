@@ -66,7 +66,7 @@ SHELL = {
     "JAX_COORDINATOR_ADDRESS": "nowhere:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0",
     "JAX_LOCAL_DEVICE_IDS": "7", "http_proxy": "http://127.0.0.1:9",
     "https_proxy": "http://127.0.0.1:9", "CDPATH": "/tmp", "PYTHONHOME": "/none",
-    "JAXBENCH_COMMAND": "check", "JAXBENCH_NSYS_RANKS": "0", "TMPDIR": "/none",
+    "JAXBENCH_COMMAND": "check", "JAXBENCH_NSYS_RANKS": "0",
 }  # fmt: skip
 """Variables that a user's shell may have, each of which has broken a job."""
 
@@ -93,7 +93,9 @@ def saved(cluster, stage, tmp_path_factory):
 
 
 def test_four_processes_on_two_nodes_have_the_losses_of_one(saved, one_process):
-    assert (saved.job["JobState"], saved.job["Comment"]) == ("COMPLETED", "completed"), (saved.folder / "ranks/rank-0.log").read_text()
+    assert (saved.job["JobState"], saved.job["Comment"]) == ("COMPLETED", "completed"), (
+        saved.folder / "ranks/rank-0.log"
+    ).read_text()
     record, steps = read(saved.folder)
     assert record["status"] == "completed"
     assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (4, 4)
