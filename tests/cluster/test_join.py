@@ -36,7 +36,9 @@ def test_a_step_of_slurm_is_no_job_of_mpi(joined, monkeypatch):
 
 def test_a_name_that_does_not_resolve_is_said_at_once(joined, monkeypatch):
     monkeypatch.setitem(job.os.environ, "SLURM_STEP_NODELIST", "no-node[001-002].invalid")
-    with pytest.raises(RunFailed, match="^node n7: the name no-node001 of the job's first node do"):
+    with pytest.raises(
+        RunFailed, match=r"^node n7: the name no-node001 of the job's first node do"
+    ):
         job.join()
     assert joined == []
 
