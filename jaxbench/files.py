@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,18 @@ def recorded(folder: Path) -> dict[str, Any]:
     run, job = (folder / name for name in RECORDS)
     record = _object(run if run.is_file() else job)
     both = job.is_file() and run.is_file()
-    if record.get("status") == "running" and both and job.stat().st_mtime > run.stat().st_mtime:
+    if record.get("status") == "running" and both and _began(record) < job.stat().st_mtime:
         end = _object(job)
         record |= {key: end.get(key) for key in ("status", "cause", "reason", "slurm")}
     return record
+
+
+def _began(record: dict[str, Any]) -> float:
+    """When the last start of a run began; 0 where its record does not say it."""
+    try:
+        return datetime.fromisoformat(record["started"]).timestamp()
+    except (LookupError, TypeError, ValueError):
+        return 0.0
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`jaxbench jobs`: what it tells of jobs in the queue, ended and lost, and what it follows."""
 
 import json
-import os
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from launching import slurm
@@ -100,8 +100,9 @@ def test_a_run_that_was_killed_while_it_saved_has_the_end_of_its_job(stage, caps
     (folder / "job.json").write_text(json.dumps(ended))
     assert jobs.main(["list", "102"]) == 0
     assert "interrupted: cancelled" in capsys.readouterr().out
-    later = (folder / "job.json").stat().st_mtime + 10
-    os.utime(folder / "run.json", (later, later))
+    record = json.loads((folder / "run.json").read_text())
+    later = datetime.now(UTC) + timedelta(seconds=10)
+    (folder / "run.json").write_text(json.dumps(record | {"started": later.isoformat()}))
     assert jobs.main(["list", "102"]) == 0
     assert "lost" in capsys.readouterr().out
 
