@@ -80,14 +80,14 @@ def test_a_first_process_that_is_lost_while_all_compile_is_one_line(two_ranks, m
     second.wait(timeout=30)  # of the five minutes for which it waits for others
     monkeypatch.setenv("PATH", "/none")  # no Slurm to ask
     said = (lost / "messages").read_text()
-    assert verdict.verdict(str(lost), 0, said, {}) == (
-        "failed", "lost", "lost rank 0 on n0 (killed by SIGKILL), before the first step", True
-    )  # fmt: skip
+    found = verdict.verdict("train", str(lost), 0, 137, said, {})
+    assert (found.status, found.cause, found.again, found.nodes) == ("failed", "lost", True, "n0")
+    assert found.reason == "lost rank 0 on n0 (killed by SIGKILL), before the first step"
     said = (left / "messages").read_text()
-    status, cause, reason, again = verdict.verdict(str(left), 0, said, {})
-    assert (status, cause, again) == ("failed", "network", True)
+    found = verdict.verdict("train", str(left), 0, 134, said, {})
+    assert (found.status, found.cause, found.again) == ("failed", "network", True)
     expected = r"rank 1 on n1: it lost the network or another process: .*UNAVAILABLE: .*"
-    assert re.fullmatch(expected, reason), reason
+    assert re.fullmatch(expected, found.reason), found.reason
 
 
 @pytest.fixture
