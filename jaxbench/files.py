@@ -9,6 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,38 @@ def write_json(path: Path, content: Any) -> None:
 def as_json(content: Any) -> str:
     """The text of a JSON file; dataclasses as their fields."""
     return json.dumps(content, indent=2, default=asdict) + "\n"
+
+
+RECORDS = ("run.json", "job.json")
+"""The record of a run, and that of its job, which the launcher writes (`launch/verdict.py`)."""
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """The record of a run; that of its job before it has one. If the run was killed before it could
+    record its end, status, cause and reason are those that the job has recorded since. Raises
+    FileNotFoundError where there is neither, ValueError for what is no JSON object."""
+    run, job = (folder / name for name in RECORDS)
+    record = _object(run if run.is_file() else job)
+    both = job.is_file() and run.is_file()
+    if record.get("status") == "running" and both and _began(record) < job.stat().st_mtime:
+        end = _object(job)
+        record |= {key: end.get(key) for key in ("status", "cause", "reason", "slurm")}
+    return record
+
+
+def _began(record: dict[str, Any]) -> float:
+    """When the last start of a run began; 0 where its record does not say it."""
+    try:
+        return datetime.fromisoformat(record["started"]).timestamp()
+    except (LookupError, TypeError, ValueError):
+        return 0.0
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name}: expected a JSON object")
+    return content
 
 
 class Lines:

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
+from jax._src.clusters import SlurmCluster
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax.extend.core import Primitive
@@ -43,6 +44,17 @@ def coordinator() -> str:
     has reached; this host in a job of one process. Public JAX does not tell what Slurm told it."""
     address = distributed.global_state.coordinator_address or "localhost:0"
     return address.rpartition(":")[0].strip("[]")
+
+
+def slurm_coordinator() -> str:
+    """The host at which JAX looks for the first process of a step of Slurm."""
+    return SlurmCluster.get_coordinator_address(None, "0").rpartition(":")[0]
+
+
+def taken_gpus() -> str:
+    """The numbers of the GPUs, among those that CUDA shows to this process, that JAX takes, which
+    `jax.distributed.initialize` sets; or `all`."""
+    return xla_bridge.CUDA_VISIBLE_DEVICES.value
 
 
 def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:

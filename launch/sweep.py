@@ -33,6 +33,7 @@ from jaxbench.files import write_json, write_whole
 from jaxbench.jobs import queue, record_of, state
 from jaxbench.recipe import recipes
 from jaxbench.report import command as report
+from jaxbench.report.folders import is_run
 from jaxbench.report.page import page
 from jaxbench.run.arguments import Parser
 
@@ -166,7 +167,7 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
         text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
         print(f"{run}  {states[key]:27} {text}")
     folders = [jobs[key]["folder"] for key in runs if key in jobs]
-    return [folder for folder in folders if Path(folder, "run.json").exists()]
+    return [folder for folder in folders if is_run(Path(folder))]
 
 
 def main(argv: list[str] | None = None) -> int:

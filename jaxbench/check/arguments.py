@@ -7,7 +7,7 @@ from jaxbench.terminal import Parser
 EXAMPLES = """
     jaxbench check
     jaxbench check --cpu-devices 4 --output check
-    srun --ntasks-per-node=8 .venv/bin/jaxbench check --output /shared/check
+    srun -A ACCOUNT -p PARTITION --gres=gpu:8 -N 2 --ntasks-per-node=8 jaxbench check
 """
 
 

@@ -7,6 +7,7 @@ waits for a device or disturbs a step.
 import json
 import os
 import platform
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed, listed
-from jaxbench.jax_internals import coordination_client
+from jaxbench.jax_internals import coordination_client, slurm_coordinator
 
 ARRIVAL_S = 900.0
 """Longest time for which a process waits for others that compile: on a busy host they may take some
@@ -39,6 +40,9 @@ def join(watched: bool = False) -> None:
     """
     # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
     jax.config.update("jax_enable_preemption_service", False)
+    # The processes of a job reach each other directly, so JAX's warning of proxies is none.
+    os.environ.setdefault("grpc_proxy", "")
+    jax.config.update("jax_check_proxy_envs", False)
     silence: dict[str, Any] = {"heartbeat_timeout_seconds": SUSPENDED_S} if watched else {}
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         try:
@@ -51,8 +55,22 @@ def join(watched: bool = False) -> None:
         jax.distributed.initialize(address, count, index, **silence)
         _say_host(index)
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        jax.distributed.initialize(**silence)
+        check_name(slurm_coordinator())
+        # Slurm's variables decide, not those of an inherited MPI.
+        jax.distributed.initialize(cluster_detection_method="slurm", **silence)
         _say_host(int(os.environ["SLURM_PROCID"]))
+
+
+def check_name(host: str) -> None:
+    """Raises RunFailed if the name of the first process's host does not resolve on this one: JAX
+    would try for five minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise RunFailed(
+            f"node {node()}: the name {host} of the job's first node does not resolve: "
+            f"{error.strerror}"
+        ) from error
 
 
 def node() -> str:

@@ -28,7 +28,6 @@ from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import AXES
-from jaxbench.report.folders import RECORD
 from jaxbench.report.profiles import COMPARED
 from jaxbench.report.runs import WAITS, Compared, Difference, Part
 from jaxbench.train.program import RULES
@@ -146,7 +145,7 @@ def read(
 def _record(folder: Path) -> dict[str, Any]:
     """The record of the run that was profiled; empty without one."""
     try:
-        return json.loads((folder.absolute().parents[1] / RECORD).read_text())
+        return json.loads((folder.absolute().parents[1] / "run.json").read_text())
     except (OSError, ValueError, IndexError):
         return {}
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import hardware
+from jaxbench.files import RECORDS, recorded
 from jaxbench.recipe.published import titled
 from jaxbench.report import plans, profiles
 from jaxbench.report.logs import lines
 from jaxbench.report.runs import RunData, Steps, quantity
 
-RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
+STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
 
 DONE = ("completed", "running", "interrupted")
 """States of a record that are no failure."""
@@ -25,16 +26,16 @@ MALFORMED = (
 
 def is_run(folder: Path) -> bool:
     """True for a folder that holds a run, complete or not."""
-    return any((folder / name).is_file() for name in (RECORD, STEPS))
+    return any((folder / name).is_file() for name in (*RECORDS, STEPS))
 
 
 def read(folder: Path) -> RunData:
     """The run in a folder. A record that cannot be read is a failed run, with the reason."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = recorded(folder)
         run = _run(folder, record)
     except MALFORMED as error:
-        reason = f"{RECORD} cannot be read: {' '.join(str(error).split())}"
+        reason = f"its record cannot be read: {' '.join(str(error).split())}"
         return RunData(path=folder, source="jaxbench", recipe=folder.name, failed=reason)
     try:
         record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
@@ -60,7 +61,8 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
     if dated := "started" in record:
         started = datetime.fromisoformat(record["started"]).astimezone(UTC)
     else:  # a record of an older version
-        started = datetime.fromtimestamp((folder / RECORD).stat().st_mtime, UTC)
+        path = next(path for name in RECORDS if (path := folder / name).is_file())
+        started = datetime.fromtimestamp(path.stat().st_mtime, UTC)
     return RunData(
         path=folder,
         source="jaxbench",

@@ -56,6 +56,8 @@ def find_run(
         print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
     row = recipes.choose_row(platform, count, args.gpus)
     gpu = identify(jax.devices()[0].device_kind)
+    if line := devices.other_gpu(gpu):
+        print(f"warning: {line}", file=sys.stderr)
     if row != recipes.SMOKE:
         recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
     steps = STEPS if args.profile and args.steps is None else args.steps  # 20 to 25 are profiled

@@ -36,6 +36,12 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def command_line() -> str:
+    """The program as a shell finds it, whose environment need not be active."""
+    program = Path(sys.executable).with_name("jaxbench")
+    return quote(str(program)) if program.exists() else f"{quote(sys.executable)} -m jaxbench"
+
+
 def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
     """The recorded steps before `start`; a killed run may have recorded later ones, which will be
     repeated."""
@@ -191,7 +197,7 @@ class Recorder:
             for line in (
                 *summary.lines(self.record, self.steps),
                 f"record: {self.folder / 'run.json'}",
-                f"report: python -m jaxbench.report {quote(str(self.folder))}",
+                f"report: {command_line()} report {quote(str(self.folder))}",
                 "page:   the same with --format html --output report.html",
             ):
                 self.say(line)

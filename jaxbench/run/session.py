@@ -33,7 +33,7 @@ from jaxbench.recipe.window import too_short
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import cache_identity, program_cache
-from jaxbench.run.devices import check_host_memory, hardware, variables
+from jaxbench.run.devices import check_host_memory, hardware, other_gpu, variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import SCHEMA, Recorder, read
@@ -69,6 +69,8 @@ def new_record(run: Run, session: Session) -> dict[str, Any]:
         before = read(path)
         resumed, first = [*before["resumed_at"], session.start], before.get("first_step", 0)
     reasons = published.differences(run, devices["device"])
+    if reasons and (line := other_gpu(identify(devices["device"]))):
+        reasons.append(line)
     if devices["null"]:
         reasons.append(NULL)
     if options.checkpoint_every is not None:

@@ -1,6 +1,7 @@
 """`jaxbench jobs`: what it tells of jobs in the queue, ended and lost, and what it follows."""
 
 import json
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from launching import slurm
@@ -43,7 +44,7 @@ def test_jobs_are_listed_across_recipes(stage, capsys):
         "llama31_8b_bf16 8 GPUs interrupted: cancelled CANCELLED 00:01:40 n7 20 of 50 cancelled",
         "llama31_8b_bf16 8 GPUs running RUNNING 3:05 n[0-1] 20 of 50",
         "8 GPUs pending PENDING 0:00 (Priority)",
-        "grok1_314b_bf16 8 GPUs lost 20 of 50",
+        f"grok1_314b_bf16 8 GPUs lost 20 of 50 {jobs.LOST}",
     ]
 
 
@@ -74,3 +75,41 @@ def test_a_mistake_is_one_line(words, path, message, stage, capsys, monkeypatch)
         monkeypatch.setenv("PATH", path)
     assert jobs.main(words) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_job_that_never_ran_says_why(stage, capsys):
+    folder = stage / "results/1/bf16/8b/8/80"
+    folder.mkdir()
+    ended = {"status": "failed", "cause": "storage", "reason": "rank 1 on n1: no log"}
+    recipe = {"recipe": "llama31_8b_bf16", "gpus": 8, "steps": 50}
+    (folder / "job.json").write_text(json.dumps({"recipe": recipe, **ended}))
+    (stage / "results/1/bf16/8b/8/81").mkdir()
+    (stage / "results/1/bf16/8b/8/81/run.json").write_text("{")
+    assert jobs.main(["list", "80", "81"]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert "failed: storage" in first
+    assert "rank 1 on n1: no log" in first
+    assert "failed" in second
+    assert "cannot be read" in second
+
+
+def test_a_run_that_was_killed_while_it_saved_has_the_end_of_its_job(stage, capsys):
+    """Its own record still says that it runs; one that is resumed elsewhere runs indeed."""
+    folder = stage / "results/1/bf16/8b/8/102"
+    ended = {"status": "interrupted", "cause": "cancelled", "reason": "cancelled; killed before"}
+    (folder / "job.json").write_text(json.dumps(ended))
+    assert jobs.main(["list", "102"]) == 0
+    assert "interrupted: cancelled" in capsys.readouterr().out
+    record = json.loads((folder / "run.json").read_text())
+    later = datetime.now(UTC) + timedelta(seconds=10)
+    (folder / "run.json").write_text(json.dumps(record | {"started": later.isoformat()}))
+    assert jobs.main(["list", "102"]) == 0
+    assert "lost" in capsys.readouterr().out
+
+
+def test_variables_of_squeue_hide_no_job(stage, monkeypatch):
+    squeue = stage / "bin" / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$SQUEUE_STATES$SLURM_CLUSTERS" != c ] || echo "78|RUNNING"\n')
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SLURM_CLUSTERS", "c")
+    assert jobs.queue() == {"78": ["RUNNING"]}

@@ -119,7 +119,7 @@ def test_a_sweep_reports_what_has_run(here, capsys):
     assert f"failed   {folder.name}" in out
     assert f"page: {here / 'runs.html'}\n" in out
     assert folder.name in (here / "runs.html").read_text()
-    assert "run.json cannot be read: 'recipe'" in out
+    assert "its record cannot be read: 'recipe'" in out
     assert err == "1 run: 0 without fault, 1 failed, interrupted, incomplete or slow\n"
 
 

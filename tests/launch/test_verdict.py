@@ -20,7 +20,8 @@ ABORTED = (
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Ends the first start of a job that saves by a failure of rank 3: (exit status, record)."""
+    """Ends the first start of a job that saves by a failure of rank 3: (whether it is requeued,
+    record); prints the last line of its log."""
     monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm to ask, unless a test makes one
     monkeypatch.setenv("JAXBENCH_RESUME", "true")
     monkeypatch.setenv("JAXBENCH_RESTARTS", "3")
@@ -38,8 +39,9 @@ def job(tmp_path, monkeypatch):
         path, recipe = tmp_path / "run.json", {"recipe": "llama31_8b_bf16", "row": "smoke"}
         content = {"status": "running", "cause": None, "recipe": recipe, **(record or {})}
         path.write_text(json.dumps(content))
-        code = verdict.main(str(tmp_path), 0, 1, str(messages))
-        return code, json.loads(path.read_text())
+        _, delay, _, line = verdict.main("train", str(tmp_path), 0, 1, str(messages))
+        print(line)
+        return bool(delay), json.loads(path.read_text())
 
     return end
 
@@ -56,7 +58,7 @@ def test_every_cause_of_a_failure_has_a_rule():
 )  # fmt: skip
 def test_what_was_not_the_work_s_fault_brings_the_job_back(cause, again, job, tmp_path, capsys):
     code, record = job(STATUS[cause], "step 1\nerror: what happened\n")
-    assert code == (verdict.REQUEUE if again else 0)
+    assert code == again
     assert (record["status"], record["cause"]) == ("failed", cause)
     assert record["reason"].startswith("rank 3 on n1: ")
     assert record["reason"].endswith(": what happened")
@@ -83,7 +85,7 @@ def test_what_a_process_said_past_the_file_system_is_quoted(job):
 def test_a_rank_that_names_another_one_is_quoted(cause, reason, job, capsys):
     words = f"rank 3 on n1: error: {reason}\n"
     code, record = job(STATUS[cause], told=words)
-    assert (code, record["cause"], record["reason"]) == (verdict.REQUEUE, cause, reason)
+    assert (code, record["cause"], record["reason"]) == (True, cause, reason)
     assert capsys.readouterr().out == f"failed: {reason}\n"
 
 
@@ -130,13 +132,13 @@ def test_why_slurm_starts_a_job_again(said, verdict_is, job, tmp_path, capsys):
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=7 JobState=COMPLETING Restarts=1\n")
     (tmp_path / "scontrol").chmod(0o755)
     code, record = job(128 + signal.SIGKILL, srun=said)
-    assert (code, record["status"], record["cause"]) == (0, "interrupted", verdict_is)
+    assert (code, record["status"], record["cause"]) == (False, "interrupted", verdict_is)
     assert capsys.readouterr().out == f"interrupted: {verdict_is}\n"
 
 
 @pytest.fixture
-def starts(tmp_path, monkeypatch, capsys):
-    """Ends the starts of a job that saves, each by the loss of a rank: (exit statuses, lines).
+def starts(tmp_path, monkeypatch):
+    """Ends the starts of a job that saves, each by the loss of a rank: (delays, lines).
     Of the first `requeued` Slurm says that it requeues the job; `steps` has the last step of
     each."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -145,7 +147,7 @@ def starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "messages").write_text("rank 3 on n1: exit 137\n")
 
     def end(steps, requeued=0):
-        scontrol, codes = tmp_path / "scontrol", []
+        scontrol, delays, lines = tmp_path / "scontrol", [], []
         for start, step in enumerate(steps):
             (tmp_path / "ranks" / f"start-{start + 1}").mkdir(parents=True)
             (tmp_path / "steps.jsonl").write_text(f'{{"step": {step}}}\n')
@@ -153,8 +155,10 @@ def starts(tmp_path, monkeypatch, capsys):
             answer = ending if start < requeued else "JobState=RUNNING"
             scontrol.write_text(f"#!/bin/sh\necho JobId=7 {answer}\n")
             scontrol.chmod(0o755)
-            codes.append(verdict.main(str(tmp_path), start, 1, str(tmp_path / "messages")))
-        return codes, capsys.readouterr().out.splitlines()
+            said = verdict.main("train", str(tmp_path), start, 1, str(tmp_path / "messages"))
+            delays.append(said[1])
+            lines.append(said[3])
+        return delays, lines
 
     return end
 
@@ -165,8 +169,8 @@ LOST = "failed: lost rank 3 on n1 (killed by SIGKILL), after step"
 def test_only_restarts_of_our_own_count(starts):
     """Three preemptions, and then as many lost ranks as `--restarts` allows, and one more; Slurm
     counts all of them."""
-    codes, lines = starts(range(7), requeued=3)
-    assert codes == [0, 0, 0, *[verdict.REQUEUE] * 3, 0]
+    delays, lines = starts(range(7), requeued=3)
+    assert delays == ["", "", "", "0", "30", "60", ""]
     assert lines == [
         *["interrupted: requeued"] * 3, *(f"{LOST} {step}" for step in range(3, 6)),
         f"{LOST} 6; all restarts are used up",
@@ -174,15 +178,15 @@ def test_only_restarts_of_our_own_count(starts):
 
 
 def test_the_same_failure_at_the_same_step_ends_the_job(starts):
-    codes, lines = starts([8, 5, 5])
-    assert codes == [verdict.REQUEUE, verdict.REQUEUE, 0]
+    delays, lines = starts([8, 5, 5])
+    assert delays == ["0", "30", ""]
     assert lines[-1] == f"{LOST} 5; the same as in the last restart, at the same step, so it ends"
 
 
 def test_a_restart_that_cannot_be_counted_is_not_made(job, tmp_path, capsys):
     (tmp_path / "ranks" / "start-1" / "requeued" / "x").mkdir(parents=True)
     code, _ = job(128 + signal.SIGKILL)
-    assert code == 0
+    assert not code
     assert capsys.readouterr().out == (
         "failed: lost rank 3 on n1 (killed by SIGKILL), before the first step; it ends, since "
         "restarts cannot be counted: Is a directory\n"
@@ -217,7 +221,7 @@ GLOO = "terminate called after throwing an instance of 'gloo::IoException'\n  wh
 def test_a_rank_that_jax_aborts_lost_the_network_and_was_not_lost(status, reason, job, capsys):
     trace = "*** Check failure stack trace: ***\n    @     0x7fd75b040634  absl::LogMessage()\n"
     code, record = job(128 + signal.SIGABRT, f"{status}{trace}")
-    assert (code, record["cause"]) == (verdict.REQUEUE, "network")
+    assert (code, record["cause"]) == (True, "network")
     assert record["reason"] == (
         f"rank 3 on n1: it lost the network or another process: {reason}"
     )  # fmt: skip
@@ -232,7 +236,7 @@ def test_a_rank_that_xla_aborts_for_a_cuda_error_has_a_failing_gpu(job):
         "CUDA_ERROR_UNKNOWN: unknown error) Failed to record async execution completion event\n"
     )
     code, record = job(128 + signal.SIGABRT, said)
-    assert (code, record["cause"]) == (verdict.REQUEUE, "gpu")
+    assert (code, record["cause"]) == (True, "gpu")
     assert record["reason"] == (
         "rank 3 on n1: its GPU failed: CUDA_ERROR_UNKNOWN: unknown error"
     )  # fmt: skip
@@ -255,9 +259,9 @@ def test_a_verdict_that_cannot_be_recorded_is_said(job, tmp_path, capsys):
     """As on a full disk: the job is not left without its last line, nor where it was."""
     (tmp_path / "run.json.verdict").mkdir()
     code, record = job(128 + signal.SIGKILL)
-    assert (code, record["status"]) == (verdict.REQUEUE, "running")
+    assert (code, record["status"]) == (True, "running")
     assert capsys.readouterr().out == (
-        "failed: lost rank 3 on n1 (killed by SIGKILL), before the first step; run.json does not "
+        "failed: lost rank 3 on n1 (killed by SIGKILL), before the first step; its record does not "
         "say so: Is a directory\n"
     )
 
@@ -267,3 +271,9 @@ def test_a_rank_s_own_line_is_quoted_without_the_recipe(job):
     said = "failed: llama31_8b_bf16, row smoke (smoke): loss is nan at step 3\nrecord: run.json\n"
     _, record = job(STATUS["numbers"], said)
     assert record["reason"] == "rank 3 on n1: loss is nan at step 3"
+
+
+def test_a_leak_does_not_burn_the_restarts(job, monkeypatch):
+    oom = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+    again, record = job(128 + signal.SIGKILL, srun=oom)
+    assert (again, record["cause"]) == (False, "memory")

@@ -188,7 +188,7 @@ def test_our_folders(record, tmp_path):
     }  # fmt: skip
     assert by_name["lost"]["reason"] == "rank 3 is lost"
     assert by_name["killed"]["reason"].startswith("it still runs, or was killed")
-    assert by_name["torn"]["reason"].startswith("run.json cannot be read")
+    assert by_name["torn"]["reason"].startswith("its record cannot be read")
     assert by_name["smoke"]["label"] == "smoke"
 
 
@@ -429,7 +429,7 @@ def test_a_record_that_is_none_is_a_failed_run(name, record, tmp_path):
     record("odd", **ODD[name])
     found = verdict_of(tmp_path).verdict
     assert found.name == "failed"
-    assert found.reason.startswith("run.json cannot be read: ")
+    assert found.reason.startswith("its record cannot be read: ")
 
 
 def test_steps_of_a_restored_run_count_from_its_checkpoint(record, tmp_path):

@@ -75,7 +75,8 @@ def test_pgle_and_wrong_devices_are_refused_in_a_line():
     status, _, err = run(*without, JAX_PLATFORMS="cpu")
     assert status == 2
     assert re.fullmatch(
-        r"error: node \S+, process 0: 0 GPUs, 4 were expected: set SBATCH_GPUS_PER_NODE .*\n", err
+        r"error: node \S+, process 0: 0 GPUs \(JAX_PLATFORMS=cpu\), 4 were expected: set SBATCH_.*\n",
+        err,
     )
 
 
