@@ -1,21 +1,99 @@
-"""Atomic file writes, also when the disk is full."""
+"""Who may write a folder or a file, and atomic writes, also when the disk is full."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import platform
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from jaxbench.errors import RecipeError
 
 RESERVE_BYTES = 2**18
 """Disk space reserved for a record: several times the size of the largest one."""
 
+LEASE_S = 120.0
+"""Seconds for which a start of a job waits for the lock of its start before: a server of NFS keeps
+the locks of a node that died for its lease, 90 s by default."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system without locks."""
+
+
+@contextlib.contextmanager
+def owned(path: Path, wait: bool = False) -> Iterator[None]:
+    """Makes this process the only writer of a folder, which exists, or of a file.
+
+    The owner holds a lock on `.owner` in the folder, or `.<name>.owner` next to the file, until it
+    ends, however it ends. The file says who that is. Raises RecipeError if another process is the
+    owner, or with `wait` waits for it. Locks hold between the nodes of a cluster where the file
+    system has them (NFS 4, NFS 3 with lockd, GPFS, Lustre with `flock`), elsewhere within a node;
+    on a file system without locks nothing is owned.
+    """
+    file = path / ".owner" if path.is_dir() else path.with_name(f".{path.name}.owner")
+    job, until = f"job {os.environ.get('SLURM_JOB_ID')}", time.monotonic() + LEASE_S
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError):
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            if owner.endswith(job) and time.monotonic() < until:
+                time.sleep(1)
+                continue
+            raise RecipeError(
+                f"{path} is in use by {owner or 'another process'}; name another one, or wait for "
+                "its end"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(descriptor)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                break
+        os.close(descriptor)  # the owner before has just deleted it
+    try:
+        os.ftruncate(descriptor, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {os.getpid()} on {platform.node()} since {since}"
+        os.write(descriptor, (f"{who}, {job}" if "SLURM_JOB_ID" in os.environ else who).encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        os.close(descriptor)
+
+
+def new_folder(path: Path) -> Path:
+    """Makes a folder that did not exist: `path`, or the first free of `path-2`, `path-3`, ..."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
+
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file whole: a reader sees the old or the new one, never half of one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.time_ns()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -33,13 +111,19 @@ class Lines:
     write that fails, not later."""
 
     def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Adds a line. Raises OSError; a part of the line may be there then."""
+        """Adds a line. Raises OSError, also where the file was deleted or replaced meanwhile; a
+        part of the line may be there then."""
         left = memoryview(f"{line}\n".encode())
         while left:
             left = left[self._file.write(left) or 0 :]
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return
+        what = f"{self._path.name} was deleted or replaced while it was written"
+        raise FileNotFoundError(errno.ENOENT, what, str(self._path))
 
     def close(self) -> None:
         """Ends the file."""

@@ -35,8 +35,9 @@ LayerOutput = tuple[Hidden, RoutingFigures]
 
 
 class ForwardContext(NamedTuple):
-    """What every layer needs besides its input: the rotary tables, the names of the attention kernel
-    and of the implementations of Mamba-2 mixers and of grouped matmuls, `Execution.expert_parts`.
+    """What every layer needs besides its input: the rotary tables, the names of the attention
+    kernel and of the implementations of Mamba-2 mixers and of grouped matmuls, and
+    `Execution.expert_parts`.
 
     Three counters seed random draws: the number of the microbatch's first sequence, counted from
     the first step; the number of the layer, None unless routing is random; and how many times the

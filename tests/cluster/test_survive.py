@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +17,7 @@ from tiny import tiny_run
 
 from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
-from jaxbench.run import checkpoint, command
+from jaxbench.run import command, saved
 from jaxbench.run import start as beginning
 from jaxbench.run.session import Attempt
 
@@ -88,7 +89,8 @@ def prepared(*arguments):
     described = recipes.resolve(
         recipe, "smoke", devices=2, overrides=overrides, steps=args.steps, seed=args.seed
     )
-    return beginning.prepare(described, args)
+    with ExitStack() as held:
+        return beginning.prepare(described, args, held)
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
         record["reason"],
     )
     assert "No space left on device" in record["reason"]
-    assert checkpoint.steps(left / "run" / "checkpoints") == [20]
+    assert saved.steps(left / "run" / "checkpoints") == [20]
 
 
 def test_a_record_that_is_cut_short_is_one_line(tmp_path):
