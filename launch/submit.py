@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +44,14 @@ class Job:
     settings: Mapping[str, str]
     options: sbatch.Options
 
-    def script(self) -> str:
+    def script(self, submission: str = "") -> str:
+        """The batch script; `submission` tells the job from others with its number, which may occur
+        again."""
         return "\n".join((
             "#!/usr/bin/env bash",
             *(sbatch.directive(name, value) for name, value in self.options.items()),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.settings.items()),
+            f"export JAXBENCH_SUBMISSION={submission}",
             f"arguments=({shlex.join(self.arguments)})",
             "",
             (ROOT / "launch" / "slurm.sbatch").read_text().partition("\n")[2],
@@ -176,7 +180,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 def submit(job: Job) -> str:
     """Submits the job; returns its id. Raises RecipeError with Slurm's message."""
-    number = sbatch.submit(job.script())
+    number = sbatch.submit(job.script(f"{time.time_ns()}-{os.getpid()}"))
     with contextlib.suppress(OSError):  # for `tail -F`; else the job makes it
         job.folder(number).mkdir(exist_ok=True)
     return number

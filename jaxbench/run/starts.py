@@ -24,6 +24,9 @@ from jaxbench.xla import flags
 PROGRAM = "recipe", "hardware", "versions", "flags"
 """Fields of a record that say what ran."""
 
+IGNORED = ("recipe.overrides",)
+"""Fields that say how others were set."""
+
 RESUMED = "resumed at step "
 
 
@@ -104,5 +107,5 @@ def changes(before: dict[str, Any], record: dict[str, Any]) -> dict[str, list[An
         dict(flat({name: fields.get(name) for name in PROGRAM}))
         for fields in (before, json.loads(json.dumps(record)))
     )
-    names = [name for name in there | here if there.get(name) != here.get(name)]
+    names = [n for n in there | here if n not in IGNORED and there.get(n) != here.get(n)]
     return {name: [there.get(name), here.get(name)] for name in names}
