@@ -36,8 +36,11 @@ from jaxbench.run.starts import begun, new_record
 from jaxbench.run.streams import open_stream
 from jaxbench.terminal import live
 from jaxbench.train.loop import Pause, run_steps
-from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
+from jaxbench.train.program import Agree, check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
+
+AGREE: Agree = partial(job.broadcast, "schedule")
+"""All processes compile with the profile of the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +254,7 @@ class Attempt:
         compile_step = profiling.compile_visible if visible else compile_program
         shown = live("compiling", shown=recorder.folder is not None)
         with program_cache(cache, cache_identity(recorder.record)) as cached, shown:
-            agree = partial(job.broadcast, "schedule")
-            compiled, lower_s, compile_s = compile_step(run, agree=agree)
+            compiled, lower_s, compile_s = compile_step(run, agree=AGREE)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         if visible:
