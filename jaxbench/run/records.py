@@ -77,8 +77,8 @@ class Recorder:
         if folder is None:
             return
         self._json = ReservedJson(folder / "run.json")
-        self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         self.begin(start, {})
+        self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         if run.label == "smoke":
             self.say(SMOKE)
         if record["hardware"]["null"]:
@@ -92,8 +92,9 @@ class Recorder:
             path = self.folder / "steps.jsonl"
             self.steps = steps_before(start, path)
             write_whole(path, "".join(json.dumps(step) + "\n" for step in self.steps))
-            self._jsonl = Lines(path)
         self.add(**entries)
+        if self.folder is not None:
+            self._jsonl = Lines(path)
 
     @property
     def _starts(self) -> list[dict[str, Any]]:

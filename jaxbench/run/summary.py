@@ -93,7 +93,10 @@ def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
     if not (run.model.dropless and count):
         return []
     first, last = figures["summary"]["window"]
-    return [f"dropless experts dropped {count} assignments in steps {first} to {last}"]
+    return [
+        f"dropless experts dropped {count} assignments in steps {first} to {last}, of each rank's "
+        "last experts first"
+    ]
 
 
 def slow_records(steps: list[dict[str, Any]]) -> list[str]:

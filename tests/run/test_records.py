@@ -184,7 +184,8 @@ def test_what_dropless_experts_drop_is_said_and_not_comparable(dropless, tmp_pat
         recorder.finish("completed", None, None)
         written, out = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
         assert written["summary"]["tokens_dropped"] == count
-        reason = f"dropless experts dropped {count} assignments in steps 4 to 7"
+        reason = f"dropless experts dropped {count} assignments in steps 4 to 7, of each rank's "
+        reason += "last experts first"
         expected = [reason] if count and dropless else []
         assert written["not_comparable_because"] == expected
         assert written["comparable"] == (not expected)

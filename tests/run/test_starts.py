@@ -163,6 +163,7 @@ def test_a_run_whose_folder_is_deleted_fails(tmp_path):
     with pytest.raises(records.RunFailed, match=r"steps\.jsonl was deleted or replaced") as error:
         record_steps(recorder, [1])
     assert error.value.cause == "storage"
+    killed(recorder)
 
 
 def test_a_record_says_interrupted_before_the_last_save(tmp_path):
