@@ -18,11 +18,10 @@ GPU = {"gpu", *Totals().summary(1980), *(
 OTHER_RUNS = {
     "pgle", "kernels.Mamba-2", "kernels.dropless experts", "kernels.offload", "kernels.schedule",
     "ranks[].products_s", "summary.tokens_dropped", "summary.joules_per_token",
-    "summary.tokens_per_kwh", "no_summary", *(f"ranks[].gpus[].{name}" for name in GPU),
+    "summary.tokens_per_kwh", *(f"ranks[].gpus[].{name}" for name in GPU),
     *(f"slurm.{name}" for name in ("job", "state", "exit_code", "nodes", "elapsed")),
 }  # fmt: skip
-"""Fields of jobs, of runs on GPUs, of hybrids, of dropless experts, with experts, and of runs
-without a window."""
+"""Fields of jobs, of runs on GPUs, of hybrids, of dropless experts, and with experts."""
 
 
 def fields(value, name=""):
