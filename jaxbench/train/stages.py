@@ -41,7 +41,7 @@ class Stages:
         """Blocks of a model chunk, with the padding."""
         return -(-self.blocks // (self.ranks * self.chunks))
 
-    def first_layer(self, chunk: jax.Array, rank: jax.Array) -> jax.Array | None:
+    def first_layer(self, chunk: jax.Array | int, rank: jax.Array) -> jax.Array | None:
         """The number of a model chunk's first layer (`ForwardContext.layer`)."""
         if self.numbers is None:
             return None
