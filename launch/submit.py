@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,9 @@ class Job:
     settings: Mapping[str, str]
     options: sbatch.Options
 
-    def script(self) -> str:
+    def script(self, submission: str = "") -> str:
+        """The batch script; `submission` tells the job from others with its number, which may occur
+        again."""
         return "\n".join((
             "#!/usr/bin/env bash",
             *(sbatch.directive(name, value) for name, value in self.options.items()),
@@ -52,14 +55,16 @@ class Job:
             'unset "${!JAXBENCH_@}" "${!RUN_CONF_@}"',
             *(f"export {name}={shlex.quote(value)}" for name, value in self.settings.items()),
             f"arguments=({shlex.join(self.arguments)})",
-            f"described={shlex.quote(json.dumps(self.record()))}",
+            f"submission={submission}",
+            f"described={shlex.quote(json.dumps(self.record(submission)))}",
             "",
             (ROOT / "launch" / "slurm.sbatch").read_text().partition("\n")[2],
         ))  # fmt: skip
 
-    def record(self) -> dict[str, Any]:
+    def record(self, submission: str) -> dict[str, Any]:
         """job.json, which tells of the job before it has a run.json and if it never has one."""
         return {
+            "submission": submission,
             "status": "running", "cause": None, "reason": None, "label": self.run.label,
             "recipe": recipes.describe(self.run), "not_comparable_because": [],
             "published": None, "hardware": {"device": self.gpu.name},
@@ -189,7 +194,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 def submit(job: Job) -> str:
     """Submits the job; returns its id. Raises RecipeError with Slurm's message."""
-    number = sbatch.submit(job.script())
+    number = sbatch.submit(job.script(f"{time.time_ns()}-{os.getpid()}"))
     with contextlib.suppress(OSError):  # for `tail -F`; else the job makes it
         job.folder(number).mkdir(mode=0o755, exist_ok=True)
     return number

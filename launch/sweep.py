@@ -11,6 +11,7 @@ launch/submit.py for every job, those after another `--` to `train`. Submitted j
 submitted.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -29,7 +30,7 @@ import sbatch
 import submit
 
 from jaxbench.errors import RecipeError
-from jaxbench.files import write_json, write_whole
+from jaxbench.files import owned, write_json, write_whole
 from jaxbench.jobs import queue, record_of, state
 from jaxbench.recipe import recipes
 from jaxbench.report import command as report
@@ -184,7 +185,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="compare with published figures")
     try:
         args = parser.parse_args(arguments[:at])
-        folders = sweep(args.list, args.show, arguments[at + 1 :])
+        store = args.list.with_suffix(".jobs.json")
+        # Another sweep of the list at the same time would submit its jobs too.
+        with contextlib.nullcontext() if args.show else owned(store):
+            folders = sweep(args.list, args.show, arguments[at + 1 :])
         if args.report and folders:
             path = args.list.with_suffix(".html")
             results = report.report([Path(folder) for folder in folders], None)

@@ -32,6 +32,8 @@ from jaxbench.errors import STATUS
 
 NO, YES, AT_LIMIT = "no", "yes", "with --requeue-at-time-limit"
 
+RECORDS = "job.json", "run.json"
+
 FIRST = r"(?m)^rank (\d+) on (\S+): exit (\d+)$"
 """Line of `run.sh` when a process failed."""
 
@@ -234,8 +236,7 @@ def complete(folder, name, verdict, slurm):
 
 def record(folder, verdict, slurm):
     """Completes both records, and the log of the run unless it is completed."""
-    complete(folder, "job.json", verdict, slurm)
-    recipe = complete(folder, "run.json", verdict, slurm)
+    recipe = [complete(folder, name, verdict, slurm) for name in RECORDS][-1]
     if recipe:
         with open(os.path.join(folder, "log-{recipe}_{row}.out".format_map(recipe)), "a") as file:
             file.write(f"{verdict.status}: {verdict.reason}\n")
@@ -280,7 +281,8 @@ def main(step, folder, start, status, messages):
         if by_slurm:
             reason = f"{by_slurm[0]}; killed before it had ended"
             found = Verdict("interrupted", by_slurm[0], reason, 128 + signal.SIGTERM)
-            complete(folder, "job.json", found, slurms(state, found))
+            for name in RECORDS:
+                complete(folder, name, found, slurms(state, found))
         return ()
     found = verdict(step, folder, start, status, messages, state)
     excluding = os.environ.get("JAXBENCH_EXCLUDE_SLOW") == "true"

@@ -7,6 +7,7 @@ import ast
 import os
 import stat
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -129,7 +130,7 @@ def test_a_run_folder_of_another_user_is_refused(linked, shared, monkeypatch):
     args = parse_arguments(["--config", "x", "--output", str(folder)])
     monkeypatch.setattr(job, "broadcast", lambda name, make: make())
     with pytest.raises(RecipeError, match=f"--output {folder}: it belongs to user {OTHER}; name"):
-        start.prepare(tiny_run(), args)
+        start.prepare(tiny_run(), args, ExitStack())
 
 
 @needs_root

@@ -128,6 +128,6 @@ def test_only_the_mesh_names_its_axes():
 
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
-    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "plan.command",
+    allowed = {"run.command", "run.starts", "run.devices", "run.profiling", "plan.command", "files",
                "cluster.job", "cluster.messages", "cluster.nvml", "__main__", "jobs"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

@@ -20,7 +20,8 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, default=Path("."), metavar="FOLDER",
-        help="where check.json is written and files are tried: one that the job uses (default .)",
+        help="where check.json is written and files are tried: one that the job uses, and no other "
+        "check or run at the same time (default .)",
     )  # fmt: skip
     group = parser.add_argument_group("devices")
     group.add_argument(

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from jaxbench.errors import RecipeError
+from jaxbench.files import owned
 from jaxbench.hardware import Gpu, host_memory, placed
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, read, system
@@ -101,6 +102,14 @@ def workers() -> int:
 def plan_run(run: Run, target: Target, config: str) -> Plan | str:
     """The plan of a run, cached or from a subprocess; or the reason why it failed."""
     path = folder(run, target)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with owned(
+        path.with_name(f"{path.name}.plan"), wait=True
+    ):  # another command may plan the same now
+        return _plan_run(path, run, target, config)
+
+
+def _plan_run(path: Path, run: Run, target: Target, config: str) -> Plan | str:
     if (plan := cached(path, run, target.gpu)) is not None:
         return plan
     command = [sys.executable, "-m", "jaxbench.plan", "--config", config, "--gpus", run.row]

@@ -101,6 +101,8 @@ def published_runs(path: Path) -> Iterator[RunData]:
 def chosen_window(text: str | None, run: RunData) -> Window:
     """The iterations that count. Raises RecipeError for an unknown name or an empty range."""
     if text is None:
+        if len(run.begins) > 1 and run.recorded_window:
+            return run.recorded_window  # within one start
         return window(run.steps.expected or len(run.steps.seconds) or 1, run.steps.first)
     if text in WINDOWS:
         return WINDOWS[text]

@@ -9,9 +9,10 @@ from typing import Any
 from jaxbench import hardware
 from jaxbench.files import RECORDS, recorded
 from jaxbench.recipe.published import titled
+from jaxbench.recipe.window import first_of_program
 from jaxbench.report import plans, profiles
 from jaxbench.report.logs import lines
-from jaxbench.report.runs import RunData, Steps, quantity
+from jaxbench.report.runs import RunData, Steps, Window, quantity
 
 STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
 
@@ -57,6 +58,8 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         published["step_time_s"] = positive(published["step_time_s"])
         published["errata"] = [str(code) for code in published.get("errata") or []]
     gpu = hardware.identify(device)
+    begins = [int(step) for step in (record.get("first_step", 0), *record.get("resumed_at", ()))]
+    starts = record.get("starts") or [{"changed": None}] * len(begins)
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
     if dated := "started" in record:
         started = datetime.fromisoformat(record["started"]).astimezone(UTC)
@@ -84,7 +87,17 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         started=started,
         dated="record" if dated else "file time",
         record=record,
+        begins=begins,
+        program=first_of_program(starts),
+        recorded_window=_window(record.get("summary")),
     )
+
+
+def _window(summary: Any) -> Window | None:
+    if not summary:
+        return None
+    first, last = summary["window"]
+    return int(first), int(last)
 
 
 def _flops(summary: Any) -> dict[str, float]:
@@ -101,7 +114,8 @@ def _add_step(run: RunData, line: str) -> None:
         step = json.loads(line)
         seconds = float(step["step_time_s"])
         run.steps.add(int(step["step"]), seconds, float(step["loss"]))
-        run.flops.setdefault("full", quantity(step["tflops_per_gpu"]) * seconds * 1e12)
+        if not run.record.get("summary"):  # the last step is of the recorded program
+            run.flops["full"] = quantity(step["tflops_per_gpu"]) * seconds * 1e12
         run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
         if "host_s" in step:
             host = quantity(step["host_s"]), quantity(step.get("compiled_s", 0.0))

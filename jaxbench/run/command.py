@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 
 import jax
 
@@ -20,6 +21,11 @@ from jaxbench.xla import flags
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, the status of a failure (`errors.STATUS`), or 128 + a signal."""
+    with ExitStack() as held:
+        return _main(argv, held)
+
+
+def _main(argv: list[str] | None, held: ExitStack) -> int:
     try:
         args = parse_arguments(argv)
         recipe = recipes.load(args.config)
@@ -27,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(args)
         if args.profile == "nsys":
             profiling.check_nsys()
-        run, prepared = prepare(find_run(args, recipe, overrides), args)
+        run, prepared = prepare(find_run(args, recipe, overrides), args, held)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         # If all processes have an error, each exits in order. If only some have, as on a node
         # without GPUs, they must not wait for the others.

@@ -4,13 +4,11 @@ watchdog around it."""
 import contextlib
 import faulthandler
 import os
-import shlex
 import signal
 import sys
 import traceback
 from argparse import Namespace
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,37 +21,38 @@ from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.messages import tell
 from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.errors import STATUS, RunFailed
+from jaxbench.errors import STATUS, RunFailed, listed
 from jaxbench.files import write_json
-from jaxbench.hardware import NULL, identify
 from jaxbench.jax_internals import compilations, coordination_client
-from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.window import too_short
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import cache_identity, program_cache
-from jaxbench.run.devices import check_host_memory, hardware, other_gpu, variables
+from jaxbench.run.devices import check_host_memory, variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
-from jaxbench.run.records import SCHEMA, Recorder, read
+from jaxbench.run.records import Recorder
+from jaxbench.run.starts import begun, new_record
 from jaxbench.run.streams import open_stream
 from jaxbench.terminal import live
 from jaxbench.train.loop import Pause, run_steps
-from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
+from jaxbench.train.program import Agree, check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
-from jaxbench.versions import versions
-from jaxbench.xla import flags
+
+AGREE: Agree = partial(job.broadcast, "schedule")
+"""All processes compile with the profile of the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The folder of the records, the checkpoint to start from, and the options of the command line
-    (`arguments`)."""
+    """The folder of the records; the checkpoint to start from, older ones in case that it cannot be
+    read, and why newer ones are `skipped`; the options of the command line (`arguments`)."""
 
     folder: Path
     restore: Path | None
     options: Namespace
+    older: tuple[Path, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def start(self) -> int:
@@ -61,58 +60,12 @@ class Session:
         return int(self.restore.name) if self.restore else 0
 
 
-def new_record(run: Run, session: Session) -> dict[str, Any]:
-    """run.json before the first step."""
-    devices, options = hardware(), session.options
-    path, resumed, first = session.folder / "run.json", [], session.start
-    if options.resume and path.exists():
-        before = read(path)
-        resumed, first = [*before["resumed_at"], session.start], before.get("first_step", 0)
-    reasons = published.differences(run, devices["device"])
-    if reasons and (line := other_gpu(identify(devices["device"]))):
-        reasons.append(line)
-    if devices["null"]:
-        reasons.append(NULL)
-    if options.checkpoint_every is not None:
-        reasons.append("checkpoints are written while it trains")
-    if options.profile:
-        reasons.append(f"it was profiled ({options.profile})")
-    if options.nccl_trace:
-        reasons.append("it was traced (NCCL)")
-    if resumed:
-        reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
-    reasons = reasons or too_short(run.steps, first)
-    row = published.lookup(run, identify(devices["device"]))
-    return {
-        "schema": SCHEMA,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
-        "status": "running",
-        "reason": None,
-        "cause": None,
-        "label": "null" if devices["null"] else run.label,
-        "comparable": not reasons,
-        "not_comparable_because": reasons,
-        "recipe": recipes.describe(run),
-        "hardware": devices,
-        # Of rank 0 for all: they identify cached programs, and only one process then runs git.
-        "versions": job.broadcast("versions", versions),
-        "flags": {
-            "compiler_options": flags.options(run, devices["platform"]),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        },
-        "parameters": flops.parameters(run.model)["total"],
-        "published": row and asdict(row),
-        "first_step": first,
-        "resumed_at": resumed,
-    }
-
-
 def benchmark(run: Run, session: Session) -> int:
     """Runs and records; returns the exit status. Only rank 0 writes records."""
     first = jax.process_index() == 0
     try:
-        record = new_record(run, session)
+        path = session.folder / "run.json"
+        record = new_record(run, path, session.options, session.start)
         if first:
             write_json(session.folder / "environment.json", variables())
         folder = session.folder if first else None
@@ -286,7 +239,13 @@ class Attempt:
 
     def _stop(self, step: int) -> bool:
         self.watchdog.phase, self.watchdog.started = "training", step
-        return self.signals.stop(step)
+        stopping = self.signals.stop(step)
+        number = self.signals.agreed or self.signals.received
+        if number and self.recorder.record["status"] == "running":
+            # The last save may take longer than Slurm waits before it kills.
+            reason = f"{name_of(number)}, and it did not end by itself"
+            self.recorder.add(status="interrupted", reason=reason)
+        return stopping
 
     def _compile(self) -> Any:
         """The checked program of a step; with `pgle` compiled again with its own profile."""
@@ -298,7 +257,7 @@ class Attempt:
         shown = live("compiling", shown=recorder.folder is not None)
         identity = cache_identity(recorder.record)
         with program_cache(cache, identity, recorder.say) as cached, shown:
-            compiled, lower_s, compile_s = compile_step(run)
+            compiled, lower_s, compile_s = compile_step(run, agree=AGREE)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         if visible:
@@ -322,10 +281,34 @@ class Attempt:
             return None
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
-        like = abstract_state(self.run)
-        state, loaded = checkpoint.restore(self.session.restore, like, self.recorder.say)
-        self.recorder.add(restored=loaded)
-        return state
+        like, skipped = abstract_state(self.run), list(self.session.skipped)
+        for path in (self.session.restore, *self.session.older):
+            try:
+                reason, restored = "", checkpoint.restore(path, like, self.recorder.say)
+            except RunFailed as error:
+                if error.cause in ("gpu", "network"):
+                    raise
+                reason = str(error)
+            job.meet(f"after {path.name} was restored")
+            reasons = filter(None, job.all_gather(f"restored {path.name}", reason))
+            if reason := next(reasons, ""):
+                skipped.append(reason)
+                continue
+            self._begin(path, skipped)
+            state, loaded = restored
+            self.recorder.add(restored=loaded | {"skipped": skipped})
+            return state
+        raise RunFailed(listed(skipped, 3, "; "), "storage")
+
+    def _begin(self, path: Path, skipped: list[str]) -> None:
+        """Begins from a checkpoint, which may be an older one than was planned."""
+        for reason in skipped:
+            self.recorder.say(f"warning: {reason}")
+        if skipped:
+            self.recorder.say(f"starting from {path}")
+        if path != self.session.restore:
+            self.session = replace(self.session, restore=path)
+            self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
 
     def _saver(self) -> Any:
         """The run's `Checkpoints`; None if it saves none."""

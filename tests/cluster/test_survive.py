@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +18,7 @@ from tiny import tiny_run
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
-from jaxbench.run import checkpoint, command
+from jaxbench.run import command, saved
 from jaxbench.run import start as beginning
 from jaxbench.run.session import Attempt
 
@@ -89,7 +90,33 @@ def prepared(*arguments):
     described = recipes.resolve(
         recipe, "smoke", devices=2, overrides=overrides, steps=args.steps, seed=args.seed
     )
-    return beginning.prepare(described, args)
+    with ExitStack() as held:
+        return beginning.prepare(described, args, held)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_from_the_last_checkpoint_that_both_can_read(tmp_path, cache):
+    """The data of the last one are cut where the second process alone reads them, or both."""
+    saving = (*TINY, "--steps", 12, "--checkpoint-every", 4, "--keep", 3, "--output", tmp_path)
+    assert run(*saving, *cache)[0] == 0
+    record = json.loads((tmp_path / "run.json").read_text()) | {"status": "running"}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    last = tmp_path / "checkpoints" / "12"
+    data = max(last.glob("state/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1000])
+    processes = start_two(*saving, "--set", "parallelism.fsdp=4", "--resume")
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        kill(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert f"warning: {last} cannot be restored: " in outputs[0][0]
+    record, steps = read(tmp_path)
+    assert record["resumed_at"] == [8]
+    assert record["restored"]["skipped"][0].startswith(f"{last} cannot be restored: ")
+    assert [s["step"] for s in steps] == list(range(12))
+    assert saved.steps(tmp_path / "checkpoints") == [4, 8, 12]
+    assert [*(tmp_path / "checkpoints").glob("unreadable-12-*")]
 
 
 @pytest.mark.slow
@@ -249,7 +276,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
         record["reason"],
     )
     assert "No space left on device" in record["reason"]
-    assert checkpoint.steps(left / "run" / "checkpoints") == [20]
+    assert saved.steps(left / "run" / "checkpoints") == [20]
 
 
 def test_a_record_that_is_cut_short_is_one_line(tmp_path):

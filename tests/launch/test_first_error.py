@@ -113,8 +113,12 @@ def test_a_job_without_its_record_did_not_complete(decided):
 
 
 def test_a_job_that_slurm_ends_says_so_before_it_may_be_killed(decided, tmp_path):
+    """In both records: the run may be killed too, while it saves."""
+    run = tmp_path / "run.json"
+    run.write_text((tmp_path / "job.json").read_text())
     answer = "#!/bin/sh\necho JobId=7 JobState=COMPLETING Restarts=0\n"
     (tmp_path / "scontrol").write_text(answer)
     said, record = decided("", step="ending")
     assert said == ()
     assert (record["status"], record["cause"]) == ("interrupted", "cancelled")
+    assert json.loads(run.read_text())["reason"] == "cancelled; killed before it had ended"

@@ -1,7 +1,6 @@
 """`jaxbench jobs`: what it tells of jobs in the queue, ended and lost, and what it follows."""
 
 import json
-from datetime import UTC, datetime, timedelta
 
 import pytest
 from launching import slurm
@@ -91,20 +90,6 @@ def test_a_job_that_never_ran_says_why(stage, capsys):
     assert "rank 1 on n1: no log" in first
     assert "failed" in second
     assert "cannot be read" in second
-
-
-def test_a_run_that_was_killed_while_it_saved_has_the_end_of_its_job(stage, capsys):
-    """Its own record still says that it runs; one that is resumed elsewhere runs indeed."""
-    folder = stage / "results/1/bf16/8b/8/102"
-    ended = {"status": "interrupted", "cause": "cancelled", "reason": "cancelled; killed before"}
-    (folder / "job.json").write_text(json.dumps(ended))
-    assert jobs.main(["list", "102"]) == 0
-    assert "interrupted: cancelled" in capsys.readouterr().out
-    record = json.loads((folder / "run.json").read_text())
-    later = datetime.now(UTC) + timedelta(seconds=10)
-    (folder / "run.json").write_text(json.dumps(record | {"started": later.isoformat()}))
-    assert jobs.main(["list", "102"]) == 0
-    assert "lost" in capsys.readouterr().out
 
 
 def test_variables_of_squeue_hide_no_job(stage, monkeypatch):

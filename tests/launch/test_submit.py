@@ -127,7 +127,7 @@ def test_a_job_describes_itself_before_it_runs(tmp_path):
     """`jaxbench report` reads it as it reads a run."""
     made = job("llama31_8b_bf16", "--gpus", "8", GPU_TYPE="b200", **STAGE)
     ended = {"status": "failed", "cause": "gpu", "reason": "check: n1 gpu 0: MIG is on"}
-    (tmp_path / "job.json").write_text(json.dumps(made.record() | ended))
+    (tmp_path / "job.json").write_text(json.dumps(made.record("1-1") | ended))
     (found,) = report([tmp_path], None)
     assert (found.run.recipe, found.run.gpus, found.run.dtype) == ("llama31_8b_bf16:8", 8, "bf16")
     assert (found.verdict.name, found.verdict.reason) == ("failed", ended["reason"])

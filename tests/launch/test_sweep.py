@@ -7,6 +7,7 @@ import pytest
 from launching import slurm, submit, sweep
 
 from jaxbench.errors import RecipeError
+from jaxbench.files import owned
 
 LIST = "- {config: llama31_8b_bf16, gpus: [8, 16], repeats: 2}\n"
 
@@ -223,3 +224,9 @@ def test_files_that_are_none_are_one_line(here, capsys):
         refused(here, capsys, message)
         with pytest.raises(RecipeError, match=message.split(" {")[0]):
             sweep.entries(here / "runs.yaml")
+
+
+def test_two_sweeps_of_a_list_at_once_submit_its_jobs_once(here, capsys):
+    with owned(here / "runs.jobs.json"):
+        refused(here, capsys, "runs.jobs.json is in use by process ")
+        assert sweep.main([str(here / "runs.yaml"), "--show"]) == 0

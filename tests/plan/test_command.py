@@ -1,12 +1,16 @@
 """The command's options, and rows that are not in a recipe's file."""
 
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import CompletedProcess
 
 import pytest
 from mistakes import assert_mistake
 
+from jaxbench.files import owned
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, candidates, command, sweep
+from jaxbench.plan import absent, candidates, command, processes, sweep
 from jaxbench.recipe import derive, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
@@ -141,3 +145,35 @@ def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
     """Without the compiler for GPUs too."""
     monkeypatch.setattr(absent, "installed", lambda module: False)
     assert_mistake(command.main, arguments, message, capsys)
+
+
+@pytest.mark.parametrize("option", ["--dump", "--output"])
+def test_what_another_plan_writes_is_refused_at_once(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "plan_one", lambda args, gpu: pytest.fail("it planned"))
+    path = tmp_path / "plan"
+    if option == "--dump":
+        path.mkdir()
+    words = [*ROW, "--format", "json", option, str(path)]
+    with owned(path):
+        assert_mistake(command.main, words, f"{path} is in use by process ", capsys)
+
+
+def test_a_plan_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
+    """As where two searches come to the same candidate."""
+    running, most = [], []
+
+    def run(words, **options):
+        running.append(words)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+        return CompletedProcess(words, 2, stderr="error: refused")
+
+    monkeypatch.setattr(processes, "CACHE", tmp_path)
+    monkeypatch.setattr(processes.subprocess, "run", run)
+    row = recipes.resolve(recipes.load("llama31_8b_bf16"), 16)
+    target = processes.Target(H100, "h100")
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(processes.plan_run, row, target, row.recipe) for _ in range(3)]
+    assert [future.result() for future in futures] == 3 * ["refused"]
+    assert most == [1, 1, 1]

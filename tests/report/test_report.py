@@ -444,6 +444,36 @@ def test_steps_of_a_restored_run_count_from_its_checkpoint(record, tmp_path):
     assert verdict_of(tmp_path).verdict.reason == "missing iterations 20, 21"
 
 
+PROGRAM = {"recipe.batch.microbatch": [4, 1]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "seconds", "reason"),
+    [
+        ({}, [4.7] * 20 + [5.0] * 30, None),
+        (PROGRAM, [4.7] * 20 + [5.0] * 30, None),
+        (PROGRAM, [4.7] * 46 + [5.0] * 4, "iterations 11 to 44 are of another program: it changed"),
+        ({}, [4.7] * 46 + [5.0] * 4, None),
+        (None, [4.7] * 20 + [5.0] * 30, "iterations 11 to 44 are of several starts"),
+    ],
+)
+def test_a_mean_is_of_one_start(changed, seconds, reason, record, tmp_path):
+    """The run's own window, or a given one; a record without a window, or of an older version, has
+    none that lies within one start."""
+    resumed = seconds.index(5.0)
+    begun = [{"step": 0, "changed": {}}, {"step": resumed, "changed": changed}]
+    folder = record("resumed", seconds=seconds, resumed_at=[resumed], starts=begun)
+    found = json.loads((folder / "run.json").read_text())
+    found["summary"]["window"] = [35, 49] if resumed == 20 else [11, 44]
+    if changed is None:
+        del found["summary"], found["starts"]
+    (folder / "run.json").write_text(json.dumps(found))
+    result = verdict_of(tmp_path)
+    assert result.mean_s == (None if reason else pytest.approx(5.0 if resumed == 20 else 4.7))
+    if reason:
+        assert result.verdict.reason.startswith(reason)
+
+
 def test_steps_that_are_none_are_missing(record, tmp_path):
     folder = record("odd")
     lines = (folder / "steps.jsonl").read_text().splitlines()
