@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,7 +29,7 @@ import submit
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_json, write_whole
 from jaxbench.jobs import queue, record_of, state
-from jaxbench.recipe import recipes
+from jaxbench.recipe import recipes, strict_yaml
 from jaxbench.report import command as report
 from jaxbench.report.page import page
 from jaxbench.run.arguments import Parser
@@ -84,9 +82,9 @@ class Entry:
 def entries(path: Path) -> list[Entry]:
     """All runs of a list. Raises RecipeError for a bad entry, which it names."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        content = strict_yaml.load(path.read_text())
+    except ValueError as error:
+        raise RecipeError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(content, list) or not content:
         raise RecipeError(f"{path}: expected a list of {{config, gpus, repeats, set}}")
     runs = []

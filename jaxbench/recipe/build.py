@@ -112,19 +112,22 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return _number(value, where)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         kind = type(value).__name__
-        raise RecipeError(f"{where} = {shown(value)}: expected {hint.__name__}, got {kind}")
+        expected = "true or false" if hint is bool else hint.__name__
+        raise RecipeError(f"{where} = {shown(value)}: expected {expected}, got {kind}")
     if hint is int and abs(value) > LARGEST:
         raise RecipeError(f"{where} is too large: at most {LARGEST}")
     return value
 
 
 def _number(value: Any, where: str) -> float:
-    """A finite float; text too, since YAML reads 1e-5 as text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    """A finite float."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
         kind = type(value).__name__
-        raise RecipeError(f"{where} = {shown(value)}: expected float, got {kind}") from None
+        raise RecipeError(f"{where} = {shown(value)}: expected float, got {kind}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise RecipeError(f"{where} = {shown(value)}: expected a finite number")
     return number
