@@ -38,6 +38,10 @@ def find() -> tuple[int, str]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a platform
+        if "known backend" in str(error):  # "is not in the list of", or "Unknown"
+            raise RecipeError(
+                f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}: {error}"
+            ) from error
         cause = cause_of(error)
         reason = str(error) or f"none of {os.environ.get('JAX_PLATFORMS', 'its platforms')}"
         raise RunFailed(
