@@ -11,13 +11,14 @@ from importlib import import_module
 from jaxbench import jax_variables, terminal
 from jaxbench.errors import RecipeError
 from jaxbench.versions import versions
+from jaxbench.xla import flags
 
 
 @dataclass(frozen=True)
 class Command:
     """A command: the module of its options (`make_parser`), that of its `main`, and what it does.
     One that only prints ends quietly when a pipe closes, as in `jaxbench list | head`. Variables of
-    JAX are checked for one with `jax`."""
+    JAX and XLA are checked for one with `jax`."""
 
     options: str
     module: str
@@ -106,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = COMMANDS[words[0]]
         options_of(command).parse_args(words[1:])
         if command.jax:
+            flags.check(os.environ.get("XLA_FLAGS", ""))
             jax_variables.check_environment()
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -43,7 +43,6 @@ def find_run(
 ) -> Run:
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if it cannot
     run on them."""
-    flags.check_environment(os.environ.get("XLA_FLAGS", ""))
     devices.select_platform(args.cpu_devices)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     devices.limit_host_memory()
@@ -63,6 +62,9 @@ def find_run(
         recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
     )
     check_run(run, platform, gpu)
+    if jax.process_index() == 0:
+        for line in flags.overruled(run, platform):
+            print(line, file=sys.stderr)
     if args.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     return run
