@@ -1,5 +1,6 @@
 """Dataclasses from plain values: settings of YAML, whose mistakes are one line, and records."""
 
+import contextlib
 import math
 import types
 import typing
@@ -24,16 +25,34 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
 
 def restored(kind: Any, value: Any) -> Any:
     """A value of a type, a dataclass or one that holds some, from the plain values of `asdict`.
-    Raises KeyError or TypeError for other fields."""
+    Raises TypeError for a value of another type, and for other fields."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is types.UnionType:
+        *others, last = sorted(inner, key=lambda option: option is not types.NoneType)
+        for option in others:
+            with contextlib.suppress(TypeError):
+                return restored(option, value)
+        return restored(last, value)
+    plain = dict if is_dataclass(kind) else list if origin is tuple else origin or kind
+    if isinstance(plain, type) and not _is(plain, value):
+        raise TypeError(f"expected {plain.__name__}, got {shown(value)}")
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
+        if other := value.keys() - hints.keys():
+            raise TypeError(f"unexpected field {min(other)!r}")
         return kind(**{name: restored(hints[name], of) for name, of in value.items()})  # type: ignore[operator]
-    if origin is types.UnionType and value is not None:
-        return restored(inner[0], value)
     if origin is list:
         return [restored(inner[0], of) for of in value]
     return {key: restored(inner[1], of) for key, of in value.items()} if origin is dict else value
+
+
+def _is(plain: type, value: Any) -> bool:
+    """True for a value of a JSON type; a whole number may stand for a float."""
+    if isinstance(value, bool):
+        return plain is bool
+    return isinstance(value, int | float if plain is float else plain)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
