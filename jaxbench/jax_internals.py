@@ -69,9 +69,12 @@ def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
 def profile_events(folder: Path, fallback: bool = True) -> Iterator[Any]:
     """The events on the streams of the first GPU in the last JAX profile in a folder; with
     `fallback` all events where it has no GPU. Public JAX reads a profile, but does not document
-    the names in it."""
+    the names in it. Raises OSError for a file that is cut off, or is no profile."""
     for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        try:
+            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        except RuntimeError as error:
+            raise OSError(f"{path}: cut off, or no profile of JAX: {error}") from error
         gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
         for plane in gpus[:1] or (planes if fallback else ()):
             for line in plane.lines:

@@ -61,9 +61,15 @@ def slurm(*command: str) -> str:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """The record of a job; one without a status before it began."""
-    path = folder / "run.json"
-    return json.loads(path.read_text()) if path.exists() else {"status": "pending"}
+    """The record of a job; one without a status before it began, and a failed one where it cannot
+    be read."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        return record | {"status": record["status"]}
+    except FileNotFoundError:
+        return {"status": "pending"}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {"status": "failed", "cause": "unreadable run.json"}
 
 
 def state(number: str, record: dict[str, Any], queued: Queue) -> str:

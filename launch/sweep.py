@@ -126,8 +126,11 @@ def result(job: dict[str, str]) -> str:
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:
     """Submitted jobs by `Entry.key`."""
     try:
-        return json.loads(store.read_text()) if store.exists() else {}
-    except ValueError as error:
+        jobs = json.loads(store.read_text()) if store.exists() else {}
+        return {
+            key: {name: str(job[name]) for name in ("id", "folder")} for key, job in jobs.items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RecipeError(f"{store}: not what a sweep wrote ({error}); move it away") from error
 
 

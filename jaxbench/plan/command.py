@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None) -> int:
         if args.hlo:
             with live(f"reading {args.hlo}"):
                 step = hlo.read(args.hlo, gpu, args.kernels, args.trace)
-            as_text = {"json": as_json, "html": hlo.page, "text": hlo.report}[args.format]
+            as_text = {"json": hlo.as_json, "html": hlo.page, "text": hlo.report}[args.format]
             write(as_text(step), args.output)
             return 0
         if args.diff or args.all or args.scaling or args.search:

@@ -74,3 +74,10 @@ def test_a_mistake_is_one_line(words, path, message, stage, capsys, monkeypatch)
         monkeypatch.setenv("PATH", path)
     assert jobs.main(words) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("text", ["", '{"status": "comp', "[]", "{}", '{"stat": 1}'])
+def test_a_record_that_is_cut_off_is_a_failed_job(text, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    record = jobs.record_of(tmp_path)
+    assert jobs.state("1", record, {}) == "failed: unreadable run.json"

@@ -215,8 +215,9 @@ def test_a_queue_that_cannot_be_read_loses_no_jobs(here, capsys):
 
 
 def test_files_that_are_none_are_one_line(here, capsys):
-    (here / "runs.jobs.json").write_text("{")
-    refused(here, capsys, "runs.jobs.json: not what a sweep wrote")
+    for text in ("{", "[1]", '{"a": 1}', '{"a": {"id": 1}}'):
+        (here / "runs.jobs.json").write_text(text)
+        refused(here, capsys, "runs.jobs.json: not what a sweep wrote")
     (here / "runs.jobs.json").unlink()
     twice = "- {config: a, gpus: 8, gpus: 16}"
     for text, message in (
