@@ -7,6 +7,7 @@ import pytest
 
 from jaxbench import jax_variables
 from jaxbench.errors import RecipeError
+from jaxbench.run import devices
 
 
 @pytest.fixture
@@ -58,3 +59,29 @@ def test_a_value_that_jax_cannot_import_with_is_one_line():
     assert (status, out) == (2, "")
     assert err.startswith("error: JAX_TRACEBACK_FILTERING=maybe: JAX refuses it (ValueError: ")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (devices.FRACTION, "most", "expected a share, as 0.92"),
+        (devices.FRACTION, "92", "expected a share, as 0.92"),
+        (devices.HOST_LIMIT, "1.5", "expected a number of GiB"),
+        (devices.HOST_LIMIT, "", "expected a number of GiB"),
+    ],
+)
+def test_a_limit_of_memory_that_is_no_number_is_one_line(monkeypatch, name, value, message):
+    monkeypatch.setenv(devices.FRACTION, "0.9")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=f"^{name}={value}: {message}"):
+        devices.limit_memory()
+
+
+def test_a_platform_that_jax_does_not_know_is_the_users_mistake(monkeypatch):
+    def fail():
+        raise RuntimeError("Backend 'nonsense' is not in the list of known backends: ['cpu']")
+
+    monkeypatch.setattr(devices.jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    with pytest.raises(RecipeError, match="^JAX_PLATFORMS=nonsense: Backend"):
+        devices.find()

@@ -1,14 +1,13 @@
 """The command `python -m jaxbench.train`: resolves the run, checks it, and starts the session."""
 
 import argparse
-import os
 import sys
 
 import jax
 
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import MEMORY_FRACTION, identify
+from jaxbench.hardware import identify
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import devices, profiling, session
@@ -44,8 +43,7 @@ def find_run(
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if it cannot
     run on them."""
     devices.select_platform(args.cpu_devices)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-    devices.limit_host_memory()
+    devices.limit_memory()
     job.join()
     count, platform = devices.find()
     check_profiled(args, jax.process_count())

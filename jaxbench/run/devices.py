@@ -11,7 +11,7 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed, listed
-from jaxbench.hardware import HOST_FRACTION, host_memory, is_null
+from jaxbench.hardware import HOST_FRACTION, MEMORY_FRACTION, host_memory, is_null
 from jaxbench.recipe.published import counted
 
 LISTED = 4
@@ -74,17 +74,25 @@ def check_local_devices(expected: int, cpu: bool) -> None:
         raise RecipeError(f"{where}: sees {seen}, {expected} {were} expected")
 
 
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's variable: GiB of the host's memory that its allocator may pin for a device, 64 if unset."""
 
 
-def limit_host_memory() -> None:
-    """Limits what XLA pins of the host's memory for a GPU to its share, for offloaded activations:
-    the allocator takes the next power of two of what is needed, up to the limit."""
+def limit_memory() -> None:
+    """Sets the share of a GPU's memory for XLA's allocator, and limits what XLA pins of the host's
+    memory for a GPU to its share, for offloaded activations: the allocator takes the next power of
+    two of what is needed, up to the limit. Raises RecipeError for a variable that is no number."""
+    os.environ.setdefault(FRACTION, str(MEMORY_FRACTION))
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if gpus and (total := host_memory("MemTotal")):
         share = int(total * HOST_FRACTION) // gpus >> 30
         os.environ.setdefault(HOST_LIMIT, str(max(1, share)))
+    for name, pattern, kind in (
+        (FRACTION, r"[01]?\.\d+|1", "share, as 0.92"), (HOST_LIMIT, r"[1-9]\d*", "number of GiB"),
+    ):  # fmt: skip
+        if not re.fullmatch(pattern, text := os.environ.get(name, "1")):
+            raise RecipeError(f"{name}={text}: expected a {kind}")
 
 
 def check_host_memory(needed: int) -> None:
