@@ -83,5 +83,5 @@ def test_a_platform_that_jax_does_not_know_is_the_users_mistake(monkeypatch):
 
     monkeypatch.setattr(devices.jax, "devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
-    with pytest.raises(RecipeError, match="^JAX_PLATFORMS=nonsense: Backend"):
+    with pytest.raises(RecipeError, match=r"^JAX_PLATFORMS=nonsense: Backend"):
         devices.find()

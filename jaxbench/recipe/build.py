@@ -42,10 +42,17 @@ def restored(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         if other := value.keys() - hints.keys():
             raise TypeError(f"unexpected field {min(other)!r}")
+        if lost := _missing(kind, value):
+            raise TypeError(f"missing field {lost[0]!r}")
         return kind(**{name: restored(hints[name], of) for name, of in value.items()})  # type: ignore[operator]
     if origin is list:
         return [restored(inner[0], of) for of in value]
     return {key: restored(inner[1], of) for key, of in value.items()} if origin is dict else value
+
+
+def _missing(cls: Any, values: dict) -> list[str]:
+    """Fields of a dataclass that have no default and no value."""
+    return [f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory]
 
 
 def _is(plain: type, value: Any) -> bool:
@@ -104,10 +111,7 @@ def build(cls: type, values: dict, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in values:
         known(key, list(hints), where)
-    missing = [
-        f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory
-    ]
-    if missing:
+    if missing := _missing(cls, values):
         raise RecipeError(f"{where}: missing {', '.join(missing)}")
     return cls(
         **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}

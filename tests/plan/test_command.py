@@ -152,7 +152,7 @@ def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
     [
         (lambda plan: {"schema": 1, "status": "completed", "recipe": {}}, "unexpected field"),
         (lambda plan: [plan], "expected dict, got ["),
-        (lambda plan: {}, "missing"),
+        (lambda plan: {}, "missing field '"),
         (lambda plan: plan | {"gpus": "8"}, "expected int, got '8'"),
         (lambda plan: plan | {"fits": 1}, "expected bool, got 1"),
         (lambda plan: plan | {"forecast": 1.0}, "expected dict, got 1.0"),
