@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax._src import distributed, xla_bridge
-from jax._src.clusters import SlurmCluster
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax.extend.core import Primitive
@@ -44,11 +43,6 @@ def coordinator() -> str:
     has reached; this host in a job of one process. Public JAX does not tell what Slurm told it."""
     address = distributed.global_state.coordinator_address or "localhost:0"
     return address.rpartition(":")[0].strip("[]")
-
-
-def slurm_coordinator() -> str:
-    """The host at which JAX looks for the first process of a step of Slurm."""
-    return SlurmCluster.get_coordinator_address(None, "0").rpartition(":")[0]
 
 
 def taken_gpus() -> str:
@@ -81,9 +75,12 @@ def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
 def profile_events(folder: Path, fallback: bool = True) -> Iterator[Any]:
     """The events on the streams of the first GPU in the last JAX profile in a folder; with
     `fallback` all events where it has no GPU. Public JAX reads a profile, but does not document
-    the names in it."""
+    the names in it. Raises OSError for a file that is cut off, or is no profile."""
     for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        try:
+            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        except RuntimeError as error:
+            raise OSError(f"{path}: cut off, or no profile of JAX: {error}") from error
         gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
         for plane in gpus[:1] or (planes if fallback else ()):
             for line in plane.lines:

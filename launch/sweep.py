@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,7 +30,7 @@ import submit
 from jaxbench.errors import RecipeError
 from jaxbench.files import owned, write_json, write_whole
 from jaxbench.jobs import queue, record_of, state
-from jaxbench.recipe import recipes
+from jaxbench.recipe import recipes, strict_yaml
 from jaxbench.report import command as report
 from jaxbench.report.folders import is_run
 from jaxbench.report.page import page
@@ -86,9 +84,9 @@ class Entry:
 def entries(path: Path) -> list[Entry]:
     """All runs of a list. Raises RecipeError for a bad entry, which it names."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        content = strict_yaml.load(path.read_text())
+    except ValueError as error:
+        raise RecipeError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(content, list) or not content:
         raise RecipeError(f"{path}: expected a list of {{config, gpus, repeats, set}}")
     runs = []
@@ -130,8 +128,11 @@ def result(job: dict[str, str]) -> str:
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:
     """Submitted jobs by `Entry.key`."""
     try:
-        return json.loads(store.read_text()) if store.exists() else {}
-    except ValueError as error:
+        jobs = json.loads(store.read_text()) if store.exists() else {}
+        return {
+            key: {name: str(job[name]) for name in ("id", "folder")} for key, job in jobs.items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RecipeError(f"{store}: not what a sweep wrote ({error}); move it away") from error
 
 

@@ -154,22 +154,6 @@ def test_a_job_does_not_begin_in_a_folder_of_another_user(kind, shared):
     assert list(folder.iterdir()) == []
 
 
-def test_jax_lets_a_job_with_a_watchdog_be_suspended(monkeypatch):
-    """Its own limit is 100 s, and its clock goes on meanwhile."""
-    calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **named: calls.append(named))
-    monkeypatch.setattr(job, "_say_host", lambda rank: None)
-    for name, value in {
-        "COORDINATOR_ADDRESS": "n0:1",
-        "NUM_PROCESSES": "2",
-        "PROCESS_ID": "1",
-    }.items():
-        monkeypatch.setenv(f"JAX_{name}", value)
-    job.join(watched=True)
-    job.join()
-    assert calls == [{"heartbeat_timeout_seconds": job.SUSPENDED_S}, {}]
-
-
 @pytest.fixture
 def compiled(tmp_path):
     """Compiles a program with a cache: (whether it was cached, files in the cache, what was

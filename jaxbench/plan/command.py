@@ -1,7 +1,6 @@
 """The command `jaxbench plan`: plans of a row or of many, and differences."""
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -72,6 +71,8 @@ def resolve(
         assert gpu.chip is not None
         driver.load_stub(gpu.chip.major)
     check_run(run, "gpu", gpu)
+    for line in flags.overruled(run, "gpu"):
+        print(line, file=sys.stderr)
     placed(gpu, gpus)
     return run, recipe
 
@@ -170,7 +171,6 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 when a plan does not fit."""
     args = make_parser().parse_args(argv)
-    flags.check_environment(os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_platforms", "cpu")
     targets = find_targets(args)
     check_arguments(args)
@@ -197,7 +197,7 @@ def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
         if args.hlo:
             with live(f"reading {args.hlo}"):
                 step = hlo.read(args.hlo, gpu, args.kernels, args.trace)
-            as_text = {"json": as_json, "html": hlo.page, "text": hlo.report}[args.format]
+            as_text = {"json": hlo.as_json, "html": hlo.page, "text": hlo.report}[args.format]
             write(as_text(step), args.output)
             return 0
         if args.diff or args.all or args.scaling or args.search:

@@ -124,7 +124,9 @@ def _plan_run(path: Path, run: Run, target: Target, config: str) -> Plan | str:
 def folder(run: Run, target: Target) -> Path:
     """The cache folder of a run: named after its row, with a digest of the changes to it."""
     kernels = [target.kernels.read_text()] if target.kernels else []
-    changes = [*run.overrides, *target.system, *kernels]
+    asked = flags.asked(flags.variable()).items()
+    variable = [f"{name}={value}" for name, value in asked if name.startswith("xla_gpu")]
+    changes = [*run.overrides, *target.system, *kernels, *variable]
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:12]
     name = f"{run.recipe}-{run.row}-{target.name}"
     return CACHE / (f"{name}-{digest}" if changes else name)

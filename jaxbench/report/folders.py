@@ -44,9 +44,13 @@ def read(folder: Path) -> RunData:
         record["environment"] = None
     run.profiles = profiles.read(folder)
     run.plan = plans.find_plan(folder, record["recipe"], record["hardware"]["device"])
-    if (folder / STEPS).is_file():
+    try:
         for line in lines(folder / STEPS):
             _add_step(run, line)
+    except FileNotFoundError:
+        pass  # no step yet: an incomplete run
+    except OSError as error:
+        run.failed = f"{STEPS} cannot be read: {error.strerror}"
     return run
 
 

@@ -1,7 +1,6 @@
 """The command `python -m jaxbench.train`: resolves the run, checks it, and starts the session."""
 
 import argparse
-import os
 import sys
 from contextlib import ExitStack
 
@@ -9,7 +8,7 @@ import jax
 
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import MEMORY_FRACTION, identify
+from jaxbench.hardware import identify
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import devices, profiling, session
@@ -49,10 +48,8 @@ def find_run(
 ) -> Run:
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if it cannot
     run on them."""
-    flags.check_environment(os.environ.get("XLA_FLAGS", ""))
     devices.select_platform(args.cpu_devices)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
-    devices.limit_host_memory()
+    devices.limit_memory()
     job.join(watched=args.watchdog is not None)
     count, platform = devices.find()
     check_profiled(args, jax.process_count())
@@ -71,6 +68,9 @@ def find_run(
         recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
     )
     check_run(run, platform, gpu)
+    if jax.process_index() == 0:
+        for line in flags.overruled(run, platform):
+            print(line, file=sys.stderr)
     if args.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     return run

@@ -11,7 +11,7 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed, listed
-from jaxbench.hardware import HOST_FRACTION, Gpu, host_memory, is_null
+from jaxbench.hardware import HOST_FRACTION, MEMORY_FRACTION, Gpu, host_memory, is_null
 from jaxbench.jax_internals import taken_gpus
 from jaxbench.recipe.published import counted
 
@@ -39,6 +39,10 @@ def find() -> tuple[int, str]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a platform
+        if "known backend" in str(error):  # "is not in the list of", or "Unknown"
+            raise RecipeError(
+                f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}: {error}"
+            ) from error
         check_visible(taken_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         cause = cause_of(error)
         reason = str(error) or f"none of {os.environ.get('JAX_PLATFORMS', 'its platforms')}"
@@ -103,17 +107,25 @@ def other_gpu(gpu: Gpu | None) -> str | None:
     return f"submitted for {asked}s (GPU_TYPE, default h100), it runs on {gpu.name}s"
 
 
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's variable: GiB of the host's memory that its allocator may pin for a device, 64 if unset."""
 
 
-def limit_host_memory() -> None:
-    """Limits what XLA pins of the host's memory for a GPU to its share, for offloaded activations:
-    the allocator takes the next power of two of what is needed, up to the limit."""
+def limit_memory() -> None:
+    """Sets the share of a GPU's memory for XLA's allocator, and limits what XLA pins of the host's
+    memory for a GPU to its share, for offloaded activations: the allocator takes the next power of
+    two of what is needed, up to the limit. Raises RecipeError for a variable that is no number."""
+    os.environ.setdefault(FRACTION, str(MEMORY_FRACTION))
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if gpus and (total := host_memory("MemTotal")):
         share = int(total * HOST_FRACTION) // gpus >> 30
         os.environ.setdefault(HOST_LIMIT, str(max(1, share)))
+    for name, pattern, kind in (
+        (FRACTION, r"[01]?\.\d+|1", "share, as 0.92"), (HOST_LIMIT, r"[1-9]\d*", "number of GiB"),
+    ):  # fmt: skip
+        if not re.fullmatch(pattern, text := os.environ.get(name, "1")):
+            raise RecipeError(f"{name}={text}: expected a {kind}")
 
 
 def check_host_memory(needed: int) -> None:

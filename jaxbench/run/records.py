@@ -49,10 +49,11 @@ def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
     """The recorded steps before `start`; a killed run may have recorded later ones, which will be
     repeated."""
     steps = []
-    for line in path.read_text().splitlines() if start and path.exists() else ():
+    text = path.read_text(errors="replace") if start and path.exists() else ""
+    for line in text.splitlines():
         try:
             step = json.loads(line)
-            if step["step"] < start:
+            if int(step["step"]) < start:
                 steps.append(step)
         except (ValueError, LookupError, TypeError):
             break  # cut off when the process was killed or the disk was full

@@ -57,7 +57,7 @@ def compile_program(
     A program whose schedule the forecast guides is compiled twice, the second time in all processes
     with the same profile: those compiled with different ones may order collectives differently.
     `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
-    (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
+    (`plan.absent`). Raises RecipeError for an option that the compiler does not know.
     """
     start = time.perf_counter()
     with attention_for_mesh(), undeprecated():
@@ -72,7 +72,12 @@ def compile_program(
             compiled = lowered.compile(compiler_options=options | guiding)
     except jax.errors.JaxRuntimeError as error:
         if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
-            raise RunFailed(flags.explain(unknown.group(1))) from error
+            raise RecipeError(flags.explain(unknown.group(1))) from error
+        if unread := re.search(r"setting option (\w+), ('.*') is not a valid (\w+)", str(error)):
+            name, value, kind = unread.groups()
+            raise RecipeError(
+                f"{name} cannot be {value}: expected a value of type {kind}"
+            ) from error
         raise
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
@@ -104,6 +109,7 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
         others = ", ".join(name for name, of in PLANNED.items() if of.multiplies(dtype))
         raise RecipeError(f"precision.dtype = {dtype}: not on {gpu.name}, but on {others}")
     flags.options(run, platform)
+    flags.check_changes(run)
     quantized.choose(run.precision, platform)
     _implementations(run, platform)
 

@@ -1,46 +1,42 @@
 """How a process joins a job of Slurm, and what it says of GPUs that it does not see."""
 
+from argparse import Namespace
+
 import jax
 import pytest
 
 from jaxbench.cluster import job
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.errors import RecipeError
 from jaxbench.hardware import B200, H100
 from jaxbench.run import devices
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,n[1-3]",
-    "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n7",
+    "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n7",
 }  # fmt: skip
 
 
-@pytest.fixture
-def joined(monkeypatch):
-    """Variables of a step of Slurm; the arguments with which JAX is told to join its job."""
-    monkeypatch.setattr(job.os, "environ", dict(STEP))
-    monkeypatch.setattr(job, "_say_host", lambda rank: None)
+@pytest.mark.parametrize(
+    ("watched", "silence"), [(True, {"heartbeat_timeout_seconds": job.SUSPENDED_S}), (False, {})]
+)
+def test_a_step_of_slurm_is_no_job_of_mpi(watched, silence, monkeypatch):
+    """And its processes do not reach each other through a proxy. With a watchdog they may be
+    suspended."""
+    mpi = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    monkeypatch.setattr(job.os, "environ", STEP | mpi)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
-    calls = []
+    calls, said = [], {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **named: calls.append((a, named)))
-    return calls
-
-
-def test_a_step_of_slurm_is_no_job_of_mpi(joined, monkeypatch):
-    """And its processes do not reach each other through a proxy."""
-    monkeypatch.setitem(job.os.environ, "OMPI_MCA_orte_hnp_uri", "1.0;tcp://127.0.0.1:9")
-    monkeypatch.setitem(job.os.environ, "https_proxy", "http://127.0.0.1:9")
-    job.join()
-    assert joined == [((), {"cluster_detection_method": "slurm"})]
+    monkeypatch.setattr(
+        job, "coordination_client", lambda: Namespace(key_value_set=said.__setitem__)
+    )
+    job.join(watched)
+    ((arguments, options),) = calls
+    assert arguments == ("localhost:61447", 2, 1, [0])
+    assert options.pop("initialization_timeout") > job.JOIN_S
+    assert options == {"cluster_detection_method": "deactivate"} | silence
+    assert said == {"jaxbench/host/1": "n7"}
     assert job.os.environ["grpc_proxy"] == ""
-
-
-def test_a_name_that_does_not_resolve_is_said_at_once(joined, monkeypatch):
-    monkeypatch.setitem(job.os.environ, "SLURM_STEP_NODELIST", "no-node[001-002].invalid")
-    with pytest.raises(
-        RunFailed, match=r"^node n7: the name no-node001 of the job's first node do"
-    ):
-        job.join()
-    assert joined == []
 
 
 @pytest.mark.parametrize(

@@ -98,3 +98,11 @@ def test_variables_of_squeue_hide_no_job(stage, monkeypatch):
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setenv("SLURM_CLUSTERS", "c")
     assert jobs.queue() == {"78": ["RUNNING"]}
+
+
+@pytest.mark.parametrize("text", ["", '{"status": "comp', "[]", "{}", '{"stat": 1}'])
+def test_a_record_that_is_cut_off_is_a_failed_job(text, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    record = jobs.record_of(tmp_path)
+    assert jobs.state("1", record, {}) == "failed"
+    assert record["reason"].startswith("its record cannot be read: ")

@@ -47,7 +47,7 @@ def test_the_node_that_lacks_something_is_named_at_once(cluster, tmp_path):
     faults = [
         (ROOT, "launch", f"it cannot be started: {run}: No such file or directory"),
         (stage, "storage", f"its log {stage}/results/"),
-        (name, "failed", "node n1: the name n0 of the job's first node does not resolve: "),
+        (name, "mistake", "SLURM_STEP_NODELIST: node n1: coordinator n0:"),
     ]
     for path, cause, reason in faults:
         with hidden(cluster, path):

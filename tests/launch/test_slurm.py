@@ -61,8 +61,8 @@ def one_process(tmp_path_factory):
 SHELL = {
     "SBATCH_EXPORT": "NONE", "SBATCH_TIMELIMIT": "1", "SBATCH_ARRAY_INX": "0-1",
     "SLURM_DISTRIBUTION": "cyclic", "SLURM_LABELIO": "1", "SLURM_NTASKS": "9", "SLURM_JOB_ID": "5",
-    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:9", "OMPI_COMM_WORLD_SIZE": "1",
-    "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:9", "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "JAX_COORDINATOR_ADDRESS": "nowhere:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0",
     "JAX_LOCAL_DEVICE_IDS": "7", "http_proxy": "http://127.0.0.1:9",
     "https_proxy": "http://127.0.0.1:9", "CDPATH": "/tmp", "PYTHONHOME": "/none",

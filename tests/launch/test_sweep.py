@@ -216,10 +216,16 @@ def test_a_queue_that_cannot_be_read_loses_no_jobs(here, capsys):
 
 
 def test_files_that_are_none_are_one_line(here, capsys):
-    (here / "runs.jobs.json").write_text("{")
-    refused(here, capsys, "runs.jobs.json: not what a sweep wrote")
+    for text in ("{", "[1]", '{"a": 1}', '{"a": {"id": 1}}'):
+        (here / "runs.jobs.json").write_text(text)
+        refused(here, capsys, "runs.jobs.json: not what a sweep wrote")
     (here / "runs.jobs.json").unlink()
-    for text, message in (("a: [", "not valid YAML"), ("", "expected a list of {config")):
+    twice = "- {config: a, gpus: 8, gpus: 16}"
+    for text, message in (
+        ("a: [", "not valid YAML"),
+        (twice, "line 1: the key 'gpus' occurs"),
+        ("", "expected a list of {config"),
+    ):
         (here / "runs.yaml").write_text(text)
         refused(here, capsys, message)
         with pytest.raises(RecipeError, match=message.split(" {")[0]):

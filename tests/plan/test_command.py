@@ -1,14 +1,17 @@
 """The command's options, and rows that are not in a recipe's file."""
 
+import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from subprocess import CompletedProcess
 
+import made_plans
 import pytest
 from mistakes import assert_mistake
 
-from jaxbench.files import owned
+from jaxbench.files import as_json, owned
 from jaxbench.hardware import H100
 from jaxbench.plan import absent, candidates, command, processes, sweep
 from jaxbench.recipe import derive, published, recipes
@@ -177,3 +180,47 @@ def test_a_plan_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
         futures = [threads.submit(processes.plan_run, row, target, row.recipe) for _ in range(3)]
     assert [future.result() for future in futures] == 3 * ["refused"]
     assert most == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda plan: {"schema": 1, "status": "completed", "recipe": {}}, "unexpected field"),
+        (lambda plan: [plan], "expected dict, got ["),
+        (lambda plan: {}, "missing field '"),
+        (lambda plan: plan | {"gpus": "8"}, "expected int, got '8'"),
+        (lambda plan: plan | {"fits": 1}, "expected bool, got 1"),
+        (lambda plan: plan | {"forecast": 1.0}, "expected dict, got 1.0"),
+        (lambda plan: plan | {"collectives": {}}, "expected list, got {}"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_one_line(spoil, message, tmp_path, capsys):
+    plan = made_plans.made()
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    files[0].write_text(as_json(plan))
+    files[1].write_text(json.dumps(spoil(json.loads(as_json(plan)))))
+    assert_mistake(command.main, ["--diff", *files], message, capsys)
+    files[1].write_text(as_json(plan)[:1000])
+    assert_mistake(command.main, ["--diff", *files], "b.json: no plan.json of `plan", capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda text: text.replace(",", ";"),
+            "b.csv: not a table of plan --all (plan.csv): line 2 ",
+        ),
+        (lambda text: text[: len(text) // 2], "b.csv: not a table"),
+        (lambda text: text.replace(",64.3,", ",x,", 1), "could not convert string to float"),
+    ],
+)
+def test_a_table_that_is_none_is_one_line(change, message, tmp_path, capsys):
+    text = Path("docs/plan.csv").read_text()
+    files = tmp_path / "a.csv", tmp_path / "b.csv"
+    files[0].write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    files[1].write_text(text)
+    assert command.main(["--diff", *map(str, files)]) == 0
+    assert "no row moved" in capsys.readouterr().out
+    files[1].write_text(change(text))
+    assert_mistake(command.main, ["--diff", *files], message, capsys)

@@ -392,7 +392,10 @@ def test_profiled_and_traced_logs_never_pass(where, tmp_path):
 def test_a_log_that_made_no_iteration_is_a_failed_run(tmp_path):
     log(tmp_path, "Traceback (most recent call last):\n")
     found = verdict_of(tmp_path).verdict
-    assert (found.name, found.reason) == ("failed", "it made no iteration")
+    known = "maxtext log, nemo log, nemo progress bar"
+    assert (found.name, found.reason) == (
+        "failed", f"it has no iteration in a known format ({known})",
+    )  # fmt: skip
 
 
 CUT = {
