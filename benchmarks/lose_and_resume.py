@@ -35,10 +35,9 @@ STEPS, EVERY, LOSSES, RESTARTS, WATCHDOG = 120, 10, 3, 6, 10
 ALONE = r"rank \d on n\d: it lost the network or another process: .+"
 VERDICT = {
     "SIGKILL": r"failed: lost rank {} on \S+ \((killed by SIGKILL|\w+, last completed .*)\)(, .*)?",
-    "SIGSTOP": rf"failed: no sign of life for {WATCHDOG} s from rank {{}} on .*",
+    "SIGSTOP": rf"failed: no sign of life for {WATCHDOG / 2:g} s from rank {{}} on .*",
     "reset": rf"failed: {ALONE}",
-    # While it saves, the watchdog waits for longer than JAX.
-    "cut": rf"failed: (no sign of life for {WATCHDOG} s from rank .*|{ALONE})",
+    "cut": rf"failed: (no sign of life for {WATCHDOG / 2:g} s from rank .*|{ALONE})",
     "cut off": r"interrupted: lost a node",
 }
 NETWORK = ("reset", "cut", "cut off")

@@ -2,7 +2,7 @@
 
     python benchmarks/many_processes.py [--processes 256] [--timeout 20]
 
-Three jobs of real processes, with the coordination service, heartbeats and watchdog of a run, and
+Three jobs of real processes, with the coordination service and watchdog of a run, and
 steps that sleep and then wait for each other: one is stopped by a signal to one process, one loses
 a process (SIGKILL), one has a process that hangs (SIGSTOP). Prints the seconds until all have
 joined, agreed, given a sign of life, and ended. Processes are forks of one that has imported JAX,
@@ -10,7 +10,6 @@ so imports are in no figure; all share this machine's cores, so no job's figure 
 """
 
 import argparse
-import json
 import mmap
 import os
 import random
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxbench.cluster import job
 from jaxbench.cluster.signals import LEAD, Signals
-from jaxbench.cluster.watched import watched
+from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.files import write_json
 
 MOMENTS = ("joined", "devices known", "agreed", "alive", "after a step")
@@ -40,27 +39,30 @@ STEP_S = 0.5
 
 def one_process(folder: Path, timeout: float, reached: np.ndarray) -> None:
     """One process of a run, without training; writes the time of each moment to `reached`."""
-    job.join()
+    job.join(watched=True)
     reached[0] = time.monotonic()
     jax.process_count()
     reached[1] = time.monotonic()
     value = job.broadcast("start", lambda: str(folder))
     assert job.all_agree("program", value == str(folder))
     reached[2] = time.monotonic()
-    if jax.process_index() == 0:
-        write_json(folder / "run.json", {"status": "running"})
-    with watched(folder, timeout) as beat:
+
+    def hung(reason: str) -> None:
+        if jax.process_index() == 0:
+            write_json(folder / "run.json", {"reason": reason})
+
+    with Watchdog(timeout, hung) as watchdog:
         signals = Signals(lambda number: os._exit(128 + number))
         reached[3] = time.monotonic()
-        beat.phase = "training"
+        watchdog.phase = "training"
         for step in count():
-            beat.started = step
+            watchdog.started = step
             if signals.stop(step):
                 break
             time.sleep(STEP_S)
             if not job.barrier(f"step {step}", 600):
                 time.sleep(600)  # as in a collective that lacks a rank
-            beat.completed = step
+            watchdog.completed = step
             reached[4] = reached[4] or time.monotonic()
         job.gather("last step", step)
     jax.distributed.shutdown()
@@ -99,9 +101,13 @@ class Job:
         for name, seconds in zip(MOMENTS, self.reached.max(axis=0) - self.began, strict=True):
             print(f"  {seconds:6.1f} s  the last is {name}", flush=True)
 
-    def ended(self) -> list[int]:
-        """Waits for all processes; returns their exit statuses."""
-        return [os.waitstatus_to_exitcode(os.wait()[1]) for _ in self.pids]
+    def ended(self, disturbed: int) -> list[int]:
+        """Waits for all processes but one, and ends that one, as srun does; returns the exit
+        statuses of the others."""
+        others = [os.waitpid(pid, 0)[1] for pid in self.pids if pid != disturbed]
+        os.kill(disturbed, signal.SIGKILL)
+        os.waitpid(disturbed, 0)
+        return [os.waitstatus_to_exitcode(status) for status in others]
 
 
 def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int], None]) -> None:
@@ -113,9 +119,9 @@ def disturbed(name: str, processes: int, timeout: float, disturb: Callable[[int]
         rank = random.Random(0).randrange(1, processes)
         at = time.monotonic()
         disturb(running.pids[rank])
-        statuses = running.ended()
+        statuses = running.ended(running.pids[rank])
         took = time.monotonic() - at
-        reason = json.loads((Path(temporary) / "run.json").read_text()).get("reason", "")
+        reason = record.read_text() if (record := Path(temporary) / "run.json").exists() else ""
         by_status = {status: statuses.count(status) for status in sorted(set(statuses))}
         print(f"  {took:6.1f} s  from there to the end of all, by status {by_status}: {reason}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build/pages"
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "LOG.md")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "LOG.md")
 """Documents that are not in docs/; on the site they are beside what is."""
 
 PICTURE = r'<picture><source .* srcset="(.*?)"><img (.*?)src="(.*?)"(.*?)></picture>'

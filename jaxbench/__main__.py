@@ -8,31 +8,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from jaxbench import terminal
+from jaxbench import jax_variables, terminal
 from jaxbench.errors import RecipeError
 from jaxbench.versions import versions
+from jaxbench.xla import flags
 
 
 @dataclass(frozen=True)
 class Command:
     """A command: the module of its options (`make_parser`), that of its `main`, and what it does.
-    One that only prints ends quietly when a pipe closes, as in `jaxbench list | head`."""
+    One that only prints ends quietly when a pipe closes, as in `jaxbench list | head`. Variables of
+    JAX and XLA are checked for one with `jax`."""
 
     options: str
     module: str
     does: str
     prints: bool = True
+    jax: bool = True
 
 
 COMMANDS = {
-    "list": Command("rows", "rows", "every recipe with its rows, forecasts and published steps"),
+    "list": Command(
+        "rows", "rows", "every recipe with its rows, forecasts and published steps", jax=False
+    ),
     "train": Command("run.arguments", "run.command", "run a benchmark", prints=False),
     "plan": Command(
         "plan.arguments", "plan.command", "compile one for GPUs that are not there: does it fit, "
         "how long will it take"
     ),
-    "report": Command("report.arguments", "report.command", "results beside the published ones"),
-    "jobs": Command("jobs", "jobs", "jobs of launch/submit.sh: list, status, log, cancel"),
+    "report": Command(
+        "report.arguments", "report.command", "results beside the published ones", jax=False
+    ),
+    "jobs": Command(
+        "jobs", "jobs", "jobs of launch/submit.sh: list, status, log, cancel", jax=False
+    ),
     "check": Command(
         "check.arguments", "check.command", "is every GPU, link and node as fast as it should be?",
         prints=False,
@@ -97,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_parser().parse_args(words[:1] or ["--help"])
         command = COMMANDS[words[0]]
         options_of(command).parse_args(words[1:])
+        if command.jax:
+            flags.check(os.environ.get("XLA_FLAGS", ""))
+            jax_variables.check_environment()
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

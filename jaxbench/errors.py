@@ -12,8 +12,9 @@ STATUS = {
     "memory": 4,  # no more memory on a device
     "storage": 5,  # files that cannot be read or written
     "gpu": 6,  # a GPU that fails
-    "network": 7,  # a process of another host, or the network to it, is lost
-    "lost": 8,  # a process of this host is lost
+    "network": 7,  # another process, or the network to it, is lost
+    "lost": 8,  # another process is lost
+    "hang": 9,  # no progress within the watchdog's time limit
 }
 """Exit status by cause of a failure; launchers tell causes apart by it. `launch/verdict.py` imports
 this with Pythons from 3.7 on."""

@@ -1,21 +1,139 @@
-"""Atomic file writes, also when the disk is full."""
+"""Who may write a folder or a file; atomic writes, also when the disk is full; the record of a run.
+No file is written through a link: in a folder that several users share, another one may have made
+it."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import platform
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from jaxbench.errors import RecipeError
 
 RESERVE_BYTES = 2**18
 """Disk space reserved for a record: several times the size of the largest one."""
 
+LEASE_S = 120.0
+"""Seconds for which a start of a job waits for the lock of its start before: a server of NFS keeps
+the locks of a node that died for its lease, 90 s by default."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system without locks."""
+
+
+def open_unlinked(path: Path, flags: int = 0) -> int:
+    """Opens a file to read and write it and makes it where there is none; returns its descriptor.
+    Raises OSError where a link has its name, or with O_EXCL anything."""
+    return os.open(path, flags | os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+@contextlib.contextmanager
+def owned(path: Path, wait: bool = False) -> Iterator[None]:
+    """Makes this process the only writer of a folder, which exists, or of a file.
+
+    The owner holds a lock on `.owner` in the folder, or `.<name>.owner` next to the file, until it
+    ends, however it ends. The file says who that is. Raises RecipeError if another process is the
+    owner, or with `wait` waits for it. Locks hold between the nodes of a cluster where the file
+    system has them (NFS 4, NFS 3 with lockd, GPFS, Lustre with `flock`), elsewhere within a node;
+    on a file system without locks nothing is owned.
+    """
+    file = path / ".owner" if path.is_dir() else path.with_name(f".{path.name}.owner")
+    job, until = f"job {os.environ.get('SLURM_JOB_ID')}", time.monotonic() + LEASE_S
+    while True:
+        descriptor = open_unlinked(file)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError):
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            if owner.endswith(job) and time.monotonic() < until:
+                time.sleep(1)
+                continue
+            raise RecipeError(
+                f"{path} is in use by {owner or 'another process'}; name another one, or wait for "
+                "its end"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(descriptor)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                break
+        os.close(descriptor)  # the owner before has just deleted it
+    try:
+        os.ftruncate(descriptor, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {os.getpid()} on {platform.node()} since {since}"
+        os.write(descriptor, (f"{who}, {job}" if "SLURM_JOB_ID" in os.environ else who).encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        os.close(descriptor)
+
+
+def new_folder(path: Path) -> Path:
+    """Makes a folder that did not exist: `path`, or the first free of `path-2`, `path-3`, ..."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o755)
+            break
+    return folder
+
+
+def foreign(folder: Path) -> str | None:
+    """Says whose a folder is that another user owns, or that a link of another user leads to; None
+    for one of this user. Raises OSError if this user cannot write into it.
+
+    The file system says whom it takes this user for: it may map users, such as root to nobody.
+    """
+    with tempfile.TemporaryFile(dir=folder) as own:
+        user = os.fstat(own.fileno()).st_uid
+    owners = {folder.lstat().st_uid, folder.stat().st_uid} - {user}
+    return f"it belongs to user {owners.pop()}" if owners else None
+
+
+@contextlib.contextmanager
+def private(folder: Path) -> Iterator[Path]:
+    """A path to a folder of this user alone, which is made if there is none. The path stays valid
+    whatever another user puts in the folder's place. Raises OSError where others own the folder or
+    may write into it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        path, mode = Path(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_mode
+        if reason := foreign(folder) or foreign(path):
+            raise PermissionError(errno.EPERM, reason)
+        if mode & 0o022:
+            raise PermissionError(errno.EPERM, f"others may write into it (mode {mode & 0o777:o})")
+        yield path
+    finally:
+        os.close(descriptor)
+
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a file whole: a reader sees the old or the new one, never half of one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = open_unlinked(temporary, os.O_EXCL)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -28,18 +146,40 @@ def as_json(content: Any) -> str:
     return json.dumps(content, indent=2, default=asdict) + "\n"
 
 
+RECORDS = ("run.json", "job.json")
+"""The record of a run, and that of its job, which the launcher writes (`launch/verdict.py`)."""
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """The record of a run; that of its job before it has one. Raises FileNotFoundError where there
+    is neither, ValueError for what is no record."""
+    run, job = (folder / name for name in RECORDS)
+    path = run if run.is_file() else job
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or "status" not in content:
+        raise ValueError(f"{path.name}: expected a JSON object with a status")
+    return content
+
+
 class Lines:
     """A text file that is written line by line without a buffer, so that an error is raised by the
     write that fails, not later."""
 
     def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
+        descriptor = open_unlinked(path, os.O_APPEND)
+        self._path, self._file = path, os.fdopen(descriptor, "ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Adds a line. Raises OSError; a part of the line may be there then."""
+        """Adds a line. Raises OSError, also where the file was deleted or replaced meanwhile; a
+        part of the line may be there then."""
         left = memoryview(f"{line}\n".encode())
         while left:
             left = left[self._file.write(left) or 0 :]
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return
+        what = f"{self._path.name} was deleted or replaced while it was written"
+        raise FileNotFoundError(errno.ENOENT, what, str(self._path))
 
     def close(self) -> None:
         """Ends the file."""
@@ -58,13 +198,12 @@ class ReservedJson:
         self._allocate()
 
     def _allocate(self) -> None:
-        with self._reserve.open("ab") as file:
+        with open(open_unlinked(self._reserve), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
     def write(self, content: Any) -> None:
         """Replaces the content. Raises OSError if even the reserved space is gone."""
-        descriptor = os.open(self._reserve, os.O_WRONLY | os.O_CREAT, 0o666)
-        with open(descriptor, "wb") as file:
+        with open(open_unlinked(self._reserve), "wb") as file:
             file.write(as_json(content).encode())
             file.truncate()
         os.replace(self._reserve, self.path)

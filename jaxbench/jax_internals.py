@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax.extend.core import Primitive
@@ -45,6 +45,12 @@ def coordinator() -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def taken_gpus() -> str:
+    """The numbers of the GPUs, among those that CUDA shows to this process, that JAX takes, which
+    `jax.distributed.initialize` sets; or `all`."""
+    return xla_bridge.CUDA_VISIBLE_DEVICES.value
+
+
 def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
     """The names of each custom call and asynchronous start in a compiled program: its own, and that
     of the instruction that an `async-start` wraps.
@@ -69,9 +75,12 @@ def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
 def profile_events(folder: Path, fallback: bool = True) -> Iterator[Any]:
     """The events on the streams of the first GPU in the last JAX profile in a folder; with
     `fallback` all events where it has no GPU. Public JAX reads a profile, but does not document
-    the names in it."""
+    the names in it. Raises OSError for a file that is cut off, or is no profile."""
     for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        try:
+            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        except RuntimeError as error:
+            raise OSError(f"{path}: cut off, or no profile of JAX: {error}") from error
         gpus = sorted((p for p in planes if p.name.startswith("/device:GPU")), key=lambda p: p.name)
         for plane in gpus[:1] or (planes if fallback else ()):
             for line in plane.lines:

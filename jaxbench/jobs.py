@@ -1,8 +1,8 @@
 """The command `jaxbench jobs`: jobs of all recipes that `launch/submit.sh` submitted, from the
 folder of their results and Slurm's queue."""
 
-import json
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxbench import files
 from jaxbench.errors import RecipeError
 from jaxbench.terminal import Parser, command, console
 
@@ -47,10 +48,24 @@ def queue() -> Queue:
     return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
 
 
+LOST = "neither in Slurm's queue nor ended in its record: its first node may be lost"
+
+OPTIONS = re.compile(
+    r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
+)
+"""Beginnings of variables that are options of Slurm's commands: of a shell's profile, or of an
+allocation around it."""
+
+
+def environment() -> dict[str, str]:
+    """The environment of a command of Slurm, whose options are all on its command line."""
+    return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
+
+
 def slurm(*command: str) -> str:
     """Returns the output of a command of Slurm. Raises RecipeError with its message."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment())
     except FileNotFoundError as error:
         raise RecipeError(
             f"there is no {command[0]} here; on one host use launch/run.sh --config RECIPE"
@@ -61,9 +76,13 @@ def slurm(*command: str) -> str:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """The record of a job; one without a status before it began."""
-    path = folder / "run.json"
-    return json.loads(path.read_text()) if path.exists() else {"status": "pending"}
+    """The record of a job; one that says no more than that before it began."""
+    try:
+        return files.recorded(folder)
+    except FileNotFoundError:
+        return {"status": "pending"}
+    except (OSError, ValueError) as error:
+        return {"status": "failed", "reason": f"its record cannot be read: {error}"}
 
 
 def state(number: str, record: dict[str, Any], queued: Queue) -> str:
@@ -111,15 +130,16 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
     ]
     seconds = record.get("summary", {}).get("step_time_s", {}).get("mean")
     steps = folder / "steps.jsonl"
+    told = state(number, record, queued)
     count = steps.read_bytes().count(b"\n") if steps.exists() else 0
     return {
         "job": number,
         "run": f"{recipe.get('recipe', '')} {recipe.get('gpus', folder.parent.name)} GPUs",
-        "state": state(number, record, queued),
+        "state": told,
         **dict(zip(("Slurm", "elapsed", "nodes"), slurms, strict=False)),
         "steps": f"{count} of {recipe['steps']}" if recipe else "",
         "step s": f"{seconds:.4g}" if seconds else "",
-        "why": record.get("reason") or "",
+        "why": record.get("reason") or (LOST if told == "lost" else ""),
     }
 
 

@@ -10,3 +10,9 @@ bind_near() {
   taskset --cpu-list --pid "$cpus" $$ > /dev/null ||
     echo "warning: not bound to CPUs $cpus of GPU $local_id" >&2 # taskset has printed why
 }
+# oom_kills [ROOT]: how many processes of this shell's control group, or else of this host, the kernel has killed for want of
+# memory; nothing where it does not say.
+oom_kills() {
+  local group=${1:-}/sys/fs/cgroup$(sed -n 's/^0:://p' "${1:-}/proc/self/cgroup" 2> /dev/null)
+  grep -h '^oom_kill ' "$group/memory.events" "${1:-}/proc/vmstat" 2> /dev/null || true
+}

@@ -3,13 +3,15 @@
 #   launch/run.sh --config configs/llama31_8b_bf16.yaml --output results/first
 # Any launcher will do that sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -z "${JAXBENCH_SYSTEM:-}" ] || . "$root/launch/env/$JAXBENCH_SYSTEM.sh"
 
 venv=${JAXBENCH_VENV:-$root/.venv}
 python=python3 # in a container
 [ ! -x "$venv/bin/python" ] || python=$venv/bin/python
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+# Packages of the environment only: none of PYTHONPATH, of the working directory, or of the user's home.
+unset "${!PYTHON@}"
+export PYTHONPATH=$root PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
 
 # JAX gives a Slurm task the one device of its local id; a single process of a node needs all of them.
 if [ "${JAXBENCH_LOCAL_DEVICES:-1}" -gt 1 ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]; then
@@ -21,8 +23,9 @@ bind_near "${SLURM_LOCALID:-0}" "${SLURM_NTASKS_PER_NODE:-1}"
 
 rank=${SLURM_PROCID:-${JAX_PROCESS_ID:-0}}
 node=${SLURMD_NODENAME:-$(hostname)}
-command=("$python" -m "jaxbench.${JAXBENCH_COMMAND:-train}" "$@") # check comes before train
-if [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
+name=${JAXBENCH_COMMAND:-train} # check comes before train
+command=("$python" -m "jaxbench.$name" "$@")
+if [ "$name" = train ] && [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; then
   nsys=(nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop --trace=cuda,nvtx --nic-metrics=true
     --cpuctxsw=none --kill=none --force-overwrite=true
     --output="$JAXBENCH_RESULTS/$SLURM_JOB_ID/nsys/${JAXBENCH_NAME}g_${SLURM_JOB_ID}_${SLURM_NODEID}_${SLURM_LOCALID}")
@@ -41,14 +44,24 @@ fi
 trap : TERM INT USR1
 exec 3>&2 2> /dev/null # where the shell would say that a signal ended the process
 export JAXBENCH_RANK="rank $rank on $node"
-say() { echo "$JAXBENCH_RANK: $1" >&3; }
-status=0
-[ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # marks where this start begins in the log
-if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)'; then
-  "${command[@]}" 2>&1 || status=$?
-else
-  say "error: no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
-  status=2
+end() { # STATUS [ERROR]
+  [ -z "${2:-}" ] || echo "$JAXBENCH_RANK: error: $2" >&3
+  [ "$1" = 0 ] || echo "$JAXBENCH_RANK: exit $1" >&3
+  exit "$1"
+}
+if [ -n "${JAXBENCH_LOGS:-}" ]; then
+  own=$JAXBENCH_LOGS-$rank.log
+  reason=$( { : >> "$own"; } 2>&1) || end 5 "its log $own cannot be written: ${reason##*: }; every node has to see STAGE_PATH"
+  exec >> "$own"
 fi
-[ "$status" = 0 ] || say "exit $status"
-exit "$status"
+[ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # marks where this start begins in the log
+status=0
+"$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' || status=$?
+[ "$status" -le 128 ] || end "$status" # by a signal
+[ "$status" = 0 ] || end 2 "no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
+before=$(oom_kills)
+"${command[@]}" 2>&1 || status=$?
+if [ "$status" = 137 ] && [ "$(oom_kills)" != "$before" ]; then
+  end 4 "out of host memory: the kernel killed the process"
+fi
+end "$status"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxbench.errors import RecipeError
+from jaxbench.jobs import environment
 
 Options = dict[str, str | None]
 """Options of sbatch by their long names; None for one without a value."""
@@ -18,16 +19,29 @@ SAVE_SECONDS = 120
 
 NO_SLURM = "there is no sbatch here; on one host use launch/run.sh --config RECIPE"
 
+SITE = ("account", "partition", "qos", "reservation", "constraint", "clusters", "wckey")
+"""Options that a user may also set by sbatch's own variables (`SBATCH_QOS`)."""
+
 INSTEAD = {
     "time": "--time", "nodes": "--gpus", "ntasks-per-node": "--processes-per-node",
-    "account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "gres": "SBATCH_GPUS_PER_NODE",
-    "output": "STAGE_PATH", "no-requeue": "--restarts 0", "ntasks": "--gpus",
+    "gres": "SBATCH_GPUS_PER_NODE", "output": "STAGE_PATH",
+    **{name: f"SBATCH_{name.upper()}" for name in SITE},
 }  # fmt: skip
 """Ways to change an option that the launcher sets."""
-RESERVED = (
-    "array", "chdir", "export", "no-requeue", "ntasks", "signal", "test-only", "wait", "wrap",
-)  # fmt: skip
-"""Options that the launcher does not always set, and that would break it."""
+RESERVED = {
+    "array": "one job is one run; launch/sweep.sh submits many",
+    "chdir": "all paths are absolute",
+    "distribution": "ranks are placed in blocks, so that the fastest links join neighbours",
+    "export": "the job has the environment of launch/submit.sh",
+    "export-file": "the job has the environment of launch/submit.sh",
+    "no-requeue": "use --restarts 0",
+    "ntasks": "use --gpus",
+    "signal": "it is Slurm's notice before the time limit",
+    "test-only": "use --dry-run",
+    "wait": "use jaxbench jobs log JOB",
+    "wrap": "the script is launch/slurm.sbatch",
+}
+"""Other options that would break a job, and why or what to do instead."""
 
 
 def seconds(limit: str, source: str) -> int:
@@ -91,10 +105,13 @@ def merge(launcher: Options, user: Options) -> Options:
             continue
         names = (*launcher, *RESERVED)
         name = key if key in names else next((n for n in names if n.startswith(key)), None)
-        if name is not None:
-            option = f"--{key}" if value is None else f"--{key}={value}"
-            instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
-            raise RecipeError(f"{option} contradicts launch/submit.sh, which sets {name}{instead}")
+        if name is None:
+            continue
+        option = f"--{key}" if value is None else f"--{key}={value}"
+        if name in RESERVED and name not in launcher:
+            raise RecipeError(f"{option} would break the job: {RESERVED[name]}")
+        instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+        raise RecipeError(f"{option} contradicts launch/submit.sh, which sets {name}{instead}")
     return launcher | user
 
 
@@ -163,7 +180,9 @@ def check_image(image: str, mounts: Iterable[Path]) -> None:
 def refusal(script: str) -> list[str]:
     """A warning if Slurm could start a job neither now nor later, as for more nodes than a
     partition has. None of its nodes may be up now, so that is no error."""
-    done = subprocess.run(["sbatch", "--test-only"], input=script, capture_output=True, text=True)
+    done = subprocess.run(
+        ["sbatch", "--test-only"], input=script, capture_output=True, text=True, env=environment()
+    )
     reason = " ".join(done.stderr.split())
     return (
         [f"with its nodes as they are, Slurm will never start this job ({reason}); scancel ends it"]
@@ -176,8 +195,9 @@ def submit(script: str) -> str:
     """Submits a batch script; returns the job's id. Raises RecipeError with Slurm's message."""
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True
-        )
+            ["sbatch", "--parsable"], input=script, capture_output=True, text=True,
+            env=environment(),
+        )  # fmt: skip
     except FileNotFoundError as error:
         raise RecipeError(NO_SLURM) from error
     if done.returncode:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs jaxbench for launch/submit.sh; --help says what into where.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 usage() {
   cat << 'END'
@@ -26,7 +26,8 @@ esac
 
 image=${RUN_CONF_IMAGE:+$(realpath -ms -- "$RUN_CONF_IMAGE")}
 venv=$(realpath -ms -- "${JAXBENCH_VENV:-$root/.venv}")
-cd "$root"
+cd -- "$root"
+unset PYTHONPATH PYTHONHOME # pip would take their packages for installed ones
 
 extras=${EXTRAS:-gpu}
 [[ "$extras" =~ ^(gpu|plan|te|dev|docs)(,(gpu|plan|te|dev|docs))*$ ]] || {

@@ -10,9 +10,11 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -43,15 +45,30 @@ class Job:
     settings: Mapping[str, str]
     options: sbatch.Options
 
-    def script(self) -> str:
+    def script(self, submission: str = "") -> str:
+        """The batch script; `submission` tells the job from others with its number, which may occur
+        again."""
         return "\n".join((
             "#!/usr/bin/env bash",
             *(sbatch.directive(name, value) for name, value in self.options.items()),
+            # What another job or a shell's profile has set.
+            'unset "${!JAXBENCH_@}" "${!RUN_CONF_@}"',
             *(f"export {name}={shlex.quote(value)}" for name, value in self.settings.items()),
             f"arguments=({shlex.join(self.arguments)})",
+            f"submission={submission}",
+            f"described={shlex.quote(json.dumps(self.record(submission)))}",
             "",
             (ROOT / "launch" / "slurm.sbatch").read_text().partition("\n")[2],
         ))  # fmt: skip
+
+    def record(self, submission: str) -> dict[str, Any]:
+        """job.json, which tells of the job before it has a run.json and if it never has one."""
+        return {
+            "submission": submission,
+            "status": "running", "cause": None, "reason": None, "label": self.run.label,
+            "recipe": recipes.describe(self.run), "not_comparable_because": [],
+            "published": None, "hardware": {"device": self.gpu.name},
+        }  # fmt: skip
 
     def folder(self, number: str) -> Path:
         return self.results / number
@@ -112,8 +129,9 @@ def slurm_options(
         **job, "time": limit,
         # In a shorter job the signal would come before processes can handle it.
         "signal": f"USR1@{sbatch.SAVE_SECONDS}" if seconds > sbatch.SAVE_SECONDS else None,
-        "account": variables.text("SBATCH_ACCOUNT", "SLURM_ACCOUNT"),
-        "partition": variables.text("SBATCH_PARTITION", "SLURM_PARTITION"),
+        **{name: variables.text(f"SBATCH_{name.upper()}", *(
+            [f"SLURM_{name.upper()}"] if name in ("account", "partition") else []
+        )) for name in sbatch.SITE},
         "gres": gpus and f"gpu:{gpus}",
         "mem": None if args.cpu else "0",
     }  # fmt: skip
@@ -148,7 +166,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "--config", str(path),
         *(["--cpu-devices", str(local)] if args.cpu else ["--gpus", str(gpus)]),
         "--local-devices", str(local), *arguments.as_texts(options),
-        "--compilation-cache", str(stage / "cache"), "--resume",
+        "--compilation-cache", str(stage / f"cache-{os.getuid()}"), "--resume",
     )  # fmt: skip
     train = arguments.parse_arguments([*texts, "--output", str(results)])
     arguments.check_arguments(train)
@@ -160,7 +178,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     image, venv = variables.text("RUN_CONF_IMAGE"), variables.text("JAXBENCH_VENV")
     settings |= {
         "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_STAGE": str(stage), "JAXBENCH_RESULTS": str(results),
-        "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": args.system or "",
+        "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": args.system or "", "JAXBENCH_GPU": gpu.name,
         "JAXBENCH_LOCAL_DEVICES": str(local), "JAXBENCH_RESTARTS": str(args.restarts),
         "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
         "JAXBENCH_CHECK_OPTIONS": f"--{'cpu' if args.cpu else 'local'}-devices {local}",
@@ -176,9 +194,9 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 def submit(job: Job) -> str:
     """Submits the job; returns its id. Raises RecipeError with Slurm's message."""
-    number = sbatch.submit(job.script())
+    number = sbatch.submit(job.script(f"{time.time_ns()}-{os.getpid()}"))
     with contextlib.suppress(OSError):  # for `tail -F`; else the job makes it
-        job.folder(number).mkdir(exist_ok=True)
+        job.folder(number).mkdir(mode=0o755, exist_ok=True)
     return number
 
 

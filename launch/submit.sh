@@ -3,7 +3,7 @@
 # The published variables work too: WORKLOAD=llama3.1 MODEL_SIZE=405b DTYPE=fp8 JOB_TOTAL_GPUS=512 launch/submit.sh
 # launch/sweep.sh is this script too: the name chooses what is run.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 name=$(basename "${BASH_SOURCE[0]}" .sh)
 venv=${JAXBENCH_VENV:-$root/.venv}
 python=$venv/bin/python
@@ -18,9 +18,9 @@ if [ ! -x "$python" ]; then
     exit 2
   fi
   python=python3 # for the checks here; the image has its own
-  if ! "$python" -c 'import sys, yaml; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+  if ! "$python" -E -c 'import sys, yaml; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
     echo "error: launch/$name.sh needs a python3 of 3.11 or newer with PyYAML here, or the virtual environment of launch/setup.sh" >&2
     exit 2
   fi
 fi
-exec "$python" "$root/launch/$name.py" "$@"
+exec "$python" -E "$root/launch/$name.py" "$@"

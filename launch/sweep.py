@@ -11,6 +11,7 @@ launch/submit.py for every job, those after another `--` to `train`. Submitted j
 submitted.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -20,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,10 +28,11 @@ import sbatch
 import submit
 
 from jaxbench.errors import RecipeError
-from jaxbench.files import write_json, write_whole
+from jaxbench.files import owned, write_json, write_whole
 from jaxbench.jobs import queue, record_of, state
-from jaxbench.recipe import recipes
+from jaxbench.recipe import recipes, strict_yaml
 from jaxbench.report import command as report
+from jaxbench.report.folders import is_run
 from jaxbench.report.page import page
 from jaxbench.run.arguments import Parser
 
@@ -84,9 +84,9 @@ class Entry:
 def entries(path: Path) -> list[Entry]:
     """All runs of a list. Raises RecipeError for a bad entry, which it names."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        content = strict_yaml.load(path.read_text())
+    except ValueError as error:
+        raise RecipeError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(content, list) or not content:
         raise RecipeError(f"{path}: expected a list of {{config, gpus, repeats, set}}")
     runs = []
@@ -128,8 +128,11 @@ def result(job: dict[str, str]) -> str:
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:
     """Submitted jobs by `Entry.key`."""
     try:
-        return json.loads(store.read_text()) if store.exists() else {}
-    except ValueError as error:
+        jobs = json.loads(store.read_text()) if store.exists() else {}
+        return {
+            key: {name: str(job[name]) for name in ("id", "folder")} for key, job in jobs.items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RecipeError(f"{store}: not what a sweep wrote ({error}); move it away") from error
 
 
@@ -166,7 +169,7 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
         text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
         print(f"{run}  {states[key]:27} {text}")
     folders = [jobs[key]["folder"] for key in runs if key in jobs]
-    return [folder for folder in folders if Path(folder, "run.json").exists()]
+    return [folder for folder in folders if is_run(Path(folder))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,7 +186,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="compare with published figures")
     try:
         args = parser.parse_args(arguments[:at])
-        folders = sweep(args.list, args.show, arguments[at + 1 :])
+        store = args.list.with_suffix(".jobs.json")
+        # Another sweep of the list at the same time would submit its jobs too.
+        with contextlib.nullcontext() if args.show else owned(store):
+            folders = sweep(args.list, args.show, arguments[at + 1 :])
         if args.report and folders:
             path = args.list.with_suffix(".html")
             results = report.report([Path(folder) for folder in folders], None)

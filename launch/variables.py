@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sbatch import SITE
+
 from jaxbench.errors import RecipeError
 from jaxbench.hardware import PLANNED, Gpu
 from jaxbench.recipe import recipes
@@ -30,7 +32,8 @@ TRACED_STEPS = 5
 
 KNOWN = (
     "WORKLOAD", "MODEL_SIZE", "DTYPE", "GPU_TYPE", "JOB_TOTAL_GPUS", "GPUS_PER_NODE", "STAGE_PATH",
-    "LLMB_INSTALL", "LLMB_WORKLOAD", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_GPUS_PER_NODE",
+    "LLMB_INSTALL", "LLMB_WORKLOAD", "SBATCH_GPUS_PER_NODE",
+    *(f"SBATCH_{name.upper()}" for name in SITE),
     "ADDITIONAL_SLURM_PARAMS", "TIME_LIMIT", "MAX_STEPS", "ENABLE_PROFILE", "PROFILE_START_STEP",
     "PROFILE_STOP_STEP", "ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE", "ENABLE_CHECKPOINT",
     "LOAD_CHECKPOINT_PATH", "JAXBENCH_VENV", "DRY_RUN", *(f"RUN_CONF_{name}" for name in (
@@ -45,8 +48,14 @@ def misspelt(environment: Mapping[str, str]) -> list[str]:
     """A warning for each variable that nothing reads and whose name is nearly that of one that the
     launcher reads."""
     names = sorted(name for name in environment if name not in KNOWN and name[:6] != "SLURM_")
+    sbatchs = [name for name in names if name[:7] == "SBATCH_"]
     near = {name: difflib.get_close_matches(name, KNOWN, 1, cutoff=0.9) for name in names}
-    return [f"{name} is not read; is {match[0]} meant?" for name, match in near.items() if match]
+    return [
+        *(f"{name} is not read: a job has the options of launch/submit.sh, such as --sbatch"
+          for name in sbatchs),
+        *(f"{name} is not read; is {match[0]} meant?"
+          for name, match in near.items() if match and name not in sbatchs),
+    ]  # fmt: skip
 
 
 class Variables:

@@ -1,51 +1,49 @@
 """Decides why one start of a job ended, and whether the job is requeued.
 
-    verdict.py FOLDER START STATUS MESSAGES
+    verdict.py STEP FOLDER START STATUS MESSAGES
 
-`slurm.sbatch` runs this after `srun`. START is the number of the start from 0, which counts Slurm's
-own requeues too; STATUS is the exit status of `srun`; MESSAGES is a file with the standard error of
-`srun`. Prints the last line of the main log, and writes the same into `run.json` and the record's
-log. Exit status 75: requeue the job.
+`slurm.sbatch` runs this after `srun`. STEP is `check`, `train`, or `ending` while Slurm ends the
+job; START is the number of the start from 0, which counts Slurm's own requeues too; STATUS is the
+exit status of `srun`; MESSAGES is a file with the standard error of `srun`. Prints a line for each
+value of `main`, and writes the verdict into `job.json`, `run.json` and the record's log.
 
-If Slurm ended the job, that is the reason (`SLURM`). Otherwise the first rank that failed decides
-(`RULES`): MESSAGES has the exit status of each (`run.sh`), and later failures are consequences. The
-folder of the job may be what fails: only the logs of processes that could not say why they ended
-are read there. Runs outside of containers, with any Python from 3.7 on.
+If Slurm ended the job, that is the reason. Otherwise the first failure decides: a check says in
+`check.json` what it found, a rank by its exit status (`RULES`) and its last words (`run.sh`), srun
+by its first error where a process was not started or was killed (`slurm_says.py`). Later failures
+are consequences. The folder of the job may be what fails: only the logs of processes that
+could not say why they ended are read there. Runs outside of containers, with any Python from 3.7
+on.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
+from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from slurm_says import TASK, ended_by_slurm, job_state, slurms, srun_error
+
 from jaxbench.errors import STATUS
 
-REQUEUE = 75
 NO, YES, AT_LIMIT = "no", "yes", "with --requeue-at-time-limit"
 
-SLURM = (
-    ("DUE TO JOB REQUEUE", "requeued"),
-    ("DUE TO PREEMPTION", "preempted"),
-    ("DUE TO NODE FAILURE", "lost a node"),
-    ("srun: error: Node failure on", "lost a node"),
-    ("DUE TO TIME LIMIT", "time limit"),
-)
-"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each stands for."""
-
-ENDS = {
-    "cancelled": "CANCELLED", "time limit": "TIMEOUT", "preempted": "PREEMPTED",
-    "lost a node": "NODE_FAIL", "requeued": "REQUEUED",
-}  # fmt: skip
-"""Slurm's state of a job by the cause for which Slurm ended it."""
+RECORDS = "job.json", "run.json"
 
 FIRST = r"(?m)^rank (\d+) on (\S+): exit (\d+)$"
 """Line of `run.sh` when a process failed."""
 
-KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
+ABORTED = 128 + signal.SIGABRT
+CONSEQUENCES = {
+    *(128 + number for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT)),
+    *(STATUS[cause] for cause in ("network", "lost")),
+}
+"""Exit statuses of ranks that the failure of another one brings about."""
+
 NETWORK = "{where}: it lost the network or another process: "
 JAX = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
 CUDA = r"Check failed: .*?(CUDA_ERROR_\w+[^)\n]*)"
@@ -60,26 +58,18 @@ RULES = (
       for cause in ("failed", "mistake", "numbers", "memory", "storage")),
     (STATUS["gpu"], "", "", "failed", "gpu", "{where}: its GPU failed: {message}", YES),
     (STATUS["network"], "", "", "failed", "network", NETWORK + "{message}", YES),
-    (STATUS["lost"], "", "", "failed", "lost", "{where}: {message}", YES),
-    (KILLED, "watchdog", "^(lost (?!.*{rank}).*)", "failed", "lost", "{quote}", YES),
-    (KILLED, "watchdog", "^(?!lost )(.*)", "failed", "hang", "{quote}", YES),
-    (ABORTED, "watchdog", "^(lost (?!.*{rank}).*)", "failed", "lost", "{quote}", YES),
-    (ABORTED, "watchdog", "^(?!lost |no sign of life .*{rank})(.*)", "failed", "hang", "{quote}",
-     YES),
+    *((STATUS[cause], "", "", "failed", cause, "{message}", YES) for cause in ("lost", "hang")),
     (ABORTED, "rank", JAX, "failed", "network", NETWORK + "{quote}", YES),
     (ABORTED, "rank", GLOO, "failed", "network", NETWORK + "{quote}", YES),
     (ABORTED, "rank", CUDA, "failed", "gpu", "{where}: its GPU failed: {quote}", YES),
     (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
 )  # fmt: skip
 """The first rule that matches gives the verdict: exit status of the first rank that failed (None:
-any), and a pattern in the watchdog's last line or in the log of that rank.
+any), and a pattern in the log of that rank. The causes `lost` and `hang` name ranks themselves.
 
-A watchdog that ends a job kills the ranks of its host, so the first failed rank may be one that it
-killed; its last line then has the cause. If that line names the failed rank itself, the rank was
-lost, or aborted by JAX, before the watchdog acted. JAX aborts a rank when the coordinator, or the
-network to it, is gone, and when other ranks are silent, whose numbers follow in its message, one a
-line. Gloo aborts it when a connection is lost, XLA when its GPU fails as an asynchronous operation
-begins.
+JAX aborts a rank when the coordinator, or the network to it, is gone, and without a watchdog when
+other ranks are silent, whose numbers follow in its message, one a line. Gloo aborts it when a
+connection is lost, XLA when its GPU fails as an asynchronous operation begins.
 """
 
 
@@ -92,33 +82,19 @@ def read(path):
         return ""
 
 
-def job_state():
-    """The fields of `scontrol show job`; empty where Slurm does not answer."""
-    command = ["scontrol", "show", "job", "--oneliner", os.environ.get("SLURM_JOB_ID", "")]
+def parsed(path):
+    """The object in a JSON file; empty if there is none."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        content = json.loads(read(path))
+    except ValueError:
         return {}
-    fields = done.stdout.decode(errors="replace").split()
-    return dict(field.partition("=")[::2] for field in fields)
+    return content if isinstance(content, dict) else {}
 
 
-def ended_by_slurm(state, start, messages):
-    """(cause, whether Slurm requeues the job itself); None if Slurm did nothing to the job.
-
-    A job that is being ended is COMPLETING, for whatever cause; one that Slurm requeues has a
-    higher count of restarts than this start.
-    """
-    requeued = int(state.get("Restarts") or start) > start
-    if not requeued and state.get("JobState") in (None, "RUNNING"):
-        return None
-    causes = [cause for text, cause in SLURM if text in messages]
-    return (causes or ["requeued" if requeued else "cancelled"])[0], requeued
-
-
-def lines_of(folder, rank, start):
+def lines_of(step, folder, rank, start):
     """The lines that a rank printed in this start: `run.sh` marks where each start begins."""
-    lines = read(os.path.join(folder, "ranks", f"rank-{rank}.log")).splitlines()
+    name = f"rank-{rank}.log" if step == "train" else f"start-{start + 1}/check-{rank}.log"
+    lines = read(os.path.join(folder, "ranks", name)).splitlines()
     mark = f"start {start + 1}, on "
     seen = max((n for n, line in enumerate(lines, 1) if line.startswith(mark)), default=0)
     return [line.strip() for line in lines[seen:]]
@@ -133,33 +109,95 @@ def message(lines):
     return next((line for line in reversed(lines) if line), "it said nothing")
 
 
+def first_failure(messages):
+    """The match of `FIRST` that decides; None if no rank said how it ended. JAX aborts the others
+    when rank 0 ends, and one of them may say so a moment earlier."""
+    first = re.search(FIRST, messages)
+    zero = re.search(FIRST.replace(r"\d+", "0", 1), messages)
+    if zero and int(first.group(3)) == ABORTED and int(zero.group(3)) not in CONSEQUENCES:
+        return zero
+    return first
+
+
 def last_step(folder):
     """The last step in the record; None before the first."""
     steps = re.findall(r'"step": (\d+)', read(os.path.join(folder, "steps.jsonl")))
     return int(steps[-1]) if steps else None
 
 
-def verdict(folder, start, messages, state):
-    """(status and cause for the record, reason, whether a job that saves is to be requeued), given
-    the standard error of `srun` and the state of the job (`job_state`)."""
+class Verdict(NamedTuple):
+    """How a start ended: status and cause for the record, the reason, the exit status of the batch
+    script, whether a job that saves is requeued, and the node that is at fault."""
+
+    status: str
+    cause: str | None
+    reason: str
+    code: int
+    again: bool = False
+    nodes: str = ""
+
+
+def verdict(step, folder, start, status, messages, state):
+    """The verdict, given the exit status of `srun`, its standard error, and the state of the job
+    (`job_state`)."""
+    first = first_failure(messages)
+    code = int(first.group(3)) if first else status
     at_limit = os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
     by_slurm = ended_by_slurm(state, start, messages)
     if by_slurm:
         cause, requeued = by_slurm
-        return "interrupted", cause, cause, cause == "time limit" and not requeued and at_limit
-    first = re.search(FIRST, messages)
+        again = cause == "time limit" and not requeued and at_limit
+        return Verdict("interrupted", cause, cause, code, again)
+    if status == 0:
+        if parsed(os.path.join(folder, "run.json")).get("status") == "completed" and (
+            last_step(folder) is not None
+        ):
+            return Verdict("completed", None, "", 0)
+        reason = "the record of the run is not complete: was its folder changed while it ran?"
+        return Verdict("failed", "storage", reason, STATUS["storage"])
+    if step == "check":
+        found = by_check(folder)
+        if not found and "DUE TO TIME LIMIT" in messages:
+            found = Verdict("failed", "hang", "it did not end within its time limit", code)
+        found = found or by_processes(step, folder, start, code, first, messages)
+        return found._replace(reason="check: " + found.reason, again=False)
+    found = by_processes(step, folder, start, code, first, messages)
+    return found._replace(again=found.again == YES or (found.again == AT_LIMIT and at_limit))
+
+
+def by_check(folder):
+    """The verdict of a check that measured (`check.json`); None of one that did not."""
+    report = parsed(os.path.join(folder, "check.json"))
+    if not report.get("status"):
+        return None
+    cause = next(cause for cause, status in STATUS.items() if status == report["status"])
+    reason = "; ".join(report["faults"][:3])
+    return Verdict("failed", cause, reason, report["status"], nodes=report["exclude"])
+
+
+def by_processes(step, folder, start, code, first, messages):
+    """The verdict by the `first` rank that failed with the exit status `code`, or by srun's first
+    error."""
+    began = YES if os.path.exists(os.path.join(folder, "run.json")) else NO
+    error = srun_error(messages)
+    if error and (not first or code in CONSEQUENCES):
+        cause, reason, node = error
+        status = STATUS.get(cause, STATUS["failed"])
+        return Verdict("failed", cause, reason, status, NO if cause == "memory" else began, node)
     if not first:  # none lived to say how it ended
-        errors = [line for line in messages.splitlines() if "error" in line][-1:]
+        task = re.search(TASK, messages)
+        if task:
+            reason = "lost rank {rank} on {node} ({what})".format(**task.groupdict())
+            return Verdict("failed", "lost", reason, code, YES, task.group("node"))
+        errors = [line for line in messages.splitlines() if "error" in line][:1]
         reason = "; ".join(["lost a node, or no process could be started", *errors])
-        return "failed", "lost a node", reason, os.path.exists(os.path.join(folder, "run.json"))
-    rank, node, code = int(first.group(1)), first.group(2), int(first.group(3))
+        return Verdict("failed", "lost a node", reason, code, began)
+    rank, node = int(first.group(1)), first.group(2)
     words = re.findall(f"(?m)^rank {rank} on \\S+: (error: .*)$", messages)[:1]
-    lines = [] if words else lines_of(folder, rank, start)
-    watchdog = re.findall(r"(?m)^rank 0 on \S+: watchdog: (.*)$", messages)
-    logs = {"watchdog": watchdog[-1:], "rank": ["\n".join(lines[-200:])], "": [""]}
+    lines = [] if words else lines_of(step, folder, rank, start)
+    logs = {"rank": "\n".join(lines[-200:]), "": ""}
     for exit_status, log, pattern, status, cause, reason, requeue in RULES:  # noqa: B007
-        pattern = pattern.replace("{rank}", f"rank {rank} on ")
-        match = re.search(pattern, logs[log][0]) if logs[log] else None
+        match = re.search(pattern, logs[log])
         if match and exit_status in (code, None):
             break
     quote = match.group(1) if log else ""
@@ -174,47 +212,39 @@ def verdict(folder, start, messages, state):
         where=f"rank {rank} on {node}", message=message(words or lines), quote=quote, how=how,
         last_step=", before the first step" if step is None else f", after step {step}",
     )  # fmt: skip
-    return status, cause, reason, requeue == YES or (requeue == AT_LIMIT and at_limit)
+    named = re.search(r"rank \d+ on ([^\s:]+)", reason)
+    at_fault = named.group(1) if named and cause in ("gpu", "lost") else ""
+    return Verdict(status, cause, reason, code, requeue, at_fault)
 
 
-def slurms(state, status, messages, cause=None):
-    """The record's `slurm`: what Slurm tells of the job while its batch script ends. A script that
-    still runs decides the state that Slurm will show, the `cause` of Slurm that of one that does
-    not."""
-    if "JobState" not in state:
-        return {}
-    first = re.search(FIRST, messages)
-    code = int(first.group(3)) if first else status
-    states = {"RUNNING": "FAILED" if code else "COMPLETED", "COMPLETING": ENDS.get(cause)}
-    return {
-        "job": state.get("JobId"),
-        "state": states.get(state["JobState"]) or state["JobState"],
-        "exit_code": f"{code}:0",
-        "nodes": os.environ.get("SLURM_JOB_NODELIST"),  # Slurm's has those that have not ended
-        "elapsed": state.get("RunTime"),
-    }
-
-
-def complete_record(folder, slurm, verdict=None):
-    """Writes what Slurm tells and the verdict (status, cause, reason) into run.json, and the latter
-    as the last line of the record's log, unless the run is completed."""
-    path = os.path.join(folder, "run.json")
-    try:
-        record = json.loads(read(path))
-        log = "log-{recipe}_{row}.out".format_map(record["recipe"])
-    except (ValueError, LookupError):
-        return
-    if slurm:
-        record["slurm"] = slurm
-    said = verdict and record.get("status") not in (None, "completed")
-    if said:
-        record["status"], record["cause"], record["reason"] = verdict
+def complete(folder, name, verdict, slurm):
+    """Writes the verdict and what Slurm tells into a record, `job.json` or `run.json`, unless it is
+    completed. Returns its recipe; None if there is no such record."""
+    path = os.path.join(folder, name)
+    record = parsed(path)
+    if not record.get("recipe"):
+        return None
+    record.update({"slurm": slurm} if slurm else {})
+    if record.get("status") != "completed":
+        record["status"], record["cause"] = verdict.status, verdict.cause
+        record["reason"] = verdict.reason or None
     with open(path + ".verdict", "w") as file:
         file.write(json.dumps(record, indent=2) + "\n")
     os.replace(path + ".verdict", path)
-    if said:
-        with open(os.path.join(folder, log), "a") as file:
-            file.write(f"{verdict[0]}: {verdict[2]}\n")
+    return record["recipe"] if record["status"] != "completed" else None
+
+
+def record(folder, verdict, slurm):
+    """Completes both records, and the log of the run unless it is completed."""
+    recipe = [complete(folder, name, verdict, slurm) for name in RECORDS][-1]
+    if recipe:
+        with open(os.path.join(folder, "log-{recipe}_{row}.out".format_map(recipe)), "a") as file:
+            file.write(f"{verdict.status}: {verdict.reason}\n")
+
+
+def requeued(folder, start):
+    """The file by which a start counts as a restart of the job's own."""
+    return os.path.join(folder, "ranks", f"start-{start + 1}", "requeued")
 
 
 def restart(folder, start, cause):
@@ -224,10 +254,9 @@ def restart(folder, start, cause):
     if Slurm refuses the requeue. The file has the cause and the last step: a failure that comes
     again there would come at every start.
     """
-    ranks = os.path.join(folder, "ranks")
     if os.environ.get("JAXBENCH_RESUME") != "true":
         return "it does not save, so it ends"
-    before = [read(os.path.join(ranks, f"start-{n + 1}", "requeued")) for n in range(start)]
+    before = [read(requeued(folder, n)) for n in range(start)]
     restarts = [text for text in before if text]
     if len(restarts) >= int(os.environ.get("JAXBENCH_RESTARTS", "0")):
         return "all restarts are used up"
@@ -235,30 +264,46 @@ def restart(folder, start, cause):
     if restarts[-1:] == [failure]:
         return "the same as in the last restart, at the same step, so it ends"
     try:
-        with open(os.path.join(ranks, f"start-{start + 1}", "requeued"), "w") as file:
+        with open(requeued(folder, start), "w") as file:
             file.write(failure)
     except OSError as error:
         return f"it ends, since restarts cannot be counted: {error.strerror}"
     return ""
 
 
-def main(folder, start, status, messages):
-    """Prints the verdict; returns the exit status."""
-    state, messages = job_state(), read(messages)
-    if status == 0:
-        complete_record(folder, slurms(state, status, messages))
-        return 0
-    outcome, cause, reason, requeue = verdict(folder, start, messages, state)
-    refusal = restart(folder, start, cause) if requeue else ""
+def main(step, folder, start, status, messages):
+    """What `slurm.sbatch` does now: the exit status, the seconds after which the job is requeued or
+    an empty text, the nodes that it leaves out then, and the last line of the main log."""
+    start, status, state = int(start), int(status), job_state()
+    messages = read(messages)
+    if step == "ending":
+        by_slurm = ended_by_slurm(state, start, messages)
+        if by_slurm:
+            reason = f"{by_slurm[0]}; killed before it had ended"
+            found = Verdict("interrupted", by_slurm[0], reason, 128 + signal.SIGTERM)
+            for name in RECORDS:
+                complete(folder, name, found, slurms(state, found))
+        return ()
+    found = verdict(step, folder, start, status, messages, state)
+    excluding = os.environ.get("JAXBENCH_EXCLUDE_SLOW") == "true"
+    delay, refusal = "", ""
+    if step == "check" and found.nodes and excluding:
+        delay = "0"
+    elif found.again:
+        refusal = restart(folder, start, found.cause)
+        counted = [s for s in range(start + 1) if read(requeued(folder, s))]
+        delay = "" if refusal else str(30 * (len(counted) - 1))
     if refusal:
-        reason += f"; {refusal}"
+        found = found._replace(reason=f"{found.reason}; {refusal}")
     try:
-        complete_record(folder, slurms(state, status, messages, cause), (outcome, cause, reason))
+        record(folder, found, slurms(state, found))
     except OSError as error:
-        reason += f"; run.json does not say so: {error.strerror}"
-    print(f"{outcome}: {reason}")
-    return REQUEUE if requeue and not refusal else 0
+        refusal = f"; its record does not say so: {error.strerror}"
+        found = found._replace(reason=found.reason + refusal)
+    nodes = found.nodes if excluding else ""
+    line = f"{found.status}: {found.reason}" if found.reason else found.status
+    return found.code, delay, nodes, line
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    print(*main(*sys.argv[1:]), sep="\n")

@@ -41,6 +41,11 @@ def free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in sockets]
 
 
+def first_job() -> int:
+    """The number of the first job."""
+    return 1 + os.getpid() % 64 * 64
+
+
 class Cluster(Started):
     """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`. With `hosts`
     each node is one of them, and lost after 30 s without a word, else both are this one."""
@@ -78,7 +83,7 @@ AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
 CredType=cred/munge
 SlurmctldPort={ports[0]}
-FirstJobId={1 + os.getpid() % 64 * 64}
+FirstJobId={first_job()}
 SlurmctldParameters=enable_configless
 SlurmdParameters=config_overrides
 StateSaveLocation={self.folder}/state
@@ -161,6 +166,11 @@ PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 Preemp
                 assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < end, self.log()
             time.sleep(0.2)
+
+    @property
+    def second(self) -> int:
+        """The process of the second node's daemon."""
+        return self._daemons[-1].pid
 
     def run(self, *command: str) -> str:
         """What a Slurm command prints."""

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import commands
 import pytest
+from mistakes import assert_mistake
 
-from jaxbench.check import host, judge
+from jaxbench.check import command, host, judge
 from jaxbench.check.judge import Rate
 from jaxbench.check.measure import distances, pairs
+from jaxbench.files import owned
 
 SINGLE = {"bf16 products": 700.0, "fp8 products": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
 FACTS = {
@@ -257,6 +259,15 @@ def test_every_node_has_a_partner_in_logarithmic_rounds(number):
     found = [pair for distance in rounds for pair in pairs(number, distance)]
     assert {a for a, _ in found} == (set(range(number)) if number > 1 else set())
     assert all((b, a) in found for a, b in found)
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    """By a run or by another check, whose check.json would be lost."""
+    monkeypatch.setattr(command, "find_cluster", lambda: pytest.fail("it measures"))
+    with owned(tmp_path):
+        words = ["--output", str(tmp_path)]
+        assert_mistake(command.main, words, f"{tmp_path} is in use by process ", capsys)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from commands import ROOT
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCUMENTS = [*OUTSIDE, *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [
     path
     for folder in ("jaxbench", "launch", "tests", "benchmarks")

@@ -94,7 +94,7 @@ def test_laptop_packages_load_without_jax():
         "report",
     )
     modules = [m for m in MODULES if package_of(m) in laptop and not m.endswith("__main__")]
-    modules += ["jaxbench.cluster.heartbeat", "jaxbench.cluster.watchdog", "jaxbench.__main__"]
+    modules += ["jaxbench.cluster.messages", "jaxbench.__main__"]
     modules += [f"jaxbench.{command.options}" for command in COMMANDS.values()]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -128,6 +128,7 @@ def test_only_the_mesh_names_its_axes():
 
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
-    allowed = {"run.command", "run.session", "run.devices", "run.profiling", "plan.command",
-               "cluster.job", "cluster.messages", "cluster.nvml", "__main__", "jobs"}  # fmt: skip
+    allowed = {"run.command", "run.starts", "run.devices", "run.profiling", "plan.command", "files",
+               "cluster.job", "cluster.messages", "cluster.nvml", "__main__", "jobs",
+               "jax_variables", "xla.flags"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

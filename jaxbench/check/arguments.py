@@ -7,7 +7,7 @@ from jaxbench.terminal import Parser
 EXAMPLES = """
     jaxbench check
     jaxbench check --cpu-devices 4 --output check
-    srun --ntasks-per-node=8 .venv/bin/jaxbench check --output /shared/check
+    srun -A ACCOUNT -p PARTITION --gres=gpu:8 -N 2 --ntasks-per-node=8 jaxbench check
 """
 
 
@@ -20,7 +20,8 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, default=Path("."), metavar="FOLDER",
-        help="where check.json is written and files are tried: one that the job uses (default .)",
+        help="where check.json is written and files are tried: one that the job uses, and no other "
+        "check or run at the same time (default .)",
     )  # fmt: skip
     group = parser.add_argument_group("devices")
     group.add_argument(

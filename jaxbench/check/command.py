@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from jaxbench.check.judge import Rate, by_kind, judge, slow
 from jaxbench.cluster import job
 from jaxbench.cluster.nvml import Gpu as Told
 from jaxbench.errors import STATUS, RecipeError, RunFailed
-from jaxbench.files import write_json
+from jaxbench.files import owned, write_json
 from jaxbench.forecast import tables
 from jaxbench.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.recipe.checks import positive
@@ -33,6 +33,19 @@ FILE = "check.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns 0, or the status of what is slow or broken (`errors.STATUS`)."""
+    with ExitStack() as held:
+        return _main(argv, held)
+
+
+def own(folder: Path, held: ExitStack) -> None:
+    """Becomes the only writer of the results' folder. Raises RecipeError where another one is; that
+    a folder cannot be written is a fault, which the check finds."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(owned(folder))
+
+
+def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
     began = time.perf_counter()
     try:
         args = make_parser().parse_args(argv)
@@ -42,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         devices.find()
         if args.local_devices is not None:
             devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
+        job.broadcast("check's folder", lambda: own(args.output, held))
         cluster, told, missing = find_cluster()
         everywhere = job.gather("check", found_here(cluster, told, args.output))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxbench.cluster import nvml
 from jaxbench.errors import RecipeError
+from jaxbench.files import open_unlinked
 from jaxbench.versions import versions
 
 FILE_BYTES = 2**26
@@ -141,7 +142,7 @@ def files(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("wb", buffering=0) as file:
+        with open(open_unlinked(path, os.O_EXCL), "wb", buffering=0) as file:
             for name, size in (("latency_s", 1), ("seconds", FILE_BYTES)):
                 content, began = bytes(size), time.perf_counter()
                 file.write(content)

@@ -7,54 +7,81 @@ waits for a device or disturbs a step.
 import json
 import os
 import platform
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxbench.cluster.causes import cause_of
-from jaxbench.errors import RecipeError, RunFailed, listed
+from jaxbench.cluster.membership import Membership, membership
+from jaxbench.cluster.messages import tell
+from jaxbench.errors import STATUS, RecipeError, RunFailed, listed
 from jaxbench.jax_internals import coordination_client
 
 ARRIVAL_S = 900.0
 """Longest time for which a process waits for others that compile: on a busy host they may take some
 minutes more, and Gloo waits for half a minute."""
 
+JOIN_S, REMINDER_S = 300.0, 10.0
+"""Longest time for which a process waits for the others to start, and when it says so."""
+
 TIMEOUT_MS = 300_000
 """Longest time for which a process waits for a value of another one."""
 
 
-def join() -> None:
+SUSPENDED_S = 7 * 24 * 3600
+"""Longest time for which a job with a watchdog may be suspended (`scontrol suspend`). After 100 s
+without a sign of life JAX would abort all processes, and its clock goes on while they are stopped,
+so that it would end a healthy job when it continues."""
+
+
+def join(watched: bool = False) -> None:
     """Connects this process to the others that a launcher started; does nothing for a single one.
+    With a watchdog, which does better, JAX does not miss silent processes.
 
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
-    and `JAX_PROCESS_ID`. Raises RecipeError when only some of these are set.
+    and `JAX_PROCESS_ID`. Raises RecipeError for variables that name no job, and for a coordinator
+    that cannot be one.
     """
     # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
     jax.config.update("jax_enable_preemption_service", False)
-    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        try:
-            names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-            count, index = (int(os.environ[name]) for name in names)
-        except (KeyError, ValueError) as error:
-            raise RecipeError(
-                "with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers"
-            ) from error
-        jax.distributed.initialize(address, count, index)
-        _say_host(index)
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        jax.distributed.initialize()
-        _say_host(int(os.environ["SLURM_PROCID"]))
+    # The processes of a job reach each other directly, so JAX's warning of proxies is none.
+    os.environ.setdefault("grpc_proxy", "")
+    jax.config.update("jax_check_proxy_envs", False)
+    found = membership(os.environ)
+    if found is None:
+        return
+    found.check(node())
+    silence: dict[str, Any] = {"heartbeat_timeout_seconds": SUSPENDED_S} if watched else {}
+    joined = threading.Event()
+    threading.Thread(target=_wait, args=(joined, found), daemon=True).start()
+    jax.distributed.initialize(
+        found.address, found.count, found.rank, found.local_devices,
+        cluster_detection_method="deactivate", initialization_timeout=2 * round(JOIN_S), **silence,
+    )  # fmt: skip
+    joined.set()
+    # Tells the others where this process is. To ask JAX for its rank would look for devices.
+    coordination_client().key_value_set(f"jaxbench/host/{found.rank}", node())
+
+
+def _wait(joined: threading.Event, found: Membership) -> None:
+    """Says for whom this process waits, and ends it when they have not come in time: JAX would
+    abort it without a line that says so."""
+    if joined.wait(REMINDER_S):
+        return
+    print(f"waiting for {found.others()}", file=sys.stderr, flush=True)
+    if not joined.wait(JOIN_S - REMINDER_S):
+        text = f"error: not there after {JOIN_S:g} s: {found.others()}"
+        tell(text)
+        print(text, file=sys.stderr, flush=True)
+        os._exit(STATUS["network"])
 
 
 def node() -> str:
     """This node's name: Slurm's, as its options take it, or the host's."""
     return os.environ.get("SLURMD_NODENAME", platform.node())
-
-
-def _say_host(rank: int) -> None:
-    """Tells the others where this process is. To ask JAX for its rank would look for devices."""
-    coordination_client().key_value_set(f"jaxbench/host/{rank}", platform.node())
 
 
 def one_of_node(name: str) -> bool:

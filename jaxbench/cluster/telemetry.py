@@ -2,6 +2,7 @@
 second, writes a compact file, and sums the samples up. Needs no JAX."""
 
 import gzip
+import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.cluster.nvml import HELD, Gpu, Sample, reasons
+from jaxbench.files import open_unlinked
 
 INTERVAL_S = 1.0
 
@@ -129,7 +131,7 @@ class Sampler:
         if not lines or not self._writes:
             return
         try:
-            with self._path.open("ab") as file:
+            with open(open_unlinked(self._path, os.O_APPEND), "ab") as file:
                 file.write(gzip.compress("".join(f"{line}\n" for line in lines).encode()))
         except OSError as error:
             self._writes = False

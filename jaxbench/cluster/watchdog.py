@@ -1,185 +1,272 @@
-"""`python -m jaxbench.cluster.watchdog`: a separate process that ends a job that hangs.
+"""The watchdog: a thread of each process that ends this process when the job stands still.
 
-A collective that waits for a lost rank waits forever and cannot be interrupted from inside (JAX
-issue 38503), so this process imports no JAX. Rank 0 starts it. It receives the heartbeats of
-all ranks, kills the processes of its host and writes the reason into run.json. The launcher
-(`srun --kill-on-bad-exit`) and the loss of the coordinator end the others.
+JAX's coordination service and `srun --kill-on-bad-exit` end a job that loses a process. Nothing
+ends a hang: a collective that waits for a stuck rank waits forever, and cannot be interrupted (JAX
+issue 38503). So each process posts its progress in the key-value store of the coordination service,
+and measures how long it has made none itself. After the time limit it reads what the others have
+posted, records the reason, and ends itself; JAX and srun end the others. It opens no socket, and
+signals no process.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import platform
-import signal
-import socket
-import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
-from jaxbench.cluster.heartbeat import Place, Receiver
-from jaxbench.cluster.messages import tell
-from jaxbench.errors import listed
-from jaxbench.files import write_json
+import jax
+
+from jaxbench.cluster.job import node
+from jaxbench.errors import STATUS, listed
+from jaxbench.jax_internals import coordination_client, coordinator
 
 SLOW = 10
-"""Factor on the timeout for the first step, which makes communicators, and for phases other than
+"""Factor on the time limit for the first step, which makes communicators, and for phases other than
 training: compiling, loading, saving."""
 
+LATER = 1.5
+"""Factor on the time limits of ranks other than 0: rank 0 records the reason, so it is the first to
+end unless it is what hangs."""
 
-class Watch:
-    """The verdict on a job by its heartbeats over time; all times are in seconds of one clock."""
+ENDED = "ended"
+"""Phase of a process that ends in good order, or has told why it fails."""
 
-    def __init__(self, processes: int, timeout: float, now: float):
-        self.processes, self.timeout = processes, timeout
-        self._completed, self._completed_at = -1, now
-        self._progress: dict[int, tuple] = {}
-        self._progress_at = now
-        self._last_beat: dict[int, tuple[int, float]] = {}
-        self._unheard: set[int] = set()
+RECORD_S = 5.0
+"""Longest time for recording a hang: the file system may be what hangs."""
 
-    def verdict(self, beats: list[dict[str, Any]], now: float) -> str | None:
-        """The reason to end the job, with ranks and their last steps; None while there is none.
-
-        Steps are collective: while they complete, every rank is alive. So a rank that is silent
-        meanwhile is one whose heartbeats do not arrive, and is ignored until one does. If there is
-        no progress, the ranks that are furthest behind are named, and their phase decides how long
-        they may take: the others wait for them.
-        """
-        completed = max((_steps(beat)[1] for beat in beats), default=-1)
-        if completed > self._completed:
-            self._completed, self._completed_at = completed, now
-        idle_s = now - self._completed_at
-        progress = {beat["rank"]: (beat["phase"], *_steps(beat)) for beat in beats}
-        if progress != self._progress:
-            self._progress, self._progress_at = progress, now
-        for beat in beats:
-            rank = beat["rank"]
-            if self._last_beat.get(rank, (None,))[0] != beat["beats"]:
-                self._last_beat[rank] = beat["beats"], now
-                self._unheard.discard(rank)
-            elif self._completed_at - self._last_beat[rank][1] > self.timeout:
-                self._unheard.add(rank)
-        if idle_s <= self.timeout:
-            return None
-        live = [b for b in beats if b["phase"] != "ended" and b["rank"] not in self._unheard]
-        silent = [b for b in live if now - self._last_beat[b["rank"]][1] > self.timeout]
-        if silent:
-            return f"no sign of life for {self.timeout:g} s from {_describe(silent)}"
-        last = min(map(_steps, live), default=None)
-        behind = [beat for beat in live if _steps(beat) == last]
-        steady = all(b["phase"] == "training" and b["completed"] is not None for b in behind)
-        limit = self.timeout * (1 if steady else SLOW)
-        if live and now - self._progress_at > limit:
-            waiting = len(live) - len(behind)
-            return f"no progress within the time limit of {limit:g} s: {_describe(behind)}" + (
-                f"; {waiting} more wait" if waiting else ""
-            )
-        missing = set(range(self.processes)) - {beat["rank"] for beat in beats}
-        # Once a step is completed, a rank without heartbeats is one whose do not arrive.
-        if missing and self._completed < 0 and idle_s > self.timeout * SLOW:
-            return f"no heartbeat from rank {', '.join(map(str, sorted(missing)[:8]))}"
-        return None
+KEY = "jaxbench/progress"
 
 
-def _steps(beat: dict[str, Any]) -> tuple[int, int]:
-    """Last steps that were started and completed; -1 for none."""
-    started, completed = (-1 if beat[k] is None else beat[k] for k in ("started", "completed"))
-    return started, completed
+@dataclass(frozen=True)
+class Progress:
+    """What a process does: its phase, the last steps that it queued and completed, and how often it
+    has posted this."""
+
+    rank: int
+    host: str
+    phase: str = "starting"
+    started: int | None = None
+    completed: int | None = None
+    posts: int = 0
+
+    def state(self) -> tuple[str, int | None, int | None]:
+        return self.phase, self.started, self.completed
+
+    def steps(self) -> tuple[int, int]:
+        """The last steps that were queued and completed; -1 for none."""
+        started, completed = self.started, self.completed
+        return -1 if started is None else started, -1 if completed is None else completed
 
 
-def _describe(beats: list[dict[str, Any]]) -> str:
-    texts = (
-        f"rank {b['rank']} on {b['host']} ({b['phase']}, last completed step "
-        f"{'none' if b['completed'] is None else b['completed']})"
-        for b in beats
+def describe(processes: list[Progress]) -> str:
+    """Processes in words: rank, host, phase and last completed step of each."""
+    return listed(
+        (
+            f"rank {p.rank} on {p.host} ({p.phase}, last completed step "
+            f"{'none' if p.completed is None else p.completed})"
+            for p in processes
+        ),
+        8,
     )
-    return listed(texts, 8)
 
 
-def lost(beats: list[dict[str, Any]]) -> str | None:
-    """Processes of this host that are gone and have not ended; None if there are none."""
-    gone = [beat for beat in beats
-            if beat["host"] == platform.node() and beat["phase"] != "ended"
-            and not _is_running(beat["pid"])]  # fmt: skip
-    return f"lost {_describe(gone)}" if gone else None
+class Standstill:
+    """Why a job stands still, by what its processes post from half of the time limit on. Times are
+    seconds for which the reader itself has made no progress."""
+
+    def __init__(self, processes: int, timeout: float):
+        self._processes, self._timeout = processes, timeout
+        self._states: dict[int, tuple] | None = None
+        self._moved = 0.0
+        self._posts: dict[int, tuple[int, float]] = {}
+
+    def reason(self, posted: list[Progress], idle: float) -> str | None:
+        """The reason to end, with ranks and their last steps; None while there is none.
+
+        Silent ranks are named: they posted nothing for half of the time limit. If all post, the
+        ranks that are furthest behind are named. Their phase decides how long they may take: the
+        others wait for them.
+        """
+        states = {process.rank: process.state() for process in posted}
+        if self._states not in (None, states):
+            self._moved = idle
+        self._states = states
+        for process in posted:
+            if self._posts.get(process.rank, (None,))[0] != process.posts:
+                self._posts[process.rank] = process.posts, idle
+        still = idle - self._moved
+        if still <= self._timeout:
+            return None
+        live = [process for process in posted if process.phase != ENDED]
+        since = idle - self._timeout / 2
+        if silent := [process for process in live if self._posts[process.rank][1] < since]:
+            return f"no sign of life for {self._timeout / 2:g} s from {describe(silent)}"
+        last = min((process.steps() for process in live), default=None)
+        behind = [process for process in live if process.steps() == last]
+        missing = sorted(set(range(self._processes)) - states.keys())
+        training = all(p.phase == "training" and p.completed is not None for p in behind)
+        limit = self._timeout * (1 if training and not missing else SLOW)
+        if still <= limit:
+            return None
+        if missing:
+            return f"never a sign of life from rank {listed(map(str, missing), 8)}"
+        waiting = f"; {len(live) - len(behind)} more wait" if len(live) > len(behind) else ""
+        return f"no progress within the time limit of {limit:g} s: {describe(behind)}{waiting}"
 
 
-def wait_for_lost_neighbor(place: Place, seconds: float = 2.0) -> str | None:
-    """A process of this host that is gone and has not ended; None if there is none.
+class Watchdog:
+    """What this process does, and the thread that watches it. Without a time limit there is none.
 
-    Waits a little: a killed process closes its connections, and so fails its peers, a moment before
-    it is gone.
+    `phase` is `training` or a phase that may take longer than steps do; `started` and `completed`
+    are the last steps that were queued and completed. `hung` records the reason of a hang; then
+    the process ends.
     """
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError, ValueError):  # one may end in good order meanwhile
-            for path in place.folder.iterdir():
-                if not _is_running(int(path.read_text())) and path.exists():
-                    return f"lost rank {path.name} on {platform.node()}"
-        time.sleep(0.05)
-    return None
+
+    def __init__(self, timeout: float | None = None, hung: Callable[[str], None] = lambda _: None):
+        self.phase = "starting"
+        self.started: int | None = None
+        self.completed: int | None = None
+        self._hung = hung
+        self._ending = threading.Lock()
+        self._ender: int | None = None
+        self._stop = threading.Event()
+        self._asking: dict[str, threading.Thread] = {}
+        self._thread: threading.Thread | None = None
+        if timeout is None:
+            return
+        self._timeout, self._processes = timeout, jax.process_count()
+        self._posted = Progress(jax.process_index(), node())
+        # At most 256 posts a second reach the coordinator.
+        self._interval = min(timeout / 10, 1 + self._processes / 256)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def claim(self) -> None:
+        """Lets this thread alone end the process, for its reason. A thread that comes later waits
+        here until the process is gone."""
+        if not self._is_first():
+            threading.Event().wait()
+
+    def _is_first(self) -> bool:
+        with self._ending:
+            self._ender = self._ender or threading.get_ident()
+            return self._ender == threading.get_ident()
+
+    def end(self) -> None:
+        """Claims the end and stops watching; the others do not wait for signs of life any more."""
+        self.claim()
+        self.phase = ENDED
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(3 * self._interval)
+
+    def lost(self) -> str | None:
+        """The processes that give no sign of life any more, which may be why this one fails; None
+        if all others do. Waits for the time of three posts."""
+        if self._thread is None or (before := self._read()) is None:
+            return None
+        time.sleep(3 * self._interval)
+        posts = {process.rank: process.posts for process in before}
+        gone = [p for p in self._read() or [] if p.phase != ENDED and posts.get(p.rank) == p.posts]
+        return f"lost {describe(gone)}" if gone else None
+
+    def _watch(self) -> None:
+        share = LATER if self._posted.rank else 1.0
+        at, idle, answered, standstill = time.monotonic(), 0.0, 0.0, None
+        self._post()
+        while not self._stop.wait(self._interval):
+            # A wait that takes much longer than it should was one of a process that was stopped
+            # (`scontrol suspend`), and made no progress for that reason.
+            now = time.monotonic()
+            idle += min(now - at, 2 * self._interval)
+            at = now
+            if self._post():
+                idle, standstill = 0.0, None
+            elif idle > share * self._timeout / 2 and self._ender is None:
+                if standstill is None:
+                    standstill, answered = Standstill(self._processes, self._timeout), idle
+                if (posted := self._read()) is not None:
+                    answered = idle
+                    reason = standstill.reason(posted, idle / share)
+                else:
+                    reason = self._unanswered(idle / share, idle - answered)
+                if reason and self._is_first():
+                    within(RECORD_S, partial(self._hung, reason))
+                    os._exit(STATUS["hang"])
+        self._post()
+
+    def _unanswered(self, idle: float, silent: float) -> str | None:
+        """The reason to end when the coordinator, a thread of rank 0, has not answered for some
+        seconds."""
+        if idle <= self._timeout or silent <= self._timeout / 2:
+            return None
+        return f"no sign of life for {self._timeout / 2:g} s from rank 0 on {coordinator()}"
+
+    def _post(self) -> bool:
+        """Posts the progress of this process; returns whether it made any since the last time."""
+        before = self._posted
+        self._posted = replace(
+            before, phase=self.phase, started=self.started, completed=self.completed,
+            posts=before.posts + 1,
+        )  # fmt: skip
+        client, text = coordination_client(), json.dumps(asdict(self._posted))
+        if client is not None:
+            key = f"{KEY}/{before.rank}"
+            self._ask("post", lambda: client.key_value_set(key, text, allow_overwrite=True))
+        return self._posted.state() != before.state()
+
+    def _read(self) -> list[Progress] | None:
+        """What all processes posted last, by rank; None if the coordinator does not answer."""
+        client = coordination_client()
+        if client is None:
+            return [self._posted]
+        pairs = self._ask("read", lambda: client.key_value_dir_get(KEY))
+        return None if pairs is None else parse(pairs, self._processes)
+
+    def _ask(self, kind: str, call: Callable[[], Any]) -> Any:
+        """Asks the coordinator, which never answers if it is frozen: None after a while, and while
+        an earlier call of this kind waits."""
+        if kind in self._asking and self._asking[kind].is_alive():
+            return None
+        self._asking[kind], answer = within(self._interval / 2, call)
+        return answer
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
+def parse(pairs: list[tuple[str, str]], processes: int) -> list[Progress]:
+    """The processes by what they posted. Whatever else stands there is left out: anybody who
+    reaches the coordinator can post."""
+    found = {}
+    for key, text in pairs:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            process = Progress(**json.loads(text))
+            types = tuple(map(type, astuple(process)))
+            right = types[:3] == (int, str, str) and types[5] is int
+            right &= set(types[3:5]) <= {int, type(None)} and process.rank in range(processes)
+            if right and key == f"{KEY}/{process.rank}":
+                found[process.rank] = process
+    return [found[rank] for rank in sorted(found)]
 
 
-def end_job(run_folder: Path, beats: list[dict[str, Any]], reason: str, cause: str) -> None:
-    """Kills the job's processes on this host and records the failure, if the file system answers
-    within some seconds."""
-    tell(f"watchdog: {reason}")
-    recording = threading.Thread(target=record, args=(run_folder, reason, cause), daemon=True)
-    recording.start()
-    recording.join(5)
-    for beat in beats:
-        if beat["host"] == platform.node() and beat["phase"] != "ended":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beat["pid"], signal.SIGKILL)
+def within(seconds: float, call: Callable[[], Any]) -> tuple[threading.Thread, Any]:
+    """Calls a function in a thread; returns the thread and the result, None if it takes longer or
+    fails."""
+    result: list[Any] = [None]
 
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            result[0] = call()
 
-def record(run_folder: Path, reason: str, cause: str) -> None:
-    """Writes the reason to the log of rank 0 and into run.json."""
-    with contextlib.suppress(OSError):
-        print(f"watchdog: {reason}; ending the job", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads((run_folder / "run.json").read_text())
-        ended = {"status": "failed", "reason": reason, "cause": cause}
-        write_json(run_folder / "run.json", content | ended)
-
-
-def main() -> int:
-    """Polls until it is killed or rank 0 has ended in good order; returns 1 if it ended the job."""
-    parser = argparse.ArgumentParser(prog="python -m jaxbench.cluster.watchdog")
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("start", help="name of the start of the job")
-    parser.add_argument("socket", type=int, help="descriptor on which heartbeats arrive")
-    parser.add_argument("processes", type=int)
-    parser.add_argument("timeout", type=float)
-    args = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # meant for the job, which is watched until it has stopped
-    watch = Watch(args.processes, args.timeout, time.monotonic())
-    receiver = Receiver(args.start, socket.socket(fileno=args.socket))
-    while True:
-        beats = receiver.read(min(1.0, args.timeout / 10))
-        if any(beat["rank"] == 0 and beat["phase"] == "ended" for beat in beats):
-            return 0  # rank 0 has recorded how the run ended
-        if reason := lost(beats):
-            end_job(args.run_folder, beats, reason, "lost")
-            return 1
-        if reason := watch.verdict(beats, time.monotonic()):
-            end_job(args.run_folder, beats, reason, "hang")
-            return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return thread, result[0]

@@ -198,7 +198,8 @@ def dropless_routes(
 ) -> tuple[Routes, Int[Array, "n e"]]:
     """(a device's routes without a capacity, the number of tokens that each of n ranks gets for
     each of its e experts). Slots are ordered by rank, expert, and token; what a rank has no slots
-    for is dropped."""
+    for is dropped: tokens of its last experts first, which biases the run (a run that dropped any
+    is not comparable)."""
     ranks = mesh.ranks("experts")
     slots = rank_slots(experts.size // cfg.top_k, cfg, ranks)
     expert = experts.reshape(-1)

@@ -96,24 +96,23 @@ def balance_shares(
 
 def random_logits(
     logits: Float[Array, "B S E"],
-    router: Float[Array, "D E"],
-    first_sequence: Int[Array, ""] | int = 0,
+    first_sequence: Int[Array, ""] | int,
+    layer: Int[Array, ""] | int,
     depth: int = 0,
 ) -> Float[Array, "B S E"]:
     """Standard normal numbers in place of the logits, with the gradient of the logits: what
     Megatron calls forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py).
     The loads of experts are multinomial.
 
-    The numbers depend on the token's position, on the number of its sequence, counted from
-    `first_sequence` over all steps, so that any mesh and any division into microbatches has the
-    same; on the layer by the bits of the router's weights, and on `depth`, which counts the layers
-    before with the same ones.
+    The numbers depend on counters alone, so that any mesh and any division into microbatches has
+    the same at every step: the token's position, the number of its sequence, which counts from
+    `first_sequence` over all steps, the number of the `layer`, and `depth`, which counts the
+    applications of the layer before. Weights are no key: after an update their last bits differ
+    between meshes.
     """
 
-    def local(logits, router, first):
-        corners = jnp.stack([router[0, 0], router[-1, -1]])
-        seed, more = jax.lax.bitcast_convert_type(corners, jnp.uint32)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), more), depth)
+    def local(logits, first, layer):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), depth)
         sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
         sequences += first
 
@@ -125,7 +124,7 @@ def random_logits(
 
     spec = PartitionSpec(*mesh.partition(logits))
     draw = mesh.on_each_device(local, spec, check_vma=False)
-    drawn = draw(logits, jax.lax.stop_gradient(router), jnp.asarray(first_sequence))
+    drawn = draw(logits, jnp.asarray(first_sequence), jnp.asarray(layer))
     return drawn + (logits - jax.lax.stop_gradient(logits))
 
 

@@ -22,7 +22,6 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import dropwhile
 from operator import ge
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from jaxbench.hardware import PLANNED
 
 FOLDER = Path(__file__).parent / "measured"
 GPU, ASSUMED, PACKAGE = "# gpu: ", "# assumed ", "the package's"
+COLUMNS = "kind,name,sizes"
 
 FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
 """Formats of products."""
@@ -135,28 +135,47 @@ def line(kind: str, name: str, sizes: Sizes, microseconds: float) -> str:
 def text(gpu: str, comments: Sequence[str], lines: Sequence[str]) -> str:
     """The text of a file."""
     head = [f"{GPU}{gpu}", *(f"# {comment}" for comment in comments)]
-    return "\n".join([*head, "kind,name,sizes,microseconds", *lines]) + "\n"
+    return "\n".join([*head, f"{COLUMNS},microseconds", *lines]) + "\n"
 
 
 def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
-    """The GPU of a file, and its values. Raises RecipeError where it is no such file."""
+    """The GPU of a file, and its values; a spreadsheet's byte order mark and empty cells at the end
+    of a line are ignored. Raises RecipeError where it is no such file, with the line."""
     values: dict[tuple[str, str], Times] = {}
+    gpu, heading = "", False
     try:
-        lines = path.read_text().splitlines()
-        gpu = next(line.removeprefix(GPU).strip() for line in lines if line.startswith(GPU))
-        _, *rows = csv.reader(dropwhile(lambda line: line.startswith("#"), lines))
-        for kind, name, sizes, value in rows:
-            key = tuple(map(int, sizes.split("x")))
-            names, least = KINDS[kind]
-            fits = len(key) == len(least) and all(map(ge, key, least))
-            if name not in names or not fits or not 0 < float(value) < float("inf"):
-                raise ValueError(f"{kind},{name},{sizes},{value}")
-            values.setdefault((kind, name), {})[key] = float(value)
+        for number, cells in enumerate(csv.reader(path.read_text("utf-8-sig").splitlines()), 1):
+            line = ",".join(cells).rstrip(", ")
+            if line.startswith(GPU):
+                gpu = line.removeprefix(GPU).strip()
+            elif heading and line and not line.startswith("#"):
+                key, sizes, value = _parsed(cells, number)
+                values.setdefault(key, {})[sizes] = value
+            elif line and not line.startswith("#"):
+                heading = True
+                if not line.startswith(COLUMNS):
+                    raise ValueError(f"line {number}: expected {COLUMNS},.. and got {line!r}")
+        if not (gpu and heading):
+            raise ValueError(f"no line '{GPU}NAME'" if heading else f"no line {COLUMNS},..")
         for (kind, name), times in values.items():
             least = tuple(map(min, zip(*times, strict=True)))
             if kind in ("product", "repeated") and least not in times:
                 raise ValueError(f"{kind} {name}: none with the least m, n and k of all")
-    except (OSError, ValueError, LookupError, StopIteration) as error:
-        reason = "no line '# gpu: NAME'" if isinstance(error, StopIteration) else error
-        raise RecipeError(f"{path}: not a table of kernels: {reason}") from error
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecipeError(f"{path}: not a table of kernels: {error}") from error
     return gpu, values
+
+
+def _parsed(cells: list[str], line: int) -> tuple[tuple[str, str], Sizes, float]:
+    """((kind, name), sizes, value) of a line. Raises ValueError."""
+    try:
+        kind, name, text, value, *rest = (cell.strip() for cell in cells)
+        sizes, number = tuple(map(int, text.split("x"))), float(value)
+        names, least = KINDS[kind]
+        fits = len(sizes) == len(least) and all(map(ge, sizes, least))
+        if name in names and fits and 0 < number < float("inf") and not any(rest):
+            return (kind, name), sizes, number
+    except (ValueError, LookupError):
+        pass
+    example = "product,bf16,4096x4096x4096,250.5"
+    raise ValueError(f"line {line}: expected values as {example}, got {','.join(cells)!r}")

@@ -33,7 +33,7 @@ from jaxbench.models.output import Output, Prediction, output_loss
 from jaxbench.ops import quantized, remat
 from jaxbench.ops.blocks import Stash, apply_blocks, can_offload
 from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.blocks import repeating_blocks, stacks
+from jaxbench.recipe.blocks import first_layers, repeating_blocks, stacks
 from jaxbench.recipe.execution import INPUT, Execution
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
 from jaxbench.recipe.settings import Precision
@@ -69,21 +69,21 @@ class Block(nnx.Module):
     """The mixers of a layer pattern that repeats; in a transformer usually the two of one layer."""
 
     def __init__(self, cfg: ModelConfig, pattern: str, *, key):
-        keys = jax.random.split(key, len(pattern))
-        self.layers = nnx.List(
-            [
-                Residual(cfg, cfg.mixer(letter), key=k)
-                for letter, k in zip(pattern, keys, strict=True)
-            ]
-        )
+        layers = zip(pattern, jax.random.split(key, len(pattern)), strict=True)
+        self.layers = nnx.List([Residual(cfg, cfg.mixer(letter), key=k) for letter, k in layers])
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
         figures: RoutingFigures = ()
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)):
             x = remat.save(x, "residual") if index else x
-            x, layer_figures = layer(x, ctx)
+            x, layer_figures = self.apply_layer(index, x, ctx)
             figures += layer_figures
         return x, figures
+
+    def apply_layer(self, index: int, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+        """One of its layers; `ctx.layer` is the number of the first."""
+        number = None if ctx.layer is None else ctx.layer + index
+        return self.layers[index](x, ctx._replace(layer=number))
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Decoder(nnx.Module):
         if saved is not None:
             saved -= segment.offloaded - host
 
-        def apply(x, weights, scales, arrays, offloaded=frozenset()):
-            here = ctx.with_arrays(arrays)
-            block, observed = weights
+        def apply(x, weights, constants, arrays, offloaded=frozenset()):
+            (block, observed), (scales, layer) = weights, constants
+            here = ctx.with_arrays(arrays)._replace(layer=layer)
             x, figures = apply_block(
                 block, observed, scales, x, here, saved, segment.bf16,
                 in_order=single, offloaded=offloaded,
@@ -180,10 +180,11 @@ class Decoder(nnx.Module):
 
         block = self.stacks[segment.stack]
         scales = scaled[segment.stack] if scaled and len(segment.bf16) < len(block.layers) else None
-        block, scales = jax.tree.map(itemgetter(segment.repeats), (block, scales))
+        layers = jax.tree.map(jnp.array, first_layers(self.cfg)[segment.stack])
+        block, scales, layers = jax.tree.map(itemgetter(segment.repeats), (block, scales, layers))
         weights = block, None if scales is None else scales.observed
         return apply_blocks(
-            apply, x, weights, scales, ctx.arrays, stash, unrolled=saved is None,
+            apply, x, weights, (scales, layers), ctx.arrays, stash, unrolled=saved is None,
             offloading=partial(apply, offloaded=named) if (named := host - {INPUT}) else None,
             input_on_host=INPUT in host,
         )  # fmt: skip
@@ -279,7 +280,7 @@ def apply_block(
         block = jax.tree.map(lambda w: w, block)
         block.layers[index], signal = remat.signal_gradients(block.layers[index], signal)
         block, ctx = attached(block, *rest)
-        x, figures = block.layers[index](x, ctx)
+        x, figures = block.apply_layer(index, x, ctx)
         return remat.await_gradients(x, signal), figures
 
     count = len(block.layers)

@@ -98,8 +98,8 @@ class Experts(nnx.Module):
             logits = dense.biased(logits, self.biases.router[...])
         logits = logits.astype(jnp.float32)
         if self.cfg.routing == "random":  # the same numbers when they are recomputed
-            place = ctx.first_sequence, ctx.depth
-            logits = routing.random_logits(logits, self.router[...], *place)
+            assert ctx.layer is not None
+            logits = routing.random_logits(logits, ctx.first_sequence, ctx.layer, ctx.depth)
         else:
             logits = save(logits, SMALL)
         bias = None if self.bias is None else self.bias[...]

@@ -35,10 +35,14 @@ LayerOutput = tuple[Hidden, RoutingFigures]
 
 
 class ForwardContext(NamedTuple):
-    """Arguments of every layer in a forward pass: rotary tables, the names of the attention kernel
-    and of the implementations of Mamba-2 mixers and of grouped matmuls, `Execution.expert_parts`;
-    and for draws of routing the number of the microbatch's first sequence, counted from the first
-    step, and how many times the block of multi-token prediction was applied before."""
+    """What every layer needs besides its input: the rotary tables, the names of the attention
+    kernel and of the implementations of Mamba-2 mixers and of grouped matmuls, and
+    `Execution.expert_parts`.
+
+    Three counters seed random draws: the number of the microbatch's first sequence, counted from
+    the first step; the number of the layer, None unless routing is random; and how many times the
+    block of multi-token prediction was applied before.
+    """
 
     rotary: Rotary | None
     kernel: str
@@ -46,17 +50,18 @@ class ForwardContext(NamedTuple):
     grouped_matmul: str
     expert_parts: int = 1
     first_sequence: Int[Array, ""] | int = 0
+    layer: Int[Array, ""] | int | None = None
     depth: int = 0
 
     @property
     def arrays(self) -> tuple:
         """The fields that are arrays, for functions that must not close over them."""
-        return self.rotary, self.first_sequence
+        return self.rotary, self.first_sequence, self.layer
 
     def with_arrays(self, arrays: tuple) -> "ForwardContext":
         """This context with other `arrays`."""
-        rotary, first_sequence = arrays
-        return self._replace(rotary=rotary, first_sequence=first_sequence)
+        rotary, first_sequence, layer = arrays
+        return self._replace(rotary=rotary, first_sequence=first_sequence, layer=layer)
 
 
 class Weight(nnx.Param):

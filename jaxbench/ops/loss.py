@@ -1,9 +1,9 @@
 """Cross entropy over a vocabulary that may be sharded, fused with the head's matrix product.
 
 The head is the widest layer (128k columns), and the fp32 logits of all tokens would be the largest
-array of the step. So tokens are processed in chunks: the fp32 logits of a chunk, its loss, and at
-once the gradient of its logits. The forward pass thus computes all gradients, logits are computed
-once, and the backward pass only scales the gradients.
+array of the step. So tokens are processed in chunks (`chunk_tokens`): the fp32 logits of a chunk,
+its loss, and at once the gradient of its logits. The forward pass thus computes all gradients,
+logits are computed once, and the backward pass only scales the gradients.
 
 The logit gradients of all chunks are stacked in bf16 (4.2 GB for Grok-1 on 8 GPUs), and the head's
 gradient is one product over the stack. The alternative, an fp32 sum `[D, V]` over chunks, would
@@ -104,7 +104,7 @@ def _local(
         partition = jax.lax.psum(partition, mesh.TENSOR)
         column = (targets - first_column)[:, None]
         target = jax.lax.psum(_picked(logits, column, largest), mesh.TENSOR)
-        counts = (targets != MASKED)[:, None] if masked else True
+        counts = (targets != MASKED)[:, None] if masked or padded else True
         loss += jnp.sum(jnp.where(counts, jnp.log(partition) - target, 0.0))
         if not gradients:
             return loss, None
@@ -113,8 +113,9 @@ def _local(
         d_logits = jnp.where(counts, (probability - is_target) / total, 0.0)
         return loss, d_logits.astype(hidden.dtype)
 
-    chunk = largest_divisor(targets.size, CHUNK_TOKENS)
-    chunks = hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk)
+    chunk = chunk_tokens(targets.size)
+    padded = targets.size % chunk > 0
+    chunks = _chunks(hidden, chunk, 0), _chunks(targets, chunk, MASKED)
     if not gradients:
         loss, _ = scan_allocated(step, jnp.zeros(()), chunks)
         return (jax.lax.psum(loss, token_axes) / total,)
@@ -126,7 +127,7 @@ def _local(
         d_head = product if d_head is None else d_head + product
         return (loss, d_head), jnp.einsum("CTV,DV->CTD", d_logits, head)
 
-    parts = _parts(targets.size // chunk, targets.size * columns * hidden.dtype.itemsize)
+    parts = _parts(len(chunks[0]), targets.size * columns * hidden.dtype.itemsize)
     sum_dtype = hidden.dtype if parts == 1 else jnp.float32
     if parts == 1:
         (loss, d_head), d_hidden = part(0, (jnp.zeros(()), None), chunks)
@@ -139,7 +140,28 @@ def _local(
     loss, d_head = jax.lax.psum(loss, token_axes) / total, d_head.astype(head.dtype)
     if shards:
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
+    if padded:
+        d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: targets.size]
     return loss, d_hidden.reshape(hidden.shape), d_head
+
+
+def chunk_tokens(tokens: int) -> int:
+    """Tokens per chunk: the largest divisor of at most `CHUNK_TOKENS`. Where that is less than half
+    as many, the tokens of the fewest chunks, in a multiple of 8, of which the last is padded."""
+    divisor = next(d for d in range(min(tokens, CHUNK_TOKENS), 0, -1) if tokens % d == 0)
+    if tokens <= CHUNK_TOKENS or 2 * divisor >= CHUNK_TOKENS:
+        return divisor
+    fewest = -(-tokens // CHUNK_TOKENS)
+    return 8 * -(-tokens // (8 * fewest))
+
+
+def _chunks(x: Array, chunk: int, padding: int) -> Array:
+    """The tokens of `[B, S, ..]` in chunks, `[C, T, ..]`, the last one padded."""
+    rest = x.shape[2:]
+    if missing := -(x.shape[0] * x.shape[1]) % chunk:
+        widths = (0, missing), *((0, 0) for _ in rest)
+        x = jnp.pad(x.reshape(-1, *rest), widths, constant_values=padding)
+    return x.reshape(-1, chunk, *rest)
 
 
 def _picked(logits, column, largest):
@@ -173,8 +195,3 @@ def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     initial = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
     largest, partition = jax.lax.reduce((logits, jnp.ones_like(logits)), initial, join, (1,))
     return largest[:, None], partition[:, None]
-
-
-def largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of `n` that is at most `limit`."""
-    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)

@@ -1,10 +1,9 @@
 """The command `jaxbench plan`: plans of a row or of many, and differences."""
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import jax
 
 from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError
-from jaxbench.files import as_json, write_json
+from jaxbench.files import as_json, owned, write_json
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import candidates, driver, hlo, profile, scaling, search, sweep, text
 from jaxbench.plan.absent import compile_only_devices
@@ -27,6 +26,9 @@ from jaxbench.recipe.settings import Run
 from jaxbench.terminal import command, live, write
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
+
+DOCS = Path("docs")
+"""Default folder of the tables of `--all`."""
 
 REMEDIES = 8
 """Candidates that are compiled, at most, in place of a row that does not fit."""
@@ -69,6 +71,8 @@ def resolve(
         assert gpu.chip is not None
         driver.load_stub(gpu.chip.major)
     check_run(run, "gpu", gpu)
+    for line in flags.overruled(run, "gpu"):
+        print(line, file=sys.stderr)
     placed(gpu, gpus)
     return run, recipe
 
@@ -142,14 +146,12 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     if args.scaling:
         recipe = recipes.load(args.config).on(target.gpu)
         return scaling.scaling(recipe, args.config, args.set, target, args.format, args.output)
-    return sweep.sweep(targets, args.output or Path("docs"))
+    return sweep.sweep(targets, args.output or DOCS)
 
 
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     """Prints the plan of one row, and remedies where it does not fit."""
     run, _ = resolve(args.config, args.gpus, args.set, gpu)
-    if args.dump:
-        args.dump.mkdir(parents=True, exist_ok=True)
     with compiling(run):
         plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
     if args.dump:
@@ -169,10 +171,19 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 when a plan does not fit."""
     args = make_parser().parse_args(argv)
-    flags.check_environment(os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_platforms", "cpu")
     targets = find_targets(args)
     check_arguments(args)
+    with ExitStack() as held:
+        output = args.output or (DOCS if args.all else None)
+        for folder in filter(None, (args.dump, output if args.all else None)):
+            folder.mkdir(parents=True, exist_ok=True)
+        for path in filter(None, (args.dump, output)):
+            held.enter_context(owned(path))
+        return _plan(args, targets)
+
+
+def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
     gpu = targets[0].gpu
     try:
         if args.profile:
@@ -186,7 +197,7 @@ def main(argv: Sequence[str] | None) -> int:
         if args.hlo:
             with live(f"reading {args.hlo}"):
                 step = hlo.read(args.hlo, gpu, args.kernels, args.trace)
-            as_text = {"json": as_json, "html": hlo.page, "text": hlo.report}[args.format]
+            as_text = {"json": hlo.as_json, "html": hlo.page, "text": hlo.report}[args.format]
             write(as_text(step), args.output)
             return 0
         if args.diff or args.all or args.scaling or args.search:

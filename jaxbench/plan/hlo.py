@@ -6,12 +6,15 @@ alone does not have.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxbench import files
 from jaxbench.errors import RecipeError
-from jaxbench.forecast.tables import load
+from jaxbench.forecast.tables import Tables, load
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import text
 from jaxbench.plan.page import in_gib, step_content, system_assumptions, whole
@@ -27,6 +30,12 @@ from jaxbench.xla.instruction import array_shapes, root, shape_bytes
 
 MEMORY_REPORT = "-memory-usage-report.txt"
 """End of the name of the compiler's account of memory, in place of the program's `.txt`."""
+
+OF_JAX = re.compile(r"\b(?:stack_frame_id|source_file)=|__(?:ynn|xnn|onednn)")
+"""What the text of a compiled program has, but hardly one that was made by hand."""
+
+OF_GPUS = re.compile(r'fingerprint_before_lhs|-start\(|custom_call_target="(?:__cu|__gpu|__triton)')
+"""What a program for GPUs has: XLA's mark of its scheduler, asynchronous collectives, kernels."""
 
 UNKNOWN_LIMIT = 0.05
 """Share of the step from which on unknown custom calls make a forecast none."""
@@ -56,21 +65,18 @@ class HloStep(Step):
 def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) -> HloStep:
     """The step of the program in a file on a GPU, with the measurements of `kernels`
     (`forecast.tables`); the step that is expected is written to `trace`. Raises RecipeError if the
-    file holds no scheduled program or its devices do not fill nodes, RunFailed for what cannot be
-    read."""
-    try:
-        content = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--hlo: cannot read {path}: {error}") from error
-    program = Program.parse(content, RULES, strict=False)
-    if not program.entry or "is_scheduled=true" not in content:
-        raise RecipeError(
-            f"--hlo: {path} has no scheduled HLO; expected the text of compiled.as_text(), or "
-            "*_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR"
-        )
+    file holds no scheduled program for GPUs or its devices do not fill nodes, RunFailed for what
+    cannot be counted."""
+    content, program = parse(path, "--hlo")
     tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
+    with whole_text(path, "--hlo"):
+        step = _step(path, content, program, gpu, tables)
     if trace is not None:
         write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, crossed)
+    return step
+
+
+def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) -> HloStep:
     parameters = [
         i for i in program.computations[program.entry].values() if i.opcode == "parameter"
     ]
@@ -87,6 +93,67 @@ def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) 
         flops={" ".join(key): count for key, count in program.flops().items()},
         assumed=program.assumed,
     )
+
+
+def parse(path: Path, option: str) -> tuple[str, Program]:
+    """The text of a program for GPUs in a file of this option, and the program. Raises RecipeError
+    for another file, and for a part of one."""
+    try:
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{option}: cannot read the program in {path}: {reason}") from error
+    if "is_scheduled=true" not in content or not re.search(r"^ENTRY ", content, re.MULTILINE):
+        raise RecipeError(
+            f"{option}: {path} has no scheduled HLO; expected the text of compiled.as_text(), or "
+            "*_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR, whole"
+        )
+    if "\n}" not in content.rpartition("\nENTRY ")[2]:
+        raise RecipeError(f"{option}: {path} is cut off within its last computation")
+    if OF_JAX.search(content) and not OF_GPUS.search(content):
+        raise RecipeError(
+            f"{option}: {path} is a program for CPUs; expected one that was compiled for GPUs"
+        )
+    with whole_text(path, option):
+        program = Program.parse(content, RULES, strict=False)
+        for scope in program.computations.values():
+            for i in scope.values():
+                if i.opcode not in ("parameter", "constant") and (lost := {*i.operands} - {*scope}):
+                    raise LookupError(f"{i.name} reads {min(lost)}, which is not there")
+    return content, program
+
+
+@contextmanager
+def whole_text(path: Path, option: str) -> Iterator[None]:
+    """Raises RecipeError where what is read from a program in a file does not fit together."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration,
+            RecursionError) as error:  # fmt: skip
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError(
+            f"{option}: cannot read {path}: not all of a program, or no HLO as XLA writes it "
+            f"({reason})"
+        ) from error
+
+
+def as_json(step: HloStep) -> str:
+    """The step for scripts."""
+    return files.as_json(plain(step))
+
+
+def plain(step: HloStep) -> dict[str, Any]:
+    """The step as plain values; those of a forecast are None where there is none."""
+    values = asdict(step)
+    if _unknown(step) > UNKNOWN_LIMIT:
+        unknown = {"unknown": step.forecast.unknown}
+        values |= {
+            "forecast_step_s": None,
+            "forecast": dict.fromkeys(values["forecast"]) | unknown,
+        }
+    return values
 
 
 def crossed(collective: Collective) -> str:
@@ -175,7 +242,7 @@ def page(step: HloStep) -> str:
             *(("Assumed", assumed) for assumed in step.assumed),
         ],
         file="step.json.gz",
-        href=attached(asdict(step)),
+        href=attached(plain(step)),
         **content,
     )
 

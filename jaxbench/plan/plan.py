@@ -145,8 +145,10 @@ def read(path: Path) -> Plan:
     """Reads the plan.json of `--dump`. Raises RecipeError if it is not a plan."""
     try:
         return restored(Plan, json.loads(path.read_text()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{path}: cannot read a plan: {error}") from error
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot read a plan: {error.strerror}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{path}: no plan.json of `plan --dump`: {error}") from error
 
 
 def make_plan(

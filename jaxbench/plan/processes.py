@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from jaxbench.errors import RecipeError
+from jaxbench.files import owned
 from jaxbench.hardware import Gpu, host_memory, placed
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, read, system
@@ -101,6 +102,14 @@ def workers() -> int:
 def plan_run(run: Run, target: Target, config: str) -> Plan | str:
     """The plan of a run, cached or from a subprocess; or the reason why it failed."""
     path = folder(run, target)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with owned(
+        path.with_name(f"{path.name}.plan"), wait=True
+    ):  # another command may plan the same now
+        return _plan_run(path, run, target, config)
+
+
+def _plan_run(path: Path, run: Run, target: Target, config: str) -> Plan | str:
     if (plan := cached(path, run, target.gpu)) is not None:
         return plan
     command = [sys.executable, "-m", "jaxbench.plan", "--config", config, "--gpus", run.row]
@@ -115,7 +124,9 @@ def plan_run(run: Run, target: Target, config: str) -> Plan | str:
 def folder(run: Run, target: Target) -> Path:
     """The cache folder of a run: named after its row, with a digest of the changes to it."""
     kernels = [target.kernels.read_text()] if target.kernels else []
-    changes = [*run.overrides, *target.system, *kernels]
+    asked = flags.asked(flags.variable()).items()
+    variable = [f"{name}={value}" for name, value in asked if name.startswith("xla_gpu")]
+    changes = [*run.overrides, *target.system, *kernels, *variable]
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:12]
     name = f"{run.recipe}-{run.row}-{target.name}"
     return CACHE / (f"{name}-{digest}" if changes else name)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_json, write_whole
@@ -23,17 +22,15 @@ from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import NULL, Gpu, identify, is_null, placed
 from jaxbench.jax_internals import profile_events, profiled_instruction
-from jaxbench.plan.hlo import crossed
+from jaxbench.plan.hlo import crossed, parse, whole_text
 from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import AXES
-from jaxbench.report.folders import RECORD
 from jaxbench.report.profiles import COMPARED
 from jaxbench.report.runs import WAITS, Compared, Difference, Part
-from jaxbench.train.program import RULES
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import PROFILED, Program, Work
+from jaxbench.xla.hlo import PROFILED, Work
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
@@ -120,21 +117,19 @@ def read(
     attention of the profile are written to `table` as measurements. Raises RecipeError for a
     missing file and an unknown GPU.
     """
-    record = _record(folder)
-    device = record.get("hardware", {}).get("device", "")
+    device, sizes = _record(folder)
     gpu = gpu or identify(device)
     if gpu is None or gpu.chip is None:
         raise RecipeError(f"--profile: {folder} is of no run with a known GPU; expected --gpu too")
     path = hlo or folder / PROFILED
-    try:
-        program = Program.parse(path.read_text(), RULES, strict=False)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--profile: cannot read the program in {path}: {error}") from error
+    _, program = parse(path, "--profile")
     gpu, axes = placed(gpu, program.devices), crossed
-    if sizes := record.get("recipe", {}).get("parallelism"):
-        axes = partial(axes_of, mesh_shape=tuple(sizes[axis] for axis in AXES))
-    profile, walk = read_profile(folder), Walk(program)
-    compared = compare(profile, walk, gpu, tables.load(gpu.name.lower(), kernels), axes)
+    if sizes:
+        axes = partial(axes_of, mesh_shape=sizes)
+    profile = read_profile(folder)
+    with whole_text(path, "--profile"):
+        walk = Walk(program)
+        compared = compare(profile, walk, gpu, tables.load(gpu.name.lower(), kernels), axes)
     if is_null(device):
         compared = replace(compared, remark=NULL)
     write_json(folder / COMPARED, compared)
@@ -143,12 +138,14 @@ def read(
     return compared
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    """The record of the run that was profiled; empty without one."""
+def _record(folder: Path) -> tuple[str, tuple[int, ...]]:
+    """The device and the mesh of the run that was profiled; empty without a record of them."""
     try:
-        return json.loads((folder.absolute().parents[1] / RECORD).read_text())
-    except (OSError, ValueError, IndexError):
-        return {}
+        record = json.loads((folder.absolute().parents[1] / "run.json").read_text())
+        sizes = record["recipe"]["parallelism"]
+        return str(record["hardware"]["device"]), tuple(int(sizes[axis]) for axis in AXES)
+    except (OSError, ValueError, LookupError, TypeError):
+        return "", ()
 
 
 def compare(

@@ -148,12 +148,16 @@ def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
 def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
     """The lines of a table by recipe, GPU and number of GPUs; a table without GPU is H100's."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = [*csv.DictReader(file)]
+        needed = {"recipe", "GPUs", "fits", *COMPARED}
+        for number, line in enumerate(lines, 2):
+            if missing := [name for name in needed if line.get(name) is None]:
+                raise ValueError(f"line {number} has no {', '.join(sorted(missing))}")
         table = {(line["recipe"], line.get("GPU", "h100"), line["GPUs"]): line for line in lines}
         for line in lines:
             for column in COMPARED:
                 float(line[column])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise RecipeError(f"{path}: not a table of plan --all (plan.csv): {error}") from error
     return table

@@ -1,6 +1,7 @@
 """The layers of a model as repeating blocks: each is compiled once, its weights are stacked."""
 
 from functools import cache
+from itertools import accumulate
 
 from jaxbench.recipe.model import ModelConfig
 
@@ -14,6 +15,19 @@ def stacks(cfg: ModelConfig) -> list[tuple[str, int]]:
     """Blocks of all stacks of weights: the repeating ones, and that of multi-token prediction."""
     further = [(cfg.prediction.pattern, 1)] if cfg.prediction else []
     return repeating_blocks(cfg) + further
+
+
+def first_layers(cfg: ModelConfig) -> list[range] | list[None]:
+    """For draws of routing: the numbers of the first layers of each stack's blocks. Layers count
+    through all stacks. None for each stack unless routing is random."""
+    blocks = stacks(cfg)
+    if cfg.experts is None or cfg.experts.routing != "random":
+        return [None] * len(blocks)
+    ends = list(accumulate(len(pattern) * times for pattern, times in blocks))
+    return [
+        range(end - len(pattern) * times, end, len(pattern))
+        for (pattern, times), end in zip(blocks, ends, strict=True)
+    ]
 
 
 @cache

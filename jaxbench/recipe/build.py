@@ -1,5 +1,6 @@
 """Dataclasses from plain values: settings of YAML, whose mistakes are one line, and records."""
 
+import contextlib
 import math
 import types
 import typing
@@ -24,16 +25,41 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
 
 def restored(kind: Any, value: Any) -> Any:
     """A value of a type, a dataclass or one that holds some, from the plain values of `asdict`.
-    Raises KeyError or TypeError for other fields."""
+    Raises TypeError for a value of another type, and for other fields."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin is types.UnionType:
+        *others, last = sorted(inner, key=lambda option: option is not types.NoneType)
+        for option in others:
+            with contextlib.suppress(TypeError):
+                return restored(option, value)
+        return restored(last, value)
+    plain = dict if is_dataclass(kind) else list if origin is tuple else origin or kind
+    if isinstance(plain, type) and not _is(plain, value):
+        raise TypeError(f"expected {plain.__name__}, got {shown(value)}")
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
+        if other := value.keys() - hints.keys():
+            raise TypeError(f"unexpected field {min(other)!r}")
+        if lost := _missing(kind, value):
+            raise TypeError(f"missing field {lost[0]!r}")
         return kind(**{name: restored(hints[name], of) for name, of in value.items()})  # type: ignore[operator]
-    if origin is types.UnionType and value is not None:
-        return restored(inner[0], value)
     if origin is list:
         return [restored(inner[0], of) for of in value]
     return {key: restored(inner[1], of) for key, of in value.items()} if origin is dict else value
+
+
+def _missing(cls: Any, values: dict) -> list[str]:
+    """Fields of a dataclass that have no default and no value."""
+    return [f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory]
+
+
+def _is(plain: type, value: Any) -> bool:
+    """True for a value of a JSON type; a whole number may stand for a float."""
+    if isinstance(value, bool):
+        return plain is bool
+    return isinstance(value, int | float if plain is float else plain)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -85,10 +111,7 @@ def build(cls: type, values: dict, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in values:
         known(key, list(hints), where)
-    missing = [
-        f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory
-    ]
-    if missing:
+    if missing := _missing(cls, values):
         raise RecipeError(f"{where}: missing {', '.join(missing)}")
     return cls(
         **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
@@ -112,19 +135,22 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return _number(value, where)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         kind = type(value).__name__
-        raise RecipeError(f"{where} = {shown(value)}: expected {hint.__name__}, got {kind}")
+        expected = "true or false" if hint is bool else hint.__name__
+        raise RecipeError(f"{where} = {shown(value)}: expected {expected}, got {kind}")
     if hint is int and abs(value) > LARGEST:
         raise RecipeError(f"{where} is too large: at most {LARGEST}")
     return value
 
 
 def _number(value: Any, where: str) -> float:
-    """A finite float; text too, since YAML reads 1e-5 as text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    """A finite float."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
         kind = type(value).__name__
-        raise RecipeError(f"{where} = {shown(value)}: expected float, got {kind}") from None
+        raise RecipeError(f"{where} = {shown(value)}: expected float, got {kind}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise RecipeError(f"{where} = {shown(value)}: expected a finite number")
     return number

@@ -102,10 +102,11 @@ def read(path: Path) -> tuple[Row, ...]:
     """The rows of a table like published.csv. Raises RecipeError for a file that is no such table
     and for an unknown model, GPU or dtype."""
     try:
-        with path.open() as file:
-            table = tuple(_row(line) for line in csv.DictReader(file))
-    except (OSError, ValueError, LookupError) as error:
-        raise RecipeError(f"{path}: not a table like configs/published.csv: {error!r}") from error
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = csv.DictReader(file)
+            table = tuple(_row(line, number) for number, line in enumerate(lines, 2))
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecipeError(f"{path}: not a table like configs/published.csv: {error}") from error
     for row in table:
         if row.gpu_type not in hardware.PLANNED:
             raise RecipeError(f"{path}: unknown GPU: {row.gpu_type}")
@@ -119,16 +120,21 @@ def _models() -> dict[tuple[str, str], ModelConfig]:
     return {(cfg.family, cfg.size): cfg for cfg in MODELS.values()}
 
 
-def _row(line: dict[str, str]) -> Row:
+def _row(line: dict[str, str], number: int) -> Row:
     values: dict = {}
     for f in fields(Row):
-        text = line[f.name]
+        text = line.get(f.name)
+        if text is None:
+            raise ValueError(f"line {number} has no {f.name}; expected commas between the columns")
         if f.name == "errata":
             values[f.name] = tuple(text.split(";")) if text else ()
         elif f.type is str:
             values[f.name] = text
         else:
-            values[f.name] = (int if f.type is int else float)(text) if text else None
+            try:
+                values[f.name] = (int if f.type is int else float)(text) if text else None
+            except ValueError as error:
+                raise ValueError(f"line {number}: {f.name} is {text!r}") from error
     return Row(**values)
 
 

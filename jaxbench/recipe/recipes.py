@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxbench import hardware
 from jaxbench.errors import RecipeError, meant
+from jaxbench.recipe import strict_yaml
 from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
@@ -43,9 +42,6 @@ ROW_KEYS = {
     **{name: ("execution", name) for name in ("remat", "offload")},
 }
 SMOKE = "smoke"
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The same values in either; libyaml's takes a tenth of the time, where it is installed."""
 
 
 @dataclass(frozen=True)
@@ -144,32 +140,12 @@ def _rows(rows: Any, where: str) -> dict[int | str, dict]:
 
 def _read(path: Path) -> Any:
     try:
-        return _parse(path.read_text())
+        return strict_yaml.load(path.read_text())
     except OSError as error:
         near = meant(path.stem, names())
         raise RecipeError(f"{path}: {error.strerror}{near} (jaxbench list shows all)") from error
     except ValueError as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-
-
-def _parse(text: str) -> Any:
-    """The value of a YAML text. Raises ValueError where it has none."""
-    try:
-        value = yaml.load(text, LOADER)
-        _check_finite(value)
-        return value
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-
-
-def _check_finite(value: Any, containers: tuple = ()) -> None:
-    """Raises ValueError for a mapping or list that contains itself, which YAML can spell."""
-    if not isinstance(value, dict | list):
-        return
-    if any(value is container for container in containers):
-        raise ValueError("it contains itself")
-    for inner in value.values() if isinstance(value, dict) else value:
-        _check_finite(inner, (*containers, value))
+        raise RecipeError(f"{path}: not valid YAML: {error}") from error
 
 
 def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
@@ -204,6 +180,8 @@ def resolve(
         known(key, [*ROW_KEYS, *SECTIONS], where)
         if key in ROW_KEYS:
             section, name = ROW_KEYS[key]
+            if name in (recipe.rows[row].get(section) or {}):
+                raise RecipeError(f"{where}: {key} and {section}.{name} are one setting; keep one")
             values[section][name] = value
         else:
             values[key] = merged(values[key], mapping(value, f"{where}: {key}"))
@@ -258,9 +236,10 @@ def parse_overrides(texts: list[str]) -> tuple[Override, ...]:
         known(key, settings(), "--set")
         section, name, *inner = key.split(".")
         try:
-            parsed = _parse(value)
+            parsed = strict_yaml.load(value)
         except ValueError as error:
-            raise RecipeError(f"--set {key}: cannot read the value {shown(value)}") from error
+            reason = f"cannot read the value {shown(value)}: {error}"
+            raise RecipeError(f"--set {key}: {reason}") from error
         for part in reversed(inner):
             parsed = {part: parsed}
         overrides.append(Override(text, section, name, parsed))

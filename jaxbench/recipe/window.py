@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 PUBLISHED: Final = (11, 44)
 """First and last step (0-based) of the published parser's average; older documents quote the last
@@ -19,6 +20,27 @@ def window(steps: int, begin: int = 0) -> tuple[int, int]:
     first, last = PUBLISHED
     whole = begin < first and steps > last
     return (first, last) if whole else ((begin + steps) // 2, steps - 1)
+
+
+def start_of(step: int, begins: Sequence[int]) -> int:
+    """The start of a run that a step belongs to, by the first steps of its starts: the last one
+    that began before it. What an earlier start computed from there on was computed again."""
+    return max((n for n, begin in enumerate(begins) if begin <= step), default=0)
+
+
+UNCHANGED = ("hardware.host", "versions.commit")
+"""Changes at a start after which the same program runs."""
+
+
+def first_of_program(starts: Sequence[dict[str, Any]]) -> int:
+    """The first of a record's `starts` with the program of the last, without another in between.
+    Older records do not tell what changed."""
+    first = len(starts) - 1
+    while first > 0 and (changed := starts[first]["changed"]) is not None:
+        if not {*changed} <= {*UNCHANGED}:
+            break
+        first -= 1
+    return first
 
 
 def too_short(steps: int, begin: int = 0) -> list[str]:

@@ -50,21 +50,18 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
     if folder.resolve() in seen:
         return
     seen.add(folder.resolve())
-    ours = folders.is_run(folder)
-    if ours:
-        yield folders.read(folder)
     try:
-        children = sorted(folder.iterdir())
+        if ours := folders.is_run(folder):
+            yield folders.read(folder)
+        for child in sorted(folder.iterdir()):
+            if child.is_dir() and child.name != CHECKPOINTS:
+                yield from _below(child, seen)
+            elif not ours and _is_log(child) and child.resolve() not in seen:
+                seen.add(child.resolve())
+                if (run := _log(child)) is not None:
+                    yield run
     except OSError as error:
         yield _unreadable(folder, error)
-        return
-    for child in children:
-        if child.is_dir() and child.name != CHECKPOINTS:
-            yield from _below(child, seen)
-        elif not ours and _is_log(child) and child.resolve() not in seen:
-            seen.add(child.resolve())
-            if (run := _log(child)) is not None:
-                yield run
 
 
 def _is_log(path: Path) -> bool:
@@ -101,6 +98,8 @@ def published_runs(path: Path) -> Iterator[RunData]:
 def chosen_window(text: str | None, run: RunData) -> Window:
     """The iterations that count. Raises RecipeError for an unknown name or an empty range."""
     if text is None:
+        if len(run.begins) > 1 and run.recorded_window:
+            return run.recorded_window  # within one start
         return window(run.steps.expected or len(run.steps.seconds) or 1, run.steps.first)
     if text in WINDOWS:
         return WINDOWS[text]

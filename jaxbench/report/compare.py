@@ -27,7 +27,9 @@ SEED = 0
 SECTIONS = ("recipe", "flags", "versions", "hardware", "kernels", "environment")
 """Sections of a record that describe what ran."""
 
-JOB_VARIABLE = re.compile(r"SLURM\w*_(JOBID|\w*ID|\w*TIME|\w*PORT|JOB_NAME|\w*SUBMIT_DIR|\w*ADDR)$")
+JOB_VARIABLE = re.compile(
+    r"(SLURM\w*_(JOBID|\w*ID|\w*TIME|\w*PORT|JOB_NAME|\w*SUBMIT_DIR|\w*ADDR)|JAX_COORDINATOR_PORT)$"
+)
 """Environment variables that differ from job to job, whatever it runs."""
 
 Outcome = Literal["faster", "slower", "same", "undecided"]

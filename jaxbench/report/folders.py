@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import hardware
+from jaxbench.files import RECORDS, recorded
 from jaxbench.recipe.published import titled
+from jaxbench.recipe.window import first_of_program
 from jaxbench.report import plans, profiles
 from jaxbench.report.logs import lines
-from jaxbench.report.runs import RunData, Steps, quantity
+from jaxbench.report.runs import RunData, Steps, Window, quantity
 
-RECORD, STEPS, ENVIRONMENT = "run.json", "steps.jsonl", "environment.json"
+STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
 
 DONE = ("completed", "running", "interrupted")
 """States of a record that are no failure."""
@@ -25,16 +27,16 @@ MALFORMED = (
 
 def is_run(folder: Path) -> bool:
     """True for a folder that holds a run, complete or not."""
-    return any((folder / name).is_file() for name in (RECORD, STEPS))
+    return any((folder / name).is_file() for name in (*RECORDS, STEPS))
 
 
 def read(folder: Path) -> RunData:
     """The run in a folder. A record that cannot be read is a failed run, with the reason."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = recorded(folder)
         run = _run(folder, record)
     except MALFORMED as error:
-        reason = f"{RECORD} cannot be read: {' '.join(str(error).split())}"
+        reason = f"its record cannot be read: {' '.join(str(error).split())}"
         return RunData(path=folder, source="jaxbench", recipe=folder.name, failed=reason)
     try:
         record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
@@ -42,9 +44,13 @@ def read(folder: Path) -> RunData:
         record["environment"] = None
     run.profiles = profiles.read(folder)
     run.plan = plans.find_plan(folder, record["recipe"], record["hardware"]["device"])
-    if (folder / STEPS).is_file():
+    try:
         for line in lines(folder / STEPS):
             _add_step(run, line)
+    except FileNotFoundError:
+        pass  # no step yet: an incomplete run
+    except OSError as error:
+        run.failed = f"{STEPS} cannot be read: {error.strerror}"
     return run
 
 
@@ -56,11 +62,14 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         published["step_time_s"] = positive(published["step_time_s"])
         published["errata"] = [str(code) for code in published.get("errata") or []]
     gpu = hardware.identify(device)
+    begins = [int(step) for step in (record.get("first_step", 0), *record.get("resumed_at", ()))]
+    starts = record.get("starts") or [{"changed": None}] * len(begins)
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
     if dated := "started" in record:
         started = datetime.fromisoformat(record["started"]).astimezone(UTC)
     else:  # a record of an older version
-        started = datetime.fromtimestamp((folder / RECORD).stat().st_mtime, UTC)
+        path = next(path for name in RECORDS if (path := folder / name).is_file())
+        started = datetime.fromtimestamp(path.stat().st_mtime, UTC)
     return RunData(
         path=folder,
         source="jaxbench",
@@ -82,7 +91,17 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         started=started,
         dated="record" if dated else "file time",
         record=record,
+        begins=begins,
+        program=first_of_program(starts),
+        recorded_window=_window(record.get("summary")),
     )
+
+
+def _window(summary: Any) -> Window | None:
+    if not summary:
+        return None
+    first, last = summary["window"]
+    return int(first), int(last)
 
 
 def _flops(summary: Any) -> dict[str, float]:
@@ -99,7 +118,8 @@ def _add_step(run: RunData, line: str) -> None:
         step = json.loads(line)
         seconds = float(step["step_time_s"])
         run.steps.add(int(step["step"]), seconds, float(step["loss"]))
-        run.flops.setdefault("full", quantity(step["tflops_per_gpu"]) * seconds * 1e12)
+        if not run.record.get("summary"):  # the last step is of the recorded program
+            run.flops["full"] = quantity(step["tflops_per_gpu"]) * seconds * 1e12
         run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
         if "host_s" in step:
             host = quantity(step["host_s"]), quantity(step.get("compiled_s", 0.0))

@@ -1,18 +1,22 @@
 """Step times over many dates: one series for each workload on each hardware, with its changes.
 
-A run is compared with the median of the runs since the last change, so that a slow drift is found
-as well as a jump.
+The last runs are compared with the median of those before them since the last change, so that a
+slow drift is found as well as a jump.
 """
 
+import bisect
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 from jaxbench import files
 from jaxbench.errors import listed
+from jaxbench.outliers import DEVIATIONS, robust_deviation
 from jaxbench.report.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences
 from jaxbench.report.gpus import gpus, slow_nodes
@@ -26,11 +30,25 @@ WEEKS = 4
 LISTED = 6
 """Differences that are listed; the rest are counted."""
 
+SHOWN = 100
+"""Runs of a row, and changes, that are listed, the last ones first; the rest are counted."""
+
+LONGEST = 120
+"""Characters of a value that differs."""
+
+TOGETHER = (1, 2, 4, 8, 16)
+"""Numbers of last runs that are compared with those before: one run shows a jump, the median of
+several a change that is smaller than the runs' own spread."""
+
+FEWEST = 9
+"""Runs whose step times tell their own spread; of fewer, only the threshold counts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A run in its series. `change` is its step time over the median since the last change, less
-    one, where that exceeds the threshold; `differences` are to the last complete run before."""
+    """A run in its series. `change`, of the first run of a change, is its step time (or the median
+    of it and the next ones) over the median since the last change, less one; `differences` are to
+    the last complete run before."""
 
     result: Result
     change: float | None = None
@@ -56,7 +74,7 @@ class Point:
         """The recorded differences that came with a change."""
         if self.change is None:
             return ""
-        texts = (f"{name}: {a} -> {b}" for name, a, b in self.differences)
+        texts = (f"{name}: {short(a)} -> {short(b)}" for name, a, b in self.differences)
         return listed(texts, LISTED, "; ") or "nothing recorded differs"
 
 
@@ -96,18 +114,53 @@ def history(results: Sequence[Result], threshold: float) -> list[Series]:
 
 
 def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
-    since_change: list[float] = []
+    changes = find_changes([r.mean_s for r in group if r.complete and r.mean_s], threshold)
     previous: Result | None = None
+    number = 0
     for r in group:
         point = Point(result=r)
-        if r.complete and r.mean_s is not None:
-            change = r.mean_s / statistics.median(since_change) - 1 if since_change else 0.0
-            if previous is not None and abs(change) > threshold:
-                point = Point(result=r, change=change, differences=(*differences(previous, r),))
-                since_change = []
-            since_change.append(r.mean_s)
-            previous = r
+        if r.complete and r.mean_s:
+            if previous is not None and number in changes:
+                different = (*differences(previous, r),)
+                point = Point(result=r, change=changes[number], differences=different)
+            number, previous = number + 1, r
         yield point
+
+
+def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
+    """Changes of a series of step times, by the number of their first run: larger than the
+    threshold, and than `DEVIATIONS` standard deviations of a difference of medians.
+
+    The standard deviation of a run is a robust one, of the differences between neighbours, which a
+    few changes do not move. A median of n has 1.57 / n of the variance of one.
+    """
+    steps = [math.log(b / a) for a, b in pairwise(times)]
+    spread = robust_deviation(steps) / math.sqrt(2) if len(times) >= FEWEST else 0.0
+    changes: dict[int, float] = {}
+    begin = 0
+    earlier: dict[int, list[float]] = {count: [] for count in TOGETHER}  # sorted
+    for end in range(1, len(times) + 1):
+        for count, before in earlier.items():
+            if end - count > begin:
+                bisect.insort(before, times[end - count - 1])
+        for count, before in earlier.items():
+            if len(before) < count:
+                break
+            middle = (before[len(before) // 2] + before[(len(before) - 1) // 2]) / 2
+            change = statistics.median(times[end - count : end]) / middle - 1
+            variance = sum(min(1.0, 1.57 / n) for n in (count, len(before)))
+            if abs(change) > max(threshold, DEVIATIONS * spread * math.sqrt(variance)):
+                begin = end - count
+                changes[begin] = change
+                earlier = {n: sorted(times[begin : max(begin, end - n)]) for n in TOGETHER}
+                break
+    return changes
+
+
+def short(value: Any) -> str:
+    """A value that differs, for a line."""
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
@@ -136,7 +189,8 @@ def chart(series: Series, threshold: float) -> Chart | None:
         labels.append(("published", series.published_s, f"published {series.published_s:g}"))
     ends = sorted({days[0], days[-1]})
     date = "%Y-%m-%d" if ends[-1] - ends[0] > 1 else "%m-%d %H:%M"
-    changes = "; ".join(f"{p.started:%Y-%m-%d} {_percent(p.change)}" for p in series.changes)
+    dated = (f"{p.started:%Y-%m-%d} {_percent(p.change)}" for p in reversed(series.changes))
+    changes = listed(dated, SHOWN, "; ")
     drawing = empty_chart(
         series.name,
         f"step times of {len(points)} runs; changes above {100 * threshold:g} %: "
@@ -167,7 +221,7 @@ def text(history: Sequence[Series], threshold: float) -> str:
     lines = []
     for series in history:
         lines.append(series.name + (": no benchmark result" if series.smoke else ""))
-        for p in series.points:
+        for p in series.points[: -SHOWN - 1 : -1]:
             result = p.result
             file_time = "*" if result.run.dated != "record" else " "
             counts = result.mean_s is not None and result.complete
@@ -175,11 +229,13 @@ def text(history: Sequence[Series], threshold: float) -> str:
             verdict = result.verdict.name if result.complete else str(result.verdict)
             change = "" if p.change is None else f"  {_percent(p.change)}: {p.why}"
             lines.append(f"  {p.started:%Y-%m-%d %H:%M}{file_time} {seconds}  {verdict}{change}")
+        if (earlier := len(series.points) - SHOWN) > 0:
+            lines.append(f"  and {earlier} earlier runs: --format json has all of them")
         lines.append("")
     for node, slow, ran, last in nodes(history):
         lines.append(f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last {last}")
-    lines.append(f"changes above {100 * threshold:g} % of the median since the last one; UTC; "
-                 "* the file's time, since the record has none")  # fmt: skip
+    limit = f"changes above {100 * threshold:g} % of the median since the last one, and above the"
+    lines.append(f"{limit} runs' own spread; UTC; * the file's time, since the record has none")
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,7 @@ its iterations stay in memory.
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +28,9 @@ PUBLISHED_STEPS = 50
 
 
 def _number(name: str) -> str:
-    """Pattern of a complete number: a line may have been cut off within one."""
+    """Pattern of a complete number, behind which the next line may follow at once."""
     digits = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-    return rf"(?P<{name}>{digits}|[-+]?(?:nan|inf))(?=[\s,|\]]|$)"
+    return rf"(?P<{name}>{digits}|[-+]?(?:nan|inf))(?![\d.+-]|[eE][-+\d])"
 
 
 MAXTEXT = re.compile(
@@ -45,7 +45,8 @@ NEMO = re.compile(
 )
 BAR = re.compile(
     rf"\| *\d+/(?P<count>\d{{1,9}}) \[.*?reduced_train_loss={_number('loss')}, "
-    rf"global_step=(?P<n>\d{{1,9}})\.?\d*, .*?train_step_timing in s={_number('s')}"
+    rf"global_step=(?P<n>\d{{1,9}})\.?\d*, (?=(?:.*?consumed_samples=(?P<samples>\d{{1,15}}))?)"
+    rf".*?train_step_timing in s={_number('s')}"
 )
 FORMATS: dict[str, tuple[re.Pattern, Repeats]] = {
     "maxtext log": (MAXTEXT, "processes"),
@@ -53,6 +54,20 @@ FORMATS: dict[str, tuple[re.Pattern, Repeats]] = {
     "nemo progress bar": (BAR, "redrawn"),
 }
 """Source -> pattern of an iteration's line, and when an iteration may be logged again."""
+
+OTHER_FORMATS = {
+    "torchtitan": re.compile(r"step: *\d+ +loss: .*\btps: "),
+    "Megatron-LM or Megatron-Bridge": re.compile(
+        r"iteration +\d+/ *\d+ \|.*elapsed time per iteration"
+    ),
+}
+"""Programs whose iterations are not read, by a pattern of their lines."""
+
+RECORD_START = re.compile(r"(?=Training epoch \d+, iteration |completed step: |Epoch \d+: )")
+"""Where a line of an iteration begins, also behind another one whose newline was lost."""
+
+COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()].)")
+"""Control sequences of a terminal."""
 
 PROFILED = re.compile(r"nccltrace|_nsys\b|-prof\b")
 """Marks of a profiled run in the name of a log or of its experiment."""
@@ -77,9 +92,35 @@ class Workload(NamedTuple):
     gpus: int | None = None
 
 
+@dataclass
+class Work:
+    """The work of the first step, in sequences or tokens, and where a later step has another."""
+
+    batch: int | None = None
+    tokens: int | None = None
+    changed: str | None = None
+    _samples: tuple[int, int] = -1, 0
+
+    def add(self, values: dict[str, str | None]) -> None:
+        """Adds an iteration, by the groups of its pattern."""
+        n, batch = int(values["n"] or 0), values.get("batch")
+        if samples := values.get("samples"):
+            before, consumed = self._samples
+            batch = str(int(samples) - consumed) if n == before + 1 else None
+            self._samples = n, int(samples)
+        for name, unit, text in (
+            ("batch", "sequences", batch), ("tokens", "tokens", values.get("tokens")),
+        ):  # fmt: skip
+            first = getattr(self, name)
+            if text and first is None:
+                setattr(self, name, int(text))
+            elif text and first != int(text) and self.changed is None:
+                self.changed = f"a step changes from {first} to {text} {unit} at iteration {n}"
+
+
 def lines(path: Path) -> Iterator[str]:
-    """Lines of a file of any size; a carriage return, as progress bars write it, ends one too.
-    Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are replaced."""
+    """Lines of a file of any size, without colours; a carriage return, as progress bars write it,
+    ends one too. Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are replaced."""
     with path.open("rb") as file:
         utf16 = file.read(4).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         file.seek(0)
@@ -88,16 +129,16 @@ def lines(path: Path) -> Iterator[str]:
         while piece := file.read(PIECE):
             *complete, rest = re.split(r"[\r\n]", rest + decoder.decode(piece))
             rest = rest[:LONGEST]
-            yield from (line[:LONGEST] for line in complete if line)
-        yield rest + decoder.decode(b"", final=True)
+            yield from (COLOURS.sub("", line[:LONGEST]) for line in complete if line)
+        yield COLOURS.sub("", rest + decoder.decode(b"", final=True))
 
 
 def read(path: Path) -> RunData | None:
     """The run in a log; None for any other file."""
-    steps, workload = Steps(), named(path)
-    batch, tokens, source = None, None, None
+    steps, workload, work = Steps(), named(path), Work()
+    source = other = None
     traced, smoke, memory, declarations = False, False, 0.0, {}
-    for line in lines(path):
+    for line in (part for whole in lines(path) for part in RECORD_START.split(whole)):
         if line.startswith("GSW:"):
             declarations = dict(re.findall(r"(\w+)=(\S+)", line))
             workload = declared(declarations, workload)
@@ -108,21 +149,24 @@ def read(path: Path) -> RunData | None:
                 continue
             source, values, steps.repeats = name, match.groupdict(), repeats
             steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
-            if "last" in values:
-                steps.expected, batch = int(values["last"]) + 1, int(values["batch"])
-                memory = max(memory, float(values["memory"] or 0))
-            elif "count" in values:
-                steps.expected = int(values["count"])
-            else:
-                steps.expected, tokens = PUBLISHED_STEPS, int(values["tokens"])
-    if source is None and workload.model is None:
+            work.add(values)
+            memory = max(memory, float(values.get("memory") or 0))
+            last, count = values.get("last"), values.get("count")
+            steps.expected = int(last) + 1 if last else int(count or PUBLISHED_STEPS)
+        if source is None and other is None:
+            other = next((name for name, at in OTHER_FORMATS.items() if at.search(line)), None)
+    if source is None and workload.model is None and other is None:
         return None
-    run = _run(path, steps, workload, batch, tokens)
+    run = _run(path, steps, workload, work)
     run.source = source or "log"
-    run.failed = None if source else "it made no iteration"
+    if source is None:
+        of = f"a log of {other}: " if other else ""
+        run.failed = f"{of}it has no iteration in a known format ({', '.join(FORMATS)})"
     if smoke:
         run.label = "smoke"
         run.not_comparable.insert(0, "smoke row on a CPU")
+    if work.changed:
+        run.not_comparable.insert(0, work.changed)
     run.peak_memory = memory if 0 < memory < LARGEST else None
     declarations.pop("JOB_ID", None)
     run.record = {"environment": declarations} if declarations else {}
@@ -167,14 +211,12 @@ def _family(workload: Workload) -> str | None:
     return names.get(aliases.get(plain, plain))
 
 
-def _run(
-    path: Path, steps: Steps, workload: Workload, batch: int | None, tokens: int | None
-) -> RunData:
+def _run(path: Path, steps: Steps, workload: Workload, work: Work) -> RunData:
     """A run with its published row, or the reason why it has none."""
     family, (model, size, dtype, gpus) = _family(workload), workload
     run = RunData(
         path=path, source="", recipe=f"{family or model or path.stem} {size or ''}",
-        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=tokens,
+        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=work.tokens,
         model=f"{family or model} {size}" if model else "",
         started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",
     )  # fmt: skip
@@ -192,7 +234,7 @@ def _run(
             f"{published.counted(gpus)}"
         )
         return run
-    run.tokens = tokens or (batch or row.gbs) * row.seq_len
+    run.tokens = work.tokens or (work.batch or row.gbs) * row.seq_len
     if run.tokens != row.tokens_per_step:
         run.not_comparable.append(
             f"its step has {run.tokens} tokens, the published one {row.tokens_per_step}"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxbench.report.runs import Result
+from jaxbench.report.runs import LARGEST, Result
 
 SETTINGS = {
     "global_batch_size": ("batch", "global_batch"),
@@ -55,6 +55,8 @@ def _events(result: Result) -> Iterator[dict[str, Any]]:
     yield event("INTERVAL_END", "init_stop")
     yield event("INTERVAL_START", "run_start")
     for step, seconds in sorted(run.steps.seconds.items()):
+        if not 0 < seconds < LARGEST:
+            continue  # which is why the run failed
         now += seconds
         rates = {"train_step_time": seconds}
         if tokens and run.gpus:

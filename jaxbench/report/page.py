@@ -46,6 +46,9 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
 """The space between a figure and its unit, where no line ends."""
 
+MOST_RUNS = 100
+"""Runs whose charts and records are on the page: the last ones. The table has all runs."""
+
 MOST_STEPS, MOST_RANKS = 1000, 64
 """Longer lists of step times and ranks are left out of the JSON on the page."""
 
@@ -72,6 +75,9 @@ def breakable(text: str) -> Markup:
 def page(results: Sequence[Result], convention: str) -> str:
     """The page of a report."""
     runs = page_runs(results, convention)
+    dated = sorted(runs, key=lambda run: run.result.run.started or history.UNDATED)
+    last = {run.number for run in dated[-MOST_RUNS:]}
+    shown = [run for run in runs if run.number in last]
     ran = [run.line for run in runs if run.line["label"] != "published"]
     verdicts = Counter(line["verdict"] for line in ran)
     smoke = sum(run.smoke for run in runs)  # on a CPU's devices
@@ -80,6 +86,7 @@ def page(results: Sequence[Result], convention: str) -> str:
         "report.html",
         title="Training benchmark report",
         runs=runs,
+        shown=shown,
         headline=headline(runs),
         counts=[(name, verdicts[name]) for name in SYMBOLS if name in verdicts],
         columns=[(key, _of_devices(heading) if smoke == len(runs) else heading)
@@ -90,14 +97,14 @@ def page(results: Sequence[Result], convention: str) -> str:
         windows=sorted({line["window"] for line in ran}),
         errata={code: text for code, text in ERRATA.items() if code in errata},
         scaling=[*sections.scaling(runs)],
-        traces=[*filter(None, map(sections.trace, runs))],
-        waits=[(run, waits) for run in runs if (waits := sections.ranks(run))],
-        gaps=[*filter(None, map(sections.gap, runs))],
-        heat=[(run, maps) for run in runs
+        traces=[*filter(None, map(sections.trace, shown))],
+        waits=[(run, waits) for run in shown if (waits := sections.ranks(run))],
+        gaps=[*filter(None, map(sections.gap, shown))],
+        heat=[(run, maps) for run in shown
               if (maps := heat_maps(gpus(run.result.run.record), run.watermark))],
-        memory=[run for run in runs if run.result.run.peak_memory],
-        profiled=[(run, found) for run in runs if (found := run.result.run.profiles)],
-        waterfalls=[*filter(None, map(sections.waterfall, runs))],
+        memory=[run for run in shown if run.result.run.peak_memory],
+        profiled=[(run, found) for run in shown if (found := run.result.run.profiles)],
+        waterfalls=[*filter(None, map(sections.waterfall, shown))],
         details=details,
     )  # fmt: skip
 
@@ -114,6 +121,8 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
         nodes=history.nodes(rows),
         weeks=history.WEEKS,
         listed=history.LISTED,
+        shown=history.SHOWN,
+        short=history.short,
         threshold=f"{100 * threshold:g}",
         smoke=sum(len(row.points) for row in rows if row.smoke),
         count=sum(len(row.points) for row in rows),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jaxbench.hardware import NULL, is_null
 from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import spread, too_short
+from jaxbench.recipe.window import spread, start_of, too_short
 
 Window = tuple[int, int]
 
@@ -174,7 +174,9 @@ class RunData:
     and GPU, by convention; `published` is the published row. Bytes are of one GPU. `dated` says
     where `started` is from: "record", or "file time". `record` holds run.json and environment.json,
     or the fields that a log declares. `host_s` are by step the seconds that its process took for
-    the records of the step before, and of these the seconds in which it compiled.
+    the records of the step before, and of these the seconds in which it compiled. `begins` are the
+    first steps of its starts, of which those from `program` on ran the recorded program;
+    `recorded_window` is that of its own summary.
     """
 
     path: Path
@@ -200,6 +202,9 @@ class RunData:
     plan: PlannedStep | None = None
     record: dict[str, Any] = field(default_factory=dict)
     host_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    begins: list[int] = field(default_factory=list)
+    program: int = 0
+    recorded_window: Window | None = None
     profiles: list[Compared] = field(default_factory=list)
 
     @property
@@ -208,9 +213,26 @@ class RunData:
         hardware = self.record.get("hardware")
         return isinstance(hardware, dict) and is_null(str(hardware.get("device")))
 
-    def times(self, window: Window) -> list[float]:
-        """Seconds of the iterations in a window, the last included."""
+    def mixed(self, window: Window) -> str | None:
+        """Why the iterations of a window have no mean: several starts of the run, or another
+        program than the recorded one."""
         first, last = window
+        starts = sorted(
+            {start_of(n, self.begins) for n in self.steps.seconds if first <= n <= last}
+        )
+        if len(starts) > 1:
+            begun = ", ".join(str(self.begins[n]) for n in starts[1:])
+            return f"iterations {first} to {last} are of several starts: it resumed at {begun}"
+        if starts and starts[0] < self.program:
+            resumed = self.begins[self.program]
+            return f"iterations {first} to {last} are of another program: it changed at {resumed}"
+        return None
+
+    def times(self, window: Window) -> list[float]:
+        """Seconds of the iterations in a window, the last included; none if they are mixed."""
+        first, last = window
+        if self.mixed(window):
+            return []
         return [s for n, s in self.steps.seconds.items() if first <= n <= last]
 
 
@@ -259,7 +281,7 @@ def evaluate(run: RunData, window: Window) -> Result:
     """Mean of a run over a window, and the verdict."""
     first, last = window
     times = run.times(window)
-    incomplete = [*run.unfinished, *run.steps.problems()]
+    incomplete = [*run.unfinished, *run.steps.problems(), *filter(None, [run.mixed(window)])]
     if not incomplete and len(times) < last - first + 1:
         incomplete = [f"iterations {first} to {last} are not all there"]
     usable = [t for t in times if math.isfinite(t) and t > 0]

@@ -71,7 +71,8 @@ def add_saving(parser: argparse.ArgumentParser) -> None:
     add("--restore", type=Path, metavar="PATH",
         help="start from this checkpoint, or from the last one of this run")
     add("--watchdog", type=float, metavar="SECONDS",
-        help="end the job when a process gives no sign of life, or completes no step, for so long")
+        help="end the job when it makes no progress for so long; ten times as long before "
+        "training and while it saves")
 
 
 def add_profiling(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +89,7 @@ def add_profiling(parser: argparse.ArgumentParser) -> None:
     add("--check-repeatable", action="store_true",
         help="first run some steps twice, and fail unless losses and state are equal bit for bit")
     add("--compilation-cache", type=Path, metavar="FOLDER",
-        help="keep compiled programs here; safe for all processes of all jobs")
+        help="keep compiled programs here; yours alone, safe for all processes of all jobs")
 # fmt: on
 
 

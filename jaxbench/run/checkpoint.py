@@ -8,7 +8,6 @@ renames it when every process is done.
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import shutil
 import sys
@@ -25,59 +24,20 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
+from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
-from jaxbench.cluster.heartbeat import Heartbeat
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.cluster.watchdog import Watchdog
+from jaxbench.errors import RunFailed
 from jaxbench.hardware import is_null
-from jaxbench.recipe.build import differing
 from jaxbench.run.records import Recorder
-
-FOLDER = "checkpoints"
-"""Subfolder of a run for its checkpoints."""
-
-STATE, RECIPE = "state", "recipe"
-"""Items of a checkpoint: the arrays and the recipe."""
-
-
-def steps(folder: Path) -> list[int]:
-    """Step numbers of the complete checkpoints in a folder, in ascending order."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in paths if _is_complete(path))
-
-
-def _is_complete(path: Path) -> bool:
-    named = path.name.isdigit() and (path / RECIPE).is_dir()
-    return named and ocp.utils.is_checkpoint_finalized(epath.Path(path))
-
-
-def find(path: Path) -> Path:
-    """The checkpoint that `path` names: itself, or the last one of a run or of a folder of
-    checkpoints. Raises RecipeError if there is none."""
-    if _is_complete(path):
-        return path
-    for folder in (path / FOLDER, path):
-        if complete := steps(folder):
-            return folder / str(complete[-1])
-    raise RecipeError(f"{path} holds no complete checkpoint")
-
-
-def check(path: Path, recipe: dict[str, Any]) -> None:
-    """Raises RecipeError unless the checkpoint belongs to the model of a recipe."""
-    try:
-        saved = json.loads((path / RECIPE / "metadata").read_text())["model"]
-    except (OSError, ValueError, LookupError) as error:
-        raise RecipeError(f"{path} is no checkpoint of jaxbench: it holds no recipe") from error
-    found = list(differing(recipe["model"], saved))
-    if found:
-        text = ", ".join(f"{name} {there} instead of {here}" for name, here, there in found)
-        raise RecipeError(f"{path} is of another model: {text}")
+from jaxbench.run.saved import FOLDER, RECIPE, STATE, steps
 
 
 class Checkpoints:
     """A pause (`train.loop.Pause`) that saves the state into `<folder>/checkpoints`.
 
     The run starts after `start` steps. A save is due every `every` steps (None: never) and at the
-    end; the last `keep` stay. Recorder and heartbeat are told of it. `saved` has one entry per
+    end; the last `keep` stay. Recorder and watchdog are told of it. `saved` has one entry per
     save: completed steps, bytes, seconds for which training waited, seconds until the checkpoint
     was complete, and the rate in GB/s.
     """
@@ -89,14 +49,17 @@ class Checkpoints:
         every: int | None,
         keep: int,
         recorder: Recorder,
-        beat: Heartbeat,
+        watchdog: Watchdog,
     ):
         self.saved: list[dict[str, Any]] = []
-        self._every, self._recorder, self._beat = every, recorder, beat
+        self._every, self._recorder, self._watchdog = every, recorder, watchdog
         self._folder = folder.absolute() / FOLDER
         self._started = 0.0
         self._last = start
         self._lock = threading.Lock()
+        if jax.process_index() == 0:
+            _set_aside(self._folder, start)
+        job.meet("before the first save")
         with _one_line(f"{self._folder} cannot be used"):
             self._manager = ocp.CheckpointManager(
                 epath.Path(self._folder),
@@ -119,7 +82,7 @@ class Checkpoints:
         """Saves the state after `step` steps; returns when it is copied from the devices, or at the
         end of training when the checkpoint is complete."""
         self._recorder.phase("saving", f"the state after {step} steps")
-        self._beat.phase = "saving"
+        self._watchdog.phase = "saving"
         self.wait()
         arrays = _by_path(state)
         self._started, start = time.time(), time.perf_counter()
@@ -132,7 +95,7 @@ class Checkpoints:
             self._report(blocking_s=time.perf_counter() - start)
         if ending:
             self.wait()
-        self._beat.phase = "training"
+        self._watchdog.phase = "training"
         self._recorder.add(checkpoints=self.saved)
 
     def wait(self) -> None:
@@ -177,6 +140,14 @@ class Checkpoints:
         )
 
 
+def _set_aside(folder: Path, start: int) -> None:
+    """Renames checkpoints after step `start`, which could not be read: the run comes to their steps
+    again."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.isdigit() and int(path.name) > start:
+            path.rename(folder / f"unreadable-{path.name}-{time.time_ns()}")
+
+
 def _unless_failed(barrier: Callable[..., None]) -> Callable[..., None]:
     """A barrier of Orbax at which a process whose own save failed does not wait: the others, which
     wait for its part, would keep it there for the ten minutes that Orbax gives a save."""
@@ -196,15 +167,15 @@ def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dic
     one of another step than its folder's.
     """
     started, start = time.time(), time.perf_counter()
-    abstract, folder = _abstract(like), epath.Path(path.absolute())
-    handlers = {STATE: ocp.StandardCheckpointHandler(), RECIPE: ocp.JsonCheckpointHandler()}
+    abstract, folder = _abstract(like), epath.Path(path.absolute() / STATE)
+    # Without a `Checkpointer`, at whose barrier the others would wait for a process that fails.
     with (
         _one_line(f"{path} cannot be restored"),
-        ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader,
+        contextlib.closing(ocp.StandardCheckpointHandler()) as reader,
     ):
-        _check_arrays(path, reader.metadata(folder).item_metadata[STATE].tree, abstract)
-        items = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(abstract)})
-        arrays = jax.block_until_ready(reader.restore(folder, items)[STATE])
+        _check_arrays(path, reader.metadata(folder).tree, abstract)
+        restored = reader.restore(folder, args=ocp.args.StandardRestore(abstract))
+        arrays = jax.block_until_ready(restored)
         number, step = int(path.name), arrays["step"]
         if int(step) != number:
             if not is_null(jax.devices()[0].device_kind):  # which counts no steps

@@ -11,7 +11,8 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed, listed
-from jaxbench.hardware import HOST_FRACTION, host_memory, is_null
+from jaxbench.hardware import HOST_FRACTION, MEMORY_FRACTION, Gpu, host_memory, is_null
+from jaxbench.jax_internals import taken_gpus
 from jaxbench.recipe.published import counted
 
 LISTED = 4
@@ -38,6 +39,11 @@ def find() -> tuple[int, str]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a platform
+        if "known backend" in str(error):  # "is not in the list of", or "Unknown"
+            raise RecipeError(
+                f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}: {error}"
+            ) from error
+        check_visible(taken_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         cause = cause_of(error)
         reason = str(error) or f"none of {os.environ.get('JAX_PLATFORMS', 'its platforms')}"
         raise RunFailed(
@@ -55,6 +61,28 @@ def find() -> tuple[int, str]:
     return len(devices), devices[0].platform
 
 
+def check_visible(taken: str, visible: str | None) -> None:
+    """Raises RecipeError if this process takes a GPU of its node by a number that its visible ones
+    do not have, as where the site binds each task to a GPU."""
+    if taken == "all" or visible is None:
+        return
+    count = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    if max(map(int, taken.split(","))) >= count:
+        raise RecipeError(
+            f"node {platform.node()}, process {os.environ.get('SLURM_PROCID', '?')}: sees "
+            f"{counted(count)} (CUDA_VISIBLE_DEVICES={visible}), but takes number {taken} of its "
+            "node: let each task see all GPUs of its node (srun without --gpus-per-task, "
+            "--gpu-bind=none)"
+        )
+
+
+def settings() -> str:
+    """The variables by which this process sees fewer devices, in parentheses."""
+    names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
+    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return f" ({', '.join(given)})" if given else ""
+
+
 def check_local_devices(expected: int, cpu: bool) -> None:
     """Raises RecipeError, naming the node, if this process has another number of devices, or has
     CPU devices without `cpu`."""
@@ -62,25 +90,42 @@ def check_local_devices(expected: int, cpu: bool) -> None:
     were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:
         raise RecipeError(
-            f"{where}: 0 GPUs, {expected} {were} expected: set SBATCH_GPUS_PER_NODE if the cluster "
-            "gives out GPUs as a generic resource (gres), or check the driver (nvidia-smi)"
+            f"{where}: 0 GPUs{settings()}, {expected} {were} expected: set SBATCH_GPUS_PER_NODE if "
+            "the cluster gives out GPUs as a generic resource (gres), or check the driver "
+            "(nvidia-smi)"
         )
     if (count := jax.local_device_count()) != expected:
         seen = counted(count, "device")
-        raise RecipeError(f"{where}: sees {seen}, {expected} {were} expected")
+        raise RecipeError(f"{where}: sees {seen}{settings()}, {expected} {were} expected")
 
 
+def other_gpu(gpu: Gpu | None) -> str | None:
+    """A line where the launcher was told of another GPU than the job has."""
+    asked = os.environ.get("JAXBENCH_GPU")
+    if gpu is None or asked in (None, gpu.name):
+        return None
+    return f"submitted for {asked}s (GPU_TYPE, default h100), it runs on {gpu.name}s"
+
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's variable: GiB of the host's memory that its allocator may pin for a device, 64 if unset."""
 
 
-def limit_host_memory() -> None:
-    """Limits what XLA pins of the host's memory for a GPU to its share, for offloaded activations:
-    the allocator takes the next power of two of what is needed, up to the limit."""
+def limit_memory() -> None:
+    """Sets the share of a GPU's memory for XLA's allocator, and limits what XLA pins of the host's
+    memory for a GPU to its share, for offloaded activations: the allocator takes the next power of
+    two of what is needed, up to the limit. Raises RecipeError for a variable that is no number."""
+    os.environ.setdefault(FRACTION, str(MEMORY_FRACTION))
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if gpus and (total := host_memory("MemTotal")):
         share = int(total * HOST_FRACTION) // gpus >> 30
         os.environ.setdefault(HOST_LIMIT, str(max(1, share)))
+    for name, pattern, kind in (
+        (FRACTION, r"[01]?\.\d+|1", "share, as 0.92"), (HOST_LIMIT, r"[1-9]\d*", "number of GiB"),
+    ):  # fmt: skip
+        if not re.fullmatch(pattern, text := os.environ.get(name, "1")):
+            raise RecipeError(f"{name}={text}: expected a {kind}")
 
 
 def check_host_memory(needed: int) -> None:

@@ -20,6 +20,9 @@ from jaxbench.run.streams import Stream
 SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""
 
+SLOW_STEPS = 5
+"""Steps of which slow records are noticed."""
+
 REWRITE_S = 60.0
 """Seconds after which run.json is written again during training."""
 
@@ -36,16 +39,24 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def command_line() -> str:
+    """The program as a shell finds it, whose environment need not be active."""
+    program = Path(sys.executable).with_name("jaxbench")
+    return quote(str(program)) if program.exists() else f"{quote(sys.executable)} -m jaxbench"
+
+
 def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
     """The recorded steps before `start`; a killed run may have recorded later ones, which will be
     repeated."""
     steps = []
-    for line in path.read_text().splitlines() if start and path.exists() else ():
-        if not line.endswith("}"):
+    text = path.read_text(errors="replace") if start and path.exists() else ""
+    for line in text.splitlines():
+        try:
+            step = json.loads(line)
+            if int(step["step"]) < start:
+                steps.append(step)
+        except (ValueError, LookupError, TypeError):
             break  # cut off when the process was killed or the disk was full
-        step = json.loads(line)
-        if step["step"] < start:
-            steps.append(step)
     return steps
 
 
@@ -65,22 +76,36 @@ class Recorder:
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
         self._bar: Any = None
+        self._jsonl: Lines | None = None
+        self._slow: list[str] = []
         self._stream = stream
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
             return
-        self.steps = steps_before(start, folder / "steps.jsonl")
         self._json = ReservedJson(folder / "run.json")
-        text = "".join(json.dumps(step) + "\n" for step in self.steps)
-        write_whole(folder / "steps.jsonl", text)
-        self.add()
+        self.begin(start, {})
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
-        self._jsonl = Lines(folder / "steps.jsonl")
         if run.label == "smoke":
             self.say(SMOKE)
         if record["hardware"]["null"]:
             self.say(NULL)
+
+    def begin(self, start: int, entries: dict[str, Any]) -> None:
+        """Keeps the recorded steps before `start`, and adds entries to run.json."""
+        if self.folder is not None:
+            if self._jsonl is not None:
+                self._jsonl.close()
+            path = self.folder / "steps.jsonl"
+            self.steps = steps_before(start, path)
+            write_whole(path, "".join(json.dumps(step) + "\n" for step in self.steps))
+        self.add(**entries)
+        if self.folder is not None:
+            self._jsonl = Lines(path)
+
+    @property
+    def _starts(self) -> list[dict[str, Any]]:
+        return self.record.get("starts") or [{"step": 0, "changed": {}}]
 
     def add(self, **entries: Any) -> None:
         """Adds entries to run.json. Raises RunFailed if it cannot be written."""
@@ -138,11 +163,13 @@ class Recorder:
         rates = throughput(run, values["step_time_s"], None)
         line = {
             **values,
+            "start": len(self._starts) - 1,
             "tokens_per_s_per_gpu": rates["tokens_per_s_per_gpu"],
             "tflops_per_gpu": rates["tflops_per_gpu"]["full"],
             "label": self.record["label"],
         }
         self.steps.append(line)
+        assert self._jsonl is not None
         try:
             self._jsonl.write(json.dumps(line))
         except OSError as error:
@@ -150,7 +177,9 @@ class Recorder:
         for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
             self._to_log(text)
         if self._stream is not None:
-            numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
+            counters = ("step", "start")
+            numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
+            numbers = {k: v for k, v in numbers.items() if k not in counters}
             self._stream.step(line["step"], numbers)
         if self._bar is None:
             print(summary.short_line(run, line), flush=True)
@@ -159,6 +188,10 @@ class Recorder:
             self._bar.update(self._bar.task_ids[0], advance=1, description=status)
         if self._log_error is not None:
             raise self._unwritable(self._log_error)
+        if not self._slow and len(self.steps) % SLOW_STEPS == 0:
+            self._slow = summary.slow_records(self.steps[-SLOW_STEPS:])
+            for text in self._slow:
+                self.say(f"warning: {text}")
         if time.monotonic() - self._written_at > REWRITE_S:
             self.add()
 
@@ -166,9 +199,9 @@ class Recorder:
         """The record's `summary` and `loss` of the steps until now."""
         device = self.record["hardware"]["device"]
         peak = peak_tflops(device, self.run.precision.dtype)
-        figures = summary.summary(self.run, self.steps, peak)
+        figures = summary.summary(self.run, self.steps, peak, self._starts)
         watts = sampling.watts(self.record.get("ranks", []), self.run.gpus)
-        if watts and figures:
+        if watts and "summary" in figures:
             figures["summary"] |= energy(watts, figures["summary"]["tokens_per_s"])
         return figures
 
@@ -183,7 +216,11 @@ class Recorder:
             self._bar.stop()
             self._bar = None
         figures = self.summary()
-        reasons = [*self.record["not_comparable_because"], *summary.dropped(self.run, figures)]
+        reasons = [
+            *self.record["not_comparable_because"],
+            *summary.dropped(self.run, figures),
+            *summary.slow_records(summary.counted_steps(self.steps, self._starts)),
+        ]
         figures |= {"comparable": not reasons, "not_comparable_because": reasons}
         try:
             self.add(status=status, reason=reason, cause=cause, **figures)
@@ -191,7 +228,7 @@ class Recorder:
             for line in (
                 *summary.lines(self.record, self.steps),
                 f"record: {self.folder / 'run.json'}",
-                f"report: python -m jaxbench.report {quote(str(self.folder))}",
+                f"report: {command_line()} report {quote(str(self.folder))}",
                 "page:   the same with --format html --output report.html",
             ):
                 self.say(line)

@@ -1,15 +1,14 @@
 """One run of a benchmark: the training loop with records, checkpoints, profiles, signals and
-heartbeats around it."""
+watchdog around it."""
 
 import contextlib
+import faulthandler
 import os
-import shlex
 import signal
 import sys
 import traceback
 from argparse import Namespace
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,43 +16,43 @@ from typing import Any, NoReturn
 import jax
 
 from jaxbench import mesh
-from jaxbench.cluster import job, watchdog
+from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
-from jaxbench.cluster.heartbeat import Heartbeat
 from jaxbench.cluster.messages import tell
 from jaxbench.cluster.signals import Signals, name_of
-from jaxbench.cluster.watched import watched
-from jaxbench.errors import STATUS, RunFailed
+from jaxbench.cluster.watchdog import Watchdog
+from jaxbench.errors import STATUS, RunFailed, listed
 from jaxbench.files import write_json
-from jaxbench.hardware import NULL, identify
 from jaxbench.jax_internals import compilations, coordination_client
-from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.window import too_short
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import cache_identity, program_cache
-from jaxbench.run.devices import check_host_memory, hardware, variables
+from jaxbench.run.devices import check_host_memory, variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.ranks import gathered, slow_devices
-from jaxbench.run.records import SCHEMA, Recorder, read
+from jaxbench.run.records import Recorder
+from jaxbench.run.starts import begun, new_record
 from jaxbench.run.streams import open_stream
 from jaxbench.terminal import live
 from jaxbench.train.loop import Pause, run_steps
-from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
+from jaxbench.train.program import Agree, check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
-from jaxbench.versions import versions
-from jaxbench.xla import flags
+
+AGREE: Agree = partial(job.broadcast, "schedule")
+"""All processes compile with the profile of the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The folder of the records, the checkpoint to start from, and the options of the command line
-    (`arguments`)."""
+    """The folder of the records; the checkpoint to start from, older ones in case that it cannot be
+    read, and why newer ones are `skipped`; the options of the command line (`arguments`)."""
 
     folder: Path
     restore: Path | None
     options: Namespace
+    older: tuple[Path, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def start(self) -> int:
@@ -61,65 +60,21 @@ class Session:
         return int(self.restore.name) if self.restore else 0
 
 
-def new_record(run: Run, session: Session) -> dict[str, Any]:
-    """run.json before the first step."""
-    devices, options = hardware(), session.options
-    path, resumed, first = session.folder / "run.json", [], session.start
-    if options.resume and path.exists():
-        before = read(path)
-        resumed, first = [*before["resumed_at"], session.start], before.get("first_step", 0)
-    reasons = published.differences(run, devices["device"])
-    if devices["null"]:
-        reasons.append(NULL)
-    if options.checkpoint_every is not None:
-        reasons.append("checkpoints are written while it trains")
-    if options.profile:
-        reasons.append(f"it was profiled ({options.profile})")
-    if options.nccl_trace:
-        reasons.append("it was traced (NCCL)")
-    if resumed:
-        reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
-    reasons = reasons or too_short(run.steps, first)
-    row = published.lookup(run, identify(devices["device"]))
-    return {
-        "schema": SCHEMA,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
-        "status": "running",
-        "reason": None,
-        "cause": None,
-        "label": "null" if devices["null"] else run.label,
-        "comparable": not reasons,
-        "not_comparable_because": reasons,
-        "recipe": recipes.describe(run),
-        "hardware": devices,
-        # Of rank 0 for all: they identify cached programs, and only one process then runs git.
-        "versions": job.broadcast("versions", versions),
-        "flags": {
-            "compiler_options": flags.options(run, devices["platform"]),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        },
-        "parameters": flops.parameters(run.model)["total"],
-        "published": row and asdict(row),
-        "first_step": first,
-        "resumed_at": resumed,
-    }
-
-
 def benchmark(run: Run, session: Session) -> int:
     """Runs and records; returns the exit status. Only rank 0 writes records."""
     first = jax.process_index() == 0
     try:
-        record = new_record(run, session)
+        path = session.folder / "run.json"
+        record = new_record(run, path, session.options, session.start)
         if first:
             write_json(session.folder / "environment.json", variables())
         folder = session.folder if first else None
         name = session.options.stream if first else None
         stream = open_stream(name, session.folder, record, session.start)
         recorder = Recorder(folder, run, record, session.start, stream)
-        with watched(session.folder, session.options.watchdog) as beat:
-            signals = Signals(partial(interrupted, recorder, beat))
-            status, reason, cause = Attempt(run, session, recorder, signals, beat).outcome()
+        with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
+            signals = Signals(partial(interrupted, recorder, watchdog))
+            status, reason, cause = Attempt(run, session, recorder, signals, watchdog).outcome()
         if cause:
             tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
@@ -132,9 +87,16 @@ def benchmark(run: Run, session: Session) -> int:
     return leave(STATUS[cause] if cause else 0, wait=cause is None)
 
 
-def interrupted(recorder: Recorder, beat: Heartbeat, number: signal.Signals) -> None:
+def hung(recorder: Recorder, reason: str) -> None:
+    """Tells and records why the watchdog ends this process, and where its threads are."""
+    tell(f"error: {reason}")
+    faulthandler.dump_traceback(sys.stderr.fileno())
+    recorder.finish("failed", reason, "hang")
+
+
+def interrupted(recorder: Recorder, watchdog: Watchdog, number: signal.Signals) -> None:
     """Ends a process before its first step, with a complete record."""
-    end(recorder, beat, 128 + number, "interrupted", name_of(number))
+    end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
 
 
 def refuse(error: Exception, wait: bool) -> int:
@@ -146,11 +108,11 @@ def refuse(error: Exception, wait: bool) -> int:
     return leave(STATUS[cause_of(error)], wait)
 
 
-def end(recorder: Recorder, beat: Heartbeat, code: int, status: str, reason: str,
+def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
         cause: str | None = None) -> None:  # fmt: skip
     """Ends the process at once, even with a blocked main thread, with a complete record."""
     try:
-        beat.end()  # first, so that the watchdog does not record an end of its own
+        watchdog.end()  # first: only one thread ends the process
         if cause:
             tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
@@ -183,7 +145,7 @@ class Attempt:
     session: Session
     recorder: Recorder
     signals: Signals
-    beat: Heartbeat
+    watchdog: Watchdog
     launches: Launches | None = None
 
     def outcome(self) -> tuple[str, str | None, str | None]:
@@ -206,6 +168,7 @@ class Attempt:
     def _failure(self, error: Exception) -> tuple[str, str, str | None]:
         """Status, reason and cause of an error. Prints the traceback only of an unknown cause: for
         a known one the library's message is enough."""
+        self.watchdog.claim()
         number = self.signals.received
         if number and cause_of(error) == "network":
             # Before its first step another process ends at once on the job's signal.
@@ -217,14 +180,8 @@ class Attempt:
             traceback.print_exception(error)
         if cause in ("gpu", "network") and self.launches and (gpu := self.launches.failed()):
             reason = f"{gpu}: {reason}"
-        lost = None if own and cause != "network" else self._lost_neighbor()
+        lost = None if own and cause != "network" else self.watchdog.lost()
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
-
-    def _lost_neighbor(self) -> str | None:
-        """The lost processes of this host, which may be why this one fails."""
-        if self.beat.place is None or jax.process_count() == 1:
-            return None
-        return watchdog.wait_for_lost_neighbor(self.beat.place)
 
     def _train(self) -> None:
         program = self.launches = Launches(compiled := self._compile(), self._failed_launch)
@@ -238,7 +195,7 @@ class Attempt:
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
         with contextlib.ExitStack() as sampled:
             for step in run_steps(self.run, program, self._stop, state, pauses):
-                self.beat.completed = step["step"]
+                self.watchdog.completed = step["step"]
                 if recompiled and times:
                     step["compiled_s"] = sum(recompiled)
                 recompiled.clear()
@@ -272,17 +229,23 @@ class Attempt:
         """Ends the process for the error of a step that the blocked main thread misses."""
         status, reason, cause = self._failure(error)
         code = STATUS[cause] if cause else 128 + (self.signals.received or signal.SIGINT)
-        end(self.recorder, self.beat, code, status, reason, cause)
+        end(self.recorder, self.watchdog, code, status, reason, cause)
 
     def _enter(self, phase: str, detail: str) -> None:
-        """Begins a phase, in the heartbeat and in the log."""
+        """Begins a phase, for the watchdog and in the log."""
         # For the watchdog training begins with the first step; until then weights are initialized.
-        self.beat.phase = "loading" if phase == "training" else phase
+        self.watchdog.phase = "loading" if phase == "training" else phase
         self.recorder.phase(phase, detail)
 
     def _stop(self, step: int) -> bool:
-        self.beat.phase, self.beat.started = "training", step
-        return self.signals.stop(step)
+        self.watchdog.phase, self.watchdog.started = "training", step
+        stopping = self.signals.stop(step)
+        number = self.signals.agreed or self.signals.received
+        if number and self.recorder.record["status"] == "running":
+            # The last save may take longer than Slurm waits before it kills.
+            reason = f"{name_of(number)}, and it did not end by itself"
+            self.recorder.add(status="interrupted", reason=reason)
+        return stopping
 
     def _compile(self) -> Any:
         """The checked program of a step; with `pgle` compiled again with its own profile."""
@@ -292,8 +255,9 @@ class Attempt:
         cache = None if visible else options.compilation_cache
         compile_step = profiling.compile_visible if visible else compile_program
         shown = live("compiling", shown=recorder.folder is not None)
-        with program_cache(cache, cache_identity(recorder.record)) as cached, shown:
-            compiled, lower_s, compile_s = compile_step(run)
+        identity = cache_identity(recorder.record)
+        with program_cache(cache, identity, recorder.say) as cached, shown:
+            compiled, lower_s, compile_s = compile_step(run, agree=AGREE)
         recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         if visible:
@@ -317,10 +281,34 @@ class Attempt:
             return None
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
-        like = abstract_state(self.run)
-        state, loaded = checkpoint.restore(self.session.restore, like, self.recorder.say)
-        self.recorder.add(restored=loaded)
-        return state
+        like, skipped = abstract_state(self.run), list(self.session.skipped)
+        for path in (self.session.restore, *self.session.older):
+            try:
+                reason, restored = "", checkpoint.restore(path, like, self.recorder.say)
+            except RunFailed as error:
+                if error.cause in ("gpu", "network"):
+                    raise
+                reason = str(error)
+            job.meet(f"after {path.name} was restored")
+            reasons = filter(None, job.all_gather(f"restored {path.name}", reason))
+            if reason := next(reasons, ""):
+                skipped.append(reason)
+                continue
+            self._begin(path, skipped)
+            state, loaded = restored
+            self.recorder.add(restored=loaded | {"skipped": skipped})
+            return state
+        raise RunFailed(listed(skipped, 3, "; "), "storage")
+
+    def _begin(self, path: Path, skipped: list[str]) -> None:
+        """Begins from a checkpoint, which may be an older one than was planned."""
+        for reason in skipped:
+            self.recorder.say(f"warning: {reason}")
+        if skipped:
+            self.recorder.say(f"starting from {path}")
+        if path != self.session.restore:
+            self.session = replace(self.session, restore=path)
+            self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
 
     def _saver(self) -> Any:
         """The run's `Checkpoints`; None if it saves none."""
@@ -330,7 +318,7 @@ class Attempt:
         from jaxbench.run.checkpoint import Checkpoints
 
         start, every, keep = self.session.start, options.checkpoint_every, options.keep or KEEP
-        return Checkpoints(folder, start, every, keep, self.recorder, self.beat)
+        return Checkpoints(folder, start, every, keep, self.recorder, self.watchdog)
 
     def _pauses(self, saver: Pause | None, program: Any) -> list[Pause]:
         options, pauses = self.session.options, [] if saver is None else [saver]

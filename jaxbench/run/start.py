@@ -3,61 +3,87 @@
 import argparse
 import json
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxbench.cluster import job
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, listed
+from jaxbench.files import foreign, new_folder, owned
 from jaxbench.recipe import recipes
+from jaxbench.recipe.build import differing
 from jaxbench.recipe.settings import Run
-from jaxbench.run import profiling, records
+from jaxbench.run import profiling, records, saved
 from jaxbench.run.session import Session
 
 
-def prepare(run: Run, args: argparse.Namespace) -> tuple[Run, Session | None]:
+def prepare(run: Run, args: argparse.Namespace, held: ExitStack) -> tuple[Run, Session | None]:
     """The run with its number of steps, and its session; None if the run is completed already.
 
-    Rank 0 decides for all: the others may see a stale shared file system.
+    Rank 0 decides for all: the others may see a stale shared file system. It stays the owner of the
+    folder until `held` is closed.
     """
-    plan = job.broadcast("start", lambda: _plan(run, args))
+    plan = job.broadcast("start", lambda: _plan(run, args, held))
     if plan is None:
         return run, None
-    folder, restore, steps = plan
-    session = Session(folder=Path(folder), restore=restore and Path(restore), options=args)
+    folder, readable, skipped, steps = plan
+    restore, *older = map(Path, readable or [""])
+    session = Session(
+        folder=Path(folder), restore=restore if readable else None, older=tuple(older),
+        skipped=tuple(skipped), options=args,
+    )  # fmt: skip
     if args.nccl_trace:
         profiling.trace_nccl(session.folder)
     return replace(run, steps=steps), session
 
 
-def _plan(run: Run, args: argparse.Namespace) -> tuple[str, str | None, int] | None:
-    """(folder, checkpoint to restore, number of steps); None if the run is completed. Makes the
-    folder. Raises RecipeError."""
-    folder = args.output or Path("results", run.recipe, run.row, time.strftime("%Y%m%d-%H%M%S"))
-    record = folder / "run.json"
-    exists = record.exists()
-    if exists and not args.resume:
+HOLDS = "run.json", "steps.jsonl", saved.FOLDER
+"""What a run leaves in its folder."""
+
+Plan = tuple[str, list[str], list[str], int]
+"""(folder, readable checkpoints from the newest on, why newer ones are skipped, steps)."""
+
+
+def _plan(run: Run, args: argparse.Namespace, held: ExitStack) -> Plan | None:
+    """The plan of a start; None if the run is completed. Makes the folder and becomes its owner.
+    Raises RecipeError, or RunFailed if no checkpoint can be read."""
+    recipe, steps = recipes.describe(run), run.steps
+    readable: list[Path] = []
+    skipped: list[str] = []
+    if args.restore is not None:
+        readable, skipped = saved.readable(args.restore, recipe)
+        done = int(readable[0].name)
+        steps = done + 1 if args.steps is None else steps
+        if done >= steps:
+            raise RecipeError(f"--steps {steps}: {readable[0]} has as many already")
+    folder = _own(run, args, held)
+    if args.resume:
+        record = folder / "run.json"
+        if record.exists() and _is_completed(record, replace(run, steps=steps)):
+            return None
+        if any((folder / saved.FOLDER).glob("[0-9]*")):
+            readable, skipped = saved.readable(folder, recipe)
+    return str(folder), [str(path) for path in readable], skipped, steps
+
+
+def _own(run: Run, args: argparse.Namespace, held: ExitStack) -> Path:
+    """The folder of the run, whose only writer this process is until `held` is closed: a new one,
+    or with --resume one that may hold the run. Raises RecipeError for another one."""
+    if args.output is None:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        folder = new_folder(Path("results", run.recipe, run.row, now))
+    else:
+        folder = args.output
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if reason := foreign(folder):
+        raise RecipeError(f"--output {folder}: {reason}; name a folder of your own")
+    held.enter_context(owned(folder))
+    if not args.resume and any((folder / name).exists() for name in HOLDS):
         raise RecipeError(
             f"--output {folder} already holds a run; name another folder, or continue with --resume"
         )
-    steps, restore = run.steps, None
-    if args.restore is not None or args.resume:
-        from jaxbench.run import checkpoint  # slow to import, and only needed here
-
-        if args.restore is not None:
-            restore = checkpoint.find(args.restore)
-            if args.steps is None:
-                steps = int(restore.name) + 1
-            if int(restore.name) >= steps:
-                raise RecipeError(f"--steps {steps}: {restore} has as many already")
-        if args.resume and checkpoint.steps(folder / checkpoint.FOLDER):
-            restore = checkpoint.find(folder)
-        if restore is not None:
-            checkpoint.check(restore, recipes.describe(run))
-    if exists and _is_completed(record, replace(run, steps=steps)):
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder), None if restore is None else str(restore), steps
+    return folder
 
 
 def _is_completed(path: Path, run: Run) -> bool:
@@ -70,9 +96,11 @@ def _is_completed(path: Path, run: Run) -> bool:
         return {"batch": batch, **{key: recipe[key] for key in keys}}
 
     record = records.read(path)
-    recorded = work(record["recipe"])
     requested = work(json.loads(json.dumps(recipes.describe(run))))
-    for key, value in requested.items():
-        if recorded[key] != value:
-            raise RecipeError(f"--resume: {path} is another run: its {key} differs")
+    texts = [
+        f"{name}: {here} here, {there} there"
+        for name, here, there in differing(requested, work(record["recipe"]))
+    ]
+    if texts:
+        raise RecipeError(f"--resume: {path} is another run: its {listed(texts, 3, '; ')}")
     return record["status"] == "completed"

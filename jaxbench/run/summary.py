@@ -8,36 +8,74 @@ from jaxbench.recipe.model import ExpertsConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import spread, window
+from jaxbench.recipe.window import PUBLISHED, first_of_program, spread, start_of, window
 
 
-def summary(run: Run, steps: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """The record's `summary` and `loss`, from the recorded steps and the peak in TFLOP/s; empty for
-    a single step, whose time has the start in it, and before any step of the window."""
-    if len(steps) < 2:
+def summary(
+    run: Run, steps: list[dict[str, Any]], peak: float | None, starts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The record's `summary` and `loss`, from the recorded steps, the peak in TFLOP/s, and the
+    record's `starts`; without a window `no_summary` says why. Empty before the first step."""
+    if not steps:
         return {}
-    first, last = window(steps[-1]["step"] + 1, steps[0]["step"])
-    counted = [step for step in steps if first <= step["step"] <= last]
-    if not counted:
-        return {}
-    step_time_s = spread([step["step_time_s"] for step in counted])
     losses = [step["loss"] for step in steps]
+    loss = {"first": losses[0], "last": losses[-1], "ln_vocabulary": math.log(run.model.vocabulary)}
+    counted = counted_steps(steps, starts)
+    if not counted:
+        return {"loss": loss, "no_summary": _too_few(steps, starts)}
+    step_time_s = spread([step["step_time_s"] for step in counted])
     shares = [step["tokens_dropped"] for step in counted if "tokens_dropped" in step]
     dropped = {"tokens_dropped": round(sum(shares) * assignments(run))} if shares else {}
     return {
         "summary": {
             **dropped,
             "window": [counted[0]["step"], counted[-1]["step"]],
+            "start": counted[0].get("start", 0),
             "step_time_s": {**step_time_s, "last": steps[-1]["step_time_s"]},
             **throughput(run, step_time_s["mean"], peak),
-            "peak_memory_bytes": max(step["peak_memory_bytes"] for step in steps),
+            "peak_memory_bytes": max(step["peak_memory_bytes"] for step in counted),
         },
-        "loss": {
-            "first": losses[0],
-            "last": losses[-1],
-            "ln_vocabulary": math.log(run.model.vocabulary),
-        },
+        "loss": loss,
     }
+
+
+def _by_start(
+    steps: list[dict[str, Any]], starts: list[dict[str, Any]]
+) -> dict[int, list[dict[str, Any]]]:
+    """The steps of each start that ran the program of the last one."""
+    begins = [start["step"] for start in starts]
+    found: dict[int, list[dict[str, Any]]] = {}
+    for number in range(first_of_program(starts), len(starts)):
+        own = [step for step in steps if start_of(step["step"], begins) == number]
+        found |= {number: own} if own else {}
+    return found
+
+
+def counted_steps(
+    steps: list[dict[str, Any]], starts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The steps of the window, which lies within one start: one with the whole published window,
+    or else the longest. Empty where all have a single step, whose time has the start in it."""
+    best: list[dict[str, Any]] = []
+    length = (False, 1)
+    for own in _by_start(steps, starts).values():
+        first, last = window(own[-1]["step"] + 1, own[0]["step"])
+        whole = (first, last) == PUBLISHED, len(own)
+        if len(own) > 1 and whole >= length:
+            best, length = [step for step in own if first <= step["step"] <= last], whole
+    return best
+
+
+def _too_few(steps: list[dict[str, Any]], starts: list[dict[str, Any]]) -> str:
+    """The reason why there is no window."""
+    if len(starts) == 1:
+        return "a single step, whose time has the start in it"
+    own = _by_start(steps, starts).get(len(starts) - 1, [])
+    has = f"has step {own[0]['step']} alone" if own else "has no step"
+    return (
+        "no start with this program has steps for a window, and figures of two programs are not "
+        f"mixed: the last of {len(starts)} starts {has}"
+    )
 
 
 def assignments(run: Run) -> int:
@@ -55,7 +93,28 @@ def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
     if not (run.model.dropless and count):
         return []
     first, last = figures["summary"]["window"]
-    return [f"dropless experts dropped {count} assignments in steps {first} to {last}"]
+    return [
+        f"dropless experts dropped {count} assignments in steps {first} to {last}, of each rank's "
+        "last experts first"
+    ]
+
+
+def slow_records(steps: list[dict[str, Any]]) -> list[str]:
+    """A line if the host's work between steps, which writes their records, takes as long as the
+    steps, which then wait for it; none otherwise."""
+    if not steps:
+        return []
+    host, time = (sum(s.get(key, 0.0) for s in steps) for key in ("host_s", "step_time_s"))
+    if host < SLOW_SHARE * time or host < SLOW_S * len(steps):
+        return []
+    return [
+        f"slow storage or terminal: the records of a step take {host / len(steps):.2g} s, as long "
+        "as the step"
+    ]
+
+
+SLOW_SHARE, SLOW_S = 0.9, 0.02
+"""Least share of a step's time, and least seconds, for which the host's work makes it slow."""
 
 
 def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
@@ -127,6 +186,8 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
         ]
         if pgle := record.get("pgle"):
             text.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s before")
+    if reason := record.get("no_summary"):
+        text.append(f"  step time   none: {reason}")
     if row := record["published"]:
         mfu = "" if row["mfu_pct"] is None else f"{row['mfu_pct']} % MFU, "
         text.append(

@@ -20,6 +20,7 @@ from jaxbench.models.layers import Embedding, ForwardContext, LayerOutput, embed
 from jaxbench.models.output import Output, output_loss
 from jaxbench.ops import quantized
 from jaxbench.ops.stash import add, read
+from jaxbench.recipe.blocks import first_layers
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -87,10 +88,12 @@ class Ends:
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
             first_sequence = read(self.first_sequences, group)
+            numbers = first_layers(self.cfg)[-1]
+            layer = None if numbers is None else numbers.start
 
             def apply(x: jax.Array, depth: int, _: Any) -> tuple[jax.Array, Any, list]:
                 (layers,) = zip(weights["last"], all_observed, self.last, strict=True)
-                ctx = self.ctx._replace(first_sequence=first_sequence, depth=depth)
+                ctx = self.ctx._replace(first_sequence=first_sequence, layer=layer, depth=depth)
                 return *self._block(*layers, x, ctx), []
 
             embedding = weights.get("embedding", self.weights.embedding)

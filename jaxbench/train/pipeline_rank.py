@@ -311,12 +311,13 @@ class Rank:
         layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
-        ctx = self.ctx._replace(first_sequence=self.first_sequences[rank, group])
+        here = self.stages.first_layer(chunk, jax.lax.axis_index(mesh.PIPELINE))
+        ctx = self.ctx._replace(first_sequence=self.first_sequences[rank, group], layer=here)
         return list(zip(layers, observed, strict=True)), scales, ctx.arrays
 
     def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """((hidden state, sum of balance losses), VJP, routing figures) of a model chunk."""
-        function = partial(_compute, ctx=self.ctx.with_arrays((None, 0)), saved=self.saved)
+        function = partial(_compute, ctx=self.ctx.with_arrays((None, 0, None)), saved=self.saved)
         return jax.vjp(function, *self._arguments(chunk, microbatch), x, has_aux=True)
 
 
@@ -334,6 +335,8 @@ def _compute(
     ctx, balance, sums = ctx.with_arrays(arrays), jnp.zeros(()), []
     for (block, observed), scaled in zip(layers, scales, strict=True):
         x, figures = apply_block(block, observed, scaled, x, ctx, saved)
+        if ctx.layer is not None:
+            ctx = ctx._replace(layer=ctx.layer + len(block.layers))
         balance += sum(jnp.sum(losses) for losses, _, _ in figures)
         sums.append(jax.tree.map(partial(jnp.sum, axis=0), figures))
     stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks).astype(jnp.float32), *sums)

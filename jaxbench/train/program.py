@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,14 +38,26 @@ RULES: Rules = {
 """Rules for the work of every custom call that a step can contain."""
 
 
+Agree = Callable[[Callable[[], str]], str]
+"""Returns in every process of a job the text that the first one makes."""
+
+
+def make_alone(make: Callable[[], str]) -> str:
+    """The `Agree` of a single process."""
+    return make()
+
+
 def compile_program(
-    run: Run, extra_options: dict[str, Any] | None = None
+    run: Run,
+    extra_options: dict[str, Any] | None = None,
+    agree: Agree = make_alone,
 ) -> tuple[Any, float, float]:
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
-    A program whose schedule the forecast guides is compiled twice.
+    A program whose schedule the forecast guides is compiled twice, the second time in all processes
+    with the same profile: those compiled with different ones may order collectives differently.
     `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
-    (`plan.absent`). Raises RunFailed for an option that the compiler does not know.
+    (`plan.absent`). Raises RecipeError for an option that the compiler does not know.
     """
     start = time.perf_counter()
     with attention_for_mesh(), undeprecated():
@@ -54,11 +67,17 @@ def compile_program(
     try:
         compiled = lowered.compile(compiler_options=options)
         if flags.guided(run) and flags.PGLE not in options and (gpu := _forecast_gpu(run)):
-            profile = guide(read(compiled), gpu).encode()
-            compiled = lowered.compile(compiler_options=options | {"fdo_profile": profile})
+            profile = agree(lambda: guide(read(compiled), gpu))
+            guiding = {"fdo_profile": profile.encode()}
+            compiled = lowered.compile(compiler_options=options | guiding)
     except jax.errors.JaxRuntimeError as error:
         if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
-            raise RunFailed(flags.explain(unknown.group(1))) from error
+            raise RecipeError(flags.explain(unknown.group(1))) from error
+        if unread := re.search(r"setting option (\w+), ('.*') is not a valid (\w+)", str(error)):
+            name, value, kind = unread.groups()
+            raise RecipeError(
+                f"{name} cannot be {value}: expected a value of type {kind}"
+            ) from error
         raise
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
@@ -90,6 +109,7 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
         others = ", ".join(name for name, of in PLANNED.items() if of.multiplies(dtype))
         raise RecipeError(f"precision.dtype = {dtype}: not on {gpu.name}, but on {others}")
     flags.options(run, platform)
+    flags.check_changes(run)
     quantized.choose(run.precision, platform)
     _implementations(run, platform)
 

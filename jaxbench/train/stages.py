@@ -15,29 +15,38 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh
-from jaxbench.recipe.blocks import repeating_blocks
+from jaxbench.recipe.blocks import first_layers, repeating_blocks
 from jaxbench.recipe.settings import Run
 
 
 @dataclass(frozen=True)
 class Stages:
     """Layout of a model's repeating `blocks` on the `ranks` of a pipeline: `chunks` model chunks on
-    each, of `size` blocks."""
+    each, of `size` blocks. `numbers` are those of `first_layers`."""
 
     ranks: int
     chunks: int
     blocks: int
+    numbers: range | None = None
 
     @classmethod
     def of(cls, run: Run) -> "Stages":
         """The layout of a run."""
-        _, blocks = repeating_blocks(run.model)[-1]
-        return cls(run.parallelism.pipeline, run.parallelism.virtual_stages, blocks)
+        repeating, p = repeating_blocks(run.model), run.parallelism
+        numbers = first_layers(run.model)[len(repeating) - 1]
+        return cls(p.pipeline, p.virtual_stages, repeating[-1][1], numbers)
 
     @property
     def size(self) -> int:
         """Blocks of a model chunk, with the padding."""
         return -(-self.blocks // (self.ranks * self.chunks))
+
+    def first_layer(self, chunk: jax.Array | int, rank: jax.Array) -> jax.Array | None:
+        """The number of a model chunk's first layer (`ForwardContext.layer`)."""
+        if self.numbers is None:
+            return None
+        block = (chunk * self.ranks + rank) * self.size
+        return self.numbers.start + self.numbers.step * block
 
     @property
     def padding(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -111,7 +112,7 @@ def gradients(
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, amax, observed), stashes), None
 
-    batches = tokens, targets, first_sequences(state, tokens)
+    batches = tokens, targets, first_sequences(state.step, tokens, run.seed)
     if run.parallelism.pipeline > 1:
         scaled = quantized.with_observed(scaled, quantized.zero_observed(state.fp8))
         total, observed = pipeline.accumulate(weights, scaled, *batches, run)
@@ -134,10 +135,13 @@ def gradients(
     return values, grads, quantized.update(state.fp8, weights.stacks, observed)
 
 
-def first_sequences(state: State, tokens: jax.Array) -> jax.Array:
-    """The number of each microbatch's first sequence, counted from the first step."""
+def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:
+    """The number of each microbatch's first sequence, counted from the first step. Each seed counts
+    from another number, so that its draws are others."""
     count, sequences, _ = tokens.shape
-    return (state.step * count + jnp.arange(count)) * sequences
+    numbers = (step * count + jnp.arange(count)) * sequences
+    start = seed * 0x9E3779B1 % 2**32  # 2^32 over the golden ratio spreads seeds over all numbers
+    return numbers + np.uint32(start).astype(np.int32) if start else numbers
 
 
 def zero_gradient(variable: nnx.Variable, precision: Precision) -> nnx.Variable:

@@ -20,7 +20,8 @@ in a ring as much as a gather of its result."""
 @dataclass(frozen=True)
 class Collective:
     """A collective instruction. `bytes` is its result on one device, `devices` the first of its
-    replica groups, `others` are the remaining groups, `count` is its runs per step."""
+    largest replica groups, `others` are the remaining ones of the same size, `count` is its runs
+    per step."""
 
     kind: str
     name: str
@@ -92,7 +93,8 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     if kind not in COLLECTIVES:
         return None
     start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
-    devices, *others = groups(start.attributes)
+    every = groups(start.attributes)
+    devices, *others = (group for group in every if len(group) == max(map(len, every)))
     if len(devices) < 2:
         return None
     source = start.attribute(SOURCE) or ""
@@ -101,9 +103,30 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
 
 @cache
 def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each replica group, from any of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
-    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`. Pairs of `source_target_pairs` are sorted by
+    """Devices of each replica group. `rewrites` adds what the ids of groups number, where `{}` is
+    one group of all; without it they number devices. Pairs of `source_target_pairs` are sorted by
     decreasing distance."""
+    ids = _ids(attributes)
+    if "source_target_pairs={}" in attributes:
+        return ((0,),)
+    mode = re.search(r"group_mode=(\w+) of (\d+)x(\d+)", attributes)
+    if mode is None:
+        return ids or ((0,),)
+    of, replicas, partitions = mode[1], int(mode[2]), int(mode[3])
+    count = {"partitions": partitions, "devices": replicas * partitions}.get(of, replicas)
+    ids = ids or (tuple(range(count)),)
+    if of == "devices" or max(map(max, ids)) >= count:  # the latter in programs made by hand
+        return ids
+    if of == "partitions":
+        return tuple(tuple(r * partitions + p for p in g) for r in range(replicas) for g in ids)
+    if of == "replicas":
+        return tuple(tuple(r * partitions + p for r in g) for p in range(partitions) for g in ids)
+    return tuple(tuple(r * partitions + p for r in g for p in range(partitions)) for g in ids)
+
+
+def _ids(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """The ids of each replica group from any of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]` with
+    or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`; empty for `{}`."""
     if named_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = {
             axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named_mesh.group(1))
@@ -122,10 +145,8 @@ def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes):
         ends = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs.group(1))]
         return tuple(sorted(ends, key=lambda pair: -abs(pair[0] - pair[1])))
-    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes)
-    if listed is None:
-        return ((0,),)
-    return tuple(tuple(ints(ids)) for ids in re.findall(r"\{([\d,]*)\}", listed.group(1)))
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
+    return tuple(tuple(ints(g)) for g in re.findall(r"\{([\d, ]+)\}", listed[1] if listed else ""))
 
 
 def _tuples(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:

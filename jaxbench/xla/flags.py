@@ -1,17 +1,21 @@
 """Named sets of XLA options for GPUs, passed to the compiler with each program.
 
 The compiler reports an unknown option as an error; an unknown one in the variable `XLA_FLAGS`
-aborts the process, so `check_environment` tries it first. docs/reference/xla_flags.md describes the
-effect of each option of `tuned` on a compiled program.
+aborts the process, so `check` tries it first. What the variable says goes before the
+set of the recipe. docs/reference/xla_flags.md describes the effect of each option of `tuned` on a
+compiled program.
 """
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, meant
 from jaxbench.recipe.settings import Run
 
 Options = dict[str, bool | int | str]
@@ -93,6 +97,8 @@ SETS: dict[str, Options] = {
     "tuned": TUNED, "guided": GUIDED, "published": PUBLISHED, "default": {},
 }  # fmt: skip
 
+KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8) for name in options}
+
 OURS = "tuned", "guided"
 """The sets that are completed by what the program is: pipelined or not, in FP8 or not."""
 
@@ -121,20 +127,41 @@ REMOVED = {
 """Options of published recipes that current compilers do not know, and their replacements."""
 
 
+MODE = "COLLECTIVE_PIPELINING_MODE_"
+"""Beginning of the values of some options, which `XLA_FLAGS` may leave out."""
+
+
 def options(run: Run, platform: str) -> Options:
     """Compiler options of a run, in the names of the installed jax; none on CPUs. Raises
-    RecipeError for an unknown set or a change that cannot be parsed."""
+    RecipeError for an unknown set or a change that cannot be parsed, and for one that contradicts
+    `XLA_FLAGS`."""
+    selected, overrides = _selected(run)
+    if platform != "gpu":
+        return {}
+    return selected | _user_values(selected | overrides, overrides) | overrides
+
+
+def overruled(run: Run, platform: str) -> list[str]:
+    """A line for each option of the recipe's set that `XLA_FLAGS` replaces."""
+    selected, _ = _selected(run)
+    return [
+        f"XLA_FLAGS: {name} is {value!r}, and not {selected[name]!r} as in the recipe's set"
+        for name, value in options(run, platform).items()
+        if name in selected and name in asked(variable()) and selected[name] != value
+    ]
+
+
+def _selected(run: Run) -> tuple[Options, Options]:
+    """The options of a run's set on GPUs, and the changes to it."""
     name, *changes = _parts(run)
     if name not in SETS:
         raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
     overrides = dict(_flag(change) for change in changes)
-    if platform != "gpu":
-        return {}
     selected = dict(SETS[name])
     if _release() >= (0, 11):
         for old, new in RENAMED.items():
             if selected.pop(old, False):
-                selected[new] = "COLLECTIVE_PIPELINING_MODE_ON"
+                selected[new] = f"{MODE}ON"
         if name in OURS:
             if run.unrolled:
                 selected |= UNROLLED
@@ -142,7 +169,29 @@ def options(run: Run, platform: str) -> Options:
                 selected |= UNPIPELINED if run.model.mamba else PIPELINED
     if name in OURS and run.precision.dtype == "fp8":
         selected |= IN_FP8
-    return selected | overrides
+    return selected, overrides
+
+
+def _user_values(ours: Options, overrides: Options) -> Options:
+    """The values in `XLA_FLAGS` of options that the compiler is passed, since an option that is
+    passed goes before the variable."""
+    values: Options = {}
+    for name, text in asked(variable()).items():
+        if name not in ours and name != PGLE:
+            continue
+        old = ours.get(name, "")
+        if isinstance(old, bool):
+            values[name] = text.lower() not in ("false", "0")
+        elif isinstance(old, int):
+            values[name] = int(text)
+        else:
+            short = str(old).startswith(MODE) and not text.upper().startswith(MODE)
+            values[name] = MODE + text.upper() if short else text
+        if name in overrides and values[name] != old:
+            raise RecipeError(
+                f"XLA_FLAGS has {name}={text}, but execution.xla_flags has {name}={old}: keep one"
+            )
+    return values
 
 
 def guided(run: Run) -> bool:
@@ -171,23 +220,77 @@ def _release() -> tuple[int, ...]:
 
 def explain(flag: str) -> str:
     """The reason why the compiler does not know an option, and its replacement."""
-    flag = flag.lstrip("-").partition("=")[0]
     if flag in REMOVED:
         return f"{flag} was removed from XLA; use {REMOVED[flag]}"
     if flag in RENAMED:
         return f"{flag} was renamed to {RENAMED[flag]} in jax 0.11"
-    return f"the installed compiler does not know {flag}"
+    return f"the installed compiler does not know {flag}{meant(flag, KNOWN)}"
+
+
+TOKEN = re.compile(r"""\s*--(?P<name>[\w-]+)(?:=(?:"([^"]*)"|'([^']*)'|([^\s"']*)))?(?=\s|$)""")
+"""A flag of `XLA_FLAGS`. XLA drops, without a word, everything from the first word on that does not
+begin with `-`."""
 
 
 @cache
-def check_environment(flags: str) -> None:
-    """Raises RecipeError when `flags`, the value of `XLA_FLAGS`, would abort this process: the
-    compiler parses them in a subprocess first (0.25 s)."""
-    if not flags:
+def asked(text: str) -> dict[str, str]:
+    """The flags in a value of `XLA_FLAGS`, without quotes; a flag without a value is empty."""
+    return {flag["name"]: next(filter(None, flag.groups()[1:]), "") for flag in _flags(text)}
+
+
+def _flags(text: str) -> Iterator[re.Match]:
+    """The flags in a value of `XLA_FLAGS`, or in the file that it names. Raises RecipeError for
+    what is no flag."""
+    if text and not text.lstrip().startswith("--"):
+        try:
+            text = Path(text).read_text()
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"XLA_FLAGS={text}: neither a file nor flags; expected --xla_name=value"
+            ) from error
+    name, at = "", 0
+    while rest := text[at:].split():
+        if (match := TOKEN.match(text, at)) is None:
+            like = "--xla_name=value" if rest[0][0] in "-=" else f"--{name}={rest[0]}"
+            raise RecipeError(
+                f"XLA_FLAGS: {rest[0]!r} is no flag: expected {like}, separated by spaces"
+            )
+        yield match
+        name, at = match["name"], match.end()
+
+
+def variable() -> str:
+    """The value of `XLA_FLAGS`."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+@cache
+def check(text: str, where: str = "XLA_FLAGS") -> None:
+    """Raises RecipeError for flags, as `XLA_FLAGS` has them, that would abort this process: the
+    compiler parses them in a subprocess first (0.25 s), then each alone to find the bad ones."""
+    flags = list(_flags(text))
+    if not flags or _refusal(text) is None:
         return
+    reasons = []
+    for flag in flags:
+        if (refusal := _refusal(flag.group().strip())) is not None:
+            name, value = flag["name"], asked(flag.group())[flag["name"]]
+            unread = name in KNOWN or "parsing failed" in refusal
+            reasons.append(f"{name} cannot be {value!r}" if unread else explain(name))
+    raise RecipeError(f"{where}: {'; '.join(reasons) or f'the compiler refuses {text!r}'}")
+
+
+def check_changes(run: Run) -> None:
+    """`check` of a run's changes to its set."""
+    _, *changes = _parts(run)
+    check(" ".join(f"--{change}" for change in changes), "execution.xla_flags")
+
+
+def _refusal(flags: str) -> str | None:
+    """What the compiler says of a value of `XLA_FLAGS`; None if it takes it."""
     code = "from jaxlib import xla_client; xla_client.make_cpu_client()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        unknown = re.findall(r"--xla\w+", done.stderr.partition("XLA_FLAGS")[2])
-        reasons = "; ".join(dict.fromkeys(map(explain, unknown))) or "the compiler refuses it"
-        raise RecipeError(f"XLA_FLAGS: {reasons}")
+    environment = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stderr if done.returncode else None

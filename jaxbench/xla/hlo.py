@@ -86,8 +86,11 @@ class Program:
         """Reads the text of `compiled.as_text()`, or of the program that `--xla_dump_to` writes
         after optimizations. Unless it is `strict`, loops without a trip count run once."""
         header = re.search(r"^HloModule .*", text, re.MULTILINE)
-        counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header[0] if header else "")
-        program = cls("", {}, math.prod(map(int, counts)), rules or {})
+        counts = dict(
+            re.findall(r"(num_partitions|replica_count)=(\d+)", header[0] if header else "")
+        )
+        replicas, partitions = (int(counts.get(n, 1)) for n in ("replica_count", "num_partitions"))
+        program = cls("", {}, replicas * partitions, rules or {})
         current: Scope | None = None
         for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
             if opening := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -96,7 +99,7 @@ class Program:
             elif current is not None and (instruction := parse_line(line)):
                 add_elements(instruction, current)
                 current[instruction.name] = instruction
-        rewrite(program.computations)
+        rewrite(program.computations, replicas, partitions)
         if not strict:
             program._run_uncounted_loops_once()
         program._choose_branches()

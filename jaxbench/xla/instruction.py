@@ -147,6 +147,9 @@ def parse_line(line: str) -> Instruction | None:
     inside = rest[opening:closing]
     numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
     operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-#]+)", inside)
+    if "%" not in inside and not numbered and rest[:opening] != "constant":  # names without it
+        last = (part.rpartition(" ")[2] for part in elements(f"{inside})"))
+        operands = [name for name in last if re.fullmatch(r"[\w.\-#]+", name)]
     root, name = match.groups()
     return Instruction(
         name, shape, rest[:opening], tuple(operands), rest[closing + 1 :], is_root=root is not None

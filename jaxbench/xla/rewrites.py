@@ -1,5 +1,6 @@
 """Rewrites of parsed instructions that XLA writes indirectly, so that each says what it runs: loops
-without a trip count, and collectives inside fusions or asynchronous wrappers."""
+without a trip count, collectives inside fusions or asynchronous wrappers, and the devices that a
+collective joins."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -12,6 +13,9 @@ COLLECTIVES = (
     "ragged-all-to-all", "collective-broadcast",
 )  # fmt: skip
 """Opcodes of collectives."""
+
+REDUCING = "all-gather", "all-reduce", "reduce-scatter"
+"""Those that have the attribute `use_global_device_ids`."""
 
 SCALARS: dict[str, Callable[..., int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
@@ -26,8 +30,8 @@ INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
 Computations = Mapping[str, Scope]
 
 
-def rewrite(computations: Computations) -> None:
-    """Rewrites all instructions in place."""
+def rewrite(computations: Computations, replicas: int, partitions: int) -> None:
+    """Rewrites all instructions of a program of so many replicas and partitions in place."""
     for scope in computations.values():
         for i in scope.values():
             if i.opcode == "while" and not i.attribute(TRIP_COUNT):
@@ -36,6 +40,19 @@ def rewrite(computations: Computations) -> None:
                 scope[i.name] = _unwrapped(i, computations)
             elif i.opcode.endswith(("-done", "-update")) and i.operands[0] in scope:
                 scope[i.name] = _completing(i, scope[i.operands[0]])
+            if (kind := (i := scope[i.name]).opcode.removesuffix("-start")) in COLLECTIVES:
+                mode = f"group_mode={_mode(kind, i)} of {replicas}x{partitions}"
+                scope[i.name] = replace(i, attributes=f"{i.attributes}, {mode}")
+
+
+def _mode(kind: str, i: Instruction) -> str:
+    """What the ids of a collective's replica groups number (XLA's `GetCollectiveOpGroupMode`):
+    replicas, partitions, replicas with all of their partitions, or devices."""
+    if not i.attribute(r"\b(channel_id)="):
+        return "replicas"
+    if kind not in REDUCING:
+        return "partitions"
+    return "devices" if i.attribute(r"use_global_device_ids=(true)") else "both"
 
 
 def _completing(i: Instruction, before: Instruction) -> Instruction:

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import jax
@@ -14,9 +15,10 @@ from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_ste
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
+from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
-from jaxbench.run import checkpoint, command
+from jaxbench.run import command, saved
 from jaxbench.run import start as beginning
 from jaxbench.run.session import Attempt
 
@@ -88,7 +90,33 @@ def prepared(*arguments):
     described = recipes.resolve(
         recipe, "smoke", devices=2, overrides=overrides, steps=args.steps, seed=args.seed
     )
-    return beginning.prepare(described, args)
+    with ExitStack() as held:
+        return beginning.prepare(described, args, held)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_from_the_last_checkpoint_that_both_can_read(tmp_path, cache):
+    """The data of the last one are cut where the second process alone reads them, or both."""
+    saving = (*TINY, "--steps", 12, "--checkpoint-every", 4, "--keep", 3, "--output", tmp_path)
+    assert run(*saving, *cache)[0] == 0
+    record = json.loads((tmp_path / "run.json").read_text()) | {"status": "running"}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    last = tmp_path / "checkpoints" / "12"
+    data = max(last.glob("state/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1000])
+    processes = start_two(*saving, "--set", "parallelism.fsdp=4", "--resume")
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        kill(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert f"warning: {last} cannot be restored: " in outputs[0][0]
+    record, steps = read(tmp_path)
+    assert record["resumed_at"] == [8]
+    assert record["restored"]["skipped"][0].startswith(f"{last} cannot be restored: ")
+    assert [s["step"] for s in steps] == list(range(12))
+    assert saved.steps(tmp_path / "checkpoints") == [4, 8, 12]
+    assert [*(tmp_path / "checkpoints").glob("unreadable-12-*")]
 
 
 @pytest.mark.slow
@@ -140,7 +168,7 @@ def test_a_peer_lost_after_the_job_s_signal_is_its_consequence(number, outcome, 
 
     monkeypatch.setattr(Attempt, "_train", lose_peer)
     attempt = object.__new__(Attempt)
-    attempt.run, attempt.beat = tiny_run(), SimpleNamespace(place=None)
+    attempt.run, attempt.watchdog = tiny_run(), Watchdog()
     attempt.signals = SimpleNamespace(received=number, agreed=None)
     status, reason, _ = attempt.outcome()
     assert status == outcome[0]
@@ -160,7 +188,7 @@ def test_a_signal_while_it_compiles_ends_it_at_once(number, reason, tmp_path):
         time.sleep(1)
         process.send_signal(number)
         began = time.monotonic()
-        process.communicate(timeout=60)  # until the watchdog, which has the same stderr, is gone
+        process.communicate(timeout=60)
     finally:
         kill([process])
     assert process.returncode == 128 + number
@@ -169,30 +197,67 @@ def test_a_signal_while_it_compiles_ends_it_at_once(number, reason, tmp_path):
     assert (record["status"], record["reason"], steps) == ("interrupted", reason, [])
 
 
+LOST = {
+    (1, signal.SIGKILL): (
+        0, "lost", r"lost rank 1 on (\S+) \(training, last completed step (\d+)\)"
+    ),
+    (1, signal.SIGSTOP): (
+        0, "hang",
+        r"no sign of life for 2.5 s from rank 1 on (\S+) \(training, last completed step (\d+)\)",
+    ),
+    (0, signal.SIGSTOP): (1, "hang", r"no sign of life for 2.5 s from rank 0 on (\S+)"),
+}  # fmt: skip
+"""Who is left, the cause, and the reason, by the rank that is lost and by what."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_the_watchdog_ends_a_job_whose_rank_is_lost(number, tmp_path):
-    timeout = 5
+@pytest.mark.parametrize(("rank", "number"), LOST)
+def test_a_process_ends_when_another_one_is_lost_and_names_it(rank, number, tmp_path):
+    timeout, (left, cause, reason) = 5, LOST[rank, number]
     processes = start_two(
         *TINY, "--cpu-devices", 1, "--steps", 10**6, "--output", tmp_path, "--watchdog", timeout
     )
     try:
         wait_for_steps(processes[0], tmp_path, 10)
-        time.sleep(2)  # steps take milliseconds, and heartbeats tell of them once a second
-        processes[1].send_signal(number)
+        time.sleep(2)  # steps take milliseconds, and are posted once in half a second
+        processes[rank].send_signal(number)
         at = time.monotonic()
-        processes[0].wait(timeout=60)
+        _, err = processes[left].communicate(timeout=60)
         elapsed = time.monotonic() - at
-        last = read(tmp_path)[1][-1]["step"]
+        record, steps = read(tmp_path)
+        frozen = processes[rank].poll() is None
     finally:
         kill(processes)
-    # One heartbeat may have been under way, and the watchdog looks twice a second.
-    assert elapsed < timeout + 4
-    record, _ = read(tmp_path)
-    assert record["status"] == "failed"
-    found = re.search(r"rank 1 on (\S+) \(training, last completed step (\d+)\)", record["reason"])
+    assert processes[left].returncode == STATUS[cause], err
+    assert elapsed < 1.5 * timeout + 4
+    assert frozen == (number == signal.SIGSTOP)  # nobody else is killed
+    if left != 0:
+        assert re.search(reason, err), err
+        return
+    assert (record["status"], record["cause"]) == ("failed", cause)
+    found = re.fullmatch(reason, record["reason"])
     assert found[1] == os.uname().nodename
-    assert abs(int(found[2]) - last) < 2000  # a heartbeat ago
+    assert abs(int(found[2]) - steps[-1]["step"]) < 2000  # a post ago
+
+
+@pytest.mark.slow
+def test_a_job_that_is_suspended_for_longer_than_the_time_limit_goes_on(tmp_path):
+    """As by `scontrol suspend`. On CPUs not for longer than 30 s: Gloo gives up then."""
+    processes = start_two(
+        *TINY, "--cpu-devices", 1, "--steps", 10**6, "--output", tmp_path, "--watchdog", 3
+    )
+    try:
+        wait_for_steps(processes[0], tmp_path, 10)
+        for number, seconds in ((signal.SIGSTOP, 12), (signal.SIGCONT, 5), (signal.SIGTERM, 0)):
+            for process in processes:
+                process.send_signal(number)
+            time.sleep(seconds)
+        for process in processes:
+            process.communicate(timeout=60)
+    finally:
+        kill(processes)
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2
+    assert read(tmp_path)[0]["reason"] == "SIGTERM"
 
 
 @pytest.mark.slow
@@ -211,7 +276,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
         record["reason"],
     )
     assert "No space left on device" in record["reason"]
-    assert checkpoint.steps(left / "run" / "checkpoints") == [20]
+    assert saved.steps(left / "run" / "checkpoints") == [20]
 
 
 def test_a_record_that_is_cut_short_is_one_line(tmp_path):

@@ -1,188 +1,255 @@
-"""Heartbeats and the watchdog."""
+"""The watchdog: what it says of a job that stands still, and when it ends its process."""
 
 import json
-import os
-import socket
 import subprocess
-import sys
-import tempfile
+import threading
 import time
+from dataclasses import asdict, replace
 
 import pytest
-from commands import ROOT, TINY, kill, start_two
+from commands import TINY, kill, start_two
 
-from jaxbench.cluster import heartbeat, watchdog
+from jaxbench.cluster import watchdog
+from jaxbench.cluster.watchdog import KEY, SLOW, Progress, Standstill, Watchdog, parse
 from jaxbench.errors import STATUS
 
-BEAT = {
-    "rank": 0, "host": "far", "pid": 1, "beats": 1, "phase": "training", "started": 3,
-    "completed": 2,
-}  # fmt: skip
+TRAINS = Progress(0, "n0", "training", started=3, completed=2)
 
 
-PLACE = heartbeat.Place("localhost", 0, "1795.25")
+class Store:
+    """The key-value store of JAX's coordination service, in this process."""
+
+    def __init__(self):
+        self.values, self.frozen = {}, threading.Event()
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite
+        self.answers.wait()
+        self.values[key] = value
+
+    def key_value_dir_get(self, prefix):
+        self.answers.wait()
+        return [pair for pair in self.values.items() if pair[0].startswith(prefix)]
+
+    def post(self, process):
+        self.values[f"{KEY}/{process.rank}"] = json.dumps(asdict(process))
+
+
+class Process:
+    """A process of a job of two, whose end is noted: it does not end the tests."""
+
+    def __init__(self, store, patch, rank=0):
+        self.store, self.reason, self.status = store, None, None
+        self.gone = threading.Event()
+        for name, value in {"process_count": 2, "process_index": rank}.items():
+            patch.setattr(watchdog.jax, name, lambda value=value: value)
+        patch.setattr(watchdog, "coordination_client", lambda: store)
+        patch.setattr(watchdog, "coordinator", lambda: "n0")
+        patch.setattr(watchdog.os, "_exit", self._exit)
+        patch.setenv("SLURMD_NODENAME", f"n{rank}")
+        self.watchdog = Watchdog(0.2, lambda reason: setattr(self, "reason", reason))
+
+    def _exit(self, status):
+        self.status = status
+        self.watchdog._stop.set()
+        self.gone.set()
+
+    def train(self, steps, seconds):
+        self.watchdog.phase = "training"
+        for step in range(steps):
+            self.watchdog.started = step + 1
+            self.watchdog.completed = step
+            time.sleep(seconds / steps)
 
 
 @pytest.fixture
-def receiver():
-    """The watchdog's end of the start of a job, and the place to which its heartbeats go."""
-    end = heartbeat.Receiver(PLACE.start)
-    yield end, PLACE._replace(port=end.socket.getsockname()[1])
-    end.socket.close()
+def store():
+    return Store()
 
 
-def send(place, rank, **changes):
-    """A heartbeat, as a process of another host sends it."""
-    content = json.dumps({**BEAT, "start": place.start, "rank": rank, **changes})
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        sender.sendto(content.encode(), ("127.0.0.1", place.port))
+@pytest.fixture
+def process(store, monkeypatch):
+    """Makes a process of a rank."""
+    made = []
+
+    def make(rank=0):
+        made.append(Process(store, monkeypatch, rank))
+        return made[-1]
+
+    yield make
+    store.answers.set()
+    for process in made:
+        process.watchdog._stop.set()
+        process.watchdog._thread.join()
 
 
-def test_what_is_no_heartbeat_of_this_start_is_ignored(receiver):
-    end, place = receiver
-    send(place, 0, beats=3, completed=7)
-    send(place, 0, beats=2)  # overtaken on its way
-    send(place._replace(start="1794.75"), 1)  # of a start that was killed
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        for text in ("", '{"rank": 1, "ho', "[]", '{"rank": 1}', "\xff"):
-            sender.sendto(text.encode(), ("127.0.0.1", place.port))
-    (beat,) = end.read(0.1)
-    assert (beat["rank"], beat["beats"], beat["completed"]) == (0, 3, 7)
+def posts(store, rank):
+    return json.loads(store.values[f"{KEY}/{rank}"])
 
 
-def test_a_process_says_that_it_lives_and_that_it_ends(receiver, tmp_path, monkeypatch):
-    """And on its host, where it runs: for others that lose it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    end, place = receiver
-    beat = heartbeat.Heartbeat(1, place, interval=0.01)
-    assert (place.folder / "1").read_text() == str(os.getpid())
-    beat.completed = 7
-    while end.read(0.02)[0]["completed"] != 7:
-        pass
-    beat.end()
-    assert end.read(0.1)[0]["phase"] == "ended"
-    assert list(tmp_path.iterdir()) == []
+def test_a_process_posts_its_progress_and_its_end(store, process):
+    one = process(rank=1)
+    while not store.values:  # at once: it may be lost before the next time
+        assert one.watchdog._thread.is_alive()
+    one.train(4, 0.1)
+    one.watchdog.end()
+    assert posts(store, 1) == {
+        "rank": 1, "host": "n1", "phase": "ended", "started": 4, "completed": 3,
+        "posts": posts(store, 1)["posts"],
+    }  # fmt: skip
+    assert one.status is None
 
 
-def test_a_heartbeat_that_cannot_be_sent_says_so_once_and_goes_on(capsys):
-    beat = heartbeat.Heartbeat(1, PLACE._replace(host="no.such.invalid"), interval=0.01)
-    time.sleep(0.1)
-    beat.end()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: rank 1 cannot send its heartbeat: ")
-
-
-def test_while_steps_complete_no_rank_is_dead():
-    """Steps are collective: a rank of which nothing is heard takes part. So too
-    while the others save, for longer than the watchdog's time."""
-    watch, mute = watchdog.Watch(processes=3, timeout=10, now=0), {**BEAT, "rank": 1}
-    for now in range(0, 200, 5):  # of the third there never was a heartbeat
-        steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
-        assert watch.verdict([steps, mute], now) is None
-    for now in range(200, 295, 5):
-        saves = {**steps, "beats": now, "phase": "saving"}
-        assert watch.verdict([saves, mute], now) is None
-    # It is heard again, and then silent while no step completes.
-    heard = {**saves, "rank": 1, "beats": 2}
-    assert watch.verdict([{**saves, "beats": 295}, heard], 295) is None
-    assert watch.verdict([{**saves, "beats": 306}, heard], 306).startswith(
-        "no sign of life for 10 s from rank 1 on far"
+def test_a_frozen_rank_is_named_and_only_the_own_process_ends(store, process):
+    store.post(replace(TRAINS, rank=1, host="n1", completed=7, posts=5))
+    one = process()
+    one.train(4, 0.4)
+    assert one.status is None  # steps are collective: while they complete, every rank is alive
+    assert one.gone.wait(5)
+    assert one.reason == (
+        "no sign of life for 0.1 s from rank 1 on n1 (training, last completed step 7)"
     )
+    assert one.status == STATUS["hang"]
 
 
-def test_a_hang_is_found_though_a_rank_is_not_heard():
-    watch, mute = watchdog.Watch(processes=2, timeout=10, now=0), {**BEAT, "rank": 1}
-    for now in range(0, 50, 5):
-        steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
-        assert watch.verdict([steps, mute], now) is None
-    assert watch.verdict([{**steps, "beats": 50}, mute], 50) is None
-    assert watch.verdict([{**steps, "beats": 56}, mute], 56) == (
-        "no progress within the time limit of 10 s: rank 0 on far (training, last completed "
-        "step 45)"
-    )
+def test_a_frozen_coordinator_is_named_by_the_others(store, process):
+    one = process(rank=1)
+    one.train(4, 0.1)
+    store.answers.clear()
+    assert one.gone.wait(5)
+    assert (one.status, one.reason) == (
+        STATUS["hang"], "no sign of life for 0.1 s from rank 0 on n0",
+    )  # fmt: skip
 
 
-def test_before_training_the_time_is_longer_and_told():
-    watch = watchdog.Watch(processes=1, timeout=10, now=0)
-    for now in range(watchdog.SLOW * 10 + 1):
-        assert watch.verdict([{**BEAT, "beats": now, "phase": "compiling"}], now) is None
-    said = watch.verdict([{**BEAT, "beats": 101, "phase": "compiling"}], 101)
-    assert said.startswith("no progress within the time limit of 100 s: rank 0 on far (compiling")
+def test_a_process_that_was_stopped_and_goes_on_is_not_ended(process, monkeypatch):
+    """As by `scontrol suspend`: the clock has gone on, but the thread has not waited."""
+    one, clock, stopped = process(), time.monotonic, [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock() + stopped[0])
+    one.train(4, 0.1)
+    for _ in range(4):
+        stopped[0] += 3600
+        one.train(2, 0.05)
+    assert one.status is None
 
 
-def test_a_frozen_rank_is_named_though_steps_are_noticed_after_its_last_heartbeat():
-    watch, frozen = watchdog.Watch(processes=2, timeout=5, now=0), {**BEAT, "rank": 1}
-    for now in range(8):
-        steps = {**BEAT, "beats": now, "started": now + 1, "completed": now}
-        assert watch.verdict([steps, {**frozen, "beats": min(now, 6)}], now) is None
-    for now in range(8, 13):
-        assert watch.verdict([{**steps, "beats": now}, {**frozen, "beats": 6}], now) is None
-    assert watch.verdict([{**steps, "beats": 13}, {**frozen, "beats": 6}], 13).startswith(
-        "no sign of life for 5 s from rank 1 on far"
-    )
+def test_the_thread_that_ends_the_process_first_gives_the_reason(process):
+    """A run that has failed takes its time to say so: that it stands still meanwhile is no news."""
+    one = process()
+    one.train(4, 0.1)
+    one.watchdog.claim()
+    assert not one.gone.wait(1)
+    one.watchdog.end()
+    assert (one.status, one.reason) == (None, None)
+    late = threading.Thread(target=one.watchdog.end, daemon=True)
+    late.start()
+    late.join(0.1)
+    assert late.is_alive()
+
+
+def test_an_error_inside_ends_the_watchdog(process):
+    """Whatever it is: a watchdog that stays could replace the reason."""
+    one = process()
+    with pytest.raises(OSError, match="full"), one.watchdog:
+        raise OSError("full")
+    assert not one.watchdog._thread.is_alive()
+
+
+def test_a_process_of_which_nothing_is_heard_any_more_is_lost(store, process):
+    store.post(replace(TRAINS, rank=1, host="n1", posts=5))
+    one = process()
+    one.watchdog.claim()  # as one that fails
+    assert one.watchdog.lost() == "lost rank 1 on n1 (training, last completed step 2)"
+    store.post(replace(TRAINS, rank=1, host="n1", posts=5, phase="ended"))
+    assert one.watchdog.lost() is None
+    store.answers.clear()
+    assert one.watchdog.lost() is None  # nobody can say
+
+
+FORGED = {
+    "no JSON": '{"rank": 1, "ho',
+    "no object": "[1]",
+    "deep": "[" * 100_000,
+    "empty": "",
+    "a pid": '{"rank": 1, "host": "n1", "pid": -1}',
+    "a field is missing": '{"rank": 1}',
+    "a rank that is none": json.dumps(asdict(replace(TRAINS, rank=99))),
+    "a negative rank": json.dumps(asdict(replace(TRAINS, rank=-1))),
+    "another rank's": json.dumps(asdict(replace(TRAINS, phase="ended"))),
+    **{
+        f"{name} {value!r}": json.dumps(asdict(replace(TRAINS, rank=1)) | {name: value})
+        for name, value in {
+            "rank": True, "host": None, "phase": ["training"], "started": "3", "completed": 1.5,
+            "posts": None,
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORGED.values(), ids=FORGED)
+def test_what_is_no_progress_of_this_job_is_left_out(text):
+    right = (f"{KEY}/0", json.dumps(asdict(TRAINS)))
+    assert parse([(f"{KEY}/1", text), right, (f"{KEY}/x", right[1])], processes=2) == [TRAINS]
+
+
+def test_forged_posts_neither_stop_the_watchdog_nor_end_the_job(store, process):
+    one = process()
+    for name, text in FORGED.items():
+        store.values[f"{KEY}/{name}"] = text
+        store.values[f"{KEY}/1"] = text
+        one.train(2, 0.05)
+    assert one.status is None
+    store.post(replace(TRAINS, rank=1, host="n1", phase="ended"))
+    assert one.gone.wait(5)  # it still watches
+    assert "rank 0 on n0 (training" in one.reason
+
+
+def said(job, posted, idle):
+    """The reason after some seconds, of which nothing was said before."""
+    for at in range(int(job._timeout / 2) + 1, idle):
+        assert job.reason([replace(p, posts=at) for p in posted], at) is None
+    return job.reason([replace(p, posts=idle) for p in posted], idle)
 
 
 def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
     """Where the network is lost all are stuck, and the one behind is not at fault."""
-    watch = watchdog.Watch(processes=3, timeout=10, now=0)
-    beats = [{**BEAT, "rank": rank, "started": 3 if rank == 1 else 4} for rank in range(3)]
-    for now in range(11):
-        alive = [{**beat, "beats": now} for beat in beats]
-        assert watch.verdict(alive, now) is None
-    said = watch.verdict([{**beat, "beats": 11} for beat in beats], 11)
-    assert said == (
-        "no progress within the time limit of 10 s: rank 1 on far (training, last completed "
+    posted = [replace(TRAINS, rank=rank, started=3 if rank == 1 else 4) for rank in range(3)]
+    assert said(Standstill(3, 10), posted, 11) == (
+        "no progress within the time limit of 10 s: rank 1 on n0 (training, last completed "
         "step 2); 2 more wait"
+    )
+
+
+def test_before_training_the_time_is_longer_and_told():
+    posted = [replace(TRAINS, phase="compiling", completed=None)]
+    assert said(Standstill(1, 10), posted, 10 * SLOW + 1) == (
+        "no progress within the time limit of 100 s: rank 0 on n0 (compiling, last completed "
+        "step none)"
     )
 
 
 @pytest.mark.parametrize("phase", ["training", "saving"])
 def test_the_phase_of_the_rank_behind_sets_the_limit(phase):
     """Whether it hangs in the step before a save that the others wait in, or is slow to save."""
-    watch = watchdog.Watch(processes=2, timeout=10, now=0)
-    others = {**BEAT, "rank": 1, "started": 4, "completed": 3, "phase": "saving"}
-    limit = 10 if phase == "training" else 10 * watchdog.SLOW
-    for now in range(limit + 1):
-        beats = [{**beat, "beats": now} for beat in ({**BEAT, "phase": phase}, others)]
-        assert watch.verdict(beats, now) is None
-    said = watch.verdict([{**beat, "beats": now + 1} for beat in beats], now + 1)
-    assert said.startswith(
-        f"no progress within the time limit of {limit} s: rank 0 on far ({phase}, "
-    )
+    others = replace(TRAINS, rank=1, started=4, completed=3, phase="saving")
+    limit = 10 if phase == "training" else 10 * SLOW
+    reason = said(Standstill(2, 10), [replace(TRAINS, phase=phase), others], limit + 1)
+    start = f"no progress within the time limit of {limit} s: rank 0 on n0 ({phase}, "
+    assert reason.startswith(start)
 
 
-GONE = 2**22 + 1
-"""A process id that there cannot be."""
+def test_a_rank_that_still_gets_on_is_waited_for():
+    job = Standstill(2, 10)
+    for idle in range(6, 40):
+        slow = replace(TRAINS, rank=1, phase="loading" if idle % 8 < 4 else "compiling", posts=idle)
+        assert job.reason([replace(TRAINS, posts=idle), slow], idle) is None
 
 
-def test_a_failing_process_names_one_of_its_host_that_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert watchdog.wait_for_lost_neighbor(PLACE, seconds=0.1) is None
-    PLACE.folder.mkdir()
-    (PLACE.folder / "1").write_text(str(os.getpid()))
-    (PLACE.folder / "3").write_text("")  # not yet written
-    assert watchdog.wait_for_lost_neighbor(PLACE, seconds=0.1) is None
-    (PLACE.folder / "14").write_text(str(GONE))
-    (PLACE.folder / "3").unlink()
-    said = watchdog.wait_for_lost_neighbor(PLACE)
-    assert said == f"lost rank 14 on {os.uname().nodename}"
-
-
-def test_what_the_first_process_said_in_the_end_is_not_written_over(tmp_path, receiver):
-    """A signal ended it while it compiled; others could not say that they end."""
-    record = json.dumps({"status": "interrupted", "reason": "SIGTERM", "cause": None})
-    (tmp_path / "run.json").write_text(record)
-    end, place = receiver
-    send(place, 0, phase="ended")
-    send(place, 1, host=os.uname().nodename, pid=GONE)
-    descriptor = end.socket.fileno()
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxbench.cluster.watchdog", tmp_path, place.start, str(descriptor),
-         "2", "30"],
-        cwd=ROOT, pass_fds=[descriptor], timeout=20, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert (tmp_path / "run.json").read_text() == record
+def test_a_rank_that_never_began_is_named():
+    reason = said(Standstill(3, 10), [TRAINS, replace(TRAINS, rank=2)], 10 * SLOW + 1)
+    assert reason == "never a sign of life from rank 1"
 
 
 @pytest.mark.slow

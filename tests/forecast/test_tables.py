@@ -155,3 +155,35 @@ def test_what_a_user_did_not_measure_stays_the_packages(tmp_path):
         s: t for s, t in packaged["collective", "all-gather"].items() if s[0] > 2
     }
     assert found["memory", "any"] == {(0,): 3.0, (1000,): 0.5}
+
+
+def test_a_table_that_a_spreadsheet_saved_is_read(tmp_path):
+    """With a byte order mark, other line ends, quotes, and as many cells in each line."""
+    file = tmp_path / "saved.csv"
+    lines = [
+        "# gpu: h100,,,", '"# products, and attention",,,', ",,,", "kind,name,sizes,microseconds",
+        '"product","bf16",1024x1024x1024,7.5', "product , bf16,2048x1024x1024,9,", "",
+    ]  # fmt: skip
+    file.write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
+    found = tables.read(file)
+    assert found == ("h100", {("product", "bf16"): {(1024,) * 3: 7.5, (2048, 1024, 1024): 9.0}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (OWN.replace(",", ";"), "expected kind,name,sizes,.. and got 'kind;name;sizes;"),
+        (OWN.replace("7.5", "7,5"), "expected values as product,bf16,.*'product,bf16,.*,7,5'"),
+        (OWN.replace(",7.5", ""), "line [0-9]+: expected values as product,bf16"),
+        (OWN.replace("1024x1024x1024", "1024 x 1024"), "line [0-9]+: expected values as"),
+        ("", "no line kind,name,sizes"),
+        ('{"a": 1}', "line 1: expected kind,name,sizes"),
+        (OWN + "\0", "."),
+    ],
+)
+def test_a_table_in_another_form_names_the_line(tmp_path, text, message):
+    file = tmp_path / "own.csv"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=f"own.csv: not a table of kernels: .*{message}") as error:
+        tables.load("h100", file)
+    assert "\n" not in str(error.value)

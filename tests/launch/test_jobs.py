@@ -43,7 +43,7 @@ def test_jobs_are_listed_across_recipes(stage, capsys):
         "llama31_8b_bf16 8 GPUs interrupted: cancelled CANCELLED 00:01:40 n7 20 of 50 cancelled",
         "llama31_8b_bf16 8 GPUs running RUNNING 3:05 n[0-1] 20 of 50",
         "8 GPUs pending PENDING 0:00 (Priority)",
-        "grok1_314b_bf16 8 GPUs lost 20 of 50",
+        f"grok1_314b_bf16 8 GPUs lost 20 of 50 {jobs.LOST}",
     ]
 
 
@@ -74,3 +74,35 @@ def test_a_mistake_is_one_line(words, path, message, stage, capsys, monkeypatch)
         monkeypatch.setenv("PATH", path)
     assert jobs.main(words) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_job_that_never_ran_says_why(stage, capsys):
+    folder = stage / "results/1/bf16/8b/8/80"
+    folder.mkdir()
+    ended = {"status": "failed", "cause": "storage", "reason": "rank 1 on n1: no log"}
+    recipe = {"recipe": "llama31_8b_bf16", "gpus": 8, "steps": 50}
+    (folder / "job.json").write_text(json.dumps({"recipe": recipe, **ended}))
+    (stage / "results/1/bf16/8b/8/81").mkdir()
+    (stage / "results/1/bf16/8b/8/81/run.json").write_text("{")
+    assert jobs.main(["list", "80", "81"]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert "failed: storage" in first
+    assert "rank 1 on n1: no log" in first
+    assert "failed" in second
+    assert "cannot be read" in second
+
+
+def test_variables_of_squeue_hide_no_job(stage, monkeypatch):
+    squeue = stage / "bin" / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$SQUEUE_STATES$SLURM_CLUSTERS" != c ] || echo "78|RUNNING"\n')
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SLURM_CLUSTERS", "c")
+    assert jobs.queue() == {"78": ["RUNNING"]}
+
+
+@pytest.mark.parametrize("text", ["", '{"status": "comp', "[]", "{}", '{"stat": 1}'])
+def test_a_record_that_is_cut_off_is_a_failed_job(text, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    record = jobs.record_of(tmp_path)
+    assert jobs.state("1", record, {}) == "failed"
+    assert record["reason"].startswith("its record cannot be read: ")

@@ -80,14 +80,14 @@ def test_a_first_process_that_is_lost_while_all_compile_is_one_line(two_ranks, m
     second.wait(timeout=30)  # of the five minutes for which it waits for others
     monkeypatch.setenv("PATH", "/none")  # no Slurm to ask
     said = (lost / "messages").read_text()
-    assert verdict.verdict(str(lost), 0, said, {}) == (
-        "failed", "lost", "lost rank 0 on n0 (killed by SIGKILL), before the first step", True
-    )  # fmt: skip
+    found = verdict.verdict("train", str(lost), 0, 137, said, {})
+    assert (found.status, found.cause, found.again, found.nodes) == ("failed", "lost", True, "n0")
+    assert found.reason == "lost rank 0 on n0 (killed by SIGKILL), before the first step"
     said = (left / "messages").read_text()
-    status, cause, reason, again = verdict.verdict(str(left), 0, said, {})
-    assert (status, cause, again) == ("failed", "network", True)
+    found = verdict.verdict("train", str(left), 0, 134, said, {})
+    assert (found.status, found.cause, found.again) == ("failed", "network", True)
     expected = r"rank 1 on n1: it lost the network or another process: .*UNAVAILABLE: .*"
-    assert re.fullmatch(expected, reason), reason
+    assert re.fullmatch(expected, found.reason), found.reason
 
 
 @pytest.fixture
@@ -132,3 +132,91 @@ def test_cpus_that_a_job_does_not_have_are_a_warning(host):
     (root / "sys/bus/pci/devices/0000:1b:00.0/local_cpulist").write_text("4000\n")
     _, err = bound(0, 2, root)
     assert err.endswith("warning: not bound to CPUs 4000 of GPU 0\n")
+
+
+def rank(tmp_path, said="", **environment):
+    """A rank of a job on node n7 whose Python does what `said` says: (status, messages, log)."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f'#!/bin/bash\n[ "$1" != -c ] || exit 0\n{said}\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "launch" / "run.sh", "--config", "x"], capture_output=True, text=True, cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"], "JAXBENCH_VENV": str(tmp_path / "venv"),
+            "JAXBENCH_MESSAGES": "3", "JAXBENCH_LOGS": str(tmp_path / "rank"), "SLURM_PROCID": "0",
+            "SLURMD_NODENAME": "n7", **environment,
+        },
+    )  # fmt: skip
+    log = tmp_path / "rank-0.log"
+    return done.returncode, done.stderr.splitlines(), log.read_text() if log.exists() else ""
+
+
+def test_a_rank_has_the_packages_of_its_environment_only(tmp_path):
+    variables = {"PYTHONPATH": "/foreign", "PYTHONHOME": "/none", "PYTHONWARNINGS": "error"}
+    asks = "env | grep '^PYTHON' | sort"
+    status, messages, log = rank(tmp_path, asks, CDPATH="/tmp:/", **variables)
+    assert (status, messages) == (0, [])
+    assert log.splitlines() == ["PYTHONNOUSERSITE=1", f"PYTHONPATH={ROOT}", "PYTHONSAFEPATH=1"]
+
+
+def test_an_exported_cdpath_is_no_other_tree(tmp_path):
+    """`cd` prints where it went, and may go elsewhere."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "other" / "launch").mkdir(parents=True)
+    status, messages, _ = rank(tmp_path, CDPATH=str(tmp_path / "other"))
+    assert (status, messages) == (0, [])
+    done = subprocess.run(
+        ["launch/submit.sh", "--help"], cwd=ROOT, capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "CDPATH": str(ROOT), "JAXBENCH_VENV": sys.prefix},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    for script in [*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch"]:
+        assert not re.search(r"(?<!CDPATH= )\bcd (?!-- \"\$root\")", script.read_text()), script
+
+
+def test_a_node_that_does_not_see_the_stage_says_so(tmp_path):
+    status, (reason, ended), _ = rank(tmp_path, JAXBENCH_LOGS="/dev/null/rank")
+    assert status == 5
+    assert reason.startswith(
+        "rank 0 on n7: error: its log /dev/null/rank-0.log cannot be written: Not a"
+    )
+    assert ended == "rank 0 on n7: exit 5"
+
+
+def test_a_rank_that_the_kernel_kills_is_out_of_host_memory(tmp_path):
+    """By the count of its control group, or of its host."""
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("9:name=systemd:/\n0::/job\n")
+    (group / "memory.events").write_text("low 0\noom 1\noom_kill 3\noom_group_kill 0\n")
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
+    script = '. launch/near.sh; oom_kills "$1"; oom_kills "$1/none"; echo end'
+    done = subprocess.run(
+        ["bash", "-euc", script, "bash", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("oom_kill 3\noom_kill 7\nend\n", "")
+    grep = tmp_path / "bin" / "grep"  # the kernel counts one more each time
+    grep.parent.mkdir()
+    grep.write_text(f"#!/bin/sh\necho x >> {tmp_path}/count\nwc -l < {tmp_path}/count\n")
+    grep.chmod(0o755)
+    path = f"{grep.parent}:{os.environ['PATH']}"
+    status, messages, _ = rank(tmp_path, "kill -9 $$", PATH=path)
+    reason = "error: out of host memory: the kernel killed the process"
+    assert (status, messages) == (4, [f"rank 0 on n7: {line}" for line in (reason, "exit 4")])
+    status, messages, _ = rank(tmp_path, "kill -9 $$")
+    assert (status, messages) == (137, ["rank 0 on n7: exit 137"])
+
+
+def test_a_rank_that_is_ended_while_it_looks_for_jax_does_not_lack_it(tmp_path):
+    status, messages, _ = rank(tmp_path)
+    assert (status, messages) == (0, [])
+    python = tmp_path / "venv/bin/python"
+    python.write_text("#!/bin/sh\nkill -TERM $$\n")
+    done = subprocess.run(
+        [ROOT / "launch" / "run.sh"], capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "JAXBENCH_VENV": str(tmp_path / "venv"),
+             "JAXBENCH_MESSAGES": "3", "SLURMD_NODENAME": "n7"},
+    )  # fmt: skip
+    assert done.stderr == "rank 0 on n7: exit 143\n"

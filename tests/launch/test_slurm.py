@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,17 +58,44 @@ def one_process(tmp_path_factory):
     return [step["loss"] for step in steps_of(folder)]
 
 
+SHELL = {
+    "SBATCH_EXPORT": "NONE", "SBATCH_TIMELIMIT": "1", "SBATCH_ARRAY_INX": "0-1",
+    "SLURM_DISTRIBUTION": "cyclic", "SLURM_LABELIO": "1", "SLURM_NTASKS": "9", "SLURM_JOB_ID": "5",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:9", "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "JAX_COORDINATOR_ADDRESS": "nowhere:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0",
+    "JAX_LOCAL_DEVICE_IDS": "7", "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9", "CDPATH": "/tmp", "PYTHONHOME": "/none",
+    "JAXBENCH_COMMAND": "check", "JAXBENCH_NSYS_RANKS": "0",
+}  # fmt: skip
+"""Variables that a user's shell may have, each of which has broken a job."""
+
+
 @pytest.fixture(scope="module")
-def saved(cluster, stage):
-    """A job that saved its end."""
-    number, folder = submit(
-        cluster, stage, "--check", "on", ENABLE_CHECKPOINT="true", MAX_STEPS=str(STEPS)
-    )
-    return SimpleNamespace(number=number, folder=folder, job=wait(cluster, number, ended))
+def saved(cluster, stage, tmp_path_factory):
+    """A job that saved its end, from a shell with such variables, a foreign numpy, and somebody on
+    the ports of the next jobs."""
+    foreign = tmp_path_factory.mktemp("foreign")
+    for name in ("numpy", "yaml"):
+        (foreign / f"{name}.py").write_text("raise ImportError('foreign')\n")
+    first = slurm.first_job() % 4096
+    with contextlib.ExitStack() as stack:
+        for job in range(first, first + 4):
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("", 61440 + job % 4096))
+            taken.listen()
+        number, folder = submit(
+            cluster, stage, "--check", "on", ENABLE_CHECKPOINT="true", MAX_STEPS=str(STEPS),
+            PYTHONPATH=str(foreign), **SHELL,
+        )  # fmt: skip
+        job = wait(cluster, number, ended)
+    return SimpleNamespace(number=number, folder=folder, job=job)
 
 
 def test_four_processes_on_two_nodes_have_the_losses_of_one(saved, one_process):
-    assert saved.job["JobState"] == "COMPLETED", (saved.folder / "ranks/rank-0.log").read_text()
+    assert (saved.job["JobState"], saved.job["Comment"]) == ("COMPLETED", "completed"), (
+        saved.folder / "ranks/rank-0.log"
+    ).read_text()
     record, steps = read(saved.folder)
     assert record["status"] == "completed"
     assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (4, 4)
@@ -78,13 +106,16 @@ def test_results_lie_where_they_are_published_to_lie(saved, stage):
     number, folder = saved.number, saved.folder
     assert folder == stage / "results" / "0.1.0" / "bf16" / "8b" / "4" / number
     assert sorted(p.name for p in folder.iterdir()) == sorted([
-        "check.json", "checkpoints", "environment.json",
+        "check.json", "checkpoints", "environment.json", "job.json",
         f"sbatch_jaxbench_llama31_8b_bf16_4_{number}.out",
         "log-llama31_8b_bf16_smoke.out", "ranks", "run.json", "steps.jsonl",
     ])  # fmt: skip
     assert sorted(p.name for p in (folder / "ranks").iterdir()) == [
         *(f"rank-{n}.log" for n in range(4)), "start-1",
     ]  # fmt: skip
+    for n, node in ((1, "n0"), (2, "n1"), (3, "n1")):  # blocks of ranks
+        assert (folder / f"ranks/rank-{n}.log").read_text().startswith(f"start 1, on {node}\n")
+    assert json.loads((folder / "job.json").read_text())["status"] == "completed"
     text = (folder / "environment.json").read_text()
     assert "HF_TOKEN" not in json.loads(text)
     assert json.loads(text)["SLURM_JOB_ID"] == number
@@ -132,6 +163,7 @@ def test_a_job_that_is_requeued_and_loses_a_process_ends_with_the_same_losses(
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2")
     record, steps = read(folder)
     assert record["status"] == "completed"
+    assert job["Comment"] == "completed"  # and not of the start before
     assert len(record["resumed_at"]) == 2
     assert [step["step"] for step in steps] == list(range(STEPS))
     assert [s["loss"] for s in steps] == pytest.approx(one_process, abs=TOLERANCE)
@@ -169,7 +201,7 @@ def test_a_cancelled_job_ends(cluster, stage):
 
 @pytest.mark.nightly
 def test_a_full_stage_is_storage_and_costs_no_restart(cluster, tmp_path):
-    """Without an inode no checkpoint, heartbeat or verdict has a new file."""
+    """Without an inode no checkpoint or verdict has a new file."""
     stage = tmp_path / "stage"
     stage.mkdir()
     options = ["-o", "size=64m,nr_inodes=200", "none", str(stage)]
@@ -212,7 +244,7 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     step = kill_rank(number, folder, 2)
     assert wait(cluster, number, ended)["JobState"] == "FAILED"
     last = main_log(folder).splitlines()[-1]
-    # On a busy machine a peer may notice before the shell of the rank, by a heartbeat of 10 s.
+    # On a busy machine a peer may notice before the shell of the rank.
     found = re.fullmatch(
         r"failed: lost rank 2 on (n1 \(killed by SIGKILL\), after step (\d+)|\w+ \(.*\)); "
         "it does not save, so it ends", last,
@@ -220,6 +252,27 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     assert found, last
     assert found[2] is None or int(found[2]) >= step - 5
     assert read(folder)[0]["reason"].startswith("lost rank 2 on ")
+
+
+def test_a_suspended_job_goes_on_and_one_with_a_frozen_rank_ends(cluster, stage):
+    """Suspended for longer than the watchdog's time limit, as for a more urgent job; then a rank
+    hangs, which nobody but the watchdog ends."""
+    number, folder = submit(cluster, stage, "--watchdog", "6", **LONG)
+    running(cluster, number, folder)
+    cluster.run("scontrol", "suspend", number)
+    wait(cluster, number, lambda job: job["JobState"] == "SUSPENDED")
+    time.sleep(1)
+    steps = len(steps_of(folder))
+    time.sleep(14)
+    assert len(steps_of(folder)) == steps
+    cluster.run("scontrol", "resume", number)
+    running(cluster, number, folder, steps + 10)
+    os.kill(slurm.processes(number)[2], signal.SIGSTOP)
+    assert wait(cluster, number, ended)["JobState"] == "FAILED"
+    reason = r"no sign of life for 3 s from rank 2 on n1 \(training, last completed step \d+\)"
+    last, (record, _) = main_log(folder).splitlines()[-1], read(folder)
+    assert re.fullmatch(rf"failed: {reason}; it does not save, so it ends", last), last
+    assert (record["status"], record["cause"]) == ("failed", "hang")
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """What launch/submit.sh, submit.py and setup.sh check where they run, and what they say."""
 
+import json
 import os
 import re
 import shlex
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from launching import STAGE, job, refused, slurm, submit
+from launching import SBATCH, STAGE, job, refused, slurm, submit
 from variables import KNOWN
+
+from jaxbench.report.command import report
 
 
 @pytest.fixture
@@ -93,6 +96,41 @@ echo 77
         "warning: with its nodes as they are, Slurm will never start this job (allocation failure: "
         "too many nodes); scancel ends it",
     ]
+
+
+SHELL = {
+    "SBATCH_TIMELIMIT": "1", "SBATCH_ARRAY_INX": "0-3", "SBATCH_EXPORT": "NONE", "SBATCH_QOS": "a",
+    "SBATCH_REQUEUE": "0", "SLURM_DISTRIBUTION": "cyclic", "SLURM_LABELIO": "1",
+    "SLURM_NTASKS": "9", "SLURM_CONF": "/etc/slurm.conf", "NCCL_DEBUG": "INFO",
+}  # fmt: skip
+"""Variables of a shell in an allocation, of which a job's options are none."""
+
+
+def test_a_shell_s_variables_do_not_change_a_job(here, tmp_path, monkeypatch, capsys):
+    answer = SBATCH.replace("cat >", 'env > "{folder}/environment"; cat >')
+    variables = here | SHELL | {"PATH": slurm(tmp_path, answer=answer)}
+    _, err = submitted(RUN, variables, monkeypatch, capsys)
+    ignored = ("ARRAY_INX", "EXPORT", "REQUEUE", "TIMELIMIT")
+    expected = "is not read: a job has the options of launch/submit.sh, such as --sbatch"
+    assert err == [f"warning: SBATCH_{name} {expected}" for name in ignored]
+    lines = (tmp_path / "environment").read_text().splitlines()
+    given = {line.partition("=")[0] for line in lines} & SHELL.keys()
+    assert given == {"SLURM_CONF", "NCCL_DEBUG"}
+    script = (tmp_path / "script-77").read_text()
+    assert "#SBATCH --qos=a" in script.splitlines()
+    assert "srun --export=ALL --distribution=block " in script
+    clearing = script.index('unset "${!JAXBENCH_@}" "${!RUN_CONF_@}"')
+    assert clearing < script.index("export JAXBENCH_ROOT=")
+
+
+def test_a_job_describes_itself_before_it_runs(tmp_path):
+    """`jaxbench report` reads it as it reads a run."""
+    made = job("llama31_8b_bf16", "--gpus", "8", GPU_TYPE="b200", **STAGE)
+    ended = {"status": "failed", "cause": "gpu", "reason": "check: n1 gpu 0: MIG is on"}
+    (tmp_path / "job.json").write_text(json.dumps(made.record("1-1") | ended))
+    (found,) = report([tmp_path], None)
+    assert (found.run.recipe, found.run.gpus, found.run.dtype) == ("llama31_8b_bf16:8", 8, "bf16")
+    assert (found.verdict.name, found.verdict.reason) == ("failed", ended["reason"])
 
 
 def test_the_launcher_reads_the_variables_that_it_knows_and_no_others():

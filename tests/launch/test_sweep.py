@@ -7,6 +7,7 @@ import pytest
 from launching import slurm, submit, sweep
 
 from jaxbench.errors import RecipeError
+from jaxbench.files import owned
 
 LIST = "- {config: llama31_8b_bf16, gpus: [8, 16], repeats: 2}\n"
 
@@ -119,7 +120,7 @@ def test_a_sweep_reports_what_has_run(here, capsys):
     assert f"failed   {folder.name}" in out
     assert f"page: {here / 'runs.html'}\n" in out
     assert folder.name in (here / "runs.html").read_text()
-    assert "run.json cannot be read: 'recipe'" in out
+    assert "its record cannot be read: 'recipe'" in out
     assert err == "1 run: 0 without fault, 1 failed, interrupted, incomplete or slow\n"
 
 
@@ -215,11 +216,23 @@ def test_a_queue_that_cannot_be_read_loses_no_jobs(here, capsys):
 
 
 def test_files_that_are_none_are_one_line(here, capsys):
-    (here / "runs.jobs.json").write_text("{")
-    refused(here, capsys, "runs.jobs.json: not what a sweep wrote")
+    for text in ("{", "[1]", '{"a": 1}', '{"a": {"id": 1}}'):
+        (here / "runs.jobs.json").write_text(text)
+        refused(here, capsys, "runs.jobs.json: not what a sweep wrote")
     (here / "runs.jobs.json").unlink()
-    for text, message in (("a: [", "not valid YAML"), ("", "expected a list of {config")):
+    twice = "- {config: a, gpus: 8, gpus: 16}"
+    for text, message in (
+        ("a: [", "not valid YAML"),
+        (twice, "line 1: the key 'gpus' occurs"),
+        ("", "expected a list of {config"),
+    ):
         (here / "runs.yaml").write_text(text)
         refused(here, capsys, message)
         with pytest.raises(RecipeError, match=message.split(" {")[0]):
             sweep.entries(here / "runs.yaml")
+
+
+def test_two_sweeps_of_a_list_at_once_submit_its_jobs_once(here, capsys):
+    with owned(here / "runs.jobs.json"):
+        refused(here, capsys, "runs.jobs.json is in use by process ")
+        assert sweep.main([str(here / "runs.yaml"), "--show"]) == 0

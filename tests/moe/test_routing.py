@@ -1,6 +1,6 @@
 """Routing and dispatch against loops over tokens."""
 
-from itertools import product
+from itertools import combinations, product
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import tiered
 from experts import reference, tiny_grok
-from steps import assert_same, loss_and_gradients, new_state, same_sequences
+from steps import assert_same, loss_and_gradients, new_state, same_sequences, sequences
 from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
@@ -20,7 +20,7 @@ from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext
 from jaxbench.ops.grouped import NONE
 from jaxbench.recipe import flops, published, recipes
-from jaxbench.train.step import make_program
+from jaxbench.train.step import first_sequences, make_program, train_step
 from jaxbench.xla.hlo import Program
 
 EPS32 = np.finfo(np.float32).eps
@@ -313,13 +313,12 @@ def test_random_logits():
     sequence and position."""
     shape = (8, 32, 64)
     logits = jnp.asarray(RNG.normal(size=shape), jnp.float32)
-    router = jnp.asarray(RNG.normal(size=(16, 64)), jnp.float32)
     drawn = []
     for devices, axes in ((1, ()), (8, ALL_AXES)):
         with mesh_of(tiny_grok(*axes, devices=devices)):
             spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
             placed = jax.device_put(logits, spec)
-            value, transpose = jax.vjp(lambda x: routing.random_logits(x, router), placed)
+            value, transpose = jax.vjp(lambda x: routing.random_logits(x, 0, 0), placed)
             drawn.append(np.asarray(value))
             np.testing.assert_array_equal(transpose(placed)[0], logits)
     np.testing.assert_array_equal(*drawn)
@@ -329,11 +328,11 @@ def test_random_logits():
     tokens = drawn[0].reshape(-1, 64)
     assert np.abs(np.corrcoef(tokens) - np.eye(len(tokens))).max() < 6 / 8
     with mesh_of(tiny_grok()):
-        for place in ((router.at[0, 0].add(1.0),), (router, 8), (router, 0, 1)):
+        for place in ((0, 1), (8, 0), (0, 0, 1)):
             other = np.asarray(routing.random_logits(logits, *place))
             assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
-        later = routing.random_logits(logits, router, 4)
-        one_expert = routing.random_logits(logits[..., :1], router[:, :1])
+        later = routing.random_logits(logits, 4, 0)
+        one_expert = routing.random_logits(logits[..., :1], 0, 0)
     np.testing.assert_array_equal(later[:4], drawn[0][4:])
     assert abs(np.asarray(one_expert).std() - 1) < 0.2
 
@@ -368,9 +367,51 @@ def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
     assert_same(actual, expected, 400)
 
 
+@pytest.mark.parametrize(
+    "axes", tiered(["fsdp=4"], ["expert=2", "fsdp=4", "pipeline=2"], ["expert=2"])
+)
+def test_random_routing_draws_the_same_on_a_mesh_after_updates(axes):
+    """Weights differ by rounding between meshes after the first update; the choice of experts does
+    not, so each expert has as many tokens in all steps, and the losses are equal."""
+    settings = *RANDOM[:1], "model.experts.rank_capacity_factor=8", "precision.accumulate=fp32"
+    settings += "model.layers=2", "execution.remat=attention"
+    settings += "optimizer.learning_rate=0.01", "optimizer.warmup=0"  # all weights move
+    devices = int(axes[-1])
+    family = {"family": "qwen3_30b_a3b_bf16"}
+    one = trained(tiny_grok(*settings, **family), 4)
+    many = trained(tiny_grok(*settings, f"parallelism.{axes}", devices=devices, **family), 4)
+    assert len({*map(str, one["expert_load"])}) == 4  # each step draws anew
+    np.testing.assert_array_equal(many["expert_load"], one["expert_load"])
+    # A rounding of the first step grows with the updates.
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+
+
+def test_a_seed_has_draws_of_its_own():
+    """Sequences count from 0 with seed 0, and from another number with another one."""
+    tokens = jnp.zeros((2, 4, 1))
+    numbers = [np.asarray(first_sequences(jnp.int32(1), tokens, seed)) for seed in (0, 1, 2)]
+    np.testing.assert_array_equal(numbers[0], [8, 12])
+    apart = [abs(int(a[0]) - int(b[0])) for a, b in combinations(numbers, 2)]
+    assert min(apart) > 2**28
+
+
+def trained(run, count):
+    """Losses and loads of experts of some steps."""
+    figures = {"loss": [], "expert_load": []}
+    with mesh_of(run):
+        state, step = new_state(run), jax.jit(train_step, static_argnums=3)
+        for index in range(count):
+            state, values = step(state, *sequences(run, seed=index), run)
+            for name, entry in figures.items():
+                entry.append(np.asarray(values[name], np.float64))
+    return figures
+
+
 def test_every_application_of_a_shared_block_draws_anew():
     """Two equal draws would give each expert of multi-token prediction an even number of tokens."""
-    _, grads = same_sequences(tiny_grok(*RANDOM, family="deepseek_v3_bf16"))
+    # In one group, since all experts of a group would have as many tokens.
+    one_group = "model.experts={groups: 1, top_groups: 1}"
+    _, grads = same_sequences(tiny_grok(*RANDOM, one_group, family="deepseek_v3_bf16"))
     (*_, load) = (g for key, g in grads.items() if "mixer" in key and ".bias" in key)
     assert load.sum() == 2 * 8 * 32 * 4
     assert np.any(load % 2)

@@ -60,6 +60,46 @@ def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
         np.testing.assert_allclose(actual, 3 * exact, atol=300 * EPS32 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("stack", [2**33, 512], ids=["one", "parts"])
+@pytest.mark.parametrize("mesh_name", ["one device", "fsdp"])
+def test_chunks_that_do_not_divide_the_tokens(mesh_name, stack, masked, monkeypatch):
+    """37 tokens of each sequence, a prime: chunks of 16 or 32 with a padded last one."""
+    monkeypatch.setattr(loss, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(loss, "STACK_BYTES", stack)
+    rng = np.random.default_rng(1)
+    hidden, head = rng.normal(size=(16, 37, 64)), rng.normal(size=(64, 24))
+    targets = rng.integers(0, 24, size=(16, 37))
+    if masked:
+        targets[rng.random((16, 37)) < 0.3] = loss.MASKED
+
+    def mean_loss(hidden, head, targets):
+        hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
+        return loss.cross_entropy(hidden, head, targets, masked)
+
+    with on(mesh_name):
+        arrays = (
+            put(hidden, "batch shard_seq embed"),
+            put(head, "embed vocab", mesh.WEIGHT),
+            put(targets, "batch seq", dtype=jnp.int32),
+        )
+        value = jax.jit(mean_loss)(*arrays)
+        again, grads = jax.jit(jax.value_and_grad(mean_loss, argnums=(0, 1)))(*arrays)
+    expected, *exact = reference(hidden, head, targets)
+    np.testing.assert_allclose([value, again], expected, rtol=10 * EPS32)
+    for actual, of in zip(grads, exact, strict=True):  # as in `test_loss_and_gradients`
+        np.testing.assert_allclose(actual, of, atol=300 * EPS32 * np.abs(of).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 2047, 2048, 2049, 4096, 4099, 6144, 8198, 100003, 2**17 + 1])
+def test_chunks_are_never_small(tokens):
+    chunk = loss.chunk_tokens(tokens)
+    count = -(-tokens // chunk)
+    assert min(tokens, 1024) <= chunk <= 2048
+    assert 0 <= count * chunk - tokens < 8 * count
+    assert (count - 1) * chunk < tokens
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 6])
 def test_a_share_of_the_loss_scales_bf16_gradients_without_bias(microbatches):
     """The cotangent 1/microbatches is no bf16 number: rounded to one, as 1/3 to 0.334, all

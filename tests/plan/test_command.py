@@ -1,12 +1,19 @@
 """The command's options, and rows that are not in a recipe's file."""
 
+import json
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
 
+import made_plans
 import pytest
 from mistakes import assert_mistake
 
+from jaxbench.files import as_json, owned
 from jaxbench.hardware import H100
-from jaxbench.plan import absent, candidates, command, sweep
+from jaxbench.plan import absent, candidates, command, processes, sweep
 from jaxbench.recipe import derive, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
@@ -141,3 +148,79 @@ def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):
     """Without the compiler for GPUs too."""
     monkeypatch.setattr(absent, "installed", lambda module: False)
     assert_mistake(command.main, arguments, message, capsys)
+
+
+@pytest.mark.parametrize("option", ["--dump", "--output"])
+def test_what_another_plan_writes_is_refused_at_once(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "plan_one", lambda args, gpu: pytest.fail("it planned"))
+    path = tmp_path / "plan"
+    if option == "--dump":
+        path.mkdir()
+    words = [*ROW, "--format", "json", option, str(path)]
+    with owned(path):
+        assert_mistake(command.main, words, f"{path} is in use by process ", capsys)
+
+
+def test_a_plan_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
+    """As where two searches come to the same candidate."""
+    running, most = [], []
+
+    def run(words, **options):
+        running.append(words)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+        return CompletedProcess(words, 2, stderr="error: refused")
+
+    monkeypatch.setattr(processes, "CACHE", tmp_path)
+    monkeypatch.setattr(processes.subprocess, "run", run)
+    row = recipes.resolve(recipes.load("llama31_8b_bf16"), 16)
+    target = processes.Target(H100, "h100")
+    with ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(processes.plan_run, row, target, row.recipe) for _ in range(3)]
+    assert [future.result() for future in futures] == 3 * ["refused"]
+    assert most == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda plan: {"schema": 1, "status": "completed", "recipe": {}}, "unexpected field"),
+        (lambda plan: [plan], "expected dict, got ["),
+        (lambda plan: {}, "missing field '"),
+        (lambda plan: plan | {"gpus": "8"}, "expected int, got '8'"),
+        (lambda plan: plan | {"fits": 1}, "expected bool, got 1"),
+        (lambda plan: plan | {"forecast": 1.0}, "expected dict, got 1.0"),
+        (lambda plan: plan | {"collectives": {}}, "expected list, got {}"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_one_line(spoil, message, tmp_path, capsys):
+    plan = made_plans.made()
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    files[0].write_text(as_json(plan))
+    files[1].write_text(json.dumps(spoil(json.loads(as_json(plan)))))
+    assert_mistake(command.main, ["--diff", *files], message, capsys)
+    files[1].write_text(as_json(plan)[:1000])
+    assert_mistake(command.main, ["--diff", *files], "b.json: no plan.json of `plan", capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda text: text.replace(",", ";"),
+            "b.csv: not a table of plan --all (plan.csv): line 2 ",
+        ),
+        (lambda text: text[: len(text) // 2], "b.csv: not a table"),
+        (lambda text: text.replace(",64.3,", ",x,", 1), "could not convert string to float"),
+    ],
+)
+def test_a_table_that_is_none_is_one_line(change, message, tmp_path, capsys):
+    text = Path("docs/plan.csv").read_text()
+    files = tmp_path / "a.csv", tmp_path / "b.csv"
+    files[0].write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    files[1].write_text(text)
+    assert command.main(["--diff", *map(str, files)]) == 0
+    assert "no row moved" in capsys.readouterr().out
+    files[1].write_text(change(text))
+    assert_mistake(command.main, ["--diff", *files], message, capsys)

@@ -111,6 +111,46 @@ def test_text_and_page_say_what_is_unknown(program, tmp_path, capsys):
     assert "<caption>Forecast, seconds" not in text
 
 
+def test_scripts_get_no_forecast_where_there_is_none(program, capsys):
+    assert read(program, capsys)["forecast_step_s"] > 0
+    large = PROGRAM.replace("bf16[64,8192]{1,0} custom-call", "bf16[65536,8192]{1,0} custom-call")
+    program.write_text(large)
+    found = read(program, capsys)
+    assert found["forecast_step_s"] is None
+    assert found["bound_step_s"] > 0
+    assert set(found["forecast"].pop("unknown")) == {"their_attention"}
+    assert set(found["forecast"].values()) == {None}
+
+
+def test_a_program_for_cpus_is_refused(tmp_path, capsys):
+    def step(x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, length=3)[0]
+
+    path = tmp_path / "step.txt"
+    path.write_text(jax.jit(step).lower(jnp.ones((8, 8))).compile().as_text())
+    said = f"--hlo: {path} is a program for CPUs; expected one that was compiled for GPUs"
+    assert_mistake(command.main, ["--hlo", path, "--json"], said, capsys)
+
+
+def test_names_without_a_percent_sign_are_the_same_program(program, capsys):
+    found = read(program, capsys)
+    program.write_text(PROGRAM.replace("%", ""))
+    assert read(program, capsys) == found
+
+
+def test_part_of_a_program_is_one_line(tmp_path, capsys):
+    """Wherever the file ends, and whichever line is missing."""
+    path, entry = tmp_path / "step.txt", PROGRAM.index("ENTRY")
+    lines = PROGRAM.splitlines(keepends=True)
+    without = [n for n, line in enumerate(lines) if re.search(r"%(w|test|yes|loop|result) ", line)]
+    texts = [PROGRAM[:end] for end in range(entry, len(PROGRAM) - 2, 41)]
+    texts += ["".join([*lines[:n], *lines[n + 1 :]]) for n in without]
+    texts += [PROGRAM.replace("while(%state)", "while(%state"), PROGRAM.replace(" = bf16", " bf16")]
+    for text in texts:
+        path.write_text(text)
+        assert_mistake(command.main, ["--hlo", path], f"{path}", capsys)
+
+
 @pytest.mark.parametrize(
     ("content", "options", "said"),
     [

@@ -112,6 +112,11 @@ def test_its_products_are_a_table_for_forecasts(tmp_path, capsys):
     assert costs.covers(work)
 
 
+def cut(path):
+    """Leaves the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -121,6 +126,9 @@ def test_its_products_are_a_table_for_forecasts(tmp_path, capsys):
             lambda folder: (folder / "program.txt").write_text(LOOPS.replace("%", "%other_")),
             "has no instruction of this program",
         ),
+        (lambda folder: cut(folder / "made.xplane.pb"), "xplane.pb: cut off, or no profile of JAX"),
+        (lambda folder: cut(folder / "program.txt"), "program.txt"),
+        (lambda folder: (folder / "made.xplane.pb").write_text("{}"), "no profile of JAX"),
     ],
 )
 def test_what_is_no_profile_is_one_line(spoil, message, tmp_path, capsys):
@@ -132,3 +140,13 @@ def test_what_is_no_profile_is_one_line(spoil, message, tmp_path, capsys):
 def test_a_profile_of_an_unknown_gpu_needs_its_name(tmp_path, capsys):
     made(tmp_path)
     assert_mistake(command.main, ["--profile", tmp_path], "expected --gpu too", capsys)
+
+
+@pytest.mark.parametrize("record", ["[1]", "{", '{"hardware": "x"}', '{"recipe": {}}', ""])
+def test_a_record_that_is_none_leaves_the_gpu_to_be_named(record, tmp_path, capsys):
+    folder = tmp_path / "profile" / "rank-0"
+    folder.mkdir(parents=True)
+    made(folder)
+    (tmp_path / "run.json").write_text(record)
+    assert_mistake(command.main, ["--profile", folder], "expected --gpu too", capsys)
+    assert command.main(["--profile", str(folder), "--gpu", "h100"]) == 0

@@ -16,6 +16,10 @@ HEADING = """# Settings
 Every `section.key` of a recipe and of `--set section.key=value`. `pytest --write-golden` rewrites
 this file from the code (`tests/recipe/test_reference.py`). In rows of `configs/*.yaml` the keys of
 `parallelism` and `batch`, `layers` and `remat` need no section.
+
+Values are YAML 1.2: `true` and `false` are the only booleans, `0100` is one hundred, `0x10` is 16,
+`1e3` is a float, and `yes`, `1:30` and `1_000` are text. A key that occurs twice in a mapping is an
+error, and so is a setting that a row gives with its section and without.
 """
 
 

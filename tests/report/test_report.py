@@ -188,7 +188,7 @@ def test_our_folders(record, tmp_path):
     }  # fmt: skip
     assert by_name["lost"]["reason"] == "rank 3 is lost"
     assert by_name["killed"]["reason"].startswith("it still runs, or was killed")
-    assert by_name["torn"]["reason"].startswith("run.json cannot be read")
+    assert by_name["torn"]["reason"].startswith("its record cannot be read")
     assert by_name["smoke"]["label"] == "smoke"
 
 
@@ -392,7 +392,10 @@ def test_profiled_and_traced_logs_never_pass(where, tmp_path):
 def test_a_log_that_made_no_iteration_is_a_failed_run(tmp_path):
     log(tmp_path, "Traceback (most recent call last):\n")
     found = verdict_of(tmp_path).verdict
-    assert (found.name, found.reason) == ("failed", "it made no iteration")
+    known = "maxtext log, nemo log, nemo progress bar"
+    assert (found.name, found.reason) == (
+        "failed", f"it has no iteration in a known format ({known})",
+    )  # fmt: skip
 
 
 CUT = {
@@ -429,7 +432,7 @@ def test_a_record_that_is_none_is_a_failed_run(name, record, tmp_path):
     record("odd", **ODD[name])
     found = verdict_of(tmp_path).verdict
     assert found.name == "failed"
-    assert found.reason.startswith("run.json cannot be read: ")
+    assert found.reason.startswith("its record cannot be read: ")
 
 
 def test_steps_of_a_restored_run_count_from_its_checkpoint(record, tmp_path):
@@ -442,6 +445,36 @@ def test_steps_of_a_restored_run_count_from_its_checkpoint(record, tmp_path):
     assert "iterations 20 to 49: the published means are of" in found.verdict.reason
     (folder / "steps.jsonl").write_text("\n".join(lines[22:]))
     assert verdict_of(tmp_path).verdict.reason == "missing iterations 20, 21"
+
+
+PROGRAM = {"recipe.batch.microbatch": [4, 1]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "seconds", "reason"),
+    [
+        ({}, [4.7] * 20 + [5.0] * 30, None),
+        (PROGRAM, [4.7] * 20 + [5.0] * 30, None),
+        (PROGRAM, [4.7] * 46 + [5.0] * 4, "iterations 11 to 44 are of another program: it changed"),
+        ({}, [4.7] * 46 + [5.0] * 4, None),
+        (None, [4.7] * 20 + [5.0] * 30, "iterations 11 to 44 are of several starts"),
+    ],
+)
+def test_a_mean_is_of_one_start(changed, seconds, reason, record, tmp_path):
+    """The run's own window, or a given one; a record without a window, or of an older version, has
+    none that lies within one start."""
+    resumed = seconds.index(5.0)
+    begun = [{"step": 0, "changed": {}}, {"step": resumed, "changed": changed}]
+    folder = record("resumed", seconds=seconds, resumed_at=[resumed], starts=begun)
+    found = json.loads((folder / "run.json").read_text())
+    found["summary"]["window"] = [35, 49] if resumed == 20 else [11, 44]
+    if changed is None:
+        del found["summary"], found["starts"]
+    (folder / "run.json").write_text(json.dumps(found))
+    result = verdict_of(tmp_path)
+    assert result.mean_s == (None if reason else pytest.approx(5.0 if resumed == 20 else 4.7))
+    if reason:
+        assert result.verdict.reason.startswith(reason)
 
 
 def test_steps_that_are_none_are_missing(record, tmp_path):

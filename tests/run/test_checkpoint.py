@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,10 +14,10 @@ from cases import tiered
 from jax.sharding import PartitionSpec
 from tiny import mesh_of, tiny_run, to_numpy
 
-from jaxbench.cluster.heartbeat import Heartbeat
+from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.recipe import recipes
-from jaxbench.run import checkpoint
+from jaxbench.run import checkpoint, saved
 from jaxbench.run.records import Recorder
 from jaxbench.train.loop import run_steps
 from jaxbench.train.step import abstract_state, make_program
@@ -53,7 +54,7 @@ class Said(Recorder):
 
 
 def saver(folder, run, every):
-    return checkpoint.Checkpoints(folder, 0, every, 2, Said(run), Heartbeat())
+    return checkpoint.Checkpoints(folder, 0, every, 2, Said(run), Watchdog())
 
 
 def restored(path, run, say=lambda line: None):
@@ -173,9 +174,10 @@ def test_every_family_continues_and_moves_to_another_mesh(family, tmp_path):
 def test_saves_are_reported_and_the_last_ones_kept(whole):
     assert [s["step"] for s in whole.steps] == list(range(8))
     assert [entry["step"] for entry in whole.saved] == [3, 6, 8]
-    assert checkpoint.steps(whole.folder / "checkpoints") == [6, 8]
-    for path, name in (("", "8"), ("checkpoints", "8"), ("checkpoints/6", "6")):
-        assert checkpoint.find(whole.folder / path).name == name
+    assert saved.steps(whole.folder / "checkpoints") == [6, 8]
+    for path, names in (("", "86"), ("checkpoints", "86"), ("checkpoints/6", "6")):
+        found, skipped = saved.readable(whole.folder / path, recipes.describe(whole.run))
+        assert ("".join(path.name for path in found), skipped) == (names, [])
     for entry, line in zip(whole.saved, whole.lines, strict=True):
         assert entry["bytes"] == sum(4 * x.size for x in whole.arrays.values())  # fp32, int32
         assert entry["blocking_s"] > 0
@@ -185,19 +187,30 @@ def test_saves_are_reported_and_the_last_ones_kept(whole):
         assert line.endswith(f"s : Save duration: {entry['save_s']:.3f}s")
 
 
-def test_another_model_is_refused(whole):
+def test_another_state_is_refused_in_the_words_of_settings(whole):
     path = whole.path
-    with pytest.raises(RecipeError, match=r"is of another model: layers 3 instead of 4"):
-        checkpoint.check(path, recipes.describe(tiny_run("model.layers=4")))
-    with pytest.raises(RecipeError, match=r"of another model: mlp\.ffn 96 instead of 128$"):
-        checkpoint.check(path, recipes.describe(tiny_run("model.mlp.ffn=128")))
-    with pytest.raises(
-        RecipeError, match=r"of another model: attention.rope \{.*\} instead of None"
-    ):
-        checkpoint.check(path, recipes.describe(tiny_run("model.attention.rope=null")))
-    newer = recipes.describe(tiny_run())
+
+    def refused(message, *overrides, fp8=FP8):
+        with pytest.raises(RecipeError) as error:
+            saved.readable(path, recipes.describe(tiny_run(*fp8, *overrides)))
+        assert str(error.value) == f"{path} holds another state: {message}"
+
+    refused("model.layers: 4 here, 3 in the checkpoint", "model.layers=4")
+    refused("model.mlp.ffn: 128 here, 96 in the checkpoint", "model.mlp.ffn=128")
+    refused("optimizer.moments: bf16 here, fp32 in the checkpoint", "optimizer.moments=bf16")
+    dtype = (
+        "precision.dtype: fp32 here, fp8 in the checkpoint, precision.amax_history: 1024 here, 4"
+    )
+    refused(f"{dtype} in the checkpoint", fp8=())
+    refused(
+        "precision.scaling: current here, delayed in the checkpoint", "precision.scaling=current"
+    )
+    refused("precision.amax_history: 8 here, 4 in the checkpoint", "precision.amax_history=8")
+    both = "model.layers: 4 here, 3 in the checkpoint, optimizer.moments: bf16 here, fp32 in the"
+    refused(f"{both} checkpoint", "model.layers=4", "optimizer.moments=bf16")
+    newer = recipes.describe(tiny_run(*FP8, "optimizer.learning_rate=1", *FSDP_TENSOR, devices=8))
     newer["model"]["attention"]["unknown_then"] = 1
-    checkpoint.check(path, newer)
+    assert saved.readable(path, newer) == ([path], [])
     run = tiny_run("model.layers=4")
     with mesh_of(run), pytest.raises(RunFailed, match=r"another state: \d+ arrays differ") as error:
         restored(path, run)
@@ -205,19 +218,66 @@ def test_another_model_is_refused(whole):
 
 
 def test_what_is_no_checkpoint_is_refused(whole, tmp_path):
-    with pytest.raises(RecipeError, match="holds no complete checkpoint"):
-        checkpoint.find(tmp_path)
-    with pytest.raises(RecipeError, match="holds no complete checkpoint"):
-        checkpoint.find(tmp_path / "missing")
+    recipe = recipes.describe(whole.run)
+    for nothing in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(RecipeError, match="holds no checkpoint"):
+            saved.readable(nothing, recipe)
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "notes.txt").write_text("mine")
-    with pytest.raises(RecipeError, match=r"no (complete )?checkpoint"):
-        checkpoint.check(checkpoint.find(tmp_path), recipes.describe(tiny_run()))
+    with pytest.raises(RunFailed, match=r"5 cannot be read: .*metadata: No such file") as error:
+        saved.readable(tmp_path, recipe)
+    assert error.value.cause == "storage"
     assert (tmp_path / "5" / "notes.txt").read_text() == "mine"
     unfinished = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
     shutil.copytree(whole.path, unfinished)
-    with pytest.raises(RecipeError, match="holds no complete checkpoint"):
-        checkpoint.find(tmp_path / "run")
+    with pytest.raises(RecipeError, match="holds no checkpoint"):
+        saved.readable(tmp_path / "run", recipe)
+
+
+def cut(path, size=20):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+DAMAGE = {
+    "no state": (lambda path: shutil.rmtree(path / "state"), "state/_METADATA: No such file"),
+    "no recipe": (lambda path: shutil.rmtree(path / "recipe"), "recipe/metadata: No such file"),
+    "a cut recipe": (lambda path: cut(path / "recipe" / "metadata"), "are cut or foreign: "),
+    "an empty recipe": (lambda path: cut(path / "recipe" / "metadata", 0), "are cut or foreign: "),
+    "a cut tree": (lambda path: cut(path / "state" / "_METADATA"), "metadata are cut or foreign: "),
+    "another recipe": (
+        lambda path: (path / "recipe" / "metadata").write_text("[]"), "are cut or foreign: ",
+    ),
+    "not completed": (
+        lambda path: (path / "commit_success.txt").unlink(), r"commit_success\.txt is missing",
+    ),
+    "a link to nowhere": (
+        lambda path: (shutil.rmtree(path), path.symlink_to("gone")), "No such file",
+    ),
+    "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), "Not a directory"),
+    "another model's": (
+        lambda path: (path / "recipe" / "metadata").write_text(
+            (path / "recipe" / "metadata").read_text().replace('"layers": 3', '"layers": 5')
+        ),
+        "holds another state: model.layers: 3 here, 5 in the checkpoint",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_checkpoint_that_cannot_be_read_does_not_block_the_one_before(name, whole, tmp_path):
+    damage, reason = DAMAGE[name]
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(whole.folder / "checkpoints", folder)
+    damage(folder / "8")
+    recipe = recipes.describe(whole.run)
+    for path in (folder, folder.parent):
+        good, skipped = saved.readable(path, recipe)
+        assert good == [folder / "6"]
+        assert re.match(f"{folder / '8'} .*{reason}", skipped[0])
+    damage(folder / "6")
+    with pytest.raises((RecipeError, RunFailed), match=reason) as error:
+        saved.readable(folder, recipe)
+    assert "\n" not in str(error.value)
 
 
 def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
@@ -227,7 +287,7 @@ def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     run = tiny_run(*FP8)
     with mesh_of(run), pytest.raises(RunFailed, match="cannot be restored: ") as error:
-        restored(checkpoint.find(path), run)
+        restored(path, run)
     assert "\n" not in str(error.value)
     assert json.loads((path / "recipe" / "metadata").read_text())["model"]["layers"] == 3
 

@@ -161,7 +161,7 @@ def test_a_gpu_that_cannot_be_used_is_one_line():
 def test_half_a_launcher_is_a_mistake():
     status, out, err = run("--config", CONFIG, JAX_COORDINATOR_ADDRESS="127.0.0.1:1")
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers" in err
+    assert "JAX_COORDINATOR_ADDRESS=127.0.0.1:1 is set without JAX_NUM_PROCESSES" in err
 
 
 def test_an_output_folder_is_never_overwritten(smoke, capsys):

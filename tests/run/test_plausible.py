@@ -59,7 +59,7 @@ def test_no_rate_is_above_the_peak():
     def refused(seconds, peak):
         measured = {"step_time_s": seconds, "loss": 1.0, "peak_memory_bytes": 1}
         steps = [{"step": step} | measured for step in range(50)]
-        return plausible.rate_problem(summary(eight, steps, peak))
+        return plausible.rate_problem(summary(eight, steps, peak, [{"step": 0}]))
 
     assert refused(10.0, peak) is None
     assert re.match(r"the step time means 13\d\d % of the device's peak: ", refused(0.5, peak))
@@ -69,13 +69,13 @@ def test_no_rate_is_above_the_peak():
 
 NULL_DEVICE = """
 import sys
-from jaxbench.run import command, session
+from jaxbench.run import command, session, starts
 train = session.run_steps
 zeros = {"loss": 0.0, "grad_norm": 0.0}
 session.run_steps = lambda *a, **k: (step | zeros for step in train(*a, **k))
 if "null" in sys.argv:
     sys.argv.remove("null")
-    session.hardware = lambda f=session.hardware: f() | {"null": True}
+    starts.hardware = lambda f=starts.hardware: f() | {"null": True}
 sys.exit(command.main(sys.argv[1:]))
 """
 

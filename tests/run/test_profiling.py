@@ -6,13 +6,14 @@ import re
 import shutil
 import struct
 import subprocess
+from types import SimpleNamespace
 
 import jax
 import pytest
 from commands import TINY, kill, read, run, start_two
 from compiled import needs_compiler
 from mistakes import assert_mistake
-from tiny import tiny_run
+from tiny import mesh_of, tiny_run
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError, RunFailed
@@ -20,6 +21,7 @@ from jaxbench.hardware import H100
 from jaxbench.jax_internals import kernel_names
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import command, profiling
+from jaxbench.train import program
 from jaxbench.train.program import compile_program
 from jaxbench.xla import flags
 
@@ -75,7 +77,8 @@ def test_pgle_and_wrong_devices_are_refused_in_a_line():
     status, _, err = run(*without, JAX_PLATFORMS="cpu")
     assert status == 2
     assert re.fullmatch(
-        r"error: node \S+, process 0: 0 GPUs, 4 were expected: set SBATCH_GPUS_PER_NODE .*\n", err
+        r"error: node \S+, process 0: 0 GPUs \(JAX_PLATFORMS=cpu\), 4 were expected: set .*\n",
+        err,
     )
 
 
@@ -138,6 +141,55 @@ profiling.check_digest(path, job.broadcast("pgle", lambda: profiling._digest(pat
     for index, error in enumerate(errors):
         assert "RunFailed: PGLE: not every process reads the same profile in " in error
         assert f"{index}.pb" in error
+
+
+GUIDED = """
+from types import SimpleNamespace
+import jax; jax.config.update("jax_platforms", "cpu")
+from jaxbench.cluster import job
+from jaxbench.run import session
+from jaxbench.train import program
+job.join()
+options = []
+class Lowered:
+    def lower(self, state):
+        return self
+    def compile(self, compiler_options):
+        options.append(compiler_options)
+program.make_program, program.abstract_state, program.read = lambda run: Lowered(), id, id
+program.flags = SimpleNamespace(options=lambda *_: {}, guided=lambda run: True, PGLE="pgle")
+program.mesh, program._forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
+program.guide = lambda *_: f"of rank {jax.process_index()}"
+program.compile_program("run", agree=session.AGREE)
+print(options)
+job.barrier("end", 60)
+"""
+
+
+@pytest.mark.slow
+def test_every_process_is_guided_by_the_profile_of_the_first():
+    processes = start_two("-c", GUIDED, module=None)
+    try:
+        outputs = [process.communicate(timeout=60) for process in processes]
+    finally:
+        kill(processes)
+    for out, err in outputs:
+        assert out == "[{}, {'fdo_profile': b'of rank 0'}]\n", err
+
+
+def test_a_program_is_guided_by_the_profile_that_was_agreed(monkeypatch):
+    options = []
+    lowered = SimpleNamespace(compile=lambda compiler_options: options.append(compiler_options))
+    making = SimpleNamespace(lower=lambda state: lowered)
+    monkeypatch.setattr(program, "make_program", lambda run: making)
+    monkeypatch.setattr(program, "read", lambda compiled: None)
+    monkeypatch.setattr(program, "_forecast_gpu", lambda run: H100)
+    monkeypatch.setattr(program, "guide", lambda read, gpu: "own")
+    monkeypatch.setattr(program.flags, "guided", lambda run: True)
+    tiny = tiny_run()
+    with mesh_of(tiny):
+        program.compile_program(tiny, agree=lambda make: f"{make()}, agreed")
+    assert options[1]["fdo_profile"] == b"own, agreed"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc")

@@ -23,7 +23,7 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.throughput import throughput
 from jaxbench.recipe.window import spread
 from jaxbench.recipe.window import window as published_window
-from jaxbench.run import command, records, session, streams, summary
+from jaxbench.run import command, records, starts, streams, summary
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
 from jaxbench.versions import installed
@@ -120,20 +120,19 @@ def test_window(steps, window):
 
 def test_the_window_of_a_restored_run_has_the_numbers_of_its_steps():
     steps = [{**STEP, "step": n, "step_time_s": float(n)} for n in range(20, 24)]
-    made = summary.summary(RUN, steps, None)["summary"]
+    made = summary.summary(RUN, steps, None, [{"step": 20}])["summary"]
     assert made["window"] == [22, 23]
     assert (made["step_time_s"]["mean"], made["step_time_s"]["last"]) == (22.5, 23.0)
     later = [{**STEP, "step": n, "step_time_s": float(n)} for n in range(45, 50)]
-    assert summary.summary(RUN, later, None)["summary"]["window"] == [47, 49]
+    assert summary.summary(RUN, later, None, [{"step": 45}])["summary"]["window"] == [47, 49]
 
 
 @pytest.mark.parametrize(("steps", "reasons"), [(50, 0), (20, 1)])
 def test_a_run_that_is_too_short_is_not_comparable(steps, reasons, tmp_path, monkeypatch):
-    devices = {"device": "NVIDIA H100 80GB HBM3", "platform": "gpu", "null": False}
-    monkeypatch.setattr(session, "hardware", lambda: devices)
+    devices = {"device": "NVIDIA H100 80GB HBM3", "platform": "gpu", "null": False, "devices": 8}
+    monkeypatch.setattr(starts, "hardware", lambda: devices)
     options = parse_arguments(["--config", "llama31_8b_bf16"])
-    begun = session.Session(folder=tmp_path, restore=None, options=options)
-    record = session.new_record(replace(RUN, steps=steps), begun)
+    record = starts.new_record(replace(RUN, steps=steps), tmp_path / "run.json", options, 0)
     assert record["comparable"] == (not reasons)
     assert len(record["not_comparable_because"]) == reasons
 
@@ -185,7 +184,8 @@ def test_what_dropless_experts_drop_is_said_and_not_comparable(dropless, tmp_pat
         recorder.finish("completed", None, None)
         written, out = json.loads((tmp_path / "run.json").read_text()), capsys.readouterr().out
         assert written["summary"]["tokens_dropped"] == count
-        reason = f"dropless experts dropped {count} assignments in steps 4 to 7"
+        reason = f"dropless experts dropped {count} assignments in steps 4 to 7, of each rank's "
+        reason += "last experts first"
         expected = [reason] if count and dropless else []
         assert written["not_comparable_because"] == expected
         assert written["comparable"] == (not expected)

@@ -15,7 +15,7 @@ def found(monkeypatch):
     def find(config, device, count, *options):
         kind = SimpleNamespace(platform="gpu", device_kind=device)
         monkeypatch.setattr(command.jax, "devices", lambda: [kind] * count)
-        monkeypatch.setattr(command.job, "join", lambda: None)
+        monkeypatch.setattr(command.job, "join", lambda **_: None)
         monkeypatch.setattr(command.devices, "select_platform", lambda count: None)
         args = parse_arguments(["--config", config, *options])
         overrides = recipes.parse_overrides(args.set)

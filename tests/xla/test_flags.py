@@ -51,19 +51,91 @@ def test_a_cpu_takes_the_defaults():
     assert flags.options(smoke_run("llama31_8b_bf16"), "cpu") == {}
 
 
+GEMM = "xla_gpu_enable_triton_gemm"
+
+
 @pytest.mark.parametrize(
-    ("flag", "message"),
+    ("text", "message"),
     [
         ("--xla_gpu_graph_level=0", "xla_gpu_graph_level was removed from XLA; use xla_gpu_enable"),
         ("--xla_gpu_no_such=1", "the installed compiler does not know xla_gpu_no_such"),
+        (f"--{GEMM}-false", f"does not know {GEMM}-false; did you mean '{GEMM}'"),
+        (f"--{GEMM}=maybe", f"{GEMM} cannot be 'maybe'"),
+        (
+            f"--xla_dump_hlo_as_text=true --{GEMM}=false,--xla_dump_to=x",
+            f"{GEMM} cannot be 'false,",
+        ),
+        (
+            "--xla_gpu_autotune_level=high --xla_gpu_nope=1",
+            "xla_gpu_autotune_level cannot be 'high'; .* does not know xla_gpu_nope",
+        ),
+        ("--xla_gpu_pipeline_all_gather=NOPE", "xla_gpu_pipeline_all_gather cannot be 'NOPE'"),
     ],
 )
-def test_an_unknown_flag_in_the_environment_is_found_before_it_aborts(monkeypatch, flag, message):
-    monkeypatch.setenv("XLA_FLAGS", flag)
+def test_a_bad_flag_is_found_before_it_aborts_and_named_alone(text, message):
+    with pytest.raises(RecipeError, match=f"^XLA_FLAGS: .*{message}") as error:
+        flags.check(text)
+    assert "\n" not in str(error.value)
+    assert "dump_hlo_as_text" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"--{GEMM} false", f"'false' is no flag: expected --{GEMM}=false, separated by spaces"),
+        (f"--{GEMM} = false", "'=' is no flag: expected --xla_name=value"),
+        (f"--{GEMM}=false --xla_x='a", "--xla_x='a.? is no flag"),
+        (f'--{GEMM}=fa"l"se', "is no flag"),
+        (f"--{GEMM}=false -xla_dump_to=x", "'-xla_dump_to=x' is no flag"),
+        (f'"--{GEMM}=false"', "neither a file nor flags"),
+        (f"{GEMM}=false", "neither a file nor flags"),
+        (" ", "neither a file nor flags"),
+    ],
+)
+def test_what_the_compiler_would_drop_or_take_for_a_file_is_named(text, message):
     with pytest.raises(RecipeError, match=message):
-        flags.check_environment(flag)
+        flags.check(text)
 
 
-def test_a_known_flag_in_the_environment_is_kept(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true")
-    flags.check_environment("--xla_gpu_enable_latency_hiding_scheduler=true")
+def test_known_flags_are_kept_also_in_quotes_and_in_a_file(tmp_path):
+    text = f"--{GEMM}=\"false\" --xla_dump_hlo_as_text --xla_disable_hlo_passes='a,b'"
+    (tmp_path / "flags").write_text(text)
+    flags.check(text)
+    for value in (text, str(tmp_path / "flags")):
+        found = {GEMM: "false", "xla_dump_hlo_as_text": "", "xla_disable_hlo_passes": "a,b"}
+        assert flags.asked(value) == found
+
+
+def test_a_bad_change_of_the_set_is_named_on_every_platform():
+    changes = f"tuned,{GEMM}=maybe,xla_gpu_nope=1"
+    message = f"^execution.xla_flags: {GEMM} cannot be 'maybe'; .* know xla_gpu_nope"
+    with pytest.raises(RecipeError, match=message):
+        flags.check_changes(smoke_run("llama31_8b_bf16", changes))
+
+
+def test_xla_flags_go_before_the_recipe_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(flags, "_release", lambda: (0, 11))
+    monkeypatch.setenv(
+        "XLA_FLAGS",
+        f"--xla_gpu_enable_latency_hiding_scheduler=false --{GEMM}=0 --xla_dump_to=x "
+        "--xla_gpu_memory_limit_slop_factor=140 --xla_gpu_pipeline_all_gather=off",
+    )
+    run = smoke_run("llama2_70b_bf16")
+    options = flags.options(run, "gpu")
+    changed = {
+        "xla_gpu_enable_latency_hiding_scheduler": False,
+        "xla_gpu_memory_limit_slop_factor": 140,
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
+    }
+    assert options == flags.TUNED | flags.PIPELINED | changed
+    lines = flags.overruled(run, "gpu")
+    assert [line.split()[1] for line in lines] == [name for name in options if name in changed]
+    assert "scheduler is False, and not True as in the recipe's set" in lines[0]
+    assert flags.overruled(run, "cpu") == []
+
+
+def test_xla_flags_and_a_change_that_contradict_are_refused(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--{GEMM}=false")
+    flags.options(smoke_run("llama31_8b_bf16", f"tuned,{GEMM}=false"), "gpu")
+    with pytest.raises(RecipeError, match=f"XLA_FLAGS has {GEMM}=false, .*=True: keep one"):
+        flags.options(smoke_run("llama31_8b_bf16", f"tuned,{GEMM}=true"), "gpu")

@@ -409,3 +409,98 @@ def test_custom_calls_without_a_rule_are_known_by_name():
     program = hlo.Program.parse(INDIRECT, RULES)
     unknown = [i.target for i, _, _ in program.walk() if program.without_rule(i)]
     assert unknown == ["their_attention"]
+
+
+MODES = {
+    # XLA's modes by channel_id and use_global_device_ids, on 2 replicas of 4 partitions.
+    ("all-reduce", ""): ((0, 4), 4),
+    ("all-reduce", "channel_id=1"): ((0, 1, 2, 3, 4, 5, 6, 7), 1),
+    ("all-reduce", "channel_id=1, use_global_device_ids=true"): ((0, 1, 2, 3, 4, 5, 6, 7), 1),
+    ("all-gather", "channel_id=1, use_global_device_ids=false"): ((0, 1, 2, 3, 4, 5, 6, 7), 1),
+    ("all-to-all", "channel_id=1"): ((0, 1, 2, 3), 2),
+    ("all-to-all", ""): ((0, 4), 4),
+    ("collective-broadcast", "channel_id=1"): ((0, 1, 2, 3), 2),
+}
+
+
+def groups_of(kind, attributes, header="replica_count=2, num_partitions=4"):
+    """The groups of one collective in a program."""
+    program = hlo.Program.parse(
+        f"HloModule m, is_scheduled=true, {header}\n\nENTRY %main (x: f32[8]) -> f32[8] {{\n"
+        f"  %x = f32[8]{{0}} parameter(0)\n"
+        f"  ROOT %done = f32[8]{{0}} {kind}(%x), {attributes}, metadata={{}}\n}}\n"
+    )
+    (i,) = (i for i, _, _ in program.walk() if i.opcode == kind)
+    return collectives.groups(i.attributes)
+
+
+@pytest.mark.parametrize(("kind", "attributes"), MODES)
+def test_empty_groups_are_all_of_what_the_mode_numbers(kind, attributes):
+    first, count = MODES[kind, attributes]
+    found = groups_of(kind, ", ".join(filter(None, [attributes, "replica_groups={}"])))
+    assert (found[0], len(found)) == (first, count)
+    assert sorted(device for group in found for device in group) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "header", "expected"),
+    [
+        # Replicas with all of their partitions: the JAX-Toolbox program of one replica.
+        ("all-gather", "channel_id=1, replica_groups={{0}}", "num_partitions=8", (range(8),)),
+        ("all-reduce", "replica_groups={}", "replica_count=8", (range(8),)),
+        ("all-reduce", "channel_id=1, replica_groups={}", "num_partitions=8", (range(8),)),
+        ("all-reduce", "replica_groups={}", "num_partitions=8", [(d,) for d in range(8)]),
+        (
+            "all-reduce", "channel_id=1, replica_groups={{0},{1}}",
+            "replica_count=2, num_partitions=4", (range(4), range(4, 8)),
+        ),
+        (
+            "all-reduce", "channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true",
+            "replica_count=2, num_partitions=4", (range(4), range(4, 8)),
+        ),
+        (
+            "all-to-all", "channel_id=1, replica_groups={{0,2},{1,3}}",
+            "replica_count=2, num_partitions=4", ((0, 2), (1, 3), (4, 6), (5, 7)),
+        ),
+        (
+            "all-reduce", "replica_groups=[1,2]<=[2]", "replica_count=2, num_partitions=4",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
+        (
+            "collective-permute", "channel_id=1, source_target_pairs={{0,1},{1,0}}",
+            "replica_count=2, num_partitions=4", ((0, 1), (1, 0), (4, 5), (5, 4)),
+        ),
+        ("collective-permute", "source_target_pairs={}", "num_partitions=4", ((0,),)),
+        # Ids that only devices can have, as in programs that are written by hand.
+        ("all-gather", "replica_groups=[2,4]<=[8]", "num_partitions=8", (range(4), range(4, 8))),
+    ],
+)  # fmt: skip
+def test_ids_number_what_the_mode_says(kind, attributes, header, expected):
+    assert groups_of(kind, attributes, header) == tuple(map(tuple, expected))
+
+
+def test_the_largest_of_unequal_groups_counts():
+    text = COLLECTIVE.replace("GROUPS", "replica_groups={{0},{1,2,3}}")
+    (found,) = collectives_of(hlo.Program.parse(text))
+    assert (found.devices, found.others) == ((1, 2, 3), ())
+
+
+COLLECTIVE = """\
+HloModule m, is_scheduled=true, replica_count=4
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %start = f32[8]{0} all-reduce-start(%x), GROUPS, to_apply=%sum
+  ROOT %done = f32[8]{0} all-reduce-done(%start)
+}
+"""
+
+
+def test_names_may_have_no_percent_sign(program):
+    assert "%" in PROGRAM
+    other = hlo.Program.parse(PROGRAM.replace("%", ""), RULES)
+    assert list(other.works()) == list(program.works())
+    assert list(collectives_of(other)) == list(collectives_of(program))
+    assert {n: [i.operands for i in s.values()] for n, s in other.computations.items()} == {
+        n: [i.operands for i in s.values()] for n, s in program.computations.items()
+    }

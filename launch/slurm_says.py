@@ -1,0 +1,108 @@
+"""What Slurm says about one start of a job: whether it ended the job, which process it could not
+start, and what its own tools will show. For `verdict.py`, with any Python from 3.7 on."""
+
+import os
+import re
+import subprocess
+
+SLURM = (
+    ("DUE TO JOB REQUEUE", "requeued"),
+    ("DUE TO PREEMPTION", "preempted"),
+    ("DUE TO NODE FAILURE", "lost a node"),
+    ("srun: error: Node failure on", "lost a node"),
+    ("DUE TO TIME LIMIT", "time limit"),
+)
+"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each stands for."""
+
+ENDS = {
+    "cancelled": "CANCELLED", "time limit": "TIMEOUT", "preempted": "PREEMPTED",
+    "lost a node": "NODE_FAIL", "requeued": "REQUEUED",
+}  # fmt: skip
+"""Slurm's state of a job by the cause for which Slurm ended it."""
+
+OF_MEMORY = "out of host memory: the kernel killed the process"
+COULD_NOT = "it cannot be started: {what}"
+SRUN = (
+    (r"execve\(\): (?P<what>.+)", "launch", COULD_NOT),
+    (r"task (?P<rank>\d+) launch failed: (?P<what>.+)", "launch", COULD_NOT),
+    (r"Task launch for \S+ failed on node (?P<node>[^\s:]+): (?P<what>.+)", "launch", COULD_NOT),
+    (r"(?i)oom[_-]?kill|out of memory|exceeded .*memory limit", "memory", OF_MEMORY),
+)
+"""Errors of srun and slurmstepd (22.05) about a process that says nothing itself: pattern, cause of
+the failure, and reason."""
+
+TASK = r"srun: error: (?P<node>\S+): tasks? (?P<rank>\d+)[\d,-]*: (?P<what>.+)"
+"""srun's line of a process that failed."""
+
+
+def answer(*command):
+    """What `scontrol show` prints; empty where Slurm does not answer."""
+    try:
+        done = subprocess.run(["scontrol", "show", *command], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def job_state():
+    """The fields of `scontrol show job`."""
+    fields = answer("job", "--oneliner", os.environ.get("SLURM_JOB_ID", "")).split()
+    return dict(field.partition("=")[::2] for field in fields)
+
+
+def ended_by_slurm(state, start, messages):
+    """(cause, whether Slurm requeues the job itself); None if Slurm did nothing to the job.
+
+    A job that is being ended is COMPLETING, for whatever cause; one that Slurm requeues has a
+    higher count of restarts than this start.
+    """
+    requeued = int(state.get("Restarts") or start) > start
+    if not requeued and state.get("JobState") in (None, "RUNNING"):
+        return None
+    causes = [cause for text, cause in SLURM if text in messages]
+    return (causes or ["requeued" if requeued else "cancelled"])[0], requeued
+
+
+def srun_error(messages):
+    """(cause, reason, node) of the first error of srun about a process that could not say itself
+    what happened; None without one."""
+    lines = [line for line in messages.splitlines() if not line.startswith("rank ")]
+    for line in lines:
+        for pattern, cause, reason in SRUN:
+            match = re.search(pattern, line)
+            if match:
+                found = match.groupdict()
+                if not (found.get("rank") or found.get("node")):
+                    tasks = (re.search(TASK, line) for line in lines)
+                    task = next(filter(None, tasks), None)
+                    found = dict(task.groupdict() if task else {}, **found)
+                node = found.get("node") or node_of(found.get("rank"))
+                where = f"rank {found['rank']} on {node}" if found.get("rank") else node
+                return cause, f"{where}: {reason.format(**found)}", node
+    return None
+
+
+def node_of(rank):
+    """The node of a rank, as `srun --distribution=block` places them."""
+    names = answer("hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
+    try:
+        return names[int(rank) // int(os.environ["SLURM_NTASKS_PER_NODE"])]
+    except (LookupError, TypeError, ValueError):
+        return "a node"
+
+
+def slurms(state, verdict):
+    """The record's `slurm`: what Slurm tells of the job while its batch script ends. A script that
+    still runs decides the state that Slurm will show, the cause of Slurm that of one that does
+    not."""
+    if "JobState" not in state:
+        return {}
+    running = "FAILED" if verdict.code else "COMPLETED"
+    states = {"RUNNING": running, "COMPLETING": ENDS.get(verdict.cause)}
+    return {
+        "job": state.get("JobId"),
+        "state": states.get(state["JobState"]) or state["JobState"],
+        "exit_code": f"{verdict.code}:0",
+        "nodes": os.environ.get("SLURM_JOB_NODELIST"),  # Slurm's has those that have not ended
+        "elapsed": state.get("RunTime"),
+    }

@@ -1,0 +1,87 @@
+"""Variables of JAX that change what is computed, or that JAX cannot read, are one line."""
+
+import os
+
+import commands
+import pytest
+
+from jaxbench import jax_variables
+from jaxbench.errors import RecipeError
+from jaxbench.run import devices
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No variable of JAX but those that a test sets."""
+    for name in [name for name in os.environ if name.startswith("JAX_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JAX_ENABLE_X64", "1", "changes what JAX computes; .* default, False: unset it"),
+        ("JAX_NUMPY_DTYPE_PROMOTION", "strict", "changes what JAX computes; .* 'standard'"),
+        ("JAX_THREEFRY_PARTITIONABLE", "0", "changes what JAX computes; .* True"),
+        ("JAX_DEFAULT_MATMUL_PRECISION", "hi", 'JAX refuses it .*Invalid value "hi"'),
+    ],
+)
+def test_a_variable_that_changes_the_program_is_named(alone, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=f"^{name}={value}:? {message}") as error:
+        jax_variables.check_environment()
+    assert "\n" not in str(error.value)
+
+
+def test_defaults_and_what_leaves_the_program_alone_are_kept(alone, monkeypatch):
+    monkeypatch.setattr(jax_variables, "_options", lambda *names: {"jax_enable_x64": False})
+    for name in ("JAX_ENABLE_X64", "JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS", "JAX_NO_OPTION"):
+        monkeypatch.setenv(name, "0")
+    jax_variables.check_environment()
+
+
+@pytest.mark.parametrize(
+    ("kept", "refused"),
+    [
+        ("jax_log_compiles", "jax_compilation_cache_expect_pgle"),
+        ("jax_persistent_cache_min_entry_size_bytes", "jax_enable_pgle"),
+        ("jax_traceback_filtering", "jax_transfer_guard"),
+        ("jax_cuda_visible_devices", "jax_debug_nans"),
+    ],
+)
+def test_only_options_that_leave_the_program_alone_are_harmless(kept, refused):
+    assert jax_variables.HARMLESS.fullmatch(kept)
+    assert not jax_variables.HARMLESS.fullmatch(refused)
+
+
+def test_a_value_that_jax_cannot_import_with_is_one_line():
+    status, out, err = commands.run(*commands.TINY, JAX_TRACEBACK_FILTERING="maybe")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: JAX_TRACEBACK_FILTERING=maybe: JAX refuses it (ValueError: ")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (devices.FRACTION, "most", "expected a share, as 0.92"),
+        (devices.FRACTION, "92", "expected a share, as 0.92"),
+        (devices.HOST_LIMIT, "1.5", "expected a number of GiB"),
+        (devices.HOST_LIMIT, "", "expected a number of GiB"),
+    ],
+)
+def test_a_limit_of_memory_that_is_no_number_is_one_line(monkeypatch, name, value, message):
+    monkeypatch.setenv(devices.FRACTION, "0.9")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=f"^{name}={value}: {message}"):
+        devices.limit_memory()
+
+
+def test_a_platform_that_jax_does_not_know_is_the_users_mistake(monkeypatch):
+    def fail():
+        raise RuntimeError("Backend 'nonsense' is not in the list of known backends: ['cpu']")
+
+    monkeypatch.setattr(devices.jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    with pytest.raises(RecipeError, match=r"^JAX_PLATFORMS=nonsense: Backend"):
+        devices.find()
