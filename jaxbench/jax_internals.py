@@ -235,8 +235,9 @@ def _offsets(block_info: Any, indexer: Any) -> Any:
     return _jax_offsets(replace(block_info, full_shape_dtype=of), indexer)
 
 
-_jax_offsets = triton_lowering._compute_offsets_from_indices
-triton_lowering._compute_offsets_from_indices = _offsets
+_lowering: Any = triton_lowering
+_jax_offsets = _lowering._compute_offsets_from_indices
+_lowering._compute_offsets_from_indices = _offsets
 
 
 @contextmanager
