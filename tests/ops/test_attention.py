@@ -169,7 +169,7 @@ def test_attention_by_parts_of_the_values(key_dim, value_dim):
         return KERNELS["xla"].call(q, k, v, scores, sinks)
 
     def in_parts(q, k, v, sinks):
-        return cudnn.by_parts(lambda *operands: in_one(*operands, sinks), q, k, v)
+        return cudnn.by_parts(lambda q, k, v: in_one(q, k, v, sinks), q, k, v)
 
     with jax.enable_x64(True):
         operands = [jnp.asarray(RNG.normal(size=shape)) for shape in (*shapes, (4,))]
