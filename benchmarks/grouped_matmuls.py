@@ -247,7 +247,7 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
     executable = lowered.compile(compiler_options=flags.options(run, "gpu") | candidate.options)
 
     flops, kind = 2 * rows * d * n, "bf16" if dtype == "bf16" else "f8e4m3fn"
-    multiplied = 2 * candidate.multiplied(product, groups, rows, gpu.chip.major) * d * n
+    multiplied = 2 * candidate.multiplied(product, groups, rows, gpu.capability[0]) * d * n
     targets = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
     rules = dict.fromkeys(targets, lambda i, scope: Work("product", kind, multiplied))
     walk = Walk(Program.parse(executable.as_text(), rules | pallas.RULES))

@@ -46,13 +46,15 @@ device_description_str: "{device}"
 out here is the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/target_config/specs)."""
 
 
+Capability = tuple[int, int]
+"""Major and minor version of a GPU's compute capability."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Properties of a chip that the compiler needs, besides its memory: compute capability
-    `major`.`minor`, cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
+    """Properties of a chip that the compiler needs, besides its memory and compute capability:
+    cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
 
-    major: int
-    minor: int = 0
     cores: int
     l2: int
     clock: float
@@ -62,15 +64,16 @@ class Chip:
 class Gpu:
     """One kind of GPU in its node.
 
-    `name` are words of the driver's name for it. `tflops` are dense peaks by dtype. `memory` is
-    what the driver reports, in bytes; bandwidths are in GB/s (1e9 bytes), links in one direction:
-    `nvlink` joins the GPUs of a `domain`, `nic` is each GPU's share of the network between domains.
-    `host` is each GPU's link to its host's memory, whose lanes the network adapter uses too where
-    it is `host_shared`; `host_memory` are a host's bytes.
+    `name` are words of the driver's name for it. `capability` is its compute capability. `tflops`
+    are dense peaks by dtype. `memory` is what the driver reports, in bytes; bandwidths are in GB/s
+    (1e9 bytes), links in one direction: `nvlink` joins the GPUs of a `domain`, `nic` is each GPU's
+    share of the network between domains. `host` is each GPU's link to its host's memory, whose
+    lanes the network adapter uses too where it is `host_shared`; `host_memory` are a host's bytes.
     A `node` are the GPUs of one host; a domain is one node (DGX) or many (18 in GB200 NVL72).
     """
 
     name: str
+    capability: Capability
     tflops: dict[str, float]
     device: str = ""
     memory: int = 0
@@ -103,9 +106,11 @@ class Gpu:
         """`TARGET` filled in for this GPU."""
         assert self.chip is not None
         bandwidth = round(self.bandwidth * 1e9)
+        major, minor = self.capability
         return TARGET.format(
-            device=self.device, memory=self.memory, bandwidth=bandwidth, **asdict(self.chip)
-        )
+            device=self.device, memory=self.memory, bandwidth=bandwidth, major=major, minor=minor,
+            **asdict(self.chip),
+        )  # fmt: skip
 
     def spread(self, count: int) -> tuple[int, int, int] | None:
         """(domains, nodes of each, GPUs of each node) of a job of `count` GPUs; None where they
@@ -132,6 +137,7 @@ class Gpu:
 
 H100 = Gpu(
     name="H100",
+    capability=(9, 0),
     tflops={"bf16": 989.0, "fp8": 1979.0},
     device="NVIDIA H100 80GB HBM3",
     memory=84942979072,
@@ -140,12 +146,13 @@ H100 = Gpu(
     nic=50.0,
     host=55.0,
     host_memory=2048 * 2**30,
-    chip=Chip(major=9, cores=132, l2=52428800, clock=1.98),
+    chip=Chip(cores=132, l2=52428800, clock=1.98),
 )
 """The GPU of most published rows."""
 
 B200 = Gpu(
     name="B200",
+    capability=(10, 0),
     tflops={"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "nvfp4": 9000.0},
     device="NVIDIA B200",
     memory=191514411008,
@@ -154,11 +161,12 @@ B200 = Gpu(
     nic=50.0,
     host=55.0,
     host_memory=2048 * 2**30,
-    chip=Chip(major=10, cores=148, l2=132644864, clock=1.965),
+    chip=Chip(cores=148, l2=132644864, clock=1.965),
 )
 
 GB200 = Gpu(
     name="GB200",
+    capability=(10, 0),
     tflops={"bf16": 2450.0, "fp8": 4900.0, "mxfp8": 4900.0, "nvfp4": 9800.0},
     device="NVIDIA GB200",
     memory=197897748480,
@@ -170,38 +178,40 @@ GB200 = Gpu(
     host_memory=960 * 10**9,
     node=4,
     domain=72,
-    chip=Chip(major=10, cores=152, l2=135528448, clock=2.062),
+    chip=Chip(cores=152, l2=135528448, clock=2.062),
 )
 
 GPUS = (
-    Gpu(name="A100", tflops={"bf16": 312.0}),
+    Gpu(name="A100", capability=(8, 0), tflops={"bf16": 312.0}),
     H100,
     replace(H100, name="H200", device="NVIDIA H200", memory=151397597184, bandwidth=4800.0),
     # The Hopper chips with less power, on cards: the published figures are not theirs.
-    Gpu(name="H100 PCIe", tflops={"bf16": 756.5, "fp8": 1513.0}),
-    Gpu(name="H100 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
-    Gpu(name="H200 NVL", tflops={"bf16": 835.5, "fp8": 1670.5}),
+    Gpu(name="H100 PCIe", capability=(9, 0), tflops={"bf16": 756.5, "fp8": 1513.0}),
+    Gpu(name="H100 NVL", capability=(9, 0), tflops={"bf16": 835.5, "fp8": 1670.5}),
+    Gpu(name="H200 NVL", capability=(9, 0), tflops={"bf16": 835.5, "fp8": 1670.5}),
     B200,
     replace(
         B200,
         name="B300",
+        capability=(10, 3),
         tflops={"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "nvfp4": 13500.0},
         device="NVIDIA B300",
         memory=297021865984,
         bandwidth=7936.0,
         nic=100.0,
-        chip=Chip(major=10, minor=3, cores=158, l2=135528448, clock=1.965),
+        chip=Chip(cores=158, l2=135528448, clock=1.965),
     ),
     GB200,
     replace(
         GB200,
         name="GB300",
+        capability=(10, 3),
         tflops={"bf16": 2450.0, "fp8": 4900.0, "mxfp8": 4900.0, "nvfp4": 14700.0},
         device="NVIDIA GB300",
         memory=297021079552,
         bandwidth=7928.064,
         nic=100.0,
-        chip=Chip(major=10, minor=3, cores=152, l2=135528448, clock=2.07),
+        chip=Chip(cores=152, l2=135528448, clock=2.07),
     ),
 )
 """Peaks of A100, H100 and H200: published benchmark documents and pytorch/torchtitan

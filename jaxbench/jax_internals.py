@@ -5,6 +5,7 @@ No other module imports `jax._src` or replaces a function of a library.
 """
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -228,6 +229,24 @@ def _attention_options(scale: float, window: int | None) -> dict[str, Any]:
     }
     known = inspect.signature(module._dot_product_attention).parameters
     return options | ({"score_mod": None} if "score_mod" in known else {})
+
+
+def _offsets(block_info: Any, indexer: Any) -> Any:
+    """Offsets of elements in an array, inside a kernel of Pallas's Triton backend.
+
+    JAX computes them in 32 bits, with a sign, unless the array has more than 2^32 bytes. They count
+    elements, so those beyond 2^31 of an array with one byte each would lie before the array. Here
+    such an array is told to be one of 4 bytes an element, which nothing else of the function reads.
+    """
+    of = block_info.full_shape_dtype
+    if math.prod(of.shape) > 2**31:
+        of = jax.ShapeDtypeStruct(of.shape, jnp.int32)
+    return _jax_offsets(replace(block_info, full_shape_dtype=of), indexer)
+
+
+_lowering: Any = triton_lowering
+_jax_offsets = _lowering._compute_offsets_from_indices
+_lowering._compute_offsets_from_indices = _offsets
 
 
 @contextmanager

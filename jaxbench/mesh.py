@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxbench.hardware import Capability, identify
 from jaxbench.recipe.settings import AXES
 
 BATCH = ("data", "fsdp", "expert")
@@ -153,6 +154,24 @@ def platform() -> str:
     """Platform of the current mesh: `gpu`, `cpu`, or `none` if it has no devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else "none"
+
+
+def capability() -> Capability | None:
+    """Compute capability of the GPUs of the current mesh; None for other devices, and for absent
+    GPUs that are not known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform != "gpu":
+        return None
+    if gpu := identify(device.device_kind):
+        return gpu.capability
+    # An abstract device does not say; those of this process are of one kind.
+    here = (d for d in jax.local_devices() if d.device_kind == device.device_kind)
+    return next((_capability(d.compute_capability) for d in here), None)
+
+
+def _capability(version: str) -> Capability:
+    major, minor = map(int, version.split("."))
+    return major, minor
 
 
 def used(*axes: str) -> tuple[str, ...]:

@@ -64,9 +64,9 @@ def test_every_planned_gpu_is_described():
         assert gpu.bandwidth > gpu.nvlink > gpu.nic > 0
         assert f'name: "{gpu.device}"' in gpu.description
         assert f"device_memory_size: {gpu.memory} " in gpu.description
-        assert f"major: {gpu.chip.major} minor: {gpu.chip.minor} " in gpu.description
+        assert "major: {} minor: {} ".format(*gpu.capability) in gpu.description
         assert gpu.domain % gpu.node == 0
-        assert ("nvfp4" in gpu.tflops) == (gpu.chip.major >= 10)
+        assert ("nvfp4" in gpu.tflops) == (gpu.capability >= (10, 0))
 
 
 def test_compilers_know_the_cudnn_that_is_pinned():

@@ -105,7 +105,7 @@ def attentions(ctx: Context) -> Iterator[Case]:
         for window in {None, mixer.window}:
 
             def on(platform, run=run, mixer=mixer, length=length, window=window):
-                kernel = attention.choose(run.execution, run.model, length, platform)
+                kernel = attention.choose(run.execution, run.model, "bf16", length, platform)
                 cap = getattr(mixer, "softcap", None)
                 scores = Scores(scale=mixer.score_scale, cap=cap, window=window)
 

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Int
 
 from jaxbench import mesh, ssd
+from jaxbench.hardware import Capability
 from jaxbench.models.layers import ForwardContext, rotary_tables
 from jaxbench.ops import attention, grouped
 from jaxbench.recipe.execution import Execution
@@ -19,7 +20,9 @@ def forward_context(
 ) -> ForwardContext:
     """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
     shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
-    chosen = implementations(cfg, length, shards, execution, precision, mesh.platform())
+    chosen = implementations(
+        cfg, length, shards, execution, precision, mesh.platform(), mesh.capability()
+    )
     return ForwardContext(
         rotary=rotary_tables(mixer, length) if mixer else None,
         kernel=chosen["kernel"],
@@ -37,13 +40,14 @@ def implementations(
     execution: Execution,
     precision: Precision,
     platform: str,
+    capability: Capability | None,
 ) -> dict[str, str]:
-    """The names of the implementations that compute a model on a platform, by their fields of
-    `ForwardContext`; a sequence of `length` tokens lies on `shards` ranks. Raises RecipeError where
-    a requested one cannot."""
+    """The names of the implementations that compute a model on a platform, on GPUs of a compute
+    capability where it is known, by their fields of `ForwardContext`; a sequence of `length` tokens
+    lies on `shards` ranks. Raises RecipeError where a requested one cannot."""
     dtype = precision.dtype
     return {
-        "kernel": attention.choose(execution, cfg, length, platform),
+        "kernel": attention.choose(execution, cfg, dtype, length, platform, capability),
         "ssd": ssd.choose(execution, cfg, dtype, length // shards, platform),
         "grouped_matmul": grouped.choose(execution, cfg, dtype, platform),
     }

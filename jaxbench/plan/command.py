@@ -68,8 +68,7 @@ def resolve(
     recipe = derive.extend(recipe, gpus, gpu, overrides)
     run = recipes.resolve(recipe, gpus, overrides=overrides)
     if run.precision.implementation == "te":
-        assert gpu.chip is not None
-        driver.load_stub(gpu.chip.major)
+        driver.load_stub(gpu.capability[0])
     check_run(run, "gpu", gpu)
     for line in flags.overruled(run, "gpu"):
         print(line, file=sys.stderr)

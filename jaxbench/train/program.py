@@ -11,7 +11,7 @@ import jaxlib
 from jaxbench import mesh, ssd
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.forecast.guide import guide
-from jaxbench.hardware import PLANNED, Gpu, identify
+from jaxbench.hardware import PLANNED, Capability, Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
 from jaxbench.models.decoder import prediction_segment, segments
@@ -111,14 +111,14 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
     flags.options(run, platform)
     flags.check_changes(run)
     quantized.choose(run.precision, platform)
-    _implementations(run, platform)
+    _implementations(run, platform, gpu.capability if gpu else None)
 
 
 def kernels(run: Run) -> dict[str, str]:
     """Implementations of attention, Mamba-2, dropless experts and products on the current mesh, and
     the activations that wait in the host's memory, for the record."""
     platform = mesh.platform()
-    chosen = _implementations(run, platform)
+    chosen = _implementations(run, platform, mesh.capability())
     by = {"attention": chosen["kernel"]}
     if run.model.each(MambaConfig):
         by["Mamba-2"] = _mamba(run, chosen["ssd"], platform)
@@ -157,7 +157,7 @@ def _products(run: Run, platform: str) -> str:
 def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
     model, platform = run.model, mesh.platform()
-    chosen = _implementations(run, platform)
+    chosen = _implementations(run, platform, mesh.capability())
     requested = (
         ("fused attention", model.attention_mixer, attention.KERNELS[chosen["kernel"]]),
         ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen["ssd"]]),
@@ -176,9 +176,11 @@ def check_program(compiled: Any, run: Run) -> None:
         _check_quantized(program, run)
 
 
-def _implementations(run: Run, platform: str) -> dict[str, str]:
+def _implementations(run: Run, platform: str, capability: Capability | None) -> dict[str, str]:
     length, shards = run.batch.sequence_length, run.parallelism.context
-    return implementations(run.model, length, shards, run.execution, run.precision, platform)
+    return implementations(
+        run.model, length, shards, run.execution, run.precision, platform, capability
+    )
 
 
 def _check_quantized(program: Program, run: Run) -> None:

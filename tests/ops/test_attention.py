@@ -1,6 +1,7 @@
 """Attention against a loop in float64, on every mesh, and who computes it."""
 
 import typing
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -156,10 +157,94 @@ def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
     assert asked == set(typing.get_args(hints["attention"])) - {"auto"}
 
 
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 192), (192, 128), (160, 136), (136, 64)])
+def test_attention_by_parts_of_the_values(key_dim, value_dim):
+    """By the plain kernel, against the same in one call. Values are exact; gradients of queries and
+    keys are sums over parts, each of which the kernel's softmax rounds to fp32."""
+    shapes = (2, 16, 4, key_dim), (2, 16, 2, key_dim), (2, 16, 2, value_dim)
+    scores, widths = Scores(scale=key_dim**-0.5, window=5), set()
+
+    def in_one(q, k, v, sinks):
+        widths.add((q.shape[-1], v.shape[-1]))
+        return KERNELS["xla"].call(q, k, v, scores, sinks)
+
+    def in_parts(q, k, v, sinks):
+        return cudnn.by_parts(lambda q, k, v: in_one(q, k, v, sinks), q, k, v)
+
+    with jax.enable_x64(True):
+        operands = [jnp.asarray(RNG.normal(size=shape)) for shape in (*shapes, (4,))]
+        d_out = jnp.asarray(RNG.normal(size=(2, 16, 4, value_dim)))
+        (actual, pull), (expected, exact) = (jax.vjp(f, *operands) for f in (in_parts, in_one))
+        np.testing.assert_allclose(actual, expected, atol=1e-13)
+        for gradient, reference in zip(pull(d_out), exact(d_out), strict=True):
+            np.testing.assert_allclose(gradient, reference, atol=10 * EPS32)
+    assert widths == {(192, 128), (key_dim, value_dim)}
+
+
 @pytest.mark.parametrize(
-    ("change", "platform", "message"),
+    ("capability", "widths", "message"),
+    [
+        ((8, 0), (128, 128), None),
+        ((8, 0), (192, 192), "up to 128 on compute capability 8.0"),
+        ((8, 0), (128, 64), "takes one width on compute capability 8.0"),
+        ((9, 0), (256, 256), None),
+        ((9, 0), (192, 128), None),
+        ((10, 0), (192, 192), None),
+        ((10, 3), (192, 128), None),
+        ((10, 3), (200, 128), "up to 192 on compute capability 10.3"),
+        ((10, 0), (256, 256), "up to 192 on compute capability 10.0"),
+        ((12, 0), (192, 128), "up to 128 on compute capability 12.0"),
+        (None, (256, 256), None),
+    ],
+)
+def test_head_dims_are_refused_by_compute_capability(capability, widths, message):
+    """What cuDNN 9.28 says, forward and backward (`benchmarks/cudnn_support.py`)."""
+    key_dim, value_dim = widths
+    rope = "rope: {base: 10000}"
+    latent = f"head_dim: {key_dim - 64}, rope_dim: 64, value_dim: {value_dim}, {rope}"
+    run = tiny_run(
+        "model.attention=null",
+        f"model.latent_attention={{heads: 4, query_latent: 32, kv_latent: 32, {latent}}}",
+        "model.pattern=L-",
+    )
+    arguments = run.execution, run.model, "bf16", 32, "gpu", capability
+    if message is None:
+        assert choose(*arguments) == "cudnn"
+    else:
+        with pytest.raises(RecipeError, match=f"{message}; or execution.attention=xla"):
+            choose(*arguments)
+
+
+def test_the_mesh_knows_the_compute_capability_of_its_gpus(monkeypatch):
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA GB300 (null)")
+    monkeypatch.setattr(
+        jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=device)
+    )
+    assert mesh.capability() == (10, 3)
+    device.device_kind = "NVIDIA L40S"
+    assert mesh.capability() is None
+    here = SimpleNamespace(device_kind="NVIDIA L40S", compute_capability="8.9")
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    assert mesh.capability() == (8, 9)
+    device.platform = "cpu"
+    assert mesh.capability() is None
+
+
+def test_fp32_takes_the_plain_kernel():
+    run = tiny_run("precision.dtype=fp32")
+    assert choose(run.execution, run.model, "fp32", 32, "gpu") == "xla"
+    assert choose(run.execution, run.model, "bf16", 32, "gpu") == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "message"),
     [
         ("execution.attention=cudnn", "cpu", "attention = cudnn does not run on a cpu"),
+        (
+            "execution.attention=cudnn precision.dtype=fp32",
+            "gpu",
+            "attention = cudnn computes no fp32 attention; expected auto$",
+        ),
         (
             "model.attention.head_dim=100",
             "gpu",
@@ -169,7 +254,7 @@ def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
         ("batch.sequence_length=33", "gpu", "takes even lengths"),
     ],
 )
-def test_what_no_kernel_can_do_is_a_mistake(change, platform, message):
-    run = tiny_run(change)
+def test_what_no_kernel_can_do_is_a_mistake(changes, platform, message):
+    run = tiny_run("precision.dtype=bf16", *changes.split())
     with pytest.raises(RecipeError, match=message):
-        choose(run.execution, run.model, run.batch.sequence_length, platform)
+        choose(run.execution, run.model, run.precision.dtype, run.batch.sequence_length, platform)

@@ -11,6 +11,7 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
+from jaxbench.hardware import Capability
 from jaxbench.ops.attention import blocks, cudnn, plain
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.attention import Attention
@@ -25,18 +26,20 @@ class Kernel:
 
     `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and,
     if not `capped`, optional sinks (`N`). `platforms` are those on which it runs (None: all);
-    `capped` is true for a kernel of soft-capped scores. `rules` give the work of its custom calls,
-    and a compiled step must contain all of these calls; a kernel without rules compiles to plain
-    products. `refusal` returns why it cannot compute a model at a sequence length, or None. `saved`
-    is the primitive whose results a remat policy saves as `attention`; if None, `call` names the
+    `fp32` is false for a kernel that takes no fp32 operands, `capped` true for one of soft-capped
+    scores. `rules` give the work of its custom calls, and a compiled step must contain all of these
+    calls; a kernel without rules compiles to plain products. `refusal` returns why it cannot
+    compute a model at a sequence length on GPUs of a compute capability, or None. `saved` is the
+    primitive whose results a remat policy saves as `attention`; if None, `call` names the
     results itself by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
     platforms: tuple[str, ...] | None = None
+    fp32: bool = True
     capped: bool = False
     rules: Rules = field(default_factory=dict)
-    refusal: Callable[[Attention, int], str | None] = lambda cfg, length: None
+    refusal: Callable[[Attention, int, Capability | None], str | None] = lambda *_: None
     saved: str | None = None
 
 
@@ -44,6 +47,7 @@ KERNELS = {
     "cudnn": Kernel(
         call=cudnn.call,
         platforms=("gpu",),
+        fp32=False,
         rules=dict.fromkeys(cudnn.PRODUCTS, cudnn.work),
         refusal=cudnn.refusal,
         saved=cudnn.FORWARD,
@@ -54,24 +58,39 @@ KERNELS = {
 """By name; `auto` takes the first that runs."""
 
 
-def choose(execution: Execution, cfg: ModelConfig, length: int, platform: str) -> str:
-    """The name of the kernel that computes a model's attention.
+def choose(
+    execution: Execution,
+    cfg: ModelConfig,
+    dtype: str,
+    length: int,
+    platform: str,
+    capability: Capability | None = None,
+) -> str:
+    """The name of the kernel that computes a model's attention in a dtype.
 
     Raises RecipeError where the one that is asked for cannot.
     """
-    capped = cfg.softcap is not None
-    names = [name for name, kernel in KERNELS.items() if kernel.capped == capped]
-    if execution.attention != "auto":
-        names = [name for name in names if name == execution.attention]
-    names = [name for name in names if platform in (KERNELS[name].platforms or (platform,))]
-    if not names:
-        raise RecipeError(
-            f"execution.attention = {execution.attention} does not run on a {platform}"
-        )
+    requested, capped = execution.attention, cfg.softcap is not None
+    if requested != "auto" and (reason := _mismatch(requested, capped, dtype, platform)):
+        raise RecipeError(f"execution.attention = {requested} {reason}; expected auto")
+    names = KERNELS if requested == "auto" else (requested,)
+    chosen = next(name for name in names if not _mismatch(name, capped, dtype, platform))
     mixer = cfg.attention_mixer
-    if mixer and (refused := KERNELS[names[0]].refusal(mixer, length)):
+    if mixer and (refused := KERNELS[chosen].refusal(mixer, length, capability)):
         raise RecipeError(f"{refused}; or execution.attention=xla")
-    return names[0]
+    return chosen
+
+
+def _mismatch(name: str, capped: bool, dtype: str, platform: str) -> str | None:
+    """Reason why a kernel is none for these scores, this dtype or this platform; None if it is."""
+    kernel = KERNELS[name]
+    if kernel.capped != capped:
+        return f"is for {'soft-capped' if kernel.capped else 'plain'} scores"
+    if platform not in (kernel.platforms or (platform,)):
+        return f"does not run on a {platform}"
+    if dtype == "fp32" and not kernel.fp32:
+        return "computes no fp32 attention"
+    return None
 
 
 def attend(

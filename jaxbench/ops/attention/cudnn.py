@@ -1,11 +1,14 @@
 """Attention by cuDNN's fused kernels, through JAX."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxbench import mesh
+from jaxbench.hardware import Capability
 from jaxbench.jax_internals import (
     cudnn_attention,
     cudnn_attention_backward,
@@ -21,8 +24,16 @@ FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
 statistics: saved, the backward kernel needs no second forward pass."""
 
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
-"""Supported head dims on Hopper and later: multiples of the second up to the first."""
+HEAD_DIM_STEP = 8
+"""Head dims are multiples of it."""
+
+HEAD_DIMS = {9: 256, 10: 192}
+"""The largest head dim with kernels forward and backward, by major compute capability: 128 on
+others (cuDNN 9.28)."""
+
+WIDE, NARROW = 192, 128
+"""The only head dims above 128 for which there is a backward kernel on compute capability 10.x:
+those of queries and keys, and of values."""
 
 PRODUCTS = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
 """Targets of the custom calls, and how many matrix products each has over the head dim of keys, and
@@ -45,12 +56,40 @@ def call(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one device's heads over whole sequences."""
-    batch, length, heads, head_dim = query.shape
+    batch, length, heads, _ = query.shape
     per_feature = 2 * batch * heads * length * min(length, scores.window or length)
-    with latency.of_product(per_feature * (head_dim + value.shape[-1]), "bf16"):
-        if sinks is None:
-            return cudnn_attention(query, key, value, scores.scale, scores.window)
-        return _with_sinks(query, key, value, sinks, scores.scale, scores.window)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        with latency.of_product(per_feature * (key.shape[-1] + value.shape[-1]), "bf16"):
+            if sinks is None:
+                return cudnn_attention(query, key, value, scores.scale, scores.window)
+            return _with_sinks(query, key, value, sinks, scores.scale, scores.window)
+
+    if key.shape[-1] > NARROW and (mesh.capability() or (0, 0))[0] == 10:
+        return by_parts(attend, query, key, value)
+    return attend(query, key, value)
+
+
+def by_parts(
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    query: Float[Array, "B S N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+) -> Float[Array, "B S N V"]:
+    """Attention by calls of `attend` for queries and keys of `WIDE` features and values of
+    `NARROW`.
+
+    Each call has all queries and keys, padded with zeros, and a part of the values' features:
+    output features do not depend on one another. The calls' gradients of queries and keys add up.
+    """
+    width = value.shape[-1]
+    query, key = (_padded(x, WIDE) for x in (query, key))
+    parts = [_padded(value[..., i : i + NARROW], NARROW) for i in range(0, width, NARROW)]
+    return jnp.concatenate([attend(query, key, part) for part in parts], axis=-1)[..., :width]
+
+
+def _padded(x: Array, width: int) -> Array:
+    return jnp.pad(x, [*[(0, 0)] * 3, (0, width - x.shape[-1])])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -101,14 +140,19 @@ def gradient_of_sinks(
     return -jnp.sum(weight * products, axis=(0, 1))
 
 
-def refusal(cfg: Attention, length: int) -> str | None:
+def refusal(cfg: Attention, length: int, capability: Capability | None) -> str | None:
     """Reason why the kernels cannot compute an attention mixer; None if they can."""
+    most = HEAD_DIMS.get(capability[0], 128) if capability else max(HEAD_DIMS.values())
+    on = f" on compute capability {capability[0]}.{capability[1]}" if capability else ""
     for width in cfg.score_widths:
-        if width % HEAD_DIM_STEP or width > MAX_HEAD_DIM:
+        if width % HEAD_DIM_STEP or width > most:
             return (
                 f"heads of {width} features: cuDNN attention takes multiples of {HEAD_DIM_STEP} "
-                f"up to {MAX_HEAD_DIM}"
+                f"up to {most}{on}"
             )
+    if capability and capability < (9, 0) and len(set(cfg.score_widths)) > 1:
+        widths = " and ".join(map(str, cfg.score_widths))
+        return f"keys and values of {widths} features: cuDNN attention takes one width{on}"
     if length % 2:
         return f"batch.sequence_length = {length}: cuDNN attention takes even lengths"
     return None
