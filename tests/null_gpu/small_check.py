@@ -27,7 +27,7 @@ def smoke(recipe: str, name: int | str = 1, *changes: str) -> Run:
 
 def train(recipe: str, folder: Path, *options: str, **variables: str) -> context.Trained:
     """The training command with the sizes of a shorter `smoke` row."""
-    sizes = context.tiny(context.Context("gpu", folder, hardware.H100), recipe)
+    sizes = context.tiny(context.Context("gpu", folder, hardware.H100, folder), recipe)
     return context.train(recipe, folder, *sizes, *SHORTER, *options, **variables)
 
 
@@ -39,7 +39,7 @@ def shrink() -> None:
     survives.tiny = lambda ctx, recipe: (*context.tiny(ctx, recipe), *SHORTER)
     trains.train, trains.STEPS, trains.PAIRS = train, 12, trains.PAIRS[:2]
     rows.names = lambda ctx: [FP8, "qwen3_30b_a3b_bf16"]
-    tiles.shapes = lambda ctx: [tiles.Shape("tiny", 4, 1024, 128, 128)]
+    tiles.shapes = lambda ctx: iter([tiles.Shape("tiny", 4, 1024, 128, 128)])
     tiles.LAUNCHES, tiles.WIDTHS = tiles.LAUNCHES[:1], tiles.WIDTHS[:1]
     survives.LONG = 50
     speed.SQUARE, speed.SUSTAINED_S = 1024, 0.1
