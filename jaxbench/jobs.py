@@ -87,13 +87,14 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 def state(number: str, record: dict[str, Any], queued: Queue) -> str:
     """`completed`, `running`, `pending`, `failed` or `interrupted` with the cause, or `lost`: not
-    ended in its record, and not in Slurm's queue. A failed job in the queue was requeued, and is
-    pending."""
+    ended in its record, and not in Slurm's queue. A job that ended in its record and waits in the
+    queue was requeued, and is pending; one that Slurm still runs saves its last state."""
     recorded = record["status"]
     if recorded == "completed":
         return recorded
     if number in queued:
-        return "running" if recorded == "running" else "pending"
+        ends = recorded != "pending" and queued[number][:1] in (["RUNNING"], ["COMPLETING"])
+        return "running" if ends or recorded == "running" else "pending"
     if recorded in ("running", "pending"):
         return "lost"
     cause = record.get("cause")

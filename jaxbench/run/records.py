@@ -53,7 +53,7 @@ def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             step = json.loads(line)
-            if int(step["step"]) < start:
+            if step["step"] < start:
                 steps.append(step)
         except (ValueError, LookupError, TypeError):
             break  # cut off when the process was killed or the disk was full

@@ -106,3 +106,12 @@ def test_a_record_that_is_cut_off_is_a_failed_job(text, tmp_path):
     record = jobs.record_of(tmp_path)
     assert jobs.state("1", record, {}) == "failed"
     assert record["reason"].startswith("its record cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("slurms", "state"),
+    [("RUNNING", "running"), ("COMPLETING", "running"), ("PENDING", "pending")],
+)
+def test_a_run_that_saves_after_a_signal_still_runs(slurms, state):
+    """Its record says already that it was interrupted; one that was requeued waits."""
+    assert jobs.state("7", {"status": "interrupted"}, {"7": [slurms, "1:00", "n0"]}) == state
