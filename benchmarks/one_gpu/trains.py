@@ -68,7 +68,7 @@ PAIRS = (
 
 
 def commands(ctx: Context) -> Iterator[Finding]:
-    """Row `1` by the training command: complete, within memory, with the same losses each time."""
+    """Row `1` by the training command: complete, with the same losses each time."""
     losses: dict[str, list[float]] = {}
     for number, (recipe, options) in enumerate(PAIRS):
         run = train(recipe, ctx.folder / f"row-{number}", f"--steps={STEPS}", *options)
