@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from compiled import needs_compiler
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxbench import hardware, mesh
 from jaxbench.jax_internals import attention_for_mesh
@@ -60,7 +61,9 @@ def test_offsets_reach_the_last_element(offsets, dtype, rows):
         outputs = {"y": Output(x.shape, x.dtype, block)}
         return call(copy, "copy", (rows,), {"x": (x, block)}, outputs, Launch(1), interpret=False)
 
-    with undeprecated():
+    hopper = AbstractDevice(hardware.PLANNED["h100"].device, None, "gpu")
+    alone = AbstractMesh((1,), ("x",), abstract_device=hopper)
+    with undeprecated(), use_abstract_mesh(alone):
         traced = jax.jit(copied).trace(jax.ShapeDtypeStruct((1, rows, 128), dtype))
         traced.lower(lowering_platforms=("cuda",))
     assert offsets

@@ -13,7 +13,7 @@ import pytest
 from cases import tiered
 from compiled import Compiled, needs_compiler
 
-from jaxbench.errors import RunFailed
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.forecast.guide import expected
 from jaxbench.hardware import H100, PLANNED
 from jaxbench.jax_internals import READS_HOST
@@ -521,7 +521,7 @@ def test_plain_attention_in_place_of_the_fused_one_is_an_error(llama2):
 
 def test_an_unknown_compiler_option_is_an_error_and_no_abort():
     changes = "execution.xla_flags=tuned,xla_gpu_graph_level=0", "model.layers=1"
-    with pytest.raises(RunFailed, match="xla_gpu_graph_level was removed from XLA; use"):
+    with pytest.raises(RecipeError, match="xla_gpu_graph_level was removed from XLA; use"):
         Compiled("llama31_8b_bf16", 8, *changes, "batch.sequence_length=256")
 
 
