@@ -56,7 +56,7 @@ class Compiled:
         with jax.set_mesh(self.mesh), captured_stderr() as written:
             self.compiled, _, _ = compile_program(self.run)
         self.warnings = written[0]
-        self.program = read(self.compiled)
+        self.program = read(self.compiled, self.run)
         self.collectives = collectives_of(self.program)
 
     @property

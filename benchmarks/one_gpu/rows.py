@@ -178,7 +178,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         on = mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))
         with jax.set_mesh(on):
             program, _, took = compile_program(run)
-        walk, kernels = Walk(read(program)), tables.load(ctx.gpu.name.lower())
+        walk, kernels = Walk(read(program, run)), tables.load(ctx.gpu.name.lower())
         schedule = expected_schedule(walk, ctx.gpu, kernels)
         parts = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in schedule.parts.items())
         peak = Memory.of(program, ctx.gpu).peak / 2**30

@@ -25,7 +25,8 @@ from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import model_flops, throughput
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
-from jaxbench.train.program import RULES, check_program, compile_program, offloaded_bytes
+from jaxbench.train.program import check_program, compile_program, offloaded_bytes
+from jaxbench.train.program import read as read_program
 from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
 from jaxbench.versions import versions
@@ -172,10 +173,9 @@ def make_plan(
         check_program(compiled, run)
         live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # of the last program
         state = state_bytes(run)
-    text = compiled.as_text()
     if dump is not None:
-        (dump / "program.hlo.txt").write_text(text)
-    program = Program.parse(text, RULES)
+        (dump / "program.hlo.txt").write_text(compiled.as_text())
+    program = read_program(compiled, run)
     if trace is not None:
         title = f"{run.recipe} on {run.gpus} x {gpu.name}"
         write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))

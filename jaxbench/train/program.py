@@ -67,7 +67,7 @@ def compile_program(
     try:
         compiled = lowered.compile(compiler_options=options)
         if flags.guided(run) and flags.PGLE not in options and (gpu := _forecast_gpu(run)):
-            profile = agree(lambda: guide(read(compiled), gpu))
+            profile = agree(lambda: guide(read(compiled, run), gpu))
             guiding = {"fdo_profile": profile.encode()}
             compiled = lowered.compile(compiler_options=options | guiding)
     except jax.errors.JaxRuntimeError as error:
@@ -92,9 +92,11 @@ def _device_kind() -> str:
     return jax.sharding.get_abstract_mesh().abstract_device.device_kind
 
 
-def read(compiled: Any) -> Program:
-    """The parsed program of a compiled step."""
-    return Program.parse(compiled.as_text(), RULES)
+def read(compiled: Any, run: Run) -> Program:
+    """The parsed program of a run's compiled step."""
+    program = Program.parse(compiled.as_text(), RULES)
+    program.multi_streaming = flags.multi_streaming(run)
+    return program
 
 
 def offloaded_bytes(compiled: Any) -> int:
@@ -167,7 +169,7 @@ def check_program(compiled: Any, run: Run) -> None:
     is_quantized = run.precision.quantized and platform == "gpu"
     if not (expected or is_quantized):
         return
-    program = read(compiled)
+    program = read(compiled, run)
     calls = program.custom_calls()
     for what, target in expected:
         if not calls[target]:

@@ -97,13 +97,19 @@ SETS: dict[str, Options] = {
     "tuned": TUNED, "guided": GUIDED, "published": PUBLISHED, "default": {},
 }  # fmt: skip
 
-KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8) for name in options}
 
 OURS = "tuned", "guided"
 """The sets that are completed by what the program is: pipelined or not, in FP8 or not."""
 
+MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
+"""The option that gives collectives several streams. Without it jax 0.10 to 0.12 run all of them
+one after another (docs/reference/xla_flags.md, *Collectives in flight*)."""
+
 PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
 """The option that names a profile's file."""
+
+KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8) for name in options}
+KNOWN.add(MULTI_STREAMING)
 
 RENAMED = {
     "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
@@ -192,6 +198,12 @@ def _user_values(ours: Options, overrides: Options) -> Options:
                 f"XLA_FLAGS has {name}={text}, but execution.xla_flags has {name}={old}: keep one"
             )
     return values
+
+
+def multi_streaming(run: Run) -> bool:
+    """True for a run whose collectives have several streams on GPUs."""
+    chosen = options(run, "gpu").get(MULTI_STREAMING, asked(variable()).get(MULTI_STREAMING, False))
+    return chosen in (True, "", "true", "1")
 
 
 def guided(run: Run) -> bool:

@@ -72,7 +72,9 @@ class Program:
     """A compiled module: its computations by name, the name of its entry computation, the number of
     devices that it is compiled for, and the rules for its custom calls.
 
-    `assumed` says what was counted otherwise than it may run.
+    `assumed` says what was counted otherwise than it may run. `multi_streaming` is true for a
+    program whose collectives on NVLink and on the network run at the same time. Its text does not
+    say so; it follows from a compiler option (`flags.MULTI_STREAMING`).
     """
 
     entry: str
@@ -80,6 +82,7 @@ class Program:
     devices: int = 1
     rules: Rules = field(default_factory=dict, repr=False)
     assumed: list[str] = field(default_factory=list)
+    multi_streaming: bool = False
 
     @classmethod
     def parse(cls, text: str, rules: Rules | None = None, strict: bool = True) -> "Program":

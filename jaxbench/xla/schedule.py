@@ -1,11 +1,12 @@
 """Simulation of a compiled program along XLA's schedule, under a cost model.
 
-Streams as XLA:GPU has them: kernels run one after another. A collective starts where the schedule
-has its `-start`, waits for earlier collectives on the same links (NVLink, or the network between
-nodes), and overlaps with kernels until its `-done`. The time that kernels then wait for it is
-*exposed*. An asynchronous kernel that only moves bytes has the memory bandwidth that others leave
-until its `-done`, and all of it then. `Roofline` is the cost model of the bound, explained in
-docs/design/plan.md; `forecast.costs.Measured` extends it.
+Streams are those of XLA:GPU. Kernels run one after another. A collective starts where the schedule
+has its `-start`, waits until all earlier collectives are done, and overlaps with kernels until its
+`-done`. The time that kernels then wait for it is *exposed*. All collectives share one queue, since
+XLA runs them on one stream unless it is told otherwise (`flags.MULTI_STREAMING`). An asynchronous
+kernel that only moves bytes has the memory bandwidth that others leave until its `-done`, and all
+of it then. `Roofline` is the cost model of the bound, explained in docs/design/plan.md;
+`forecast.costs.Measured` extends it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -88,7 +89,7 @@ class Walk:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
-        links_free_at = {True: 0.0, False: 0.0}  # by whether they cross domains
+        free_at: dict[bool, float] = {}  # of each queue of collectives
         beside, link = _Beside(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
@@ -118,7 +119,7 @@ class Walk:
                 body = self._simulate(callee, costs)
                 computes = computes or body.computes
                 total.add(body, times)
-            busy_s = max(links_free_at.values()) - start_s
+            busy_s = max(free_at.values(), default=0.0) - start_s
             total.slow(i.name, _slowed(total.kernel_s - kernel_s, busy_s, costs.slowdown))
             if computes:
                 total.computes = True
@@ -126,9 +127,10 @@ class Walk:
             if (collective := starts.get(i.name)) is not None:
                 seconds = costs.collective(collective)
                 links = collective.crosses_domains(costs.gpu)
-                links_free_at[links] = max(total.step_s, links_free_at[links]) + seconds
-                running[i.name] = collective, seconds, links_free_at[links]
-                begins = links_free_at[links] - seconds
+                queue = links and self.program.multi_streaming
+                begins = max(total.step_s, free_at.get(queue, 0.0))
+                free_at[queue] = begins + seconds
+                running[i.name] = collective, seconds, free_at[queue]
                 total.occupy(LINKS[links], i.name, begins, seconds, launched, collective)
                 if links:
                     link.share(total.step_s, seconds)

@@ -107,9 +107,9 @@ def test_a_kernel_hides_as_long_as_it_runs():
     assert found.uncovered_bytes == 96
 
 
-def test_collectives_queue_on_the_same_links():
+def test_collectives_run_one_after_another():
     """The second of two gathers waits for the first; the product hides one of them and a part. One
-    between nodes, where it takes as long as the product, waits for none."""
+    between nodes, which takes twice as long, waits too, unless both have streams of their own."""
     second = GATHER.replace("%start", "%start2"), DONE.replace("start", "start2")
     short = schedule.Roofline(replace(GPU, bandwidth=2.0))
     both = GATHER + second[0] + DOT + DONE + second[1].replace("%done", "%done2")
@@ -118,8 +118,11 @@ def test_collectives_queue_on_the_same_links():
     assert found.exposed_s == pytest.approx(2 * GATHER_S - PRODUCT_S / 2)
     assert found.uncovered_bytes == 0
     far = second[0].replace("[1,4]<=[4]", "[4,4]<=[4,4]T(1,0)")
-    found = schedule.Walk(program(both.replace(second[0], far))).under(SYSTEM)
-    assert found.exposed_s == 0
+    near_and_far = program(both.replace(second[0], far))
+    found = schedule.Walk(near_and_far).under(SYSTEM)
+    assert found.exposed_s == pytest.approx(3 * GATHER_S - PRODUCT_S)
+    near_and_far.multi_streaming = True
+    assert schedule.Walk(near_and_far).under(SYSTEM).exposed_s == 0
 
 
 COPIED = """
