@@ -1,16 +1,17 @@
 """The device mesh, and the only place that maps logical dimensions to its axes.
 
-All axes are Explicit: shardings are part of the types, and nothing is resharded that is not
-resharded here. Two terms of JAX's type system are used throughout. An array *unreduced* over an
-axis is the sum of what the ranks of that axis hold. An array *reduced* over an axis is a copy on
-each of its ranks whose cotangent is unreduced, so that gradients are summed where the program says
-and nowhere else (docs.jax.dev, "Autodiff and sharding").
+All axes are Explicit: shardings are part of the types, and nothing is resharded except here. Two
+terms of JAX's type system are used throughout (docs.jax.dev, "Autodiff and sharding"):
+
+- An array *unreduced* over an axis is the sum of what the ranks of that axis hold.
+- An array *reduced* over an axis is a copy on each of its ranks, and its cotangent is unreduced.
+  Gradients are then summed where the program says, and nowhere else.
 
 The same layers also run *inside* a `shard_map` over all axes (`train.pipeline`), on local arrays.
-There types name no axis: every `spec` is empty and every reshard is the identity;
-`on_each_device(f)` is `f`; weights are already gathered (table and experts stay split, as in use),
-and a gradient is this device's contribution. Collectives that types would imply are written out, in
-the functions with `seq` in their names.
+There types name no axis: every `spec` is empty, every reshard is the identity, and
+`on_each_device(f)` is `f`. Weights are already gathered (the table and experts stay split, as they
+are used), and a gradient is the contribution of this device. Collectives that types would otherwise
+imply are written out, in the functions with `seq` in their names.
 """
 
 import math
@@ -30,11 +31,11 @@ BATCH = ("data", "fsdp", "expert")
 """Axes whose ranks hold different sequences of a microbatch."""
 
 CONTEXT, TENSOR = "context", "tensor"
-"""The axis that splits sequences, and the one that splits heads, features and vocabulary."""
+"""The axis that splits sequences, and the axis that splits heads, features and vocabulary."""
 
 PIPELINE = "pipeline"
 """The axis whose ranks compute different layers. At rest weights are sharded over it as over
-`fsdp`, and outside of the layers its ranks embed, and take the loss of, different microbatches."""
+`fsdp`. Outside the layers its ranks embed different microbatches, and compute their losses."""
 
 SEQUENCES = (*BATCH, PIPELINE)
 """Axes whose ranks hold different sequences in the embedding and in the loss."""
@@ -43,15 +44,15 @@ REPLICAS = ("data",)
 """Axes whose ranks hold copies of all weights."""
 
 AT_REST = ("fsdp", "expert", CONTEXT, PIPELINE)
-"""Axes over which a weight is sharded at rest and gathered for use (ZeRO stage 3; Rajbhandari et
+"""Axes over which a weight is sharded at rest, and gathered for use (ZeRO stage 3; Rajbhandari et
 al. 2020)."""
 
 EXPERTS = ("expert", TENSOR)
-"""Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices: every
-token is sent once, and no product is split."""
+"""Axes whose ranks hold different experts. Tensor ranks hold whole experts instead of slices, so
+every token is sent once, and no matmul is split."""
 
 EXPERT_AT_REST = ("fsdp", CONTEXT, PIPELINE)
-"""Axes of `AT_REST` without those of `EXPERTS`, for the weights of one expert."""
+"""Axes of `AT_REST` that are not in `EXPERTS`, for the weights of one expert."""
 
 WEIGHT = {
     "embed": AT_REST,
@@ -72,9 +73,9 @@ WEIGHT = {
     "latent": None,
     "from_latent": EXPERT_AT_REST,
 }
-"""Weights of products. A gather along their first dimension, `embed` or the narrow `from_latent`,
-needs no transposed copy. Dimensions of an expert's weights follow `experts`, and are sharded over
-the other axes."""
+"""Weights of matmuls. A gather along their first dimension, which is `embed` or the narrow
+`from_latent`, needs no transposed copy. The other dimensions of an expert's weights follow
+`experts`, and are sharded over the remaining axes."""
 
 TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "embed": TABLE_EMBED}
@@ -86,8 +87,8 @@ VECTOR = {
     "part": None, "expert_ffn": None, "router": None,
 }  # fmt: skip
 """Norm gains, biases, attention sinks, and parameters of a Mamba-2 group per head and channel. They
-are at rest as in use: they are small, and gathering them would cost a collective's latency per
-layer."""
+are stored as they are used: they are small, and gathering them would cost the latency of a
+collective in every layer."""
 
 ACTIVATION = {
     "batch": BATCH,
@@ -112,15 +113,15 @@ ACTIVATION = {
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
 work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022). `slots` are the
-slots for tokens that each rank fills for all experts, `capacity` those of an expert."""
+slots for tokens that each rank fills for all experts, and `capacity` those of one expert."""
 
 
 def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
-    """The partition of an array with logical dimensions such as `"embed ffn"` under one of the
+    """The partition of an array with logical dimensions, such as `"embed ffn"`, under one of the
     tables above.
 
     `marks` are the axes over which it is `reduced` or `unreduced`. Raises KeyError for a dimension
-    that the table lacks.
+    that the table does not have.
     """
     return _spec([rules[dim] for dim in dims.split()], **marks)
 
@@ -137,12 +138,12 @@ def manual() -> bool:
 
 
 def on_each_device(local: Callable, out_specs: Any, **options: Any) -> Callable:
-    """`jax.shard_map` of `local` over all axes; `local` itself where arrays are local already."""
+    """`jax.shard_map` of `local` over all axes, or `local` itself if arrays are local already."""
     return local if manual() else jax.shard_map(local, out_specs=out_specs, **options)
 
 
 def make_mesh(shape: tuple[int, ...], devices=None) -> Mesh:
-    """The mesh with axes `AXES` of these sizes: over all devices of the job, or over `devices` in
+    """The mesh with axes `AXES` of these sizes, over all devices of the job, or over `devices` in
     their order."""
     kinds = (AxisType.Explicit,) * len(AXES)
     if devices is None:
@@ -157,7 +158,7 @@ def platform() -> str:
 
 
 def capability() -> Capability | None:
-    """Compute capability of the GPUs of the current mesh; None for other devices, and for absent
+    """Compute capability of the GPUs of the current mesh. None for other devices, and for absent
     GPUs that are not known."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform != "gpu":
@@ -175,13 +176,13 @@ def _capability(version: str) -> Capability:
 
 
 def used(*axes: str) -> tuple[str, ...]:
-    """The axes with more than one rank; types and collectives name only these."""
+    """The axes with more than one rank. Types and collectives name only these."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(axis for axis in axes if sizes[axis] > 1)
 
 
 def partition(x: Any) -> tuple:
-    """The partition of an array, a tracer or a type, one entry per dimension."""
+    """The partition of an array, a tracer or a type, with one entry per dimension."""
     return jax.typeof(x).sharding.spec.partitions
 
 
@@ -215,9 +216,10 @@ def scatter_seq(y: jax.Array) -> jax.Array:
 
 
 def pinned(x: jax.Array) -> jax.Array:
-    """The identity, as a `shard_map` that fixes the partition of `x` and of its cotangent to that
-    of its type. Otherwise Shardy may propagate another one from neighbouring operations: it refuses
-    a product whose result is unreduced, or takes a rank's part from a copy that it gathered."""
+    """The identity, as a `shard_map` that fixes the partition of `x` and of its cotangent to the
+    one in its type. Without it Shardy may propagate another partition from neighbouring operations:
+    it then refuses a matmul whose result is unreduced, or takes a rank's part from a copy that it
+    gathered."""
     return on_each_device(lambda x: x, PartitionSpec(*partition(x)))(x)
 
 
@@ -228,7 +230,8 @@ def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
 
 
 def next_in_seq(x: jax.Array, last: int) -> jax.Array:
-    """Elements of `"batch seq"` shifted by one: the next element for each, `last` for the last."""
+    """Elements of `"batch seq"` shifted by one: each becomes the next one, and the last becomes
+    `last`."""
     ranks = jax.sharding.get_abstract_mesh().shape[CONTEXT]
     to_rank_before = [(i + 1, i) for i in range(ranks - 1)]
 
@@ -246,7 +249,7 @@ def whole_seq(length: int) -> int:
 
 
 def indices(dim: str, count: int) -> jax.Array:
-    """The global indices along a logical dimension of the `count` elements that a device holds of
+    """The global indices of the `count` elements that a device holds along a logical dimension of
     an activation; inside a `shard_map`."""
     first = count * jax.lax.axis_index(split) if (split := axes(dim)) else 0
     return first + jax.numpy.arange(count)
@@ -261,25 +264,25 @@ def accumulating(w: jax.Array) -> jax.Array:
     """A weight at rest, marked so that its gradient stays unreduced over the axes that replicate
     it.
 
-    Microbatches and layers then add up local gradients, and one sum at the end of the step crosses
-    those axes.
+    Microbatches and layers then add up local gradients, and a single sum at the end of the step
+    crosses those axes.
     """
     sharded = {axis for entry in partition(w) for axis in _axes(entry)}
     return jax.sharding.reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
 def unmarked(w: jax.Array) -> jax.Array:
-    """An `accumulating` weight without its mark, for use outside of differentiation."""
+    """An `accumulating` weight without its mark, for use outside differentiation."""
     return jax.sharding.reshard(w, PartitionSpec(*partition(w)))
 
 
 Gathered = list[tuple[int, tuple[str, ...]]]
-"""Dimensions of a weight that are gathered for use, each with its axes."""
+"""The dimensions of a weight that are gathered for use, each with its axes."""
 
 
 def gathered_dims(w: Any, experts: int | None = None) -> Gathered:
-    """Dimensions over which a weight at rest, or its type, is gathered for use, except the
-    dimension of index `experts`: each rank uses its local experts."""
+    """The dimensions over which a weight at rest, or its type, is gathered for use. The dimension
+    of index `experts` is not gathered, since each rank uses its local experts."""
     split = [tuple(axis for axis in _axes(entry) if axis in AT_REST) for entry in partition(w)]
     return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 
@@ -289,8 +292,8 @@ MOVABLE = {"is_pipelineable": "true"}
 
 
 def gather(w: jax.Array, dims: Gathered, **to: str) -> jax.Array:
-    """A weight gathered from its parts, inside a `shard_map`. XLA may gather a scanned weight in
-    the iteration before, and scatter its gradient in the one after."""
+    """A weight gathered from its parts, inside a `shard_map`. XLA may gather a scanned weight one
+    iteration early, and scatter its gradient one iteration late."""
     with set_xla_metadata(**MOVABLE):
         for dim, axes in dims:
             w = jax.lax.all_gather(w, axes, axis=dim, tiled=True, **to)
@@ -306,13 +309,13 @@ def scatter(grad: jax.Array, dims: Gathered) -> jax.Array:
 
 
 def varying(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
-    """A local array inside a `shard_map`, cast to varying over all axes but `split`, which may
-    shard it: its gradient is not summed over them."""
+    """A local array inside a `shard_map`, cast to varying over all axes except `split`, which may
+    shard it. Its gradient is then not summed over those axes."""
     return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis not in split)), to="varying")
 
 
 def as_weight(w: jax.Array, dims: str) -> jax.Array:
-    """An `accumulating` array, such as the transposed embedding table, resharded as a weight of
+    """An `accumulating` array, such as the transposed embedding table, resharded as a weight with
     dimensions `dims`."""
     reduced = set(jax.typeof(w).sharding.spec.reduced)
     return jax.sharding.reshard(w, spec(dims, WEIGHT, reduced=reduced))
@@ -333,7 +336,7 @@ def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
 
 
 def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:
-    """True if a sum over the dimensions of `x` that are not `kept` crosses tensor ranks; `dims` and
+    """True if a sum over the dimensions of `x` that are not `kept` crosses tensor ranks. `dims` and
     `kept` have one letter per dimension."""
     return any(
         TENSOR in _axes(entry)
@@ -347,7 +350,8 @@ def _axes(entry: str | Collection[str] | None) -> Collection[str]:
 
 
 def cotangent_spec(x: jax.Array) -> PartitionSpec:
-    """The partition of a cotangent of `x`: unreduced over the axes over which `x` is reduced."""
+    """The partition of a cotangent of `x`, which is unreduced over the axes over which `x` is
+    reduced."""
     return PartitionSpec(*partition(x), unreduced=jax.typeof(x).sharding.spec.reduced)
 
 
@@ -357,7 +361,7 @@ def per_device() -> PartitionSpec:
 
 
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:
-    """Zeros to which gradients of the `accumulating` weight can be added."""
+    """Zeros to which gradients of an `accumulating` weight can be added."""
     zeros = jax.numpy.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
     return jax.sharding.reshard(zeros, cotangent_spec(w))
 

@@ -26,11 +26,11 @@ from jaxbench.recipe.model import ModelConfig
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023), with optional norms of queries and
-    keys, rotary positions, window, sinks and biases.
+    """Causal grouped-query attention (Ainslie et al. 2023). Norms of queries and keys, rotary
+    positions, window, sinks and biases are optional.
 
     The input projections are one weight, ordered by kv head: the query heads of its group, its key,
-    its value. So a tensor rank holds whole groups.
+    its value. A tensor rank therefore holds whole groups.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: AttentionConfig, *, key):
@@ -74,15 +74,18 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2): queries, and
-    keys with values, are projected from normed latents. Queries and keys have features without
-    position and, behind them, features that rotary embedding turns, for which all heads share one
-    key, taken from the hidden state.
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2).
+
+    Queries are projected from one normed latent, keys and values from another. Queries and keys
+    begin with features that carry no position. Behind them are features that rotary embedding
+    turns. All heads share one key for these, which is taken from the hidden state.
 
     The projections of the hidden state are one weight: query latent, key and value latent, rotary
     key. They work on 1/tensor of the sequence, so tensor ranks exchange latents instead of the
-    wider hidden state. Remat policies can save `latent`, before the norms: small, and queries, keys
-    and values, which are as large as in ordinary attention, follow from it by two products.
+    wider hidden state.
+
+    Remat policies can save `latent`, the latents before their norms. They are small, and two
+    matmuls compute queries, keys and values from them, which are as large as in ordinary attention.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: LatentAttentionConfig, *, key):
@@ -130,8 +133,8 @@ class LatentAttention(nnx.Module):
 def _positioned(
     x: Float[Array, "B S N H"], name: str, norm: RMSNorm | None, rotary: Rotary | None
 ) -> Float[Array, "B S N H"]:
-    """Queries or keys with their positions. Those with a norm are saved before it: its gradient
-    needs its input, from which norm and rotation are cheap to compute again."""
+    """Queries or keys with their positions. If they have a norm, they are saved before it: the
+    gradient of the norm needs its input, and norm and rotation are cheap to recompute from it."""
     if norm is None:
         return save(rotate(x, rotary), name)
     return rotate(norm(save(x, name)), rotary)

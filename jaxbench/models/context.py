@@ -1,4 +1,4 @@
-"""The context of a forward pass: rotary tables, and the implementations that compute it."""
+"""The context of a forward pass: rotary tables, and which implementations compute it."""
 
 from jaxtyping import Array, Int
 
@@ -42,9 +42,12 @@ def implementations(
     platform: str,
     capability: Capability | None,
 ) -> dict[str, str]:
-    """The names of the implementations that compute a model on a platform, on GPUs of a compute
-    capability where it is known, by their fields of `ForwardContext`; a sequence of `length` tokens
-    lies on `shards` ranks. Raises RecipeError where a requested one cannot."""
+    """The names of the implementations that compute a model, by their fields of `ForwardContext`.
+
+    A sequence of `length` tokens lies on `shards` ranks. `capability` is the compute capability of
+    the GPUs, if it is known. Raises RecipeError if a requested implementation cannot compute the
+    model.
+    """
     dtype = precision.dtype
     return {
         "kernel": attention.choose(execution, cfg, dtype, length, platform, capability),

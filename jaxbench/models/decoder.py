@@ -45,12 +45,12 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
     ExpertsConfig: Experts,
     MambaConfig: Mamba2,
 }
-"""Mixers by the class that describes them. A mixer maps `"batch shard_seq embed"` and a
+"""The mixer for each class that describes one. A mixer maps `"batch shard_seq embed"` and a
 `ForwardContext` to an array of the same shape and its `RoutingFigures`."""
 
 
 class Residual(nnx.Module):
-    """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and sum work on 1/tensor of the
+    """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and the sum work on 1/tensor of the
     sequence."""
 
     def __init__(self, cfg: ModelConfig, mixer: Mixer, *, key):
@@ -66,7 +66,8 @@ class Residual(nnx.Module):
 
 
 class Block(nnx.Module):
-    """The mixers of a layer pattern that repeats; in a transformer usually the two of one layer."""
+    """The mixers of a layer pattern that repeats; in a transformer usually the two mixers of one
+    layer."""
 
     def __init__(self, cfg: ModelConfig, pattern: str, *, key):
         layers = zip(pattern, jax.random.split(key, len(pattern)), strict=True)
@@ -81,16 +82,19 @@ class Block(nnx.Module):
         return x, figures
 
     def apply_layer(self, index: int, x: Hidden, ctx: ForwardContext) -> LayerOutput:
-        """One of its layers; `ctx.layer` is the number of the first."""
+        """One layer of the block. `ctx.layer` is the number of the block's first layer."""
         number = None if ctx.layer is None else ctx.layer + index
         return self.layers[index](x, ctx._replace(layer=number))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of a stack with the same settings: index of the stack, which of its
-    blocks, saved activations (None: all), the mixers of a block, by position, whose products stay
-    in bf16 in an FP8 run, and the saved activations that wait in the host's memory."""
+    """Consecutive blocks of one stack that have the same settings.
+
+    `stack` is the index of the stack, and `repeats` says which of its blocks. `saved` names the
+    activations that are saved (None: all), and `offloaded` those of them that wait in the host's
+    memory. `bf16` are the mixers of a block, by position, whose matmuls stay in bf16 in an FP8 run.
+    """
 
     stack: int
     repeats: slice
@@ -100,9 +104,9 @@ class Segment:
 
 
 class Decoder(nnx.Module):
-    """Embedding, stacks of repeating blocks with weights `[blocks, ..]`, final norm, and the head:
-    a weight, or the embedding table. The last stack is the block of multi-token prediction, where
-    the model has it."""
+    """Embedding, stacks of repeating blocks with weights `[blocks, ..]`, final norm, and head. The
+    head is a weight, or the embedding table. If the model predicts several tokens, the last stack
+    is the block that does so."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         k_embedding, k_blocks, k_head, k_prediction = jax.random.split(key, 4)
@@ -128,7 +132,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self):
-        """The compute dtype: that of the weights."""
+        """The compute dtype, which is the dtype of the weights."""
         leaves = jax.tree.leaves(self.stacks, is_leaf=lambda v: isinstance(v, Weight))
         return next(w for w in leaves if isinstance(w, Weight))[...].dtype
 
@@ -142,7 +146,7 @@ class Decoder(nnx.Module):
         first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Hidden, list[RoutingFigures], list[Stash]]:
         """(output of the last layer, routing figures of each segment, stash of each segment as
-        written); `scaled` has the FP8 weights and scales of each stack in an FP8 run."""
+        written). In an FP8 run `scaled` has the FP8 weights and scales of each stack."""
         x = embed(self.cfg, self.embedding, tokens, self.dtype)
         ctx = forward_context(self.cfg, tokens.shape[1], execution, precision, first_sequence)
         all_figures, written = [], []
@@ -199,11 +203,11 @@ class Decoder(nnx.Module):
         stashes: Sequence[Stash | None] = (),
         first_sequence: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, ""], tuple[routing.Figures, list[Stash]]]:
-        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written));
-        `first_sequence` is that of `ForwardContext`.
+        """(mean cross entropy over all tokens in nats, (routing figures, stashes as written)).
+        `first_sequence` is the field of `ForwardContext`.
 
-        The load-balance losses, and the loss of multi-token prediction, contribute gradients, but
-        are not part of the value.
+        The load-balance losses and the loss of multi-token prediction contribute gradients, but are
+        not part of the value.
         """
         count = len(segments(self.cfg, execution, precision))
         main, further = stashes[:count], stashes[count:]
@@ -247,15 +251,17 @@ def apply_block(
     in_order: bool = False,
     offloaded: frozenset[str] = frozenset(),
 ) -> LayerOutput:
-    """One block under a remat policy; in a quantized run with its scales, the zeros `observed`
-    whose gradients are the observed amax (`Scaled.observed`), and the mixers that stay in `bf16`.
+    """One block under a remat policy.
 
-    `saved`, `in_order` and `offloaded` are those of `remat.recomputed`; with `in_order` the
-    gradient of x is available only once those of the block's weights are. A block of more than two
-    layers whose inputs are saved (`residual`) is recomputed layer by layer. The backward pass goes
-    through the layers from the last to the first; the recomputation of layer i waits for the weight
-    gradients of layer i + 2, so that those of layer i + 1, and their reduce-scatter, can overlap
-    with it.
+    In a quantized run it comes with its scales and with `observed`: zeros whose gradients are the
+    observed amax (`Scaled.observed`). The mixers in `bf16` are not quantized. `saved`, `in_order`
+    and `offloaded` are arguments of `remat.recomputed`. With `in_order` the gradient of x is
+    available only after the gradients of the block's weights.
+
+    A block of more than two layers whose inputs are saved (`residual`) is recomputed layer by
+    layer. The backward pass goes through the layers from the last to the first. The recomputation
+    of layer i waits for the weight gradients of layer i + 2, so that it can overlap with the weight
+    gradients of layer i + 1 and their reduce-scatter.
     """
     operands = block, observed, scales, ctx.arrays
 
@@ -298,14 +304,14 @@ def apply_block(
 
 
 def stacked(cfg: ModelConfig, pattern: str, keys) -> Block:
-    """One block per key, their weights stacked on axis 0."""
+    """One block per key, with weights stacked on axis 0."""
     return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
 
 
 def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
     """All layers as segments, in order.
 
-    Settings count layers as published: one of a transformer is attention and MLP. A block of
+    Settings count layers as published: a layer of a transformer is attention and MLP. A block of
     several layers saves an activation if all of its layers do.
     """
     result, first = [], 0
@@ -342,7 +348,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
 def prediction_segment(
     cfg: ModelConfig, execution: Execution, precision: Precision
 ) -> Segment | None:
-    """The block of multi-token prediction; it saves what all layers save on the device."""
+    """The block of multi-token prediction, or None. It saves what all layers save on the device."""
     if cfg.prediction is None:
         return None
     counts = execution.saved(cfg.layers)

@@ -1,4 +1,4 @@
-"""The mixture of experts: feed-forward layers of which each token uses a few."""
+"""The mixture of experts: feed-forward layers, of which each token uses a few."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,8 +29,8 @@ from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 
 class Biases(nnx.Module):
-    """Biases of the router, and of both products of each expert. Those of the last product are on
-    every rank for all experts (`Experts`)."""
+    """Biases of the router, and of both matmuls of each expert. Every rank holds the biases of the
+    last matmul for all experts (`Experts`)."""
 
     def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
         self.router = Vector(normal(key, cfg, "router", (mixer.count,), fan_in=cfg.embed))
@@ -40,17 +40,21 @@ class Biases(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """sum_e g_e(x) down_e(act(gate_e x) * up_e x), or down_e(relu(up_e x)^2), with the router's
-    gates g, over the experts that it chooses (Shazeer et al. 2017), and a shared expert that has no
-    gate (DeepSeek-AI 2024, "DeepSeekMoE"). With `latent` the chosen ones work on a projection of x,
-    and their sum is projected back (NVIDIA 2025, "Nemotron 3"). With `biases` the router and both
-    products of an expert have them (OpenAI 2025, "gpt-oss").
+    """The sum over the chosen experts e of g_e(x) down_e(act(gate_e x) * up_e x), or of g_e(x)
+    down_e(relu(up_e x)^2), with the gates g of the router (Shazeer et al. 2017).
 
-    Tokens are routed from their sequence shard, each on one device, so that no work is repeated
-    over tensor ranks. A permuted token is multiplied by its gate before the last product: the
-    gate's gradient then needs no output of an expert, which would have to be recomputed. Biases of
-    the last product, sum_e g_e b_e, are added where a token comes from: one product instead of a
-    sum over the k times as many permuted tokens, for which each rank holds those of all experts.
+    A shared expert has no gate (DeepSeek-AI 2024, "DeepSeekMoE"). With `latent` the chosen experts
+    work on a projection of x, and their sum is projected back (NVIDIA 2025, "Nemotron 3"). With
+    `biases` the router and both matmuls of an expert have biases (OpenAI 2025, "gpt-oss").
+
+    Tokens are routed from their sequence shard, each on one device, so tensor ranks repeat no work.
+
+    A permuted token is multiplied by its gate before the last matmul. The gradient of the gate then
+    needs no output of an expert, which would have to be recomputed.
+
+    The biases of the last matmul add up to sum_e g_e b_e. They are added where a token comes from:
+    one matmul instead of a sum over k times as many permuted tokens. Each rank needs the biases of
+    all experts for that.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
@@ -84,8 +88,9 @@ class Experts(nnx.Module):
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
-        """The sum over chosen experts and the shared one, `"batch shard_seq embed"` in and out; and
-        each sequence's load-balance loss, assignments of each expert, and dropped assignments."""
+        """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and out.
+        The figures are, for each sequence, its load-balance loss, the assignments of each expert,
+        and the number of dropped assignments."""
         dtype = jnp.float32 if self.cfg.router_dtype == "fp32" else x.dtype
         logits = jnp.einsum(
             "BSD,DE->BSE",
@@ -117,8 +122,8 @@ class Experts(nnx.Module):
         return (y if self.shared is None else y + self.shared(x, ctx)[0]), (figures,)
 
     def _routed(self, part: tuple[Array, Array, Array], implementation: str) -> tuple[Array, Array]:
-        """(the sum over the chosen experts, the number of dropped assignments of each sequence),
-        from (hidden state, gates, experts)."""
+        """(sum over the chosen experts, number of dropped assignments of each sequence), from
+        (hidden state, gates, experts)."""
         x, gates, experts = part
         tokens, weights, routes = dispatch(x, gates, experts, self.cfg)
         if routes.groups is None:
@@ -132,7 +137,7 @@ class Experts(nnx.Module):
 
     @property
     def _into(self) -> Weight | quantized.Operand:
-        """The weight of the first product."""
+        """The weight of the first matmul."""
         return self.gate_up if self.gated else self.up
 
     def _products(self, tokens: Array, weights: Array) -> Array:
@@ -152,22 +157,22 @@ class Experts(nnx.Module):
         return single(grouped.from_permuted(implementation, hidden, self.down, groups))
 
     def _with_bias(self, up: Duplicated, biased: Callable[[Array, Array], Array]) -> Duplicated:
-        """The first product with its bias, which only one of the two copies gives a gradient."""
+        """The first matmul's result with its bias. Only one of the two copies gives the bias a
+        gradient."""
         if self.biases is None:
             return up
         bias = self.biases.up[...]
         return Duplicated(biased(up.value, bias), biased(up.for_amax, jax.lax.stop_gradient(bias)))
 
     def _output_biases(self, biases: Array, gates: Array, experts: Array, sent: Array) -> Array:
-        """The sum of the biases of a token's experts times its gates; of those that it is sent
-        to."""
+        """The sum, over the experts that a token is sent to, of bias times gate."""
         chosen = (experts[..., None] == jnp.arange(self.cfg.count)) & sent[..., None]
         weights = jnp.sum(jnp.where(chosen, gates[..., None], 0.0), axis=-2).astype(biases.dtype)
         spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
         return jnp.einsum("BSE,ED->BSD", weights, biases, out_sharding=spec)
 
     def _hidden(self, up: Duplicated, weights: Array) -> Duplicated:
-        """Between the products: activations times gates."""
+        """What is computed between the matmuls: activations times gates."""
         if self.gated:
             return gating.gated(gating.GATES[self.cfg.activation], up, weights)
         return Duplicated.of(gating.squared_relu(single(up), weights))

@@ -1,8 +1,8 @@
-"""Parts of all mixers: weights, norms, embedding, rotary positions, and the forward context.
+"""What all mixers share: weights, norms, embedding, rotary positions, and the forward context.
 
-Dimension letters as in `ops`; s is `shard_seq` (`mesh`): the global length S outside of
-`shard_map`, a device's part of it inside. Weights have `embed` as their first dimension and are
-sharded over it at rest.
+Dimension letters as in `ops`. s is `shard_seq` (`mesh`): the global length S outside a `shard_map`,
+and a device's part of it inside. Weights have `embed` as their first dimension and are sharded over
+it at rest.
 """
 
 import math
@@ -29,19 +29,18 @@ Hidden = Float[Array, "B S D"]
 """The hidden state, the input and output of every layer."""
 
 RoutingFigures = tuple[tuple[Array, Array, Array], ...]
-"""Routing figures (`experts.Experts`) of each layer with experts; empty for other layers."""
+"""Routing figures (`experts.Experts`) of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, RoutingFigures]
 
 
 class ForwardContext(NamedTuple):
-    """What every layer needs besides its input: the rotary tables, the names of the attention
-    kernel and of the implementations of Mamba-2 mixers and of grouped matmuls, and
-    `Execution.expert_parts`.
+    """What every layer needs besides its input: the rotary tables, the names of the implementations
+    that compute it, and `Execution.expert_parts`.
 
-    Three counters seed random draws: the number of the microbatch's first sequence, counted from
-    the first step; the number of the layer, None unless routing is random; and how many times the
-    block of multi-token prediction was applied before.
+    Three counters seed random draws. `first_sequence` is the number of the microbatch's first
+    sequence, counted from the first step. `layer` is the number of the layer, None unless routing
+    is random. `depth` says how often the block of multi-token prediction was applied before.
     """
 
     rotary: Rotary | None
@@ -65,19 +64,19 @@ class ForwardContext(NamedTuple):
 
 
 class Weight(nnx.Param):
-    """A matrix that `dense.dot` multiplies with: cast to the compute dtype once per step. With
-    `quantized=True` its product runs in the quantized format that the recipe asks for;
-    `experts=True` marks a first dimension of experts."""
+    """A matrix that `dense.dot` multiplies by, cast to the compute dtype once per step. With
+    `quantized=True` the matmul runs in the quantized format of the recipe. `experts=True` says that
+    the first dimension is that of experts."""
 
 
 class Vector(nnx.Param):
-    """A norm gain, a bias, or a scalar of each head: kept in fp32; weight decay is the recipe's
-    choice."""
+    """A norm gain, a bias, or a scalar of each head, kept in fp32. The recipe says whether it is
+    decayed."""
 
 
 class LoadBias(nnx.Param):
-    """The bias of each expert in the router's choice, in fp32. Its gradient is the expert's load,
-    by which the optimizer moves it (`train.optimizer.balance`)."""
+    """The bias of each expert in the router's choice, in fp32. Its gradient is the load of the
+    expert, and the optimizer moves it by that (`train.optimizer.balance`)."""
 
 
 def normal(
@@ -85,10 +84,11 @@ def normal(
 ) -> Array:
     """A weight drawn as the recipe's source draws it: fp32, sharded by its logical `dims`.
 
-    Megatron: normal with `init_std`, divided by the root of the number of mixers for
-    projections back into the residual stream. MaxText (`init_std` is None): standard deviation
-    `scale`/sqrt(fan in); `truncated` at two standard deviations of the underlying normal for MLP
-    and head.
+    Megatron draws from a normal distribution with `init_std`. Projections back into the residual
+    stream divide that by the root of the number of mixers.
+
+    MaxText (`init_std` is None) has a standard deviation of `scale`/sqrt(fan in). MLP and head are
+    `truncated` at two standard deviations of the underlying normal distribution.
     """
     draw = jax.random.normal
     if cfg.init_std is not None:
@@ -107,8 +107,8 @@ def zero_bias(dims: str, shape: tuple[int, ...]) -> Vector:
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * gain in fp32 (Zhang and Sennrich 2019); the gain starts at 1.
-    Over the hidden state, or over another dimension with its size."""
+    """x / sqrt(mean(x^2) + eps) * gain in fp32 (Zhang and Sennrich 2019). The gain starts at 1. It
+    norms the hidden state, or another dimension of a given size."""
 
     def __init__(self, cfg: ModelConfig, dim: str = "embed", size: int | None = None):
         self.eps = cfg.norm_eps
@@ -123,7 +123,7 @@ class RMSNorm(nnx.Module):
 
 class LayerNorm1P(nnx.Module):
     """(x - mean) / sqrt(variance + eps) * (1 + gain) + bias in fp32: a layer norm (Ba et al. 2016)
-    whose gain is centred at zero; gain and bias start at 0."""
+    whose gain is centred at zero. Gain and bias start at 0."""
 
     def __init__(self, cfg: ModelConfig):
         self.eps = cfg.norm_eps
@@ -173,14 +173,16 @@ def times_constant(x: Array, factor: float) -> Array:
 
 
 def rotary_tables(cfg: Attention, length: int) -> Rotary | None:
-    """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, fp32; h
-    is half of the rotated features of a head. None for attention without position embedding.
+    """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, in fp32.
+    h is half of the rotated features of a head. None for attention without position embedding.
 
-    With `Rope.scaling`, Llama 3.1's frequencies: a wavelength above original_context/low is
-    stretched by `factor`, one below original_context/high is kept, and between them the frequency
-    is interpolated. With `Rope.yarn` the share that is kept falls linearly with the feature's
-    index, from 1 at the feature that turns `fast` times in the original context to 0 at the one
-    that turns `slow` times (Peng et al. 2023, section 3.2).
+    With `Rope.scaling` the frequencies are Llama 3.1's. A wavelength above original_context/low is
+    stretched by `factor`, and one below original_context/high is kept. Between them the frequency
+    is interpolated.
+
+    With `Rope.yarn` the share that is kept falls linearly with the feature's index. It is 1 at the
+    feature that turns `fast` times in the original context, and 0 at the one that turns `slow`
+    times (Peng et al. 2023, section 3.2).
     """
     if (rope := cfg.rope) is None:
         return None
@@ -203,7 +205,7 @@ def rotary_tables(cfg: Attention, length: int) -> Rotary | None:
 
 
 def _ramp(yarn: Yarn, base: float, half: int) -> tuple[float, float]:
-    """The features between which YaRN interpolates: those that turn `fast` and `slow` times in the
+    """The features between which YaRN interpolates: they turn `fast` and `slow` times in the
     original context."""
 
     def feature(turns: float) -> float:
@@ -217,7 +219,7 @@ def _ramp(yarn: Yarn, base: float, half: int) -> tuple[float, float]:
 
 
 def rotate(x: Float[Array, "B S N H"], rotary: Rotary | None) -> Float[Array, "B S N H"]:
-    """Turns each feature pair (i, i + h) by its position's angle, in fp32; features from 2 h on
+    """Turns each feature pair (i, i + h) by its position's angle, in fp32. Features from 2 h on
     pass through."""
     if rotary is None:
         return x

@@ -24,11 +24,11 @@ TAPS = 4
 
 DT_RANGE = (1e-3, 1e-1)
 A_RANGE = (1.0, 16.0)
-"""Initial time steps, log-uniform, and initial decay rates, uniform, per head (Megatron's)."""
+"""Initial time steps (log-uniform) and initial decay rates (uniform) per head, as in Megatron."""
 
 
 class GroupParameters(nnx.Module):
-    """Parameters of groups besides the projections: convolution, per-head scalars and norm gain,
+    """Parameters of groups other than the projections: convolution, per-head scalars and norm gain,
     each `[groups, ..]` in fp32."""
 
     def __init__(self, mamba: MambaConfig, *, key):
@@ -56,13 +56,14 @@ class GroupParameters(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """in_proj, then in each group: convolution and SiLU, selective scan, gate, RMSNorm; out_proj.
+    """The input projection; in each group convolution and SiLU, selective scan, gate, RMSNorm; then
+    the output projection.
 
     The input projections are one weight, ordered by group: gate z, scan input x, maps b and c into
-    and out of the state, one time step per head. So a tensor rank holds whole groups, and x, b and
-    c, which are convolved, are adjacent.
+    and out of the state, and one time step per head. A tensor rank therefore holds whole groups,
+    and x, b and c, which are convolved, are adjacent.
 
-    Between the projections groups are independent: a device computes its own, by one of
+    Between the projections groups are independent. A device computes its own groups by one of
     `ssd.IMPLEMENTATIONS`, and saves only the output of the input projection for the backward pass.
     """
 

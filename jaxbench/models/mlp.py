@@ -15,7 +15,7 @@ from jaxbench.recipe.model import MlpConfig, ModelConfig
 class GatedMlp(nnx.Module):
     """Gated feed-forward layer, down(act(gate x) * up x), without biases (Shazeer 2020).
 
-    The two input projections are one product.
+    One matmul computes both input projections.
     """
 
     def __init__(self, cfg: ModelConfig, mixer: MlpConfig, *, key):
@@ -55,5 +55,5 @@ class SquaredReluMlp(nnx.Module):
 
 
 def make_mlp(cfg: ModelConfig, mixer: MlpConfig, *, key) -> nnx.Module:
-    """The feed-forward layer with the mixer's activation."""
+    """The feed-forward layer that has the mixer's activation."""
     return (GatedMlp if mixer.activation in gating.GATES else SquaredReluMlp)(cfg, mixer, key=key)

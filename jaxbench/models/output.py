@@ -1,4 +1,4 @@
-"""The output of a model: final norm, head, loss, and multi-token prediction except its block
+"""The output of a model: final norm, head, loss, and all of multi-token prediction except its block
 (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2)."""
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,9 @@ from jaxbench.recipe.model import ModelConfig
 
 
 class Prediction(nnx.Module):
-    """The input of the block that predicts further tokens, W [norm(next embedding); norm(h)], and
-    the norm of its output, which is the next h. The product is in bf16 in FP8 runs too."""
+    """Multi-token prediction without its block: it makes the block's input, W [norm(next
+    embedding); norm(h)], and norms the block's output, which is the next h. The matmul with W stays
+    in bf16 in FP8 runs."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         norm = NORMS[cfg.norm]
@@ -38,7 +39,7 @@ class Prediction(nnx.Module):
         self.project = Weight(normal(key, cfg, "embed latent", shape, fan_in=2 * cfg.embed))
 
     def __call__(self, embedded: Float[Array, "B S D"], hidden: Hidden) -> Hidden:
-        """The block's input from the embedding of the next tokens and the normed h."""
+        """The input of the block, from the embedding of the next tokens and the normed h."""
         both = self.embedding_norm(embedded), self.hidden_norm(hidden)
         x = jnp.concatenate(both, axis=-1)
         return dense.dot("BSD,DL->BSL", x, self.project, "batch shard_seq latent")
@@ -63,11 +64,11 @@ def output_loss(
     apply: Callable[[Hidden, int, Stash | None], tuple[Hidden, RoutingFigures, Stash]],
     stashes: Sequence[Stash | None] = (),
 ) -> tuple[Float[Array, ""], tuple[list[RoutingFigures], list[Stash]]]:
-    """(the mean cross entropy of the last layer's output, through final norm and head; (routing
+    """(mean cross entropy of the last layer's output, through final norm and head; (routing
     figures, stash as written) of each further token).
 
     The loss of further tokens contributes gradients, but is not part of the value. `apply` computes
-    the block that predicts them, given how many times it was applied before.
+    the block that predicts them, and gets the number of times that it was applied before.
     """
     norm, head, prediction = output
     hidden = norm(hidden)
@@ -96,7 +97,7 @@ def head_loss(
     targets: Int[Array, "B S"],
     masked: bool = False,
 ) -> Float[Array, ""]:
-    """The mean cross entropy of a normed output through the head."""
+    """The mean cross entropy of a normed output, through the head."""
     hidden = mesh.gather_seq(times_constant(hidden, cfg.logit_scale))
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.

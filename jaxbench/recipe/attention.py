@@ -15,7 +15,7 @@ class RopeScaling:
     """Llama 3.1's scaling of rotary frequencies; `models.layers.rotary_tables` has the formula."""
 
     factor: float
-    """by which long wavelengths grow"""
+    """factor by which long wavelengths grow"""
     low: float
     """low-frequency factor: wavelengths above `original_context` / `low` grow by `factor`"""
     high: float
@@ -37,13 +37,14 @@ class Yarn:
     scores; `models.layers.rotary_tables` has the formula."""
 
     factor: float
-    """by which the wavelengths of slow features grow"""
+    """factor by which the wavelengths of slow features grow"""
     original_context: int
     """sequence length before the extension, in tokens"""
     fast: float = 32.0
-    """features that turn more often in the original context keep their frequency"""
+    """features that turn more often than this in the original context keep their frequency"""
     slow: float = 1.0
-    """features that turn less often in it are stretched by the whole factor"""
+    """features that turn less often than this in the original context are stretched by the whole
+    factor"""
     rounded: bool = True
     """the ramp between the two begins and ends at whole features"""
 
@@ -103,13 +104,13 @@ class AttentionConfig:
     """RMSNorm of each head's query and key, before the rotary embedding (Henry et al. 2020), with
     one gain for all query heads and one for all keys"""
     softcap: float | None = None
-    """c bounds scores z to c tanh(z / c)"""
+    """soft cap c of the scores z: c tanh(z / c)"""
     window: int | None = None
-    """positions that a query sees, its own included, in mixers `W` of the pattern (sliding window;
+    """in mixers `W` of the pattern: positions that a query sees, its own included (sliding window;
     Beltagy et al. 2020)"""
     sinks: bool = False
-    """a further learned logit in each head's softmax, whose share attends to nothing
-    (attention sinks; OpenAI 2025, "gpt-oss")"""
+    """each head has one more learned logit in its softmax, which attends to nothing (attention
+    sinks; OpenAI 2025, "gpt-oss")"""
     biases: bool = False
     """biases of queries, keys, values and the output projection"""
 
@@ -159,9 +160,10 @@ class LatentAttentionConfig:
     kv_latent: int
     """width of the latent from which keys and values are projected"""
     head_dim: int
-    """features of a head's query and key without position"""
+    """features of a head's query and key that carry no position"""
     rope_dim: int
-    """features of a head's query, and of the one key of all heads, that rotary embedding turns"""
+    """features of a head's query that rotary embedding turns; all heads share one key of this
+    width"""
     value_dim: int
     """features of a head's value"""
     rope: Rope

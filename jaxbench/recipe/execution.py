@@ -21,36 +21,36 @@ INPUT = "input"
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Settings of how the model is computed: they change speed and memory, not the result, but for
-    rounding and the tokens that dropless experts drop."""
+    """How the model is computed. These settings change speed and memory, not the result, except for
+    rounding and for the tokens that dropless experts drop."""
 
     remat: str = "full"
-    """`none` saves all activations; `full` the input of each layer; or a list of activations to
-    save: `query,key,value,attention,residual:24` saves the last one in the first 24 layers (where
-    a repeated block has several layers, in its repeats within the first 24). With `none`, outside a
-    pipeline, layers are not scanned and gathered weights are saved too: fastest where all of that
-    fits, and slower to compile"""
+    """what is saved for the backward pass. `none` saves all activations, `full` only the input of
+    each layer. A list saves the activations that it names: `query,key,value,attention,residual:24`
+    saves `residual` in the first 24 layers (if a repeated block has several layers, in its repeats
+    within the first 24). With `none`, outside a pipeline, layers are not scanned, and gathered
+    weights are saved too: this is fastest if all of it fits, and slower to compile"""
     offload: str = "none"
-    """`none`, or activations to save in the host's memory, a list like `remat`'s, in layers where
-    `remat` does not save them: `gate,up:64`; `input` is that of each repeated block, which all of
-    `remat` but `none` saves. Copies to the host and back run beside the layers' products
-    (docs/design/offload.md)"""
+    """activations to save in the host's memory, in layers where `remat` does not save them: `none`,
+    or a list like `remat`'s, such as `gate,up:64`. `input` is the input of each repeated block,
+    which every `remat` except `none` saves. Copies to the host and back run alongside the matmuls
+    of the layers (docs/design/offload.md)"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """attention implementation; `auto` is cuDNN on GPUs"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
-    """Mamba-2 between its projections (docs/design/scan.md); `auto` is Pallas kernels on GPUs where
-    they can compute a model's mixers"""
+    """the part of Mamba-2 between its projections (docs/design/scan.md); `auto` is Pallas kernels
+    on GPUs where they can compute the model's mixers"""
     grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
-    """of dropless experts: `xla` copies an expert's weights for each block of 128 tokens; `auto` is
-    Pallas kernels on GPUs where they can multiply"""
+    """grouped matmuls of dropless experts: `xla` copies an expert's weights for each block of 128
+    tokens; `auto` is Pallas kernels on GPUs where they can multiply"""
     expert_parts: int = 1
-    """parts of a microbatch that the experts of a layer compute one after the other, so that the
-    exchanges of one are hidden behind the products of another. Slots of dropless experts, and FP8
-    scales of inputs and gradients of experts, are those of a part"""
+    """parts of a microbatch that the experts of a layer compute one after the other. The exchanges
+    of one part are then hidden behind the matmuls of another. Each part has its own slots of
+    dropless experts, and its own FP8 scales of inputs and gradients"""
     replica_sums: Literal["step", "layer"] = "step"
-    """when gradients of layers are summed over the axis `data`: once per `step`; or each `layer`'s
-    as they arise, in every microbatch and in bf16, beside the products of others
-    (docs/design/sharding.md). No pipeline has that"""
+    """when the gradients of layers are summed over the axis `data`: once per `step`, or in each
+    `layer` as they arise, in every microbatch and in bf16, alongside the matmuls of other layers
+    (docs/design/sharding.md). Not in a pipeline"""
     xla_flags: str = "tuned"
     """compiler options: `tuned`, `guided`, `published` or `default` (docs/reference/xla_flags.md),
     and changes: `tuned,xla_gpu_some_flag=false`"""

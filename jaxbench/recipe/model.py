@@ -52,50 +52,53 @@ class ExpertsConfig:
     ffn: int
     """width inside an expert"""
     activation: Activation = "silu"
-    """of an expert; gated except for `relu2`, the squared ReLU. `swiglu_clamped` bounds gate and up
-    projection (OpenAI 2025, "gpt-oss")"""
+    """activation of an expert; gated except for `relu2`, the squared ReLU. `swiglu_clamped` bounds
+    the gate and up projections (OpenAI 2025, "gpt-oss")"""
     biases: bool = False
     """biases of the router and of the experts' matrices"""
     latent: int | None = None
     """width of the tokens that experts see: one projection before them, one after their sum; `null`
     for `model.embed`"""
     shared_ffn: int | None = None
-    """width of an expert that all tokens pass, beside those they are sent to"""
+    """width of an expert that every token passes through, in addition to its chosen ones"""
     router: Literal["topk_softmax", "softmax_topk", "sigmoid"] = "topk_softmax"
-    """gates of the chosen experts: softmax over the chosen logits; the largest of the softmax over
-    all; or the sigmoid of each, over their sum (DeepSeek-AI 2024, "DeepSeek-V3")"""
+    """how the gates of the chosen experts are computed: `topk_softmax` is the softmax over the
+    chosen logits, `softmax_topk` takes the largest values of the softmax over all logits, and
+    `sigmoid` divides the sigmoid of each by their sum (DeepSeek-AI 2024, "DeepSeek-V3")"""
     router_dtype: Literal["fp32", "bf16"] = "fp32"
-    """of the router's product; `bf16` is that of the hidden state. All behind it is in fp32"""
+    """dtype of the router's matmul; `bf16` is the dtype of the hidden state. Everything after that
+    matmul is in fp32"""
     gate_scale: float = 1.0
     """factor of the gates"""
     groups: int = 1
-    """groups of experts, of which a token chooses from `top_groups`: those with the largest sums of
-    the best `top_k / top_groups` scores"""
+    """experts form this many groups. A token chooses from its `top_groups` best ones: those with
+    the largest sum of their best `top_k / top_groups` scores"""
     top_groups: int = 1
     """groups that a token chooses from"""
     bias_rate: float | None = None
-    """with router `sigmoid`: step by which a bias of each expert, which decides the choice but not
-    the gates, grows where its load is below the mean, and falls where it is above (Wang et al.
-    2024, auxiliary-loss-free load balancing)"""
+    """with router `sigmoid`: each expert has a bias that decides the choice but not the gates. In
+    each step it grows by this much if the load of the expert is below the mean, and falls if it is
+    above (Wang et al. 2024, auxiliary-loss-free load balancing)"""
     balance_loss: float = 0.0
     """coefficient of the load-balance loss"""
     balance: Literal["sequence", "microbatch"] = "sequence"
     """what the load-balance loss is taken over: a sequence, or the sequences that a data-parallel
     rank computes at once (Megatron's `seq_aux_loss` and `aux_loss`)"""
     capacity_factor: float | None = None
-    """capacity of an expert over its fair share of every `capacity_tokens` tokens; beyond it those
-    with the smallest gates are dropped. `null` limits no expert (dropless), only what a rank sends
-    another (`rank_capacity_factor`)"""
+    """capacity of an expert: this factor times its fair share of every `capacity_tokens` tokens.
+    Tokens beyond it are dropped, those with the smallest gates first. With `null` no expert has a
+    limit (dropless), only what a rank sends to another (`rank_capacity_factor`)"""
     capacity_tokens: int = 1024
-    """consecutive tokens of a sequence among which an expert's capacity is counted"""
+    """consecutive tokens of a sequence over which the capacity of an expert is counted"""
     rank_capacity_factor: float = 1.5
-    """without a `capacity_factor`: slots that a rank has for the tokens that another one sends to
-    its experts, over a fair share (Megatron's `moe_expert_rank_capacity_factor` is for all that
-    send together). Tokens beyond it are dropped, and counted; `expert` x `tensor` drops none"""
+    """without a `capacity_factor`: a rank has this factor times a fair share of slots for the
+    tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
+    counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
+    `expert` x `tensor` drops none"""
     routing: Literal["learned", "random", "balanced"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
-    balancing), `balanced` assigns experts in turn: both leave the router's choice out of a
-    benchmark, and `balanced` is easier, since all experts have equally many tokens"""
+    balancing), and `balanced` assigns experts in turn. Both take the router's choice out of a
+    benchmark. `balanced` is easier, since all experts get equally many tokens"""
 
     def __post_init__(self) -> None:
         prefix = "model.experts."
@@ -196,9 +199,9 @@ class PredictionConfig:
     pattern: str
     """layer pattern of the block, as `model.pattern`"""
     depth: int = 1
-    """further tokens that are predicted, each by the same block"""
+    """how many further tokens are predicted, each by the same block"""
     loss: float = 0.1
-    """weight of the mean of their losses in the gradient"""
+    """weight of these losses (their mean) in the gradient"""
 
     def __post_init__(self) -> None:
         positive("model.prediction.", self, "depth", "loss")
@@ -207,7 +210,7 @@ class PredictionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture. A field exists only because two published models differ in it."""
+    """The architecture of a model, as data: one decoder computes all families."""
 
     family: str
     """model family, as in configs/published.csv"""
@@ -223,7 +226,7 @@ class ModelConfig:
     pattern: str = "*-"
     """mixers of the layers, repeated as often as `layers` asks for: `*` attention, `W` attention
     within `attention.window`, `L` latent attention, `-` MLP, `E` mixture of experts, `M` Mamba-2. A
-    layer is two letters, in a hybrid (with `M`) one"""
+    layer has two letters; in a hybrid (with `M`) it has one"""
     attention: AttentionConfig | None = None
     """dimensions of attention"""
     latent_attention: LatentAttentionConfig | None = None
@@ -245,7 +248,7 @@ class ModelConfig:
     prediction: PredictionConfig | None = None
     """multi-token prediction"""
     tied: bool = False
-    """the embedding table is the output head too"""
+    """the embedding table is also the output head"""
     embedding_scale: float = 1.0
     """factor of the embeddings"""
     logit_scale: float = 1.0

@@ -12,9 +12,9 @@ class Optimizer:
     `train.optimizer` has the formulas of the schedules."""
 
     schedule: Literal["cosine", "megatron", "wsd"]
-    """linear warm-up, then `cosine` decay as in MaxText and Megatron Core, or as in NeMo's
-    `megatron` recipes, whose warm-up starts above 0; `wsd` is that of Nemotron 3 Super, which
-    decays with the root of the time"""
+    """linear warm-up, then a decay. `cosine` is that of MaxText and Megatron Core. `megatron` is
+    NeMo's, whose warm-up starts above 0. `wsd` is Nemotron 3 Super's, which decays with the root of
+    the time"""
     learning_rate: float
     """peak learning rate"""
     final_learning_rate: float
@@ -24,11 +24,11 @@ class Optimizer:
     eps: float
     """epsilon of AdamW"""
     weight_decay: float = 0.1
-    """weight decay, of which the learning rate is a factor"""
+    """weight decay; each step multiplies it by the learning rate"""
     decay_vectors: bool
-    """weight decay of norm gains too, as in MaxText"""
+    """norm gains are decayed too, as in MaxText"""
     constant: int = 0
-    """last steps, at the final learning rate"""
+    """number of last steps that stay at the final learning rate"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """dtype in which AdamW's moments are kept between steps; they are computed in fp32"""
 

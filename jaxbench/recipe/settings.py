@@ -52,9 +52,10 @@ class Parallelism:
     """pipeline stages (1F1B)"""
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
-    shorten the bubble. The number of microbatches is a multiple of `pipeline`, and all layers
-    compute alike: the same mixers (no Mamba-2; first layers that are unlike the others are computed
-    beside the embedding), no layer counts in `execution.remat`, no first or last layers in bf16"""
+    shorten the bubble. It requires that the number of microbatches is a multiple of `pipeline`, and
+    that all layers compute alike: the same mixers (no Mamba-2; first layers that are unlike the
+    others are computed with the embedding), no layer counts in `execution.remat`, no first or last
+    layers in bf16"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -78,19 +79,19 @@ class Precision:
     """Dtypes of matmuls and gradients."""
 
     dtype: Literal["bf16", "fp8", "mxfp8", "nvfp4", "fp32"] = "bf16"
-    """of matmuls: `fp8` has one scale for a tensor, `mxfp8` and `nvfp4` (Blackwell) one for each
-    block of 32 or 16 elements; with these head, embedding, attention scores and the Mamba-2 scan
-    stay in bf16, norms in fp32, and the router in `model.experts.router_dtype`"""
+    """dtype of matmuls. `fp8` has one scale for a tensor; `mxfp8` and `nvfp4` (Blackwell) have one
+    for each block of 32 or 16 elements. In all three, head, embedding, attention scores and the
+    Mamba-2 scan stay in bf16, norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """in which gradients are summed over microbatches (a single microbatch's stay in bf16, the
-    embedding's in fp32)"""
+    """dtype in which gradients are summed over microbatches. With a single microbatch they stay in
+    bf16, the gradient of the embedding in fp32"""
     reduce: Literal["accumulate", "bf16"] = "accumulate"
-    """in which these sums are reduced between devices, once per step: over replicas, in a pipeline
-    over all ranks; `accumulate` leaves them as they are. Within a replica without a pipeline each
-    microbatch's gradients are reduced in bf16"""
+    """dtype in which these sums are reduced between devices, once per step: over replicas, in a
+    pipeline over all ranks. `accumulate` leaves them as they are. Within a replica without a
+    pipeline, the gradients of each microbatch are reduced in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
-    """FP8's scale of a tensor: from the amax of the last `amax_history` steps, as published, or
-    from the tensor itself"""
+    """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
+    (`delayed`, as published), or the tensor itself (`current`)"""
     amax_history: int = 1024
     """steps whose amax `delayed` scaling considers"""
     margin: int = 0
@@ -100,19 +101,20 @@ class Precision:
     last_bf16_layers: int = 0
     """last layers whose matmuls stay in bf16"""
     bf16_products: str = ""
-    """products that stay in bf16 in all layers, by their names in the guide to precision, and
-    `prediction`, all of the block of multi-token prediction: `qkv,out,prediction`"""
+    """matmuls that stay in bf16 in all layers, by their names in the guide to precision;
+    `prediction` is the whole block of multi-token prediction: `qkv,out,prediction`"""
     gather: Literal["fp8", "bf16"] = "fp8"
-    """dtype in which FP8 weights are all-gathered: `fp8` is half the bytes with the same result;
-    block-scaled ones are gathered as they are"""
+    """dtype in which FP8 weights are all-gathered. `fp8` is half the bytes with the same result.
+    Block-scaled weights are gathered as they are"""
     implementation: Literal["auto", "te", "xla"] = "auto"
-    """of quantized matmuls: XLA's, Transformer Engine's, or `auto`, XLA's on every machine"""
+    """who computes quantized matmuls: XLA, Transformer Engine (`te`), or `auto`, which is XLA on
+    every machine"""
     square_blocks: bool = True
-    """NVFP4 weights have blocks of 16 x 16, so that all products see the same weight"""
+    """NVFP4 weights have blocks of 16 x 16, so that all three matmuls see the same weight"""
     stochastic_rounding: bool = True
     """NVFP4 gradients are rounded stochastically"""
     hadamard: bool = True
-    """a random Hadamard transform before NVFP4's weight gradients"""
+    """a random Hadamard transform before the weight gradients of NVFP4"""
 
     def __post_init__(self) -> None:
         positive("precision.", self, "amax_history")
@@ -148,8 +150,8 @@ class Batch:
     global_batch: int
     """sequences of a step"""
     microbatch: int | None = None
-    """sequences that a data-parallel rank computes at once; accumulation follows. With `null` the
-    rank's whole share, in a pipeline the share over the number of stages"""
+    """sequences that a data-parallel rank computes at once; gradient accumulation follows from it.
+    `null` is the whole share of the rank, in a pipeline that share over the number of stages"""
 
     def __post_init__(self) -> None:
         positive("batch.", self, "sequence_length", "global_batch", "microbatch")

@@ -1,6 +1,7 @@
 """Training: state, step, compiled program, loop.
 
-Imports `models` and below, `forecast` and `xla`. Read `step`, then `program`, then `loop`; for
-pipelines `pipeline_schedule`, `stages`, `pipeline_rank` and `pipeline`. `python -m jaxbench.train`
-is `run.command`.
+Read `step`, then `program`, then `loop`. For pipelines read `pipeline_schedule`, `stages`,
+`pipeline_rank` and `pipeline`. `python -m jaxbench.train` is `run.command`.
+
+Imports `models` and below, `forecast` and `xla`.
 """

@@ -14,13 +14,13 @@ from jaxbench.train.step import State, init_state
 
 @runtime_checkable
 class Pause(Protocol):
-    """An action between steps while the device is idle, such as a save."""
+    """An action between two steps while the device is idle, such as a save."""
 
     def due(self, step: int, ending: bool) -> bool:
         """True if `act` is to be called after `step` steps of training."""
 
     def act(self, step: int, state: State, ending: bool) -> None:
-        """Acts on the state after `step` steps. Step times exclude its duration."""
+        """Acts on the state after `step` steps. Step times exclude the duration."""
 
 
 def run_steps(
@@ -30,13 +30,12 @@ def run_steps(
     state: State | None = None,
     pauses: Sequence[Pause] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Trains from `state`, or the initial one, and yields the figures of each step once it is
-    completed.
+    """Trains from `state`, or from the initial one, and yields the figures of each completed step.
 
-    A step is queued before the figures of the one before are awaited, so the device never waits for
-    the host; step times are from completion to completion, and `wait_s` is the part for which the
-    host waited; `host_s` is what the caller did with the figures of the step before, which takes
-    time from the step only where it takes longer than one. No step n is started after `stop(n)`.
+    A step is queued before the figures of the previous one are awaited, so the device never waits
+    for the host. Step times are from completion to completion. `wait_s` is the part of it for which
+    the host waited. `host_s` is how long the caller worked on the figures of the previous step; it
+    lengthens a step only if it is longer than the step. No step n is started after `stop(n)`.
     """
     if state is None:
         state = jax.block_until_ready(jax.jit(partial(init_state, run))())
@@ -73,8 +72,8 @@ def run_steps(
 
 
 def memory() -> dict[str, int]:
-    """Bytes in use on the first local device and their peak; on CPUs the peak resident size of the
-    process stands in."""
+    """Bytes in use on the first local device, and their peak. On CPUs the peak resident size of the
+    process stands in for both."""
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,9 +18,9 @@ Tree = TypeVar("Tree")
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with betas 0.9/0.95 and clipping at global norm 1.
+    """AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and clipping at global norm 1.
 
-    Vectors (norm gains) are decayed only where the source does so.
+    Vectors (norm gains) are decayed only if the source does so.
     """
 
     def decayed(params):
@@ -39,8 +39,8 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
 
 
 def kept_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation whose state is rounded to bf16 between updates; public Optax does so for the
-    first moment alone."""
+    """A transformation whose state is rounded to bf16 between updates. Public Optax can do that
+    only for the first moment."""
 
     def cast(state: optax.OptState, dtype: Any) -> optax.OptState:
         def to(a: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def kept_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def without_loads(grads: Tree) -> Tree:
-    """Gradients with zeros for those of `LoadBias`es, which AdamW then leaves alone."""
+    """Gradients in which those of `LoadBias`es are zero, so that AdamW leaves the biases alone."""
     return jax.tree.map(
         lambda g: g.replace(jnp.zeros_like(g[...])) if isinstance(g, LoadBias) else g,
         grads,
@@ -68,8 +68,8 @@ def without_loads(grads: Tree) -> Tree:
 
 
 def balance(model: Tree, grads: Tree, rate: float) -> Tree:
-    """The model with its `LoadBias`es moved by `rate` towards equal loads: up where the load, the
-    gradient, is below the mean of the layer's experts, down where it is above (Megatron's
+    """The model with its `LoadBias`es moved by `rate` towards equal loads: up if the load (the
+    gradient) is below the mean of the layer's experts, and down if it is above (Megatron's
     `get_updated_expert_bias`, megatron/core/transformer/moe/moe_utils.py)."""
 
     def moved(bias, grad):
@@ -83,15 +83,17 @@ def balance(model: Tree, grads: Tree, rate: float) -> Tree:
 
 
 def learning_rate(cfg: Optimizer, steps: int):
-    """Learning rate as a function of the 0-based step t, warm-up W, run length T, peak and final
-    rate.
+    """Learning rate as a function of the 0-based step t, with warm-up W, run length T, and a peak
+    and a final rate.
 
-    MaxText (max_utils.py at 02a8f5c) and Megatron Core (optimizer_param_scheduler.py at d98e8a6)
-    warm up from 0 as peak t/W, and decay as final + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2.
-    NeMo warms up from its first step as peak (t + 1)/(W + 1), up to and including t = W, but with a
-    constant tail of C steps as peak t/W, and its decay ends at T - C (lr_scheduler.py at d2b2155).
-    Nemotron 3 Super's WSD leaves the length of its decay at T, so that nothing is constant: behind
-    the warm-up it is final + (peak - final)(1 - sqrt(t/T)) (Megatron Core's `minus_sqrt`).
+    - MaxText (max_utils.py at 02a8f5c) and Megatron Core (optimizer_param_scheduler.py at d98e8a6)
+      warm up from 0 as peak t/W. They decay as final + (peak - final)(1 + cos(pi (t - W)/(T -
+      W)))/2.
+    - NeMo (lr_scheduler.py at d2b2155) warms up from its first step as peak (t + 1)/(W + 1), up to
+      and including t = W. With a constant tail of C steps it warms up as peak t/W, and its decay
+      ends at T - C.
+    - Nemotron 3 Super's WSD leaves the length of its decay at T, so nothing is constant. After the
+      warm-up it is final + (peak - final)(1 - sqrt(t/T)) (Megatron Core's `minus_sqrt`).
     """
     peak, final, warmup = cfg.learning_rate, cfg.final_learning_rate, cfg.warmup_steps(steps)
 

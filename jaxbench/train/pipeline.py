@@ -1,8 +1,8 @@
-"""Loss and gradients of a step with a pipeline: one SPMD program in which ranks differ by their
-actions (`pipeline_schedule`), not by their code.
+"""Loss and gradients of a step with a pipeline: one SPMD program, in which ranks differ by their
+actions (`pipeline_schedule`) and not by their code.
 
 State, optimizer and checkpoints know no stages: at rest every weight is sharded over `pipeline` as
-over `fsdp`. Inside one `shard_map` over all axes each rank gathers the weights of its layers
+over `fsdp`. Inside one `shard_map` over all axes, each rank gathers the weights of its layers
 (`stages`) and of the ends (`pipeline_ends`), runs the schedule (`pipeline_rank`), and
 reduce-scatters its gradients.
 """
@@ -45,10 +45,10 @@ def accumulate(
     run: Run,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
-    with the types of one forward and backward pass without a pipeline.
+    with the same types as one forward and backward pass without a pipeline.
 
-    `weights` come from `mesh.accumulating`, `scaled` from `quantized.with_observed`; `tokens` and
-    `targets` are `"microbatch batch seq"`, `first_sequences` those of each microbatch
+    `weights` come from `mesh.accumulating`, and `scaled` from `quantized.with_observed`. `tokens`
+    and `targets` are `"microbatch batch seq"`. `first_sequences` has one entry for each microbatch
     (`ForwardContext`).
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
@@ -77,9 +77,9 @@ def accumulate(
 class _Pipeline:
     """The program of a pipeline around its schedule: gathers before it, scatters after it.
 
-    The constructor reads off the types of weights which dimensions are gathered: inside the
-    `shard_map` arrays are local, and their types name no axes. The stack of index `staged` is
-    computed by the stages, the others at the pipeline's ends.
+    The constructor reads off the types of weights which dimensions are gathered, because inside the
+    `shard_map` arrays are local, and their types name no axes. The stages compute the stack of
+    index `staged`, and the ends of the pipeline compute the others.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class _Pipeline:
         ]
 
     def _routing(self, carry: Carry) -> Any:
-        """(balance loss, load, dropped assignments) of each layer with experts and each microbatch,
-        `[microbatches, layers, ..]`, summed over sequences and ranks."""
+        """(balance loss, load, dropped assignments) of each layer with experts and of each
+        microbatch, `[microbatches, layers, ..]`, summed over sequences and ranks."""
         axes = mesh.PIPELINE, *mesh.BATCH
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
 
@@ -222,7 +222,8 @@ class _Pipeline:
 
 
 def _each(function: Callable, tree: Any, dims: list[mesh.Gathered]) -> Any:
-    """`mesh.gather` or `mesh.scatter` of every weight of a tree, with its gathered dimensions."""
+    """`mesh.gather` or `mesh.scatter` of every weight of a tree, with the dimensions that it
+    gathers."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(function, leaves, dims))
 
@@ -237,8 +238,8 @@ def _stack(blocks: list[Any], axis: int = 0) -> Any:
 
 
 def _gathered_dims(w: Any) -> mesh.Gathered:
-    """Gathered dimensions of a weight at rest: not that of experts, which is never split over
-    `pipeline`."""
+    """Gathered dimensions of a weight at rest. The dimension of experts is none of them, since it
+    is never split over `pipeline`."""
     return [(dim, axes) for dim, axes in mesh.gathered_dims(w) if mesh.PIPELINE in axes]
 
 

@@ -1,8 +1,8 @@
-"""The ends of a pipeline, outside of its stages: in front of them the embedding and layers that are
-unlike the others, behind them final norm, head, loss and multi-token prediction.
+"""The ends of a pipeline, outside its stages. In front of them are the embedding and layers that
+are unlike the others. Behind them are final norm, head, loss and multi-token prediction.
 
-Each rank computes them for one microbatch of every group, so that all ranks have equal work. The
-weights are gathered on all ranks. No residuals are stashed: the backward pass of the front computes
+Each rank computes the ends for one microbatch of every group, so that all ranks have equal work.
+All ranks gather their weights. Residuals are not stashed: the backward pass of the front computes
 it again.
 
 Arrays are local to a device, inside a `shard_map` (`mesh`).
@@ -26,7 +26,7 @@ from jaxbench.recipe.model import ModelConfig
 
 class EndWeights(NamedTuple):
     """Gathered weights of both ends: embedding, blocks in front of the stages, output layers behind
-    them, block of multi-token prediction."""
+    them, and the block of multi-token prediction."""
 
     embedding: Embedding
     first: list[Any]
@@ -41,10 +41,10 @@ class EndWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Ends:
-    """The computation outside of the stages, for this rank's microbatches.
+    """The computation outside the stages, for this rank's microbatches.
 
     `first` and `last` have the FP8 weights and scales of each block of the `weights`, or None.
-    `tokens` and `targets` are `[groups, batch, seq]`, `first_sequences` (`ForwardContext`)
+    `tokens` and `targets` are `[groups, batch, seq]`, and `first_sequences` (`ForwardContext`) is
     `[groups]`. Activations in `saved` are not recomputed.
     """
 
@@ -69,8 +69,8 @@ class Ends:
         return first, last
 
     def enter(self, group: Any) -> tuple[jax.Array, Callable]:
-        """(input of the first stage, VJP) of a group. The VJP returns gradients of weights by field
-        of `EndWeights`, and the observed amax."""
+        """(input of the first stage, VJP) of a group. The VJP returns gradients of weights, by
+        field of `EndWeights`, and the observed amax."""
 
         def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
             tokens = read(self.tokens, group)
@@ -83,7 +83,7 @@ class Ends:
 
     def leave(self, hidden: jax.Array, group: Any) -> tuple[Any, Callable, Any]:
         """((loss, sum of balance losses), VJP, routing figures summed over sequences) of a group,
-        from the output of the last stage. The VJP returns the gradient of that output too."""
+        from the output of the last stage. The VJP also returns the gradient of that output."""
         names = ("output", "last", "embedding") if self.last else ("output", "last")
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:

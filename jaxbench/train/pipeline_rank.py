@@ -1,18 +1,18 @@
 """One rank of a pipeline: its actions in every schedule step (`pipeline_schedule`).
 
-In a schedule step a rank computes one model chunk forward for one microbatch and one backward for
-another, and sends both results to its neighbours. Embedding and loss are outside of the stages:
-each rank embeds, and takes the loss of, one microbatch of every group.
+In a schedule step a rank computes one model chunk forward for one microbatch, and one backward for
+another, and sends both results to its neighbours. Embedding and loss are outside the stages: each
+rank embeds one microbatch of every group, and computes its loss.
 
-Hidden states travel between these ranks and the first and last stage in rings: each rank holds one,
-and passes it to the rank before it in every schedule step. The first stage, on rank 0, takes the P
-inputs of a group from the ring in P consecutive steps; the last stage puts its outputs into another
-ring in P steps, such that each reaches the rank that takes its loss when the group is complete.
-Their gradients travel likewise.
+Hidden states travel in rings between these ranks and the first and last stage. Each rank holds one
+hidden state, and passes it to the rank before it in every schedule step. The first stage, on rank
+0, takes the P inputs of a group from the ring in P consecutive steps. The last stage puts its
+outputs into another ring in P steps, such that each reaches the rank that computes its loss when
+the group is complete. Their gradients travel likewise.
 
-The collectives of a step overlap with the products of the other direction. Memory for activations
+The collectives of a step overlap with the matmuls of the other direction. Memory for activations
 does not grow with the number of microbatches: a stash holds the residuals of chunks in flight, and
-the rings one hidden state each.
+each ring holds one hidden state.
 
 Arrays are local to a device, inside a `shard_map` (`mesh`).
 """
@@ -81,10 +81,10 @@ class Carry:
 class Rank:
     """Weights and data of one rank, and its computation.
 
-    `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`: a list,
-    so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales of each,
-    or None. Activations in `saved` are not recomputed.
-    `first_sequences` are those of all microbatches (`ForwardContext`), `[ranks, groups]`.
+    `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`. They are
+    a list, so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales
+    of each, or None. Activations in `saved` are not recomputed. `first_sequences`
+    (`ForwardContext`) has one entry for each microbatch, `[ranks, groups]`.
     """
 
     run: Run
@@ -99,16 +99,16 @@ class Rank:
     def run_schedule(self) -> Carry:
         """Runs all actions of a training step: warm-up, steady state, cool-down.
 
-        Each rank starts a group of microbatches one schedule step after the rank before it. So the
-        inputs of group g are first needed in steady iteration g - 1, and its last input gradients
-        return in steady iteration g + 2. With 2 ranks, 2 virtual stages and 3 groups (`E` embed,
-        `L` loss, `B` backward of the embedding, each of one group):
+        Each rank starts a group of microbatches one schedule step after the rank before it. The
+        inputs of group g are therefore first needed in steady iteration g - 1, and its last input
+        gradients return in steady iteration g + 2. With 2 ranks, 2 virtual stages and 3 groups (`E`
+        embed, `L` loss, `B` backward of the embedding, each of one group):
 
             E0 E1 | warm-up | L0 E2 steady 1 B-1 | L1 E3 steady 2 B0 | L2 | cool-down | B1 B2
 
-        The calls of a group that does not exist are harmless, so that one loop body serves all:
-        `E3` embeds the last group again, which is not read any more, and the input gradients of
-        `B-1` are still zero.
+        One loop body serves all iterations, because calls for a group that does not exist are
+        harmless: `E3` embeds the last group again, and nobody reads the result; the input gradients
+        of `B-1` are still zero.
         """
         groups, ranks = self._groups, self.stages.ranks
         schedule = interleaved_1f1b(ranks, self.stages.chunks, groups * ranks)
@@ -208,8 +208,9 @@ class Rank:
         )
 
     def _losses(self, carry: Carry, group: Any) -> Carry:
-        """Adds a group's loss and its gradients, once every rank has the output whose loss it has.
-        The ring then brings the outputs' gradients to the last rank, that of rank 0 first."""
+        """Adds a group's loss and its gradients, once every rank has the output for which it
+        computes the loss. The ring then brings the gradients of the outputs to the last rank,
+        beginning with the one of rank 0."""
         (loss, _), pull, figures = self.ends.leave(carry.outputs, group)
         share = jnp.full_like(loss, 1 / self._groups)
         d_weights, amax, dx = pull((share, self._d_balance))
@@ -284,7 +285,7 @@ class Rank:
         d_layers, amax = zip(*d_layers, strict=True)
         d_layers = jax.tree.map(loads_unless_idle, list(d_layers), is_leaf=is_variable)
         if self.stages.chunks > 1:
-            # XLA would let products add to the sums, and copy a chunk's sums out of their stack.
+            # XLA would let matmuls add to the sums, and copy a chunk's sums out of their stack.
             d_layers = jax.tree.map(jax.lax.optimization_barrier, d_layers)
         dx, d_inputs = _after((dx, self._to_rank_before(carry.d_inputs)))
         leaves = (rank == 0) & (chunk == 0) & action["busy"]
@@ -300,14 +301,14 @@ class Rank:
     @property
     def _d_balance(self) -> jax.Array:
         """The cotangent of a sequence's load-balance loss, divided by the number of ranks that hold
-        the sequence: the loss is a `psum` over them, whose transpose is a `psum` again."""
+        the sequence: the loss is a `psum` over them, whose transpose is another `psum`."""
         p, coefficient = self.run.parallelism, self.run.model.balance_loss
         return jnp.float32(coefficient / self.run.batch.global_batch / (p.context * p.tensor))
 
     def _arguments(self, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """Arguments of a model chunk other than the hidden state: its blocks, each with zeros whose
-        gradients are the amax observed in FP8; their scales; the context's arrays. They are sliced
-        outside of the differentiated function, so that they are no residuals."""
+        gradients are the amax observed in FP8; their scales; and the context's arrays. They are
+        sliced outside the differentiated function, so that they do not become residuals."""
         layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
@@ -323,8 +324,8 @@ class Rank:
 
 _after = jax.lax.optimization_barrier
 """`_after((y, *received))` returns its arrays, `y` only once the others have been received. So `y`
-is sent after the transfers of the rings, which XLA would otherwise leave to the end of a schedule
-step, where no product hides them."""
+is sent after the transfers of the rings. XLA would otherwise leave these to the end of a schedule
+step, where no matmul hides them."""
 
 
 def _compute(

@@ -1,12 +1,14 @@
 """Pipeline schedule: interleaved 1F1B (Narayanan et al. 2021) as tables of actions.
 
-P ranks, V virtual stages (model chunks) on each, M microbatches. Stage s = v P + r is virtual stage
-v of rank r. In a schedule step every rank has one forward action, a virtual stage for a microbatch,
-and one backward action. Microbatches pass all P V stages in groups of P; the loss is taken for a
-group at once. The first P V + P - 1 steps (warm-up) have forward actions only, the last as many
-(cool-down) backward actions only: a rank idles for (P - 1)/(M V) of its work in each direction.
+There are P ranks with V virtual stages (model chunks) each, and M microbatches. Stage s = v P + r
+is virtual stage v of rank r. In a schedule step every rank has one forward action, which is a
+virtual stage for a microbatch, and one backward action. Microbatches pass all P V stages in groups
+of P, and the loss of a group is computed at once.
 
-P = V = M = 2, one group. `m.v` is virtual stage v for microbatch m, `-` idle:
+The first P V + P - 1 steps (warm-up) have forward actions only, and as many at the end (cool-down)
+have backward actions only. A rank idles for (P - 1)/(M V) of its work in each direction.
+
+P = V = M = 2, one group. `m.v` is virtual stage v for microbatch m, `-` is idle:
 
     step             0    1    2    3    4    5    6    7    8    9
     rank 0 forward  0.0  1.0  0.1  1.1   -
@@ -26,9 +28,10 @@ class Actions:
     chunk (virtual stage of the rank), the stash slot of its residuals, and whether the rank is
     busy. An idle rank computes on whatever its buffers hold, and its results are dropped.
 
-    `new_group` marks, equally on all ranks, the steps in which rank 0 has just finished a group and
-    begins the next, if any: forward its inputs enter the pipeline, backward the gradients of the
-    finished one have all left it."""
+    `new_group` marks the steps in which rank 0 has just finished a group and begins the next, if
+    there is one; it is equal on all ranks. Forward, the inputs of the next group then enter the
+    pipeline. Backward, all gradients of the finished group have left it.
+    """
 
     microbatch: np.ndarray
     chunk: np.ndarray
@@ -39,9 +42,9 @@ class Actions:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Forward and backward actions of a training step. `slots` is the size of the activation
-    stash, independent of the number of microbatches. Warm-up and cool-down take `warmup` steps
-    each; every further group of microbatches takes `period` steps."""
+    """Forward and backward actions of a training step. `slots` is the size of the activation stash,
+    which does not depend on the number of microbatches. Warm-up and cool-down take `warmup` steps
+    each, and every further group of microbatches takes `period` steps."""
 
     forward: Actions
     backward: Actions
@@ -77,13 +80,15 @@ def interleaved_1f1b(ranks: int, virtual_stages: int, microbatches: int) -> Sche
 
 
 def _allocate_slots(forward: Actions, backward: Actions, rank: int) -> int:
-    """Assigns stash slots to a rank's actions; returns how many it needs.
+    """Assigns stash slots to a rank's actions, and returns how many it needs.
 
-    This is register allocation with a free list: the residuals of a forward action are live until
-    the backward action of the same microbatch and chunk, which frees their slot, and the
-    most recently freed slot is used first. An idle forward action writes a free slot without taking
-    it. An idle backward action reads slot 0 with the chunk that last wrote it: with the weights of
-    another one the residuals could give values that are not finite.
+    This is register allocation with a free list. The residuals of a forward action are live until
+    the backward action of the same microbatch and chunk, which frees their slot. The most recently
+    freed slot is used first.
+
+    An idle forward action writes a free slot without taking it. An idle backward action reads slot
+    0, with the chunk that last wrote it: with the weights of another chunk the residuals could give
+    values that are not finite.
     """
     live: dict[tuple[int, int], int] = {}
     chunk_of_slot_0 = 0

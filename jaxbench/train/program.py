@@ -83,7 +83,7 @@ def compile_program(
 
 
 def _forecast_gpu(run: Run) -> Gpu | None:
-    """The GPU of the current mesh; None where there is no forecast of this many of it."""
+    """The GPU of the current mesh. None if there is no forecast for so many of it."""
     gpu = identify(_device_kind()) if mesh.platform() == "gpu" else None
     return gpu if gpu and gpu.chip and gpu.spread(run.gpus) else None
 
@@ -105,8 +105,8 @@ def offloaded_bytes(compiled: Any) -> int:
 
 
 def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
-    """Raises RecipeError for a request of the run that the platform, or a GPU that is known, cannot
-    fulfil."""
+    """Raises RecipeError if the platform, or the GPU if it is known, cannot do what the run asks
+    for."""
     if gpu and not gpu.multiplies(dtype := run.precision.dtype):
         others = ", ".join(name for name, of in PLANNED.items() if of.multiplies(dtype))
         raise RecipeError(f"precision.dtype = {dtype}: not on {gpu.name}, but on {others}")
@@ -117,8 +117,8 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
 
 
 def kernels(run: Run) -> dict[str, str]:
-    """Implementations of attention, Mamba-2, dropless experts and products on the current mesh, and
-    the activations that wait in the host's memory, for the record."""
+    """For the record: what computes attention, Mamba-2, dropless experts and matmuls on the current
+    mesh, and the activations that wait in the host's memory."""
     platform = mesh.platform()
     chosen = _implementations(run, platform, mesh.capability())
     by = {"attention": chosen["kernel"]}
@@ -136,7 +136,8 @@ def kernels(run: Run) -> dict[str, str]:
 
 
 def _mamba(run: Run, name: str, platform: str) -> str:
-    """The implementation of Mamba-2; on a GPU why not the one that `auto` prefers."""
+    """The implementation of Mamba-2. On a GPU it also says why the one that `auto` prefers was not
+    taken."""
     first, length = next(iter(ssd.IMPLEMENTATIONS)), run.batch.sequence_length
     length //= run.parallelism.context
     dtype, automatic = run.precision.dtype, run.execution.ssd == "auto"
@@ -157,7 +158,8 @@ def _products(run: Run, platform: str) -> str:
 
 
 def check_program(compiled: Any, run: Run) -> None:
-    """Raises RunFailed if the compiled program is not the requested one; on the current mesh."""
+    """Raises RunFailed if the compiled program is not the requested one. It needs the current
+    mesh."""
     model, platform = run.model, mesh.platform()
     chosen = _implementations(run, platform, mesh.capability())
     requested = (

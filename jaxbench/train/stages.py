@@ -1,9 +1,9 @@
-"""Gather of a pipeline rank's blocks from weights at rest, and scatter of their gradients.
+"""How a pipeline rank gathers its blocks from weights at rest, and scatters their gradients.
 
 At rest every weight is sharded over `pipeline` as over `fsdp`, whatever its layer. Once per step
-each rank gathers the whole of its blocks; gradients are scattered by the transpose. On P ranks with
-chunks of K blocks, block (v P + r) K + k is block k of model chunk v of rank r. Depths that do not
-divide are padded with blocks of zero weights, which add nothing to their input.
+each rank gathers the whole of its blocks, and the transpose scatters the gradients. On P ranks with
+chunks of K blocks, block (v P + r) K + k is block k of model chunk v of rank r. If the depth does
+not divide, blocks of zero weights are padded, which add nothing to their input.
 
 Arrays are local to a device, inside a `shard_map`.
 """
@@ -21,8 +21,8 @@ from jaxbench.recipe.settings import Run
 
 @dataclass(frozen=True)
 class Stages:
-    """Layout of a model's repeating `blocks` on the `ranks` of a pipeline: `chunks` model chunks on
-    each, of `size` blocks. `numbers` are those of `first_layers`."""
+    """How the repeating `blocks` of a model lie on the `ranks` of a pipeline: each rank has
+    `chunks` model chunks of `size` blocks. `numbers` come from `first_layers`."""
 
     ranks: int
     chunks: int
@@ -70,8 +70,8 @@ class Stages:
     def scatter_gradients(
         self, grad: jax.Array, dims: mesh.Gathered, shape: tuple[int, ...]
     ) -> jax.Array:
-        """The transpose of `gather_layers`: gradients of this rank's blocks as those of the weight
-        at rest, whose local shape is `shape`, summed over the ranks that gathered it."""
+        """The transpose of `gather_layers`: from gradients of this rank's blocks to gradients of
+        the weight at rest, whose local shape is `shape`, summed over the ranks that gathered it."""
         weight = jax.ShapeDtypeStruct(shape, grad.dtype)
         (at_rest,) = jax.linear_transpose(partial(self.gather_layers, dims=dims), weight)(grad)
         return at_rest

@@ -29,7 +29,7 @@ class State:
     """The state that a step changes.
 
     `step`, an int32 scalar, is the number of the next step; data and learning rate follow from it
-    alone. `fp8` are the histories of delayed scaling.
+    alone. `fp8` are the amax histories of delayed scaling.
     """
 
     step: Any
@@ -40,7 +40,7 @@ class State:
 
 def init_state(run: Run) -> State:
     """The state before the first step, on the current mesh: fp32 weights, and AdamW moments in the
-    dtype of `optimizer.moments`, sharded alike."""
+    dtype of `optimizer.moments`, sharded like the weights."""
     model = Decoder(run.model, key=data.root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
     histories = quantized.init_histories(model.stacks, run.precision)
@@ -55,8 +55,8 @@ def abstract_state(run: Run) -> State:
 def train_step(
     state: State, tokens: jax.Array, targets: jax.Array, run: Run
 ) -> tuple[State, dict[str, jax.Array]]:
-    """One optimizer step over all microbatches (`"microbatch batch seq"`): the next state, and the
-    step's figures."""
+    """One optimizer step over all microbatches (`"microbatch batch seq"`): (next state, figures of
+    the step)."""
     (loss, routing_figures), all_grads, histories = gradients(state, tokens, targets, run)
     rate = run.model.bias_rate
     grads = all_grads if rate is None else without_loads(all_grads)
@@ -81,9 +81,10 @@ def gradients(
     """((mean loss, routing figures), gradients in fp32, sharded like the weights, next histories of
     delayed scaling).
 
-    Weights are cast once for all microbatches. A microbatch's gradients are reduce-scattered within
-    a replica of the model as they arise; across replicas they are summed once, here, at the end, or
-    those of layers as they arise too (`execution.replica_sums`).
+    Weights are cast once for all microbatches. Within a replica of the model, the gradients of a
+    microbatch are reduce-scattered as they arise. Across replicas they are summed once, here, at
+    the end of the step. With `execution.replica_sums: layer` the gradients of layers are summed
+    across replicas as they arise, too.
     """
     implementation = quantized.choose(run.precision, mesh.platform())
     precision = replace(run.precision, implementation=implementation)
@@ -136,8 +137,8 @@ def gradients(
 
 
 def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:
-    """The number of each microbatch's first sequence, counted from the first step. Each seed counts
-    from another number, so that its draws are others."""
+    """The number of each microbatch's first sequence, counted from the first step. Each seed starts
+    to count at another number, so that it draws other numbers."""
     count, sequences, _ = tokens.shape
     numbers = (step * count + jnp.arange(count)) * sequences
     start = seed * 0x9E3779B1 % 2**32  # 2^32 over the golden ratio spreads seeds over all numbers
@@ -150,7 +151,7 @@ def zero_gradient(variable: nnx.Variable, precision: Precision) -> nnx.Variable:
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:
-    """The model with `Weight`s cast to the compute dtype, and all weights marked
+    """The model with its `Weight`s cast to the compute dtype, and with all weights marked
     `mesh.accumulating`."""
 
     def prepare(variable):
@@ -161,9 +162,9 @@ def compute_weights(model: Decoder, dtype) -> Decoder:
 
 
 def summing_in_layers(stacks: Any) -> Any:
-    """Stacks of blocks whose matrices are not marked: a layer that uses one marks it, and its
-    backward pass sums the gradient over replicas, which the products of others hide. Vectors stay
-    marked: each would cost a collective's latency in every layer."""
+    """Stacks of blocks whose matrices are not marked. A layer marks a matrix when it uses it, so
+    its backward pass sums the gradient over replicas, and the matmuls of other layers hide that
+    sum. Vectors stay marked, because each would cost the latency of a collective in every layer."""
 
     def unmarked(variable):
         if not isinstance(variable, Weight):
@@ -174,7 +175,7 @@ def summing_in_layers(stacks: Any) -> Any:
 
 
 def make_program(run: Run) -> Any:
-    """The jitted step with its synthetic batch, state to (state, figures); the state is donated."""
+    """The jitted step with its synthetic batch: state to (state, figures). The state is donated."""
     shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
 
     def step(state: State):

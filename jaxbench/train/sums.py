@@ -1,5 +1,5 @@
-"""Dtypes in which gradients are summed over microbatches and reduced between devices. Loads of
-experts, which bf16 could not count, are in fp32 in both."""
+"""The dtypes in which gradients are summed over microbatches and reduced between devices. The loads
+of experts are fp32 in both, since bf16 could not count them."""
 
 from typing import Any
 

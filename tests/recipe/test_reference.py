@@ -13,13 +13,20 @@ from jaxbench.recipe.recipes import SECTIONS
 FILE = Path(__file__).parents[2] / "docs/reference/settings.md"
 HEADING = """# Settings
 
-Every `section.key` of a recipe and of `--set section.key=value`. `pytest --write-golden` rewrites
-this file from the code (`tests/recipe/test_reference.py`). In rows of `configs/*.yaml` the keys of
-`parallelism` and `batch`, `layers` and `remat` need no section.
+This page lists every `section.key` of a recipe and of `--set section.key=value`.
+`pytest --write-golden` rewrites it from the code (`tests/recipe/test_reference.py`).
 
-Values are YAML 1.2: `true` and `false` are the only booleans, `0100` is one hundred, `0x10` is 16,
-`1e3` is a float, and `yes`, `1:30` and `1_000` are text. A key that occurs twice in a mapping is an
-error, and so is a setting that a row gives with its section and without.
+Some keys need no section in rows of `configs/*.yaml`.
+They are `layers`, `remat`, and the keys of `parallelism` and `batch`.
+
+Values are YAML 1.2:
+
+- `true` and `false` are the only booleans.
+- `0100` is one hundred, `0x10` is 16, and `1e3` is a float.
+- `yes`, `1:30` and `1_000` are text.
+
+A key that occurs twice in a mapping is an error.
+So is a setting that a row gives both with its section and without.
 """
 
 
