@@ -110,6 +110,13 @@ def test_messages_name_sections_of_the_readme():
     assert {anchor(name) for name in named} <= anchors(ROOT / "README.md")
 
 
+def test_the_guide_to_slurm_has_the_sample_that_a_script_replaces(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from sample_log import COMMANDS, GUIDE
+
+    assert GUIDE.read_text().count(f"```text\n{COMMANDS}") == 1
+
+
 def test_the_hosted_workflow_runs_the_readme():
     """Its job `readme` has the two commands below "Install and run"."""
     section = (ROOT / "README.md").read_text().partition("## Install and run\n")[2]
