@@ -17,7 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import slurm
 
 GUIDE = slurm.ROOT / "docs" / "guide" / "slurm.md"
-COMMAND = "launch/submit.sh llama31_8b_bf16 --gpus 4 --cpu -- --checkpoint --steps 50"
+COMMANDS = """\
+$ export GPUS_PER_NODE=2
+$ launch/submit.sh llama31_8b_bf16 --gpus 4 --cpu -- --checkpoint --steps 50
+"""
 
 
 def transcript(cluster: slurm.Cluster, stage: Path) -> str:
@@ -29,8 +32,8 @@ def transcript(cluster: slurm.Cluster, stage: Path) -> str:
     slurm.wait(cluster, number, slurm.ended, 600)
     text = re.sub(r"(?m)^step +[2-9]  .*\n(step .*\n)*", "...\n", log.read_text())
     text = re.sub(r"(?m)^\[Gloo\].*\n", "", text)
-    head = f"$ {COMMAND}\njob {number}: {folder}\nwatch it: tail -F {log}\n$ tail -F {log}\n"
-    return (head + text).replace(str(stage), "/shared/stage")
+    head = f"job {number}: {folder}\nwatch it: tail -F {log}\n$ tail -F {log}\n"
+    return COMMANDS + (head + text).replace(str(stage), "/shared/stage")
 
 
 def main() -> None:
@@ -40,8 +43,8 @@ def main() -> None:
         slurm.Cluster(Path(temporary, "slurm")) as cluster,
     ):
         sample = transcript(cluster, Path(temporary, "stage"))
-    before, start, rest = GUIDE.read_text().partition(f"```text\n$ {COMMAND}\n")
-    assert start, f"{GUIDE} has no sample of this command"
+    before, start, rest = GUIDE.read_text().partition(f"```text\n{COMMANDS}")
+    assert start, f"{GUIDE} has no sample of these commands"
     after = rest.partition("\n```\n")[2]
     GUIDE.write_text(f"{before}```text\n{sample}```\n{after}")
 

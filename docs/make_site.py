@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build/pages"
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "LOG.md")
-"""Documents that are not in docs/; on the site they are beside what is."""
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LOG.md", "LICENSE")
+"""Documents that are not in docs/; on the site they are next to those that are."""
 
 PICTURE = r'<picture><source .* srcset="(.*?)"><img (.*?)src="(.*?)"(.*?)></picture>'
 """Its colours are the browser's; on the site the reader's choice (`ONLY`) can be another one."""

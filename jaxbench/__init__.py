@@ -1,6 +1,6 @@
 """LLM training benchmarks in pure JAX: one recipe, one command, one number that can be trusted.
 
-The table in CONTRIBUTING.md says what each package holds and may import.
+Each package says in its docstring what it holds; `tests/test_layering.py` says what it may import.
 """
 
 __version__ = "0.1.0"

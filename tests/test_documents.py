@@ -1,15 +1,16 @@
-"""Documents name only what exists, and README stays short."""
+"""Documents name only what exists."""
 
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import ROOT
 
 import jaxbench
 
 PACKAGE = Path(jaxbench.__file__).parent
-OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 DOCUMENTS = [*OUTSIDE, *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [
     path
@@ -109,5 +110,18 @@ def test_messages_name_sections_of_the_readme():
     assert {anchor(name) for name in named} <= anchors(ROOT / "README.md")
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+def test_the_guide_to_slurm_has_the_sample_that_a_script_replaces(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from sample_log import COMMANDS, GUIDE
+
+    assert GUIDE.read_text().count(f"```text\n{COMMANDS}") == 1
+
+
+def test_the_hosted_workflow_runs_the_readme():
+    """Its job `readme` has the two commands below "Install and run"."""
+    section = (ROOT / "README.md").read_text().partition("## Install and run\n")[2]
+    blocks = re.findall(r"^```shell\n(.*?)^```$", section.partition("\n## ")[0], re.M | re.S)
+    jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
+    steps = [step["run"].strip() for step in jobs["readme"]["steps"] if "run" in step]
+    assert steps == [block.strip() for block in blocks]
+    assert len(steps) == 2

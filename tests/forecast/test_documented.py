@@ -1,4 +1,4 @@
-"""Claims of README and documents about forecasts, against the tables that `plan --all`,
+"""Claims of documents about forecasts, against the tables that `plan --all`,
 `benchmarks/forecast.py` and `benchmarks/like_for_like.py` wrote."""
 
 import csv
@@ -35,7 +35,7 @@ def test_llama_rows_are_within_15_percent():
     assert 0.9 <= statistics.median(alike.values()) <= 1.1
 
 
-def test_readme_and_the_document_claim_what_all_published_figures_show():
+def test_the_document_claims_what_all_published_figures_show():
     """All in bf16 and FP8, those that are far off too: none may be left out of the claim. Those of
     block-scaled formats have a table of their own."""
     text = (ROOT / "docs" / "forecast.md").read_text()
@@ -56,9 +56,6 @@ def test_readme_and_the_document_claim_what_all_published_figures_show():
     )
     median, within_10, within_15 = summary.groups()
     assert float(median) == pytest.approx(statistics.median(ratios), abs=0.006)  # of whole tokens
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    claim = f"Of 114 published step times in bf16 and FP8 {near} are within 15 % of the forecast,"
-    assert f"{claim} median forecast/published {median}" in readme
     head = " ".join(head.split())
     assert int(within_15) == near
     assert f"{near} are within 15 % of the forecast and {within_10} within 10 %" in head

@@ -1,0 +1,50 @@
+"""The real cuDNN, asked without a GPU: does it compute an attention, and in how much memory?
+
+XLA asks cuDNN while it compiles for an absent GPU, if it is told to (`OPTIONS`). The compiled
+program then has cuDNN's workspaces, and a call that cuDNN refuses does not compile.
+"""
+
+import re
+from dataclasses import replace
+
+from jaxbench.errors import RecipeError
+from jaxbench.hardware import Gpu
+from jaxbench.plan import stubs
+from jaxbench.xla.flags import Options
+
+OPTIONS: Options = {
+    "xla_gpu_cudnn_deviceless_compilation_mode": "CUDNN_DEVICELESS_COMPILATION_ALWAYS"
+}
+
+PROPERTIES = (
+    '\\",\\"memoryBusWidth\\":{},\\"oversizedSharedMemoryPerBlock\\":0,\\"smCountOrigin\\":0,'
+    '\\"cudaRuntimeVer\\":13000,\\"x\\":\\"'
+)
+"""Fields that cuDNN wants of a GPU and XLA leaves out of its JSON. They are put into it as the end
+of the GPU's name."""
+
+
+def asked(gpu: Gpu) -> tuple[Gpu, Options]:
+    """The GPU as cuDNN has to see it, and the compiler options with which XLA asks cuDNN; the same
+    GPU and no options where it cannot be asked."""
+    if stubs.without_cudnn():
+        return gpu, {}
+    bus = 5120 if gpu.capability < (10, 0) else 8192
+    return replace(gpu, device=f"{gpu.device} {PROPERTIES.format(bus)}"), OPTIONS
+
+
+def refusals(error: Exception) -> list[str]:
+    """cuDNN's own words for why it refused a call, from an error of the compiler."""
+    return [reason.replace("|", "") for reason in re.findall(r"Reason: (.*)", str(error))]
+
+
+def refusal(error: Exception, gpu: Gpu) -> RecipeError | None:
+    """The error for an attention that cuDNN refuses on a GPU; None for another error."""
+    reasons = refusals(error)
+    if not reasons:
+        return None
+    capability = ".".join(map(str, gpu.capability))
+    return RecipeError(
+        f"execution.attention: cuDNN refuses this attention on {gpu.name} (compute capability "
+        f"{capability}): {reasons[0]}; try --set execution.attention=xla"
+    )

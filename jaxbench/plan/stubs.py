@@ -1,0 +1,115 @@
+"""Stubs of CUDA's driver and runtime, built with gcc: with them libraries answer without a GPU.
+
+While cuDNN plans a call, it asks CUDA's runtime for a GPU and loads a kernel through the driver.
+The stubs let it: they answer for one GPU and fail every other call. Nothing ever runs. This module
+does not import JAX, since JAX loads the real runtime as soon as it is imported.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from jaxbench.errors import RecipeError
+from jaxbench.versions import installed
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+
+NO_DEVICE = 100
+"""`CUDA_ERROR_NO_DEVICE`."""
+
+LOADING = """
+int cuLibraryLoadData(void **library) { *library = (void *) 16; return 0; }
+int cuLibraryGetKernel(void **kernel) { *kernel = (void *) 16; return 0; }
+int cuKernelGetFunction(void **function) { *function = (void *) 16; return 0; }
+int cuLibraryUnload(void *library) { return 0; }
+"""
+"""The driver's functions that load a kernel; all others fail."""
+
+RUNTIME = """
+#include <string.h>
+#include <cuda_runtime_api.h>
+#undef cudaGetDeviceProperties
+cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
+cudaError_t cudaGetDevice(int *n) { *n = 0; return cudaSuccess; }
+cudaError_t cudaSetDevice(int n) { return cudaSuccess; }
+cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+const char *cudaGetErrorString(cudaError_t error) { return "no GPU"; }
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
+  memset(p, 0, sizeof *p);
+  p->major = 9;
+  return cudaSuccess;
+}
+"""
+"""The part of CUDA's runtime that cuDNN's frontend calls. It wants a GPU that is not older than
+Ampere; the GPU that it plans for comes from XLA."""
+
+
+def prepare(words: Sequence[str]) -> None:
+    """Loads the stubs for a command line of `plan`, unless it asks for Transformer Engine, which
+    needs the real runtime."""
+    if not any(word.endswith("implementation=te") for word in words):
+        without_cudnn()
+
+
+@cache
+def without_cudnn() -> str | None:
+    """The reason why cuDNN cannot be asked in this process; None once the stubs are loaded."""
+    if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
+        return "jax before 0.11 does not ask it"
+    if not installed("jax_plugins.xla_cuda13"):
+        return "it is not installed"
+    if lacking := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
+        return f"asking it needs {' and '.join(lacking)}"
+    if "libcudart.so" in Path("/proc/self/maps").read_text():
+        return "the real CUDA runtime is loaded"
+    try:
+        build("libcuda.so.1", driver())
+        build("libcudart.so.13", RUNTIME)
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+def driver() -> str:
+    """The C source of the driver's stub."""
+    engine = SITE.glob("transformer_engine/wheel_lib/*.so*")
+    cudnn = sorted(SITE.glob("nvidia/cudnn/lib/*.so*"))
+    process = subprocess.run(
+        ["nm", "-D", "--undefined-only", *cudnn, *engine], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    called = set(re.findall(r" U (cu[A-Z]\w*)", process.stdout))
+    for path in cudnn:
+        if "engines_runtime" in path.name:  # it loads kernels, by functions that it looks up
+            names = re.findall(rb"(?<!\w)(cu[A-Z]\w+)\0", path.read_bytes())
+            called |= {name.decode() for name in names}
+    others = called - set(re.findall(r"int (\w+)\(", LOADING))
+    failing = (f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(others))
+    return "".join(failing) + LOADING
+
+
+def build(soname: str, source: str, *flags: str) -> None:
+    """Compiles C source to a shared library and loads it before the real one of this name. Raises
+    RecipeError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, library = Path(folder, "stub.c"), Path(folder, soname)
+        file.write_text(source)
+        options = ["-shared", "-fPIC", f"-I{SITE}/nvidia/cu13/include", *flags]
+        process = subprocess.run(
+            ["gcc", *options, f"-Wl,-soname,{soname}", "-o", library, file],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if process.returncode:
+            raise RecipeError(
+                f"gcc cannot build a stub of {soname}: {process.stderr.splitlines()[0]}"
+            )
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
