@@ -1,9 +1,8 @@
 """Asks cuDNN, without a GPU, for the attention of every published row: writes
 `docs/reference/support.md`.
 
-XLA asks the installed cuDNN while it compiles for an absent GPU, and a call that cuDNN refuses
-fails to compile. cuDNN's engines load the CUDA driver, which here is that of null GPUs
-(`tests/null_gpu`).
+XLA asks the installed cuDNN while it compiles for an absent GPU (`jaxbench.plan.cudnn`), and a call
+that cuDNN refuses fails to compile.
 
     python benchmarks/cudnn_support.py [--write]
 """
@@ -13,29 +12,19 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "null_gpu")]
-
-import null_libraries  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from jaxbench import hardware  # noqa: E402
+from jaxbench.plan import cudnn, stubs  # noqa: E402
 from jaxbench.recipe import recipes  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "support.md"
 
 GPUS = "h100", "b200", "gb200", "gb300"
-
-OPTIONS = {"xla_gpu_cudnn_deviceless_compilation_mode": "CUDNN_DEVICELESS_COMPILATION_ALWAYS"}
-
-PROPERTIES = (
-    '\\",\\"memoryBusWidth\\":{},\\"oversizedSharedMemoryPerBlock\\":0,\\"smCountOrigin\\":0,'
-    '\\"cudaRuntimeVer\\":13000,\\"x\\":\\"'
-)
-"""Fields that cuDNN wants of a GPU and XLA leaves out of its JSON. They are put into it as the end
-of the GPU's name."""
 
 REFUSED = (192, 192), (192, 96), (160, 128), (256, 256)
 """Head dims that are asked for in one call."""
@@ -121,19 +110,18 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
 
     from jaxbench import mesh
     from jaxbench.jax_internals import attention_for_mesh, cudnn_attention
-    from jaxbench.ops.attention import cudnn
+    from jaxbench.ops.attention import cudnn as attention
     from jaxbench.ops.attention.scores import Scores
     from jaxbench.plan.absent import compile_only_devices
 
-    bus = 5120 if gpu.capability < (10, 0) else 8192
-    told = replace(gpu, device=f"{gpu.device} {PROPERTIES.format(bus)}")
+    seen, options = cudnn.asked(gpu)
     scale, window = shape.key_dim**-0.5, shape.window or None
 
     def loss(query, key, value, *sinks):
         if one_call:
             out = cudnn_attention(query, key, value, scale, window)
         else:
-            out = cudnn.call(query, key, value, Scores(scale=scale, window=window), *sinks)
+            out = attention.call(query, key, value, Scores(scale=scale, window=window), *sinks)
         return jnp.sum(out.astype(jnp.float32))
 
     def array(heads: int, features: int) -> jax.ShapeDtypeStruct:
@@ -147,14 +135,14 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
     ]
     if shape.sinks:
         operands.append(jax.ShapeDtypeStruct((shape.heads,), jnp.float32))
-    on = mesh.make_mesh((1,) * len(mesh.AXES), compile_only_devices(told, 1))
+    on = mesh.make_mesh((1,) * len(mesh.AXES), compile_only_devices(seen, 1))
     with jax.set_mesh(on), attention_for_mesh():
         lowered = jax.jit(jax.grad(loss, argnums=tuple(range(len(operands))))).lower(*operands)
         try:
-            text = lowered.compile(compiler_options=OPTIONS).as_text()
+            text = lowered.compile(compiler_options=options).as_text()
         except jax.errors.JaxRuntimeError as error:
-            reasons = re.findall(r"Reason: (.*)", str(error)) or [str(error).splitlines()[0]]
-            return f"no: {reasons[0].replace('|', '')}"
+            reasons = cudnn.refusals(error) or [str(error).splitlines()[0]]
+            return f"no: {reasons[0]}"
     calls = [line for line in text.splitlines() if '"__cudnn$fmhaSoftmaxBackward"' in line]
     workspaces = [int(size) for line in calls for size in re.findall(r"u8\[(\d+)\]", line)[:1]]
     return "yes: " + " + ".join(f"{size / 2**20:.0f}" for size in workspaces) + " MiB"
@@ -193,20 +181,13 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def environment() -> dict[str, str]:
-    """Variables with which cuDNN's engines find a driver, and JAX no GPU."""
-    wanted = null_libraries.DRIVER, "libcudart.so.13"
-    libraries = [str(path) for path in null_libraries.libraries() if path.name in wanted]
-    null = {"NULL_GPU_DEVICES": "1", "NULL_GPU_MODEL": "h100", "NULL_GPU_MEMORY_MB": "4096"}
-    return {"LD_PRELOAD": ":".join(libraries), "JAX_PLATFORMS": "cpu"} | null
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     write = parser.parse_args().write
-    if "LD_PRELOAD" not in os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if reason := stubs.without_cudnn():
+        raise SystemExit(f"cuDNN cannot be asked: {reason}")
     text = page()
     PAGE.write_text(text) if write else print(text, end="")
 

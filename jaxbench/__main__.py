@@ -18,13 +18,15 @@ from jaxbench.xla import flags
 class Command:
     """A command: the module of its options (`make_parser`), that of its `main`, and what it does.
     One that only prints ends quietly when a pipe closes, as in `jaxbench list | head`. Variables of
-    JAX and XLA are checked for one with `jax`."""
+    JAX and XLA are checked for one with `jax`. `first` is a module with a function `prepare`, which
+    takes the command line before JAX is imported."""
 
     options: str
     module: str
     does: str
     prints: bool = True
     jax: bool = True
+    first: str = ""
 
 
 COMMANDS = {
@@ -34,7 +36,7 @@ COMMANDS = {
     "train": Command("run.arguments", "run.command", "run a benchmark", prints=False),
     "plan": Command(
         "plan.arguments", "plan.command", "compile one for GPUs that are not there: does it fit, "
-        "how long will it take"
+        "how long will it take", first="plan.stubs",
     ),
     "report": Command(
         "report.arguments", "report.command", "results beside the published ones", jax=False
@@ -106,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_parser().parse_args(words[:1] or ["--help"])
         command = COMMANDS[words[0]]
         options_of(command).parse_args(words[1:])
+        if command.first:
+            import_module(f"jaxbench.{command.first}").prepare(words[1:])
         if command.jax:
             flags.check(os.environ.get("XLA_FLAGS", ""))
             jax_variables.check_environment()

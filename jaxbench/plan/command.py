@@ -14,7 +14,7 @@ from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError
 from jaxbench.files import as_json, owned, write_json
 from jaxbench.hardware import Gpu, placed
-from jaxbench.plan import candidates, driver, hlo, profile, scaling, search, sweep, text
+from jaxbench.plan import candidates, cudnn, driver, hlo, profile, scaling, search, sweep, text
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.page import difference_page, plan_page
@@ -97,11 +97,12 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
     """Compiles candidates of a search until one fits; yields a line for each."""
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)
-    devices = compile_only_devices(gpu, run.gpus)
+    seen, asking = cudnn.asked(gpu)
+    devices = compile_only_devices(seen, run.gpus)
     for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
         with jax.set_mesh(absent), compiling(candidate):
-            compiled, _, _ = compile_program(candidate)
+            compiled, _, _ = compile_program(candidate, asking)
         size = Memory.of(compiled, gpu)
         fits = size.fits
         searching.tried[candidate] = search.Outcome(peak=size.peak, fits=fits)

@@ -16,6 +16,7 @@ from jaxbench import mesh
 from jaxbench.errors import RecipeError
 from jaxbench.forecast.tables import Tables, load
 from jaxbench.hardware import Gpu, placed
+from jaxbench.plan import cudnn, stubs
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.step import Step, step_of
 from jaxbench.plan.trace import write_trace
@@ -35,6 +36,11 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
+
+OPTIONS: flags.Options = {"xla_gpu_autotune_level": 0}
+"""Options with which plans compile, beyond those of a run. Without autotuning, matmuls get
+workspaces as large as autotuned ones have on a GPU; the compiler's default for an absent GPU would
+be 4 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +124,8 @@ class Pipelined:
 class Plan(Step):
     """The plan of a row; FLOPs and bytes are per device and step. `fits` covers the start too:
     making or restoring the state needs no more than the step's arguments. Keys of `rates` are
-    `bound`, `forecast` and `published`."""
+    `bound`, `forecast` and `published`. `without_cudnn` is the reason why cuDNN was not asked, so
+    that its workspaces are not counted."""
 
     recipe: str
     row: str
@@ -140,6 +147,7 @@ class Plan(Step):
     compile_s: float
     rates: dict[str, Rates]
     published: dict[str, Any] | None
+    without_cudnn: str | None = None
 
 
 def read(path: Path) -> Plan:
@@ -164,12 +172,14 @@ def make_plan(
     """
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
-    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(gpu, run.gpus))
+    seen, asking = cudnn.asked(gpu)
+    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(seen, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
-        # Without autotuning, products get workspaces as large as autotuned ones have on a GPU; the
-        # compiler's default for an absent GPU would be 4 MiB.
-        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
-        compiled, lower_s, compile_s = compile_program(run, options)
+        dumping = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
+        try:
+            compiled, lower_s, compile_s = compile_program(run, OPTIONS | asking | dumping)
+        except jax.errors.JaxRuntimeError as error:
+            raise cudnn.refusal(error, gpu) or error from error
         check_program(compiled, run)
         live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # of the last program
         state = state_bytes(run)
@@ -189,6 +199,7 @@ def make_plan(
         largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
         lower_s=lower_s,
         compile_s=compile_s,
+        without_cudnn=stubs.without_cudnn(),
     )
 
 

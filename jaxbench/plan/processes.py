@@ -21,6 +21,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from jaxbench.errors import RecipeError
 from jaxbench.files import owned
 from jaxbench.hardware import Gpu, host_memory, placed
+from jaxbench.plan import stubs
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, read, system
 from jaxbench.recipe import recipes
@@ -143,6 +144,7 @@ def cached(path: Path, run: Run, gpu: Gpu) -> Plan | None:
         "flags": flags.options(run, "gpu"),
         "system": system(placed(gpu, run.gpus)),
         "versions": versions() | {"commit": plan.versions["commit"]},
+        "without_cudnn": stubs.without_cudnn(),
     }
     same = all(getattr(plan, name) == value for name, value in expected.items())
     return plan if same else None

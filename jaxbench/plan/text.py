@@ -46,6 +46,7 @@ def report(plan: Plan) -> str:
             f"  temporaries {gib(size.temporaries)}{held}",
             "  largest at the peak:",
             *_buffers(plan, "    "),
+            *_uncounted(plan),
             *_host(plan),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
             f"{work.recompute_ratio:.3f} of the model's",
@@ -70,6 +71,12 @@ def _derived(plan: Plan) -> str:
 
 def _buffers(plan: Plan, indent: str) -> list[str]:
     return [f"{indent}{gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers]
+
+
+def _uncounted(plan: Plan) -> list[str]:
+    """What the peak lacks where cuDNN could not be asked."""
+    reason = plan.without_cudnn
+    return [f"  not counted the workspaces of cuDNN's attention: {reason}"] if reason else []
 
 
 def _host(plan: Plan) -> list[str]:
