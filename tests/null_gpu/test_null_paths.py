@@ -1,6 +1,7 @@
 """Every path through `train` on null GPUs: recipes, mesh axes, and what is done around training."""
 
 import json
+import re
 import signal
 
 import null_gpus
@@ -10,7 +11,7 @@ from cases import tiered
 from commands import ROOT
 
 from jaxbench.hardware import NULL
-from jaxbench.jax_internals import profile_events
+from jaxbench.jax_internals import KEEPS_AUTOTUNING, profile_events
 from jaxbench.plan import command as plan
 from jaxbench.report import profiles
 
@@ -150,3 +151,30 @@ def test_two_processes(tmp_path):
     record = json.loads((tmp_path / "second" / "run.json").read_text())
     assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
     assert record["restored"]["step"] == 6
+
+
+@pytest.mark.nightly
+def test_another_program_is_not_autotuned_anew(tmp_path):
+    """Both processes keep what they found: XLA gives each a share of the kernels."""
+    kept, counted = [], []
+    for remat in ("full", "attention"):
+        arguments = null_gpus.tiny("llama31_8b_bf16", f"execution.remat={remat}", steps=3)
+        folder = tmp_path / remat
+        counts = tmp_path / f"counts-{remat}"
+        counts.mkdir()
+        commands = null_gpus.start_two(
+            *arguments, "--compilation-cache", tmp_path / "cache", folder=folder,
+            **null_gpus.environment(1, counts=counts), JAX_ENABLE_COMPILATION_CACHE="true",
+        )  # fmt: skip
+        for command in commands:
+            assert command.wait().status == 0, command.text
+        kept.append(commands[0].record["autotuned_before"])
+        launches = [re.match(r"(\d+) kernels", p.read_text()) for p in counts.glob("*.txt")]
+        counted.append([int(found[1]) for found in launches if found])
+    if not KEEPS_AUTOTUNING:
+        assert kept == [None, None]
+        return
+    first, second = kept
+    assert first == 0
+    assert second > 80  # of about 120, half of which each process has timed
+    assert max(counted[1]) < min(counted[0])
