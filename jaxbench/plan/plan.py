@@ -6,7 +6,7 @@
 import json
 import math
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,8 @@ class Pipelined:
 @dataclass(frozen=True, kw_only=True)
 class Plan(Step):
     """The plan of a row; FLOPs and bytes are per device and step. `fits` covers the start too:
-    making or restoring the state needs no more than the step's arguments. Keys of `rates` are
+    making or restoring the state needs no more than the step's arguments. `flags` are the options
+    of `train`; the program here was compiled with `planned_flags` besides. Keys of `rates` are
     `bound`, `forecast` and `published`."""
 
     recipe: str
@@ -127,6 +128,7 @@ class Plan(Step):
     mesh: str
     settings: dict[str, Any]
     system: dict[str, Any]
+    planned_flags: flags.Options = field(default_factory=dict)
     flags: flags.Options
     versions: dict[str, str | None]
     parameters: int
@@ -165,9 +167,7 @@ def make_plan(
     gpu = placed(gpu, run.gpus)
     absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(gpu, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
-        # Without autotuning, products get workspaces as large as autotuned ones have on a GPU; the
-        # compiler's default for an absent GPU would be 4 MiB.
-        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True, "xla_gpu_autotune_level": 0}
+        options = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True} | flags.PLANNED
         compiled, lower_s, compile_s = compile_program(run, options)
         check_program(compiled, run)
         live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # of the last program
@@ -212,6 +212,7 @@ def describe(run: Run, gpu: Gpu, tables: Tables, program: Program, **sizes: Any)
         settings=recipes.describe(run),
         system=system(gpu),
         flags=flags.options(run, "gpu"),
+        planned_flags=flags.PLANNED,
         versions=versions(),
         parameters=flops.parameters(run.model)["total"],
         flops=compiled_flops(run, program),

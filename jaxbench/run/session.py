@@ -28,8 +28,9 @@ from jaxbench.recipe.settings import Run
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
-from jaxbench.run.devices import check_host_memory, variables
+from jaxbench.run.devices import variables
 from jaxbench.run.dispatch import Launches
+from jaxbench.run.host import check_host_memory
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.starts import begun, new_record
@@ -272,7 +273,7 @@ class Attempt:
             recorder.say("it has no CUDA graphs, which hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
-        check_host_memory(offloaded_bytes(compiled))
+        check_host_memory(offloaded_bytes(compiled), "hosts")
         recorder.add(kernels=kernels(run))
         recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
         if options.pgle:

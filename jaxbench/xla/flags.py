@@ -74,6 +74,18 @@ IN_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Part of `tuned` in FP8. XLA merges small products that share an operand, and does not recognise
 the merged one as a product in FP8."""
 
+PINNING: Options = {
+    "xla_gpu_executable_terminate_timeout_seconds": 600,
+    "xla_gpu_first_collective_call_terminate_timeout_seconds": 600,
+}
+"""Part of every set for runs that offload. Each device pins its memory of the host in the first
+step, while the other devices of its process wait for it: XLA would end the process after 30 and 40 s."""
+
+PLANNED: Options = {"xla_gpu_autotune_level": 0}
+"""What a plan compiles with besides the options of `train`. No GPU is there to time kernels;
+matmuls get workspaces as large as autotuned ones have on a GPU, where the compiler's default for an
+absent GPU would be 4 MiB."""
+
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
@@ -97,7 +109,7 @@ SETS: dict[str, Options] = {
     "tuned": TUNED, "guided": GUIDED, "published": PUBLISHED, "default": {},
 }  # fmt: skip
 
-KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8) for name in options}
+KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8, PINNING) for name in options}
 
 OURS = "tuned", "guided"
 """The sets that are completed by what the program is: pipelined or not, in FP8 or not."""
@@ -169,6 +181,8 @@ def _selected(run: Run) -> tuple[Options, Options]:
                 selected |= UNPIPELINED if run.model.mamba else PIPELINED
     if name in OURS and run.precision.dtype == "fp8":
         selected |= IN_FP8
+    if run.execution.offload != "none":
+        selected |= PINNING
     return selected, overrides
 
 

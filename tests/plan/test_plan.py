@@ -160,6 +160,15 @@ def test_difference_says_what_moved(planned):
 
 
 @needs_compiler
+def test_a_plan_says_in_which_options_train_s_program_differs(planned):
+    plan = read(planned[1] / "plan.json")
+    assert plan.planned_flags == {"xla_gpu_autotune_level": 0}
+    line = "\ncompiled with the options of train, except xla_gpu_autotune_level=0: train autotunes"
+    assert line in text.report(plan)
+    assert "train autotunes" not in text.report(replace(plan, planned_flags={}))  # an older plan
+
+
+@needs_compiler
 def test_difference_of_two_plans_from_files(planned, capsys):
     folder = str(planned[1])
     assert command.main(["--diff", folder, f"{folder}/plan.json"]) == 0
