@@ -79,7 +79,8 @@ PINNING: Options = {
     "xla_gpu_first_collective_call_terminate_timeout_seconds": 600,
 }
 """Part of every set for runs that offload. Each device pins its memory of the host in the first
-step, while the other devices of its process wait for it: XLA would end the process after 30 and 40 s."""
+step, while the other devices of its process wait for it: XLA would end the process after half a
+minute."""
 
 PLANNED: Options = {"xla_gpu_autotune_level": 0}
 """What a plan compiles with besides the options of `train`. No GPU is there to time kernels;
