@@ -11,7 +11,7 @@ from cases import tiered
 from commands import ROOT
 
 from jaxbench.hardware import NULL
-from jaxbench.jax_internals import KEEPS_AUTOTUNING, profile_events
+from jaxbench.jax_internals import KEEPS_AUTOTUNING, READS_HOST, profile_events
 from jaxbench.plan import command as plan
 from jaxbench.report import profiles
 
@@ -117,6 +117,18 @@ def test_options_around_training(option, tmp_path):
         assert (compared.steps, compared.gpu, compared.remark) == (3, "h100", NULL)
         assert compared.found > 0.95  # each kernel but copies, by the names in the profile
         assert "all-gather over fsdp" in {part.name for part in compared.links}
+
+
+@pytest.mark.skipif(not READS_HOST, reason="offloads: Python 3.12, whose jaxlib does")
+def test_a_job_with_too_little_memory_ends_before_it_compiles(tmp_path):
+    offload = "execution.remat=attention", "execution.offload=gate,up"
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_70b_bf16", *offload), folder=tmp_path, **null_gpus.environment(),
+        SLURM_MEM_PER_NODE="1",
+    ).wait()  # fmt: skip
+    assert (command.status, command.err.count("\n")) == (4, 1), command.text
+    assert "but Slurm gave the job 0.0 GiB (SLURM_MEM_PER_NODE; sbatch --mem=0" in command.err
+    assert "compiling" not in command.out
 
 
 def test_a_killed_run_resumes(tmp_path):
