@@ -117,7 +117,8 @@ def options(run: Run) -> dict[str, object]:
 
 def as_variable(compiler: flags.Options) -> str:
     """Compiler options as `XLA_FLAGS`, which knows modes by the last part of their name."""
-    values = {k: str(v).removeprefix("COLLECTIVE_PIPELINING_MODE_") for k, v in compiler.items()}
+    named = {k: v for k, v in compiler.items() if k not in flags.PINNING}  # no flags of `XLA_FLAGS`
+    values = {k: str(v).removeprefix("COLLECTIVE_PIPELINING_MODE_") for k, v in named.items()}
     return " ".join(f"--{name}={value.lower()}" for name, value in values.items())
 
 

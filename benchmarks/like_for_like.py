@@ -102,7 +102,7 @@ def llama2(dtype: str, row: published.Row) -> Row:
 
 def compiler_options() -> flags.Options:
     """The published set, in the names of the installed jax."""
-    overrides = recipes.parse_overrides(["execution.xla_flags=published"])
+    overrides = recipes.parse_overrides(["execution.xla_flags=published", "execution.offload=none"])
     run = recipes.resolve(recipes.load("llama2_70b_bf16"), 64, overrides=overrides)
     return flags.options(run, "gpu")
 

@@ -29,6 +29,10 @@ READS_HOST = jaxlib.version.__version_info__ >= (0, 11, 2)
 """False for a compiler that, for GPUs, reads a stack in the host's memory at wrong places in a loop
 that goes backwards (openxla/xla issue 46231)."""
 
+KEEPS_AUTOTUNING = jax.__version_info__ >= (0, 11, 2)
+"""False for a JAX that hashes the folder of XLA's autotuning results into the key of a cached
+program (`jax._src.cache_key`): 0.10.2 does. Each process has its own path of that folder."""
+
 
 def coordination_client() -> Any:
     """The client of JAX's coordination service; None in a job of one process.

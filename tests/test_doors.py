@@ -164,7 +164,7 @@ def compiled(tmp_path):
         with program_cache(folder, identity, said.append) as cached:
             jax.jit(lambda x: 3 * x).lower(1.0).compile()
         kept = list(folder.rglob("*-cache")) if folder.is_dir() else []
-        return cached, kept, said
+        return cached.program, kept, said
 
     return compiles
 

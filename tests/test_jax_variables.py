@@ -7,7 +7,7 @@ import pytest
 
 from jaxbench import jax_variables
 from jaxbench.errors import RecipeError
-from jaxbench.run import devices
+from jaxbench.run import devices, host
 
 
 @pytest.fixture
@@ -64,17 +64,17 @@ def test_a_value_that_jax_cannot_import_with_is_one_line():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (devices.FRACTION, "most", "expected a share, as 0.92"),
-        (devices.FRACTION, "92", "expected a share, as 0.92"),
-        (devices.HOST_LIMIT, "1.5", "expected a number of GiB"),
-        (devices.HOST_LIMIT, "", "expected a number of GiB"),
+        (host.FRACTION, "most", "expected a share, as 0.92"),
+        (host.FRACTION, "92", "expected a share, as 0.92"),
+        (host.HOST_LIMIT, "1.5", "expected a number of GiB"),
+        (host.HOST_LIMIT, "", "expected a number of GiB"),
     ],
 )
 def test_a_limit_of_memory_that_is_no_number_is_one_line(monkeypatch, name, value, message):
-    monkeypatch.setenv(devices.FRACTION, "0.9")
+    monkeypatch.setenv(host.FRACTION, "0.9")
     monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=f"^{name}={value}: {message}"):
-        devices.limit_memory()
+        host.limit_memory(0)
 
 
 def test_a_platform_that_jax_does_not_know_is_the_users_mistake(monkeypatch):

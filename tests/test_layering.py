@@ -154,7 +154,7 @@ def test_only_the_mesh_names_its_axes():
 
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
-    allowed = {"run.command", "run.starts", "run.devices", "run.profiling", "plan.command", "files",
-               "cluster.job", "cluster.messages", "cluster.nvml", "__main__", "jobs",
-               "jax_variables", "xla.flags"}  # fmt: skip
+    allowed = {"run.command", "run.starts", "run.devices", "run.host", "run.profiling",
+               "plan.command", "files", "cluster.job", "cluster.messages", "cluster.nvml",
+               "__main__", "jobs", "jax_variables", "xla.flags"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

@@ -84,6 +84,11 @@ class Gpu:
         return told or [None] * len(numbers)
 
     @property
+    def name(self) -> str | None:
+        """The driver's name for it."""
+        return self._ask("Name")
+
+    @property
     def sm_max_mhz(self) -> int | None:
         """The highest clock of the multiprocessors."""
         return self._ask("MaxClockInfo", 1)
@@ -99,7 +104,7 @@ class Gpu:
         states = [self._ask("NvLinkState", link) for link in range(count or 0)]
         rows = self._ask("RemappedRows") or (None,) * 4
         return {
-            "name": self._ask("Name"),
+            "name": self.name,
             "uuid": self.uuid,
             "pci": pci and pci.busId,
             "vbios": self._ask("VbiosVersion"),

@@ -6,16 +6,14 @@ The *layout* of a candidate is everything but its remat policy.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
 from jaxbench.errors import RecipeError
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.activations import BF16, Activation, activations
 from jaxbench.recipe.blocks import repeating_blocks
-from jaxbench.recipe.execution import SAVEABLE
-from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
 from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
 
 KEYS = (
@@ -34,9 +32,6 @@ GROUPS = (("attention",), ("latent",), ("query", "key", "value"), ("residual",),
 EIGHTHS = 8
 """A group may be saved in any number of eighths of the layers."""
 
-BF16 = 2
-"""Bytes of a bf16 number."""
-
 WORKSPACE = 3
 """Copies of a layer's gathered weights and activations that are in memory at a time: of the layer,
 of the next one, which is prefetched, and gradients."""
@@ -44,61 +39,6 @@ of the next one, which is prefetched, and gradients."""
 UNROLLED = 0.1
 """Largest share of a step that unrolled layers are assumed to save, since they copy no stash and
 gather weights once."""
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Features per token, and FLOPs to recompute them, of an activation in all layers."""
-
-    features: float
-    flops: float
-
-
-@cache
-def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
-    """Activations of a model by name (`execution.SAVEABLE`), for sequences of `length` tokens."""
-    result: dict[str, Activation] = {}
-
-    def add(name: str, features: float, work: float) -> None:
-        before = result.get(name, Activation(0, 0))
-        result[name] = Activation(before.features + features, before.flops + work)
-
-    for mixer in cfg.mixers:
-        if isinstance(mixer, AttentionConfig):
-            queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-            add("query", queries, 2 * cfg.embed * queries)
-            add("key", keys, 2 * cfg.embed * keys)
-            add("value", keys, 2 * cfg.embed * keys)
-            add("attention", queries, 4 * min(length, mixer.window or length) * queries)
-            add("residual", cfg.embed, 2 * queries * cfg.embed)
-        elif isinstance(mixer, LatentAttentionConfig):
-            latents, heads = mixer.query_latent + mixer.kv_latent + mixer.rope_dim, mixer.heads
-            key_dim, value_dim = mixer.score_widths
-            add("latent", latents, 2 * cfg.embed * latents)
-            add("query", heads * key_dim, 2 * mixer.query_latent * heads * key_dim)
-            add("key", heads * key_dim, 2 * mixer.kv_latent * heads * mixer.head_dim)
-            add("value", heads * value_dim, 2 * mixer.kv_latent * heads * value_dim)
-            add("attention", heads * value_dim, 2 * length * heads * (key_dim + value_dim))
-            add("residual", cfg.embed, 2 * heads * value_dim * cfg.embed)
-        elif isinstance(mixer, MambaConfig):
-            scan = flops.scan_flops(mixer, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
-            add("mamba", mixer.groups * mixer.inner, scan)
-        else:
-            width: float = mixer.ffn
-            work: float = 2 * cfg.embed * mixer.ffn
-            if isinstance(mixer, ExpertsConfig):
-                slots = mixer.top_k * (mixer.capacity_factor or mixer.rank_capacity_factor)
-                inner, shared = mixer.latent or cfg.embed, mixer.shared_ffn or 0
-                add("dispatched", slots * inner, 0)
-                width = slots * mixer.ffn + shared
-                tokens = mixer.top_k * (mixer.capacity_factor or 1.0)
-                product_flops = 2 * inner * tokens * mixer.ffn
-                if mixer.latent:
-                    add("latent", inner, product_flops)
-                work = product_flops + 2 * cfg.embed * shared
-            for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
-                add(name, width, work)
-    return {name: result[name] for name in SAVEABLE if name in result}
 
 
 parameters = cache(flops.parameters)

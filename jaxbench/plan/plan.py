@@ -6,7 +6,7 @@
 import json
 import math
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,6 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
-
-OPTIONS: flags.Options = {"xla_gpu_autotune_level": 0}
-"""Options with which plans compile, beyond those of a run. Without autotuning, matmuls get
-workspaces as large as autotuned ones have on a GPU; the compiler's default for an absent GPU would
-be 4 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +118,10 @@ class Pipelined:
 @dataclass(frozen=True, kw_only=True)
 class Plan(Step):
     """The plan of a row; FLOPs and bytes are per device and step. `fits` covers the start too:
-    making or restoring the state needs no more than the step's arguments. Keys of `rates` are
-    `bound`, `forecast` and `published`. `without_cudnn` is the reason why cuDNN was not asked, so
-    that its workspaces are not counted."""
+    making or restoring the state needs no more than the step's arguments. `flags` are the options
+    of `train`; the program here was compiled with `planned_flags` as well. `without_cudnn` is the
+    reason why cuDNN was not asked, so that its workspaces are not counted. Keys of `rates` are
+    `bound`, `forecast` and `published`."""
 
     recipe: str
     row: str
@@ -135,6 +131,7 @@ class Plan(Step):
     mesh: str
     settings: dict[str, Any]
     system: dict[str, Any]
+    planned_flags: flags.Options = field(default_factory=dict)
     flags: flags.Options
     versions: dict[str, str | None]
     parameters: int
@@ -177,7 +174,7 @@ def make_plan(
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
         dumping = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
         try:
-            compiled, lower_s, compile_s = compile_program(run, OPTIONS | asking | dumping)
+            compiled, lower_s, compile_s = compile_program(run, flags.PLANNED | asking | dumping)
         except jax.errors.JaxRuntimeError as error:
             raise cudnn.refusal(error, gpu) or error from error
         check_program(compiled, run)
@@ -199,6 +196,7 @@ def make_plan(
         largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
         lower_s=lower_s,
         compile_s=compile_s,
+        planned_flags=flags.PLANNED | asking,
         without_cudnn=stubs.without_cudnn(),
     )
 

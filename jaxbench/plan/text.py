@@ -39,6 +39,7 @@ def report(plan: Plan) -> str:
             f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
             f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
             f"jax {plan.versions['jax']}",
+            *_options(plan),
             "",
             f"memory      {fits}: peak {gib(size.peak)} of {gib(size.limit)} per device, "
             f"headroom {gib(size.limit - size.peak)}",
@@ -59,6 +60,13 @@ def report(plan: Plan) -> str:
             *_published(plan),
         ]
     )
+
+
+def _options(plan: Plan) -> list[str]:
+    """In which options the program differs from the one that `train` compiles."""
+    options = ", ".join(f"{name}={value}" for name, value in plan.planned_flags.items())
+    line = f"compiled with the options of train and {options}: no GPU is there to ask"
+    return [line] if options else []
 
 
 def _derived(plan: Plan) -> str:

@@ -89,7 +89,8 @@ def add_profiling(parser: argparse.ArgumentParser) -> None:
     add("--check-repeatable", action="store_true",
         help="first run some steps twice, and fail unless losses and state are equal bit for bit")
     add("--compilation-cache", type=Path, metavar="FOLDER",
-        help="keep compiled programs here; yours alone, safe for all processes of all jobs")
+        help="keep compiled programs and results of autotuning here; yours alone, safe for all "
+        "processes of all jobs")
 # fmt: on
 
 

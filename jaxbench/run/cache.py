@@ -1,4 +1,5 @@
-"""Persistent compilation cache, safe for all processes of all jobs of one user."""
+"""Persistent compilation cache, safe for all processes of all jobs of one user: programs, and what
+XLA found when it autotuned their kernels."""
 
 import contextlib
 import hashlib
@@ -8,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,17 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxbench.cluster import job
 from jaxbench.files import private
+from jaxbench.jax_internals import KEEPS_AUTOTUNING
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a cache has: whether it has the `program`; how many results of autotuning, counted in
+    the first process, None where none are kept; the compiler `options` that keep them."""
+
+    program: bool = False
+    autotuned: int | None = None
+    options: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -33,45 +46,70 @@ def cache_in(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def program_cache(
-    folder: Path | None, identity: dict[str, Any], say: Callable[[str], None]
-) -> Iterator[bool]:
+    folder: Path | None,
+    identity: dict[str, Any],
+    say: Callable[[str], None],
+    autotuning: dict[str, Any] | None = None,
+) -> Iterator[Cached]:
     """Caches the programs compiled inside in a subfolder of `folder` for this identity; yields
-    whether they were cached before. A folder that is not this user's alone is not used, since its
+    what was cached before. A folder that is not this user's alone is not used, since its
     programs are machine code; nor is an unreadable one. Both are said.
 
     While it autotunes, XLA waits for the results of every rank, so either all ranks find a program
     or none. The subfolder is renamed into place when the first job has compiled, and used only if
     all processes of a job see it.
+
+    Results of autotuning are of single kernels, so every program with the identity `autotuning`
+    shares them. XLA divides the kernels among the ranks, and each rank keeps what it found. JAX's
+    own setting would keep only those of rank 0, and of one program.
     """
     if folder is None:
-        yield False
+        yield Cached()
         return
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    name = _name(identity)
     with contextlib.ExitStack() as stack:
         own: Path | None = None
-        cached, problem = False, None
+        cached, problem, kept = False, None, Cached()
         try:
             own = stack.enter_context(private(folder))
             cached = (own / name).is_dir()
+            if autotuning and KEEPS_AUTOTUNING:
+                kept = _autotuned(own / f"autotuned-{_name(autotuning)}")
         except OSError as error:
             problem = f"{folder} is no compilation cache for this user: {error.strerror}"
         found = job.all_gather("compilation cache", (cached, problem))
         if problems := [text for _, text in found if text]:
             say(f"warning: {problems[0]}; the program is compiled anew and not kept")
-            own = None
+            own, kept = None, Cached()
         cached = not problems and all(seen for seen, _ in found)
         new = f"{name}.{os.getpid()}-{time.time_ns()}"
         used = job.broadcast("compilation cache folder", lambda: name if cached else new)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        # XLA's own caches are written by every rank, and JAX would hash their paths into its key.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         with cache_in(own and own / used):
-            yield cached
+            yield replace(kept, program=cached)
         if jax.process_index() == 0 and own and not cached and (own / used).is_dir():
             try:
                 (own / used).rename(own / name)
             except OSError:  # another job was faster
                 shutil.rmtree(own / used, ignore_errors=True)
+
+
+def _name(identity: dict[str, Any]) -> str:
+    """The name of a folder for an identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _autotuned(folder: Path) -> Cached:
+    """Results of autotuning in a folder, which is made if there is none."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    first = jax.process_index() == 0
+    count = sum(path.is_file() for path in folder.rglob("*")) if first else 0
+    options = {
+        "xla_gpu_per_fusion_autotune_cache_dir": str(folder),
+        "xla_gpu_experimental_autotune_cache_mode": "AUTOTUNE_CACHE_MODE_UPDATE",
+    }
+    return Cached(autotuned=count, options=options)
 
 
 def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
@@ -80,3 +118,27 @@ def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
     devices = {k: v for k, v in record["hardware"].items() if k != "host"}
     versions = {k: v for k, v in record["versions"].items() if k != "commit"}
     return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}
+
+
+def autotuning_identity(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record on which results of autotuning depend; XLA's own key has the kernel
+    and the GPU."""
+    ours = "jaxbench", "commit", "source", "python"
+    versions = {k: v for k, v in record["versions"].items() if k not in ours}
+    hardware = {k: record["hardware"][k] for k in ("device", "runtime")}
+    return {"hardware": hardware, "versions": versions}
+
+
+def autotunes(cached: Cached) -> str:
+    """Says before compiling what autotuning will cost, as far as that is known."""
+    if cached.autotuned:
+        return f"autotuning: {cached.autotuned} results of earlier starts are used again"
+    kept = "later starts use the results" if cached.options else "the results are not kept"
+    if not (cached.options or KEEPS_AUTOTUNING):
+        kept += " (needs jax 0.11.2)"
+    elif not cached.options:
+        kept += " (--compilation-cache FOLDER keeps them)"
+    return (
+        "autotuning: XLA times alternatives of its kernels on the GPUs, which a plan does not; how "
+        f"long that takes was not measured yet; {kept}"
+    )

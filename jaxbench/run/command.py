@@ -2,16 +2,18 @@
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import jax
 
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import identify
+from jaxbench.hardware import Gpu, identify
+from jaxbench.jax_internals import READS_HOST
 from jaxbench.recipe import derive, recipes
+from jaxbench.recipe.activations import host_bytes
 from jaxbench.recipe.settings import STEPS, Run
-from jaxbench.run import devices, profiling, session
+from jaxbench.run import devices, host, profiling, session
 from jaxbench.run.arguments import check_arguments, check_profiled, parse_arguments
 from jaxbench.run.start import prepare
 from jaxbench.train.program import check_run
@@ -49,7 +51,7 @@ def find_run(
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if it cannot
     run on them."""
     devices.select_platform(args.cpu_devices)
-    devices.limit_memory()
+    host.limit_memory(expected_host_bytes(args, recipe, overrides))
     job.join(watched=args.watchdog is not None)
     count, platform = devices.find()
     check_profiled(args, jax.process_count())
@@ -57,20 +59,46 @@ def find_run(
         devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
     if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
         print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
-    row = recipes.choose_row(platform, count, args.gpus)
     gpu = identify(jax.devices()[0].device_kind)
     if line := devices.other_gpu(gpu):
         print(f"warning: {line}", file=sys.stderr)
-    if row != recipes.SMOKE:
-        recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
-    steps = STEPS if args.profile and args.steps is None else args.steps  # 20 to 25 are profiled
-    run = recipes.resolve(
-        recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
-    )
+    run = resolve(args, recipe, overrides, platform, count, gpu)
     check_run(run, platform, gpu)
     if jax.process_index() == 0:
         for line in flags.overruled(run, platform):
             print(line, file=sys.stderr)
     if args.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
+    if platform == "gpu" and READS_HOST:
+        host.check_host_memory(host_bytes(run), "hosts before compiling")
     return run
+
+
+def resolve(
+    args: argparse.Namespace,
+    recipe: recipes.Recipe,
+    overrides: tuple[recipes.Override, ...],
+    platform: str,
+    count: int,
+    gpu: Gpu | None,
+) -> Run:
+    """The run of so many devices. Raises RecipeError if the recipe has none for them."""
+    row = recipes.choose_row(platform, count, args.gpus)
+    if row != recipes.SMOKE:
+        recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
+    steps = STEPS if args.profile and args.steps is None else args.steps  # 20 to 25 are profiled
+    return recipes.resolve(
+        recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
+    )
+
+
+def expected_host_bytes(
+    args: argparse.Namespace, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
+) -> float:
+    """Bytes of the host's memory for the offloaded activations of a device, before JAX takes the
+    devices; 0 for none, or where the devices are not known."""
+    if args.cpu_devices is None and READS_HOST:
+        with suppress(RecipeError):  # a mistake is found again when the devices are known
+            count, gpu = host.expected_devices()
+            return host_bytes(resolve(args, recipe, overrides, "gpu", count, gpu))
+    return 0

@@ -11,7 +11,7 @@ import jax
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.errors import RecipeError, RunFailed, listed
-from jaxbench.hardware import HOST_FRACTION, MEMORY_FRACTION, Gpu, host_memory, is_null
+from jaxbench.hardware import Gpu, is_null
 from jaxbench.jax_internals import taken_gpus
 from jaxbench.recipe.published import counted
 
@@ -105,46 +105,6 @@ def other_gpu(gpu: Gpu | None) -> str | None:
     if gpu is None or asked in (None, gpu.name):
         return None
     return f"submitted for {asked}s (GPU_TYPE, default h100), it runs on {gpu.name}s"
-
-
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""XLA's variable: GiB of the host's memory that its allocator may pin for a device, 64 if unset."""
-
-
-def limit_memory() -> None:
-    """Sets the share of a GPU's memory for XLA's allocator, and limits what XLA pins of the host's
-    memory for a GPU to its share, for offloaded activations: the allocator takes the next power of
-    two of what is needed, up to the limit. Raises RecipeError for a variable that is no number."""
-    os.environ.setdefault(FRACTION, str(MEMORY_FRACTION))
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if gpus and (total := host_memory("MemTotal")):
-        share = int(total * HOST_FRACTION) // gpus >> 30
-        os.environ.setdefault(HOST_LIMIT, str(max(1, share)))
-    for name, pattern, kind in (
-        (FRACTION, r"[01]?\.\d+|1", "share, as 0.92"), (HOST_LIMIT, r"[1-9]\d*", "number of GiB"),
-    ):  # fmt: skip
-        if not re.fullmatch(pattern, text := os.environ.get(name, "1")):
-            raise RecipeError(f"{name}={text}: expected a {kind}")
-
-
-def check_host_memory(needed: int) -> None:
-    """Raises RunFailed if this host has too little memory for the offloaded activations of its
-    devices, `needed` bytes for each. The same on all ranks."""
-    available = host_memory("MemAvailable")
-    if not needed or not available:
-        return
-    pinned = 1 << (needed - 1).bit_length()
-    pinned = max(needed, min(pinned, int(os.environ.get(HOST_LIMIT, 64)) << 30))
-    here = sum(node == platform.node() for node in job.all_gather("host", platform.node()))
-    count = here * jax.local_device_count()
-    if pinned * count > available:
-        raise RunFailed(
-            f"node {platform.node()}: execution.offload takes {pinned / 2**30:.1f} GiB of memory "
-            f"for each of {counted(count, 'device')}, but {available / 2**30:.1f} GiB are "
-            "available: --set execution.offload=none recomputes instead",
-            "memory",
-        )
 
 
 def hardware() -> dict[str, Any]:

@@ -85,12 +85,15 @@ def window(
     return Window(*steps, partial(jax.profiler.start_trace, trace), stop)
 
 
-def compile_visible(run: Run, agree: Agree = make_alone) -> tuple[Any, float, float]:
+def compile_visible(
+    run: Run, extra_options: dict[str, Any] | None = None, agree: Agree = make_alone
+) -> tuple[Any, float, float]:
     """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. A program that
     XLA loads from a cache has them, whatever its compiler options (seen with jax 0.10.2 on null
     GPUs), so none is used."""
     with cache_in(None):
-        return compile_program(run, {"xla_gpu_enable_command_buffer": ""}, agree)
+        options = {"xla_gpu_enable_command_buffer": "", **(extra_options or {})}
+        return compile_program(run, options, agree)
 
 
 def check_profile(trace: Path, platform: str) -> None:
@@ -165,7 +168,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_visible(run, partial(job.broadcast, "visible schedule"))
+    collecting, *_ = compile_visible(run, agree=partial(job.broadcast, "visible schedule"))
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

@@ -27,9 +27,10 @@ from jaxbench.jax_internals import compilations, coordination_client
 from jaxbench.recipe.settings import Run
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
-from jaxbench.run.cache import cache_identity, program_cache
-from jaxbench.run.devices import check_host_memory, variables
+from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
+from jaxbench.run.devices import variables
 from jaxbench.run.dispatch import Launches
+from jaxbench.run.host import check_host_memory
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.starts import begun, new_record
@@ -251,20 +252,28 @@ class Attempt:
         """The checked program of a step; with `pgle` compiled again with its own profile."""
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
-        visible = options.profile == "jax" and mesh.platform() == "gpu"
-        cache = None if visible else options.compilation_cache
+        on_gpu = mesh.platform() == "gpu"
+        visible = options.profile == "jax" and on_gpu
         compile_step = profiling.compile_visible if visible else compile_program
         shown = live("compiling", shown=recorder.folder is not None)
         identity = cache_identity(recorder.record)
-        with program_cache(cache, identity, recorder.say) as cached, shown:
-            compiled, lower_s, compile_s = compile_step(run, agree=AGREE)
-        recorder.add(lower_s=lower_s, compile_s=compile_s, compiled_before=cached)
+        tuned = autotuning_identity(recorder.record) if on_gpu else None
+        cache = program_cache(options.compilation_cache, identity, recorder.say, tuned)
+        with cache as cached, shown:
+            found = cached.program and not visible
+            if on_gpu and not found:
+                recorder.say(autotunes(cached))
+            compiled, lower_s, compile_s = compile_step(run, cached.options, AGREE)
+        recorder.add(
+            lower_s=lower_s, compile_s=compile_s, compiled_before=found,
+            autotuned_before=cached.autotuned,
+        )  # fmt: skip
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         if visible:
             recorder.say("it has no CUDA graphs, which hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
-        check_host_memory(offloaded_bytes(compiled))
+        check_host_memory(offloaded_bytes(compiled), "hosts")
         recorder.add(kernels=kernels(run))
         recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
         if options.pgle:

@@ -74,6 +74,19 @@ IN_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Part of `tuned` in FP8. XLA merges small products that share an operand, and does not recognise
 the merged one as a product in FP8."""
 
+PINNING: Options = {
+    "xla_gpu_executable_terminate_timeout_seconds": 600,
+    "xla_gpu_first_collective_call_terminate_timeout_seconds": 600,
+}
+"""Part of every set for runs that offload. Each device pins its memory of the host in the first
+step, while the other devices of its process wait for it: XLA would end the process after half a
+minute."""
+
+PLANNED: Options = {"xla_gpu_autotune_level": 0}
+"""What a plan compiles with besides the options of `train`. No GPU is there to time kernels;
+matmuls get workspaces as large as autotuned ones have on a GPU, where the compiler's default for an
+absent GPU would be 4 MiB."""
+
 PUBLISHED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
@@ -108,7 +121,7 @@ one after another (docs/reference/xla_flags.md, *Collectives in flight*)."""
 PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
 """The option that names a profile's file."""
 
-KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8) for name in options}
+KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8, PINNING) for name in options}
 KNOWN.add(MULTI_STREAMING)
 
 RENAMED = {
@@ -175,6 +188,8 @@ def _selected(run: Run) -> tuple[Options, Options]:
                 selected |= UNPIPELINED if run.model.mamba else PIPELINED
     if name in OURS and run.precision.dtype == "fp8":
         selected |= IN_FP8
+    if run.execution.offload != "none":
+        selected |= PINNING
     return selected, overrides
 
 

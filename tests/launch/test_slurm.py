@@ -332,3 +332,20 @@ def test_a_preempted_job_comes_back(cluster, stage):
     cluster.run("scancel", number)
     wait(cluster, number, ended)
     assert main_log(folder).splitlines()[-1] == "interrupted: cancelled"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("--mem=500", (500 * 2**20, "SLURM_MEM_PER_NODE")),
+        ("--mem-per-cpu=250", (500 * 2**20, "SLURM_MEM_PER_CPU")),
+        ("--mem=0", None),
+    ],
+)
+def test_a_process_sees_the_memory_that_slurm_gave_to_its_job(cluster, tmp_path, asked, found):
+    code = "import os; from jaxbench.run.host import slurm_limit; print(slurm_limit(os.environ))"
+    script, out = tmp_path / "job.sh", tmp_path / "out"
+    step = f"srun env PYTHONPATH='{ROOT}' '{sys.executable}' -c '{code}'"
+    script.write_text(f"#!/bin/bash\n#SBATCH {asked} -N1 -c2 -o {out}\n{step}\n")
+    wait(cluster, cluster.run("sbatch", "--parsable", str(script)).strip(), ended)
+    assert out.read_text().strip() == str(found)

@@ -126,8 +126,9 @@ def start_two(*arguments: object, program: tuple[str, ...] = (), **options) -> l
     job = job_of()
     address = job["JAX_COORDINATOR_ADDRESS"]
     return [
-        start(*arguments, *((address, rank) if program else ()), program=program, **options,
-              **({} if program else job | {"JAX_PROCESS_ID": str(rank)}), SLURM_PROCID=str(rank))
+        start(*arguments, *((address, rank) if program else ()), program=program,
+              **(({} if program else job | {"JAX_PROCESS_ID": str(rank)}) | options),
+              SLURM_PROCID=str(rank))
         for rank in range(2)
     ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Every path through `train` on null GPUs: recipes, mesh axes, and what is done around training."""
 
 import json
+import re
 import signal
 
 import null_gpus
@@ -10,7 +11,7 @@ from cases import tiered
 from commands import ROOT
 
 from jaxbench.hardware import NULL
-from jaxbench.jax_internals import profile_events
+from jaxbench.jax_internals import KEEPS_AUTOTUNING, READS_HOST, profile_events
 from jaxbench.plan import command as plan
 from jaxbench.report import profiles
 
@@ -118,6 +119,18 @@ def test_options_around_training(option, tmp_path):
         assert "all-gather over fsdp" in {part.name for part in compared.links}
 
 
+@pytest.mark.skipif(not READS_HOST, reason="offloads: Python 3.12, whose jaxlib does")
+def test_a_job_with_too_little_memory_ends_before_it_compiles(tmp_path):
+    offload = "execution.remat=attention", "execution.offload=gate,up"
+    command = null_gpus.start(
+        *null_gpus.tiny("llama31_70b_bf16", *offload), folder=tmp_path, **null_gpus.environment(),
+        SLURM_MEM_PER_NODE="1",
+    ).wait()  # fmt: skip
+    assert (command.status, command.err.count("\n")) == (4, 1), command.text
+    assert "but Slurm gave the job 0.0 GiB (SLURM_MEM_PER_NODE; sbatch --mem=0" in command.err
+    assert "compiling" not in command.out
+
+
 def test_a_killed_run_resumes(tmp_path):
     cache = ("--compilation-cache", tmp_path / "cache")
     saving = (*null_gpus.tiny("llama31_8b_bf16", steps=60), *cache, "--checkpoint-every", 10)
@@ -150,3 +163,30 @@ def test_two_processes(tmp_path):
     record = json.loads((tmp_path / "second" / "run.json").read_text())
     assert (record["hardware"]["processes"], record["hardware"]["devices"]) == (2, 4)
     assert record["restored"]["step"] == 6
+
+
+@pytest.mark.nightly
+def test_another_program_is_not_autotuned_anew(tmp_path):
+    """Both processes keep what they found: XLA gives each a share of the kernels."""
+    kept, counted = [], []
+    for remat in ("full", "attention"):
+        arguments = null_gpus.tiny("llama31_8b_bf16", f"execution.remat={remat}", steps=3)
+        folder = tmp_path / remat
+        counts = tmp_path / f"counts-{remat}"
+        counts.mkdir()
+        commands = null_gpus.start_two(
+            *arguments, "--compilation-cache", tmp_path / "cache", folder=folder,
+            **null_gpus.environment(1, counts=counts), JAX_ENABLE_COMPILATION_CACHE="true",
+        )  # fmt: skip
+        for command in commands:
+            assert command.wait().status == 0, command.text
+        kept.append(commands[0].record["autotuned_before"])
+        texts = [path.read_text() for path in counts.glob("*.txt")]
+        counted.append([int(n) for text in texts for n in re.findall(r"(\d+) kernels of", text)])
+    if not KEEPS_AUTOTUNING:
+        assert kept == [None, None]
+        return
+    first, second = kept
+    assert first == 0
+    assert second > 80  # of about 120, half of which each process has timed
+    assert max(counted[1]) < min(counted[0])

@@ -3,14 +3,19 @@
 import contextlib
 import importlib.util
 import json
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
+import jax
 import pytest
 from compiled import needs_compiler
+from made_plans import made
 
-from jaxbench.hardware import H100
-from jaxbench.plan import absent, command, processes, sweep, text
+from jaxbench.hardware import H100, PLANNED
+from jaxbench.plan import absent, command, cudnn, processes, sweep, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
@@ -157,6 +162,48 @@ def test_difference_says_what_moved(planned):
     assert any(line[0] == "bound_step_s" and line[3:] == ["x", "0.500"] for line in lines)
     assert any(line[:4] == [gather.kind, "over", f"{gather.axes}:", "exposed_s"] for line in lines)
     assert text.difference(a, a) == "the plans are the same"
+
+
+@needs_compiler
+def test_a_plan_says_in_which_options_train_s_program_differs(planned):
+    plan = read(planned[1] / "plan.json")
+    expected = {"xla_gpu_autotune_level": 0} | ({} if plan.without_cudnn else cudnn.OPTIONS)
+    assert plan.planned_flags == expected
+    assert "\ncompiled with the options of train and xla_gpu_autotune_level=0" in text.report(plan)
+    assert "options of train" not in text.report(replace(plan, planned_flags={}))  # an older plan
+
+
+@needs_compiler
+@pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 11), reason="needs jax 0.11: Python 3.12 has it"
+)
+def test_a_plan_has_the_workspaces_of_cudnn(tmp_path):
+    """The backward pass of attention needs two copies of dq in fp32: 2 x 8192 x 32 x 128 x 4 bytes,
+    and sums. The command asks, since its process loads the stubs before JAX."""
+    planning = [sys.executable, "-m", "jaxbench.plan", *ROW, *SMALL, "--dump", tmp_path]
+    done = subprocess.run(planning, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "plan.json").without_cudnn is None
+    calls = re.findall(
+        r"u8\[(\d+)\]\S* custom-call.*fmhaSoftmaxBackward",
+        (tmp_path / "program.hlo.txt").read_text(),
+    )
+    assert calls
+    assert all(2**28 < int(size) < 2**28 + 2**21 for size in calls)
+
+
+def test_a_plan_says_why_workspaces_are_not_counted():
+    asked, not_asked = made(), made(without_cudnn="asking it needs gcc")
+    assert "not counted" not in text.report(asked)
+    assert "workspaces of cuDNN's attention: asking it needs gcc" in text.report(not_asked)
+
+
+def test_an_attention_that_cudnn_refuses_is_one_line():
+    error = RuntimeError("NOT_FOUND: no engine.\nReason: Embedding dim per head is not | <= 128\n")
+    refusal = str(cudnn.refusal(error, PLANNED["gb200"]))
+    assert "GB200 (compute capability 10.0): Embedding dim per head is not  <= 128" in refusal
+    assert "\n" not in refusal
+    assert cudnn.refusal(RuntimeError("out of memory"), PLANNED["gb200"]) is None
 
 
 @needs_compiler

@@ -16,8 +16,7 @@ from commands import TINY, read, run
 from steps import MESHES, same_sequences
 from tiny import mesh_of, tiny_run
 
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.run import devices
+from jaxbench.errors import RecipeError
 from jaxbench.train.step import abstract_state, make_program
 
 LLAMA, ATTENTION, EXPERTS = "llama31_8b_bf16", "key,value,attention", "parallelism.expert=4"
@@ -96,19 +95,6 @@ def test_activations_wait_in_the_host_s_memory(case, layer):
 def test_what_cannot_be_offloaded_is_refused(overrides, message):
     with pytest.raises(RecipeError, match=message):
         tiny_run("batch.microbatch=1", *overrides, devices=2)
-
-
-def test_a_host_with_too_little_memory_is_named(monkeypatch):
-    """XLA pins the next power of two, up to the limit."""
-    monkeypatch.setattr(devices, "host_memory", lambda _: 12 * 2**30)
-    devices.check_host_memory(0)
-    devices.check_host_memory(2**30)
-    needed = r"takes 2.0 GiB of memory for each of 8 devices, but 12.0 GiB are available: --set"
-    with pytest.raises(RunFailed, match=needed):
-        devices.check_host_memory(2**30 + 2**28)
-    monkeypatch.setenv(devices.HOST_LIMIT, "1")
-    with pytest.raises(RunFailed, match=r"takes 1.6 GiB of memory"):
-        devices.check_host_memory(1600 * 2**20)
 
 
 @pytest.mark.nightly

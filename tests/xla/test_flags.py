@@ -1,5 +1,6 @@
 """Named flag sets, and flags that the installed compiler does not know."""
 
+import jax
 import pytest
 
 from jaxbench.errors import RecipeError
@@ -139,3 +140,15 @@ def test_xla_flags_and_a_change_that_contradict_are_refused(monkeypatch):
     flags.options(smoke_run("llama31_8b_bf16", f"tuned,{GEMM}=false"), "gpu")
     with pytest.raises(RecipeError, match=f"XLA_FLAGS has {GEMM}=false, .*=True: keep one"):
         flags.options(smoke_run("llama31_8b_bf16", f"tuned,{GEMM}=true"), "gpu")
+
+
+def test_devices_wait_for_each_other_while_they_pin_memory_of_the_host():
+    """Whatever the set; the compiler knows the options, by names that `XLA_FLAGS` does not have."""
+    loaded = recipes.load("llama2_70b_bf16")
+    for chosen in ("tuned", "default"):
+        overrides = recipes.parse_overrides([f"execution.xla_flags={chosen}"])
+        given = flags.options(recipes.resolve(loaded, 64, overrides=overrides), "gpu")
+        assert flags.PINNING.items() <= given.items()
+    assert not flags.PINNING.keys() & flags.options(smoke_run("llama31_8b_bf16"), "gpu").keys()
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=flags.PINNING)
+    assert compiled(1.0) == 2

@@ -1,0 +1,87 @@
+"""Activations of a model by name, and the bytes of those that wait in the host's memory."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from jaxbench.recipe import flops
+from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.execution import INPUT, SAVEABLE
+from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
+from jaxbench.recipe.settings import Run
+
+BF16 = 2
+"""Bytes of a bf16 number."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Features per token, and FLOPs to recompute them, of an activation in all layers."""
+
+    features: float
+    flops: float
+
+
+@cache
+def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
+    """Activations of a model by name (`execution.SAVEABLE`), for sequences of `length` tokens."""
+    result: dict[str, Activation] = {}
+
+    def add(name: str, features: float, work: float) -> None:
+        before = result.get(name, Activation(0, 0))
+        result[name] = Activation(before.features + features, before.flops + work)
+
+    for mixer in cfg.mixers:
+        if isinstance(mixer, AttentionConfig):
+            queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+            add("query", queries, 2 * cfg.embed * queries)
+            add("key", keys, 2 * cfg.embed * keys)
+            add("value", keys, 2 * cfg.embed * keys)
+            add("attention", queries, 4 * min(length, mixer.window or length) * queries)
+            add("residual", cfg.embed, 2 * queries * cfg.embed)
+        elif isinstance(mixer, LatentAttentionConfig):
+            latents, heads = mixer.query_latent + mixer.kv_latent + mixer.rope_dim, mixer.heads
+            key_dim, value_dim = mixer.score_widths
+            add("latent", latents, 2 * cfg.embed * latents)
+            add("query", heads * key_dim, 2 * mixer.query_latent * heads * key_dim)
+            add("key", heads * key_dim, 2 * mixer.kv_latent * heads * mixer.head_dim)
+            add("value", heads * value_dim, 2 * mixer.kv_latent * heads * value_dim)
+            add("attention", heads * value_dim, 2 * length * heads * (key_dim + value_dim))
+            add("residual", cfg.embed, 2 * heads * value_dim * cfg.embed)
+        elif isinstance(mixer, MambaConfig):
+            scan = flops.scan_flops(mixer, SSD_CHUNK, SSD_CHUNK) / SSD_CHUNK / 3
+            add("mamba", mixer.groups * mixer.inner, scan)
+        else:
+            width: float = mixer.ffn
+            work: float = 2 * cfg.embed * mixer.ffn
+            if isinstance(mixer, ExpertsConfig):
+                slots = mixer.top_k * (mixer.capacity_factor or mixer.rank_capacity_factor)
+                inner, shared = mixer.latent or cfg.embed, mixer.shared_ffn or 0
+                add("dispatched", slots * inner, 0)
+                width = slots * mixer.ffn + shared
+                tokens = mixer.top_k * (mixer.capacity_factor or 1.0)
+                product_flops = 2 * inner * tokens * mixer.ffn
+                if mixer.latent:
+                    add("latent", inner, product_flops)
+                work = product_flops + 2 * cfg.embed * shared
+            for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
+                add(name, width, work)
+    return {name: result[name] for name in SAVEABLE if name in result}
+
+
+def host_bytes(run: Run) -> float:
+    """Bytes of the host's memory in which activations of one device wait during a step, before the
+    step is compiled. A layer's input counts in each layer, also where a block has several."""
+    cfg, p = run.model, run.parallelism
+    execution = run.execution
+    features = {n: a.features for n, a in activations(cfg, run.batch.sequence_length).items()}
+    features[INPUT] = cfg.layers * cfg.embed
+    kept = execution.saved(cfg.layers) or {}
+    layers = {
+        name: max(0, count - kept.get(name, 0))
+        for name, count in execution.offloaded(cfg.layers).items()
+    }
+    tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
+    # Of several microbatches XLA holds the activations of two.
+    stacks = min(run.accumulation, 2)
+    per_token = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
+    return stacks * BF16 * tokens * per_token
