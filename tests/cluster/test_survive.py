@@ -240,7 +240,7 @@ def test_a_process_ends_when_another_one_is_lost_and_names_it(rank, number, tmp_
     assert abs(int(found[2]) - steps[-1]["step"]) < 2000  # a post ago
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_is_suspended_for_longer_than_the_time_limit_goes_on(tmp_path):
     """As by `scontrol suspend`. On CPUs not for longer than 30 s: Gloo gives up then."""
     processes = start_two(

@@ -91,6 +91,7 @@ def test_slow_conditions_have_the_slowest_of_the_programs_devices():
     assert many.slow_s > one.slow_s
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_plan_prints_a_forecast_by_a_users_own_kernels(tmp_path, capsys):
     """Products that take ten times as long in a file make a plan's products take as long; files

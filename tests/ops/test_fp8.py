@@ -264,6 +264,7 @@ def test_layers_kept_in_bf16():
     assert fp8_run != bf16
 
 
+@pytest.mark.slow
 def test_a_layer_kept_in_bf16_inside_of_a_block():
     """Blocks of five layers: the last seven are one and two layers of another. Only products in FP8
     observe an amax."""

@@ -285,6 +285,7 @@ def said(*options):
     return json.loads(printed.getvalue())
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_scaling_is_a_table(small):
     found = small[1]
@@ -303,6 +304,7 @@ def test_scaling_is_a_table(small):
         assert sum(line["parts_s"].values()) == pytest.approx(line["step_s"])
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_scaling_is_drawn(small, capsys):
     assert command.main(["--config", str(small[0]), "--scaling"]) == 0
@@ -313,6 +315,7 @@ def test_scaling_is_drawn(small, capsys):
     assert "another model" in err
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_search_says_what_is_best_and_why(small):
     found = small[2]
@@ -324,6 +327,7 @@ def test_a_search_says_what_is_best_and_why(small):
     assert found["state_does_not_fit"] == 0
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
     """Kept plans are read; a candidate whose process fails is listed with its line."""
@@ -342,6 +346,7 @@ def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
     assert pasted.endswith(" ".join(f"--set {text}" for text in best)) or not best
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_why_names_the_part_that_is_longer(small):
     (path, *_) = processes.CACHE.glob("small-8-h100/plan.json")

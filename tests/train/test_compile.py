@@ -168,6 +168,7 @@ def test_every_weight_is_gathered_once_per_pass_and_layer(llama2):
     assert received["collective-permute"] == 0
 
 
+@pytest.mark.nightly
 def test_sums_over_replicas_follow_each_layer():
     """As many bytes as in sums at the end of the step, the embedding's of them in fp32, and never
     more at once than a layer's, with which the compiler may combine the head's."""

@@ -104,12 +104,12 @@ CASES = [
 
 QUICK = [
     ("llama", DENSE, None), ("llama", MIXED, None), ("llama", None, REMAT[2]),
-    ("llama", MIXED, "none"), ("deepseek3", CONTEXT, None),
+    ("llama", MIXED, "none"),
 ]  # fmt: skip
 SLOW = [
-    ("nemotron4", MIXED, None), ("nemotronh", MIXED, None), ("grok1", "expert 8", None),
-    ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None), ("nemotron3", CONTEXT, None),
-    ("gpt_oss", "tensor 2 x expert 4", None), ("qwen3", "fsdp 8", None),
+    ("nemotronh", MIXED, None), ("deepseek3", CONTEXT, None), ("nemotron3", CONTEXT, None),
+    ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None),
+    ("gpt_oss", "tensor 2 x expert 4", None),
 ]  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_neither_loss_nor_gradients_change(case):
 PARTS = ("grok1", "nemotron3", "deepseek3", "gpt_oss")
 
 
-@pytest.mark.parametrize("model", tiered(["grok1"], PARTS))
+@pytest.mark.parametrize("model", tiered([], PARTS, ["grok1"]))
 def test_experts_in_parts_of_a_microbatch_give_the_same_gradients(model):
     family, *overrides = MODELS[model]
     overrides += [*EXPERT[EXPERTS], "execution.expert_parts=2"]
@@ -161,7 +161,7 @@ LAYERS = [
 """(model, mesh) of replicas whose sums layers make, in each of two microbatches."""
 
 
-@pytest.mark.parametrize("case", tiered(LAYERS[:1], LAYERS, LAYERS[:3]), ids=", ".join)
+@pytest.mark.parametrize("case", tiered(LAYERS[:1], LAYERS, LAYERS[1:2]), ids=", ".join)
 def test_sums_over_replicas_in_each_layer_give_the_same_gradients(case):
     model, mesh = case
     family, *overrides = MODELS[model]
