@@ -119,7 +119,8 @@ def sums(log: Float[Array, "Q"]) -> tuple[Float[Array, "Q"], Float[Array, ""]]:
 def decay(
     later: Float[Array, "Q"], earlier: Float[Array, "R"], ahead: Array | int = 0
 ) -> Float[Array, "Q R"]:
-    """[t, r]: exp(T_t - T_r) where r <= t + ahead, else 0; masked before exp, which would overflow."""
+    """[t, r]: exp(T_t - T_r) where r <= t + ahead, else 0; bounded before exp, which would
+    overflow."""
     shape = later.size, earlier.size
     t, r = (jax.lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (0, 1))
     between = jnp.exp(jnp.minimum(later[:, None] - earlier[None, :], 0.0))
