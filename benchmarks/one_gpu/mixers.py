@@ -29,13 +29,15 @@ CHANGES = {
     "chunks of 64 tokens": {"chunk": 64},
     "64 columns of the state": {"columns": 64},
     "forward, 4 warps": {"forward": Launch(4)},
-    "forward, 2 stages": {"forward": Launch(8, 2)},
+    "forward, 1 stage": {"forward": Launch(8)},
     "reverse, 4 warps": {"reverse": Launch(4)},
+    "reverse, 2 stages": {"reverse": Launch(8, 2)},
     "reverse, 16 warps": {"reverse": Launch(16)},
     "gradients of b and c, 4 warps": {"bc": Launch(4)},
     "gradients of b and c, 2 stages": {"bc": Launch(8, 2)},
     "gradients of b and c, 16 warps": {"bc": Launch(16)},
     "forward, 16 warps": {"forward": Launch(16)},
+    "gradient of x, 4 warps": {"x": Launch(4)},
     "64 columns and 64 tokens": {"columns": 64, "chunk": 64},
 }
 """Changes of the kernels' sizes; one that cannot run on this GPU is reported as not run."""

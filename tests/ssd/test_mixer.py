@@ -98,21 +98,36 @@ def test_products_of_bf16_are_summed_in_fp32_and_differentiated_in_bf16():
     assert all("xf32" not in line for line in products)
 
 
-def test_the_convolution_reads_no_token_beyond_the_sequence(monkeypatch):
-    """On a GPU memory behind an array may be NaN, and NaN times zero is NaN; an interpreter clamps
-    the index."""
-    rows, read = [], conv._at
+def convolved(dims, length, monkeypatch):
+    """The tokens that the two passes of a convolution read of its input, by every program."""
+    read, reads = conv._at, []
 
     def noted(x, at):
-        jax.debug.callback(lambda at: rows.append((at.min(), at.max())), at)
+        jax.debug.callback(lambda at: reads.append(np.ravel(at)), at)
         return read(x, at)
 
     monkeypatch.setattr(conv, "_at", noted)
-    dims, length = ssd.Dims(2, 16, 16, eps=1e-5), 64
     projected = jnp.ones((1, length, 1, dims.columns), jnp.bfloat16)
     taps, bias = jnp.ones((1, 4, dims.channels)), jnp.ones((1, dims.channels))
     convolve = partial(conv.conv_silu, TUNING, dims)
-    out, gradient = jax.vjp(convolve, projected, taps, bias)
+    out, gradient = jax.block_until_ready(jax.vjp(convolve, projected, taps, bias))
+    jax.effects_barrier()
+    forward = len(reads)
     jax.block_until_ready(gradient(out))
     jax.effects_barrier()
-    assert max(last for _, last in rows) == length - 1
+    return np.concatenate(reads[:forward]), np.concatenate(reads[forward:])
+
+
+def test_the_convolution_reads_no_token_beyond_the_sequence(monkeypatch):
+    """On a GPU memory behind an array may be NaN, and NaN times zero is NaN; an interpreter clamps
+    the index."""
+    for tokens in convolved(ssd.Dims(2, 16, 16, eps=1e-5), 64, monkeypatch):
+        assert max(tokens) == 63
+
+
+def test_the_gradient_of_the_convolution_reads_each_token_once(monkeypatch):
+    """A program reads three more tokens on both sides of those that it walks through."""
+    dims, length = ssd.Dims(2, 16, 16, eps=1e-5), 512
+    _, tokens = convolved(dims, length, monkeypatch)
+    tiles, walks = dims.channels // 16, length // 256
+    assert len(tokens) == tiles * (length + 6 * walks)

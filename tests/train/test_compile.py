@@ -482,13 +482,15 @@ def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
                 assert (kernel.part == "scan") == work.kind.startswith("ssd")
     assert runs == {
         "conv_silu": 6, "ssd_forward": 9, "gate_norm": 6, "gate_norm_back": 3, "ssd_reverse": 3,
-        "ssd_to_c": 3, "ssd_to_b": 3, "conv_silu_back": 3,
+        "ssd_to_x": 3, "ssd_to_c": 3, "ssd_to_b": 3, "conv_silu_back": 3,
     }  # fmt: skip
     tokens, heads, features, state = 2 * 8192, 4 * 32, 64, 256
     # A program reads 128 columns of the state, and so makes the products of scores twice.
     per_token = {
         "ssd_forward": 64 * (state + features) + 2 * state * features,
-        "ssd_reverse": 128 * (state + 2 * features) + 2 * state * features,
+        "ssd_reverse": state * features,
+        # Three squares of 64 by 64 tokens, of the four in a chunk.
+        "ssd_to_x": 96 * (state + 2 * features) + state * features,
         "ssd_to_c": 2 * 128 * features + state * features + 128 * state // 32,
     }
     for name, products in per_token.items():
@@ -497,8 +499,9 @@ def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
     x, maps, dt = 2 * tokens * heads * features, 2 * tokens * 4 * state, 4 * tokens * heads
     states = 2 * tokens // 128 * heads * state * features
     channels, scalars = x + 2 * maps, 4 * heads
-    assert moved["ssd_reverse"] == channels + 2 * x + 2 * states + 3 * dt + 4 * scalars
-    assert moved["ssd_to_c"] == channels + x + states + maps + 3 * dt + scalars
+    assert moved["ssd_reverse"] == maps + x + states + 2 * dt + scalars
+    assert moved["ssd_to_x"] == channels + 2 * x + 2 * states + 4 * dt + (1 + 2 * 64) * scalars
+    assert moved["ssd_to_c"] == channels + x + states + maps + 4 * dt
 
 
 @pytest.mark.nightly

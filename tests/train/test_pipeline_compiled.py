@@ -106,14 +106,16 @@ def test_nemotron4_fits_with_fused_attention_of_head_dim_192(nemotron4):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="needs jax 0.11, which schedules otherwise: Python 3.12"
 )
-def test_the_steady_state_waits_for_no_collective(nemotron4):
-    """Each direction's products hide what the other one sends."""
-    transfers = schedule.Walk(nemotron4.program).under(schedule.Roofline(H100)).transfers
+def test_the_steady_state_hardly_waits_for_collectives(nemotron4):
+    """Each direction's products hide what the other one sends. Sums over tensor ranks wait a little
+    behind the activations, since all collectives share a queue; with two queues nothing waits."""
+    bound = schedule.Walk(nemotron4.program).under(schedule.Roofline(H100))
+    transfers = bound.transfers
     # Each of a loop's two bodies runs in half of its 96 steps; before and after them are 111.
     steady = [t for t in transfers if t.collective.count == 48]
     permutes = [t for t in steady if t.collective.kind == "collective-permute"]
     assert sum(t.collective.count for t in permutes) == 5 * 96
-    assert sum(t.exposed_s for t in steady) == 0
+    assert sum(t.exposed_s for t in steady) < 0.01 * bound.step_s
 
 
 def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):

@@ -27,21 +27,11 @@ class OfHead:
         self.group, self.features = of_group(dims.channels), of_group(dims.inner)
         # A number for each token: `B A S`.
         self.times = pl.BlockSpec((None, None, length), lambda i, h: (i, h, 0))
-        # A number for each head, and for each head of each sequence: `A`, `B A`.
+        # A number for each head: `A`.
         self.scalar = pl.BlockSpec((1,), lambda i, h: (h,))
-        self.sum = pl.BlockSpec((None, 1), lambda i, h: (i, h))
         # A state, and one for each chunk: `B A N P`, `B A K N P`.
         self.state = pl.BlockSpec((None, None, *state), lambda i, h: (i, h, 0, 0))
         self.states = pl.BlockSpec((None, None, chunks, *state), lambda i, h: (i, h, 0, 0, 0))
-
-    def inputs(self, u: Array, dt: Array, a: Array, d: Array) -> Inputs:
-        """The inputs of both passes of the scan."""
-        return {
-            "u": (u, self.group),
-            "dt": (dt, self.times),
-            "a": (a, self.scalar),
-            "d": (d, self.scalar),
-        }
 
     def channels(self) -> tuple[Columns, Columns, Columns]:
         """The head's columns of x, b and c among its group's; in a program, outside of loops."""
@@ -50,44 +40,70 @@ class OfHead:
         return pl.ds(first, self.dims.head_dim), pl.ds(inner, state), pl.ds(inner + state, state)
 
 
+class OfHeadInChunk(OfHead):
+    """Blocks of a program for one head in one chunk of one sequence, in a grid `(B, A, K)`."""
+
+    def __init__(self, dims: Dims, chunk: int):
+        self.dims, heads = dims, dims.heads
+
+        def of_group(columns: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, chunk, None, columns), lambda i, h, k: (i, k, h // heads, 0))
+
+        self.group, self.features = of_group(dims.channels), of_group(dims.inner)
+        self.times = pl.BlockSpec((None, None, chunk), lambda i, h, k: (i, h, k))
+        # A number for each head, and for each of its chunks: `A`, `B A K`.
+        self.scalar = pl.BlockSpec((1,), lambda i, h, k: (h,))
+        self.sum = pl.BlockSpec((None, None, 1), lambda i, h, k: (i, h, k))
+        # The state of the chunk: `B A K N P`.
+        state = dims.state, dims.head_dim
+        self.states = pl.BlockSpec((None, None, None, *state), lambda i, h, k: (i, h, k, 0, 0))
+
+
 class OfChunk:
-    """Blocks of a program for `columns` of the state in one chunk of one group, in a grid
-    `(K x parts, G, B)`: `parts` programs share a chunk."""
+    """Blocks of a program for `rows` tokens and `columns` of the state in one chunk of one group,
+    in a grid `(K x halves x parts, G, B)`: each of the `halves` of a chunk has `parts` programs."""
 
     def __init__(self, dims: Dims, tuning: Tuning):
         self.dims, self.tuning = dims, tuning
         self.columns = columns = min(tuning.columns, dims.state)
         self.parts = parts = dims.state // columns
         heads, chunk = dims.heads, tuning.chunk
+        self.rows, self.halves = tuning.part, chunk // tuning.part
+        sharing = self.halves * parts
 
         def of_group(columns: int) -> pl.BlockSpec:
-            return pl.BlockSpec((None, chunk, None, columns), lambda j, g, i: (i, j // parts, g, 0))
+            return pl.BlockSpec(
+                (None, chunk, None, columns), lambda j, g, i: (i, j // sharing, g, 0)
+            )
 
         # All channels and all features of the group: `B S G C`, `B S G F`.
         self.group, self.features = of_group(dims.channels), of_group(dims.inner)
-        # A number for each head of the group: `A`.
-        self.scalars = pl.BlockSpec((heads,), lambda j, g, i: (g,))
         # A number for each token and head of the group, and such numbers from each part: `B A S`,
         # `parts B A S`.
-        self.times = pl.BlockSpec((None, heads, chunk), lambda j, g, i: (i, g, j // parts))
+        self.times = pl.BlockSpec((None, heads, chunk), lambda j, g, i: (i, g, j // sharing))
         self.times_of_part = pl.BlockSpec(
-            (None, None, heads, chunk), lambda j, g, i: (j % parts, i, g, j // parts)
+            (None, None, heads, self.rows), lambda j, g, i: (j % parts, i, g, j // parts)
         )
         # The columns of the chunk's states of all heads of the group: `B A K N P`.
         self.states = pl.BlockSpec(
             (None, heads, None, columns, dims.head_dim),
-            lambda j, g, i: (i, g, j // parts, j % parts, 0),
+            lambda j, g, i: (i, g, j // sharing, j % parts, 0),
         )
 
-    def inputs(self, u: Array, dt: Array, a: Array, dy: Array, du: Array) -> Inputs:
+    def inputs(self, u: Array, dt: Array, total: Array, dy: Array, du: Array) -> Inputs:
         """The inputs of both kernels for the gradients of b and c."""
         return {
             "u": (u, self.group),
             "dt": (dt, self.times),
-            "a": (a, self.scalars),
+            "total": (total, self.times),
             "dy": (dy, self.features),
             "du": (du, self.group),
         }
+
+    def tokens(self) -> tuple[Array, Columns]:
+        """(the program's first token in its chunk, its tokens there)."""
+        first = jax.lax.rem(pl.program_id(0) // self.parts, self.halves) * self.rows
+        return first, pl.ds(first, self.rows)
 
     def bc_columns(self) -> tuple[Columns, Columns]:
         """The program's columns of b and c among the channels."""
@@ -100,8 +116,12 @@ def sums(log: Float[Array, "Q"]) -> tuple[Float[Array, "Q"], Float[Array, ""]]:
     return jax.lax.cumsum(log), jnp.sum(log)
 
 
-def decay(total: Float[Array, "Q"]) -> Float[Array, "Q Q"]:
-    """[t, r]: exp(T_t - T_r) where r <= t, else 0; masked before exp, which would overflow."""
-    size = total.shape[0]
-    t, r = (jax.lax.broadcasted_iota(jnp.int32, (size, size), dim) for dim in (0, 1))
-    return jnp.where(r <= t, jnp.exp(jnp.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
+def decay(
+    later: Float[Array, "Q"], earlier: Float[Array, "R"], ahead: Array | int = 0
+) -> Float[Array, "Q R"]:
+    """[t, r]: exp(T_t - T_r) where r <= t + ahead, else 0; bounded before exp, which would
+    overflow."""
+    shape = later.size, earlier.size
+    t, r = (jax.lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (0, 1))
+    between = jnp.exp(jnp.minimum(later[:, None] - earlier[None, :], 0.0))
+    return jnp.where(r <= t + ahead, between, 0.0)

@@ -18,8 +18,11 @@ from jaxbench.ssd.pallas.tuning import Tuning
 from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32
-TOKENS, CHANNELS, TILES = 32, 128, 8
-"""Tokens and channels of a tile, and the tiles that a program of the backward pass goes through."""
+TOKENS, CHANNELS = 32, 128
+"""Tokens and channels of a tile."""
+
+WALK, UNROLL = 256, 4
+"""Tokens that a program of the backward pass walks through, and those that it loads at a time."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -47,17 +50,17 @@ def _backward(tuning, dims, inputs, du):
     projected, taps, _ = inputs
     batch, length, groups, _ = projected.shape
     width = taps.shape[1]
-    tokens = TOKENS * gcd(TILES, length // TOKENS)
+    tokens = gcd(WALK, length)
     blocks = _Blocks(dims, length, width, tokens)
     sums = batch, length // tokens, groups
     outputs = call(
-        partial(_back_kernel, width=width, length=length, tiles=tokens // TOKENS),
+        partial(_back_kernel, width=width, length=length, tokens=tokens),
         "conv_silu_back", blocks.grid(batch, groups),
         {**blocks.inputs(*inputs), "du": (du, blocks.all_tokens)},
         {"dx": Output(du.shape, du.dtype, blocks.tokens),
          "dbias": Output((*sums, dims.channels), F32, blocks.dbias),
          "dtaps": Output((*sums, width, dims.channels), F32, blocks.dtaps)},
-        Launch(8), touched={"x": _bytes(projected, dims)}, interpret=tuning.interpret,
+        Launch(1), touched={"x": _bytes(projected, dims)}, interpret=tuning.interpret,
     )  # fmt: skip
     dprojected = jnp.pad(outputs["dx"], ((0, 0), (0, 0), (0, 0), (dims.inner, dims.heads)))
     return dprojected, *(jnp.sum(outputs[name], axis=(0, 1)) for name in ("dtaps", "dbias"))
@@ -110,8 +113,8 @@ def _bytes(projected, dims: Dims) -> int:
 
 
 def _at(x, rows):
-    """Tokens at positions `rows`, zeros before the sequence."""
-    return jnp.where((rows >= 0)[:, None], x[jnp.maximum(rows, 0), :].astype(F32), 0.0)
+    """Tokens at positions `rows`, or one at a position, zeros before the sequence."""
+    return jnp.where(rows[..., None] >= 0, x[jnp.maximum(rows, 0), :].astype(F32), 0.0)
 
 
 def _convolved(r, rows, width: int):
@@ -127,31 +130,47 @@ def _kernel(r, *, width: int):
     r.u[...] = (convolved * jax.nn.sigmoid(convolved)).astype(r.u.dtype)
 
 
-def _back_kernel(r, *, width: int, length: int, tiles: int):
-    first = pl.program_id(0) * tiles
-    taps = [r.taps[w][None, :] for w in range(width)]
+def _back_kernel(r, *, width: int, length: int, tokens: int):
+    """Walks through the tokens with the last `width` inputs and slopes in registers: each input is
+    read once, and its slope computed once."""
+    first, before = pl.program_id(0) * tokens, width - 1
+    taps, bias = [r.taps[w] for w in range(width)], r.bias[...]
 
-    def slope(rows):
-        """The gradient of the input of SiLU; zeros after the sequence, where memory is another
-        array's, and may be NaN."""
-        inside = jnp.minimum(rows, length - 1)
-        convolved = _convolved(r, inside, width)
+    def read(token):
+        """The input, and the gradient of the result, of a token. After the sequence memory is
+        another array's, and may be NaN."""
+        inside = jnp.minimum(token, length - 1)
+        return _at(r.x, inside), r.du[inside, :].astype(F32)
+
+    def slope(token, x, du):
+        """The gradient of the input of SiLU, from the inputs up to a token."""
+        convolved = bias + sum(tap * x for tap, x in zip(taps, x, strict=True))
         s = jax.nn.sigmoid(convolved)
-        gradient = r.du[inside, :].astype(F32) * (s + convolved * s * (1 - s))
-        return jnp.where((rows < length)[:, None], gradient, 0.0)
+        return jnp.where(token < length, du * (s + convolved * s * (1 - s)), 0.0)
 
-    def step(i, sums):
-        rows = (first + i) * TOKENS + jax.lax.broadcasted_iota(jnp.int32, (TOKENS,), 0)
-        here = slope(rows)
-        dx = here * taps[-1]
-        for later in range(1, width):
-            dx += slope(rows + later) * taps[width - 1 - later]
-        r.dx[pl.ds(i * TOKENS, TOKENS), :] = dx.astype(r.dx.dtype)
-        before = (_at(r.x, rows - (width - 1) + w) for w in range(width))
-        new = [*(jnp.sum(here * x, axis=0) for x in before), jnp.sum(here, axis=0)]
-        return tuple(total + part for total, part in zip(sums, new, strict=True))
+    def step(i, carry):
+        x, slopes, sums = carry
+        ahead = first + before + i * UNROLL
+        arriving = [read(ahead + n) for n in range(UNROLL)]
+        for n, (new, du) in enumerate(arriving):
+            x = *x, new
+            slopes = *slopes, slope(ahead + n, x, du)
+            # The first token of the window takes part in the results of all of its tokens.
+            later = slopes[::-1]
+            dx = sum(s * tap for s, tap in zip(later, taps, strict=True))
+            r.dx[i * UNROLL + n, :] = dx.astype(r.dx.dtype)
+            parts = *(s * x[0] for s in later), slopes[0]
+            sums = tuple(total + part for total, part in zip(sums, parts, strict=True))
+            x, slopes = x[1:], slopes[1:]
+        return x, slopes, sums
 
-    zero = jnp.zeros((r.bias.shape[0],), F32)
-    *dtaps, r.dbias[...] = jax.lax.fori_loop(0, tiles, step, (zero,) * (width + 1))
+    x = tuple(_at(r.x, first - before + n) for n in range(before))
+    slopes: tuple = ()
+    for n, (new, du) in enumerate([read(first + n) for n in range(before)]):
+        x = *x, new
+        slopes, x = (*slopes, slope(first + n, x, du)), x[1:]
+    zero = jnp.zeros(bias.shape, F32)
+    start = x, slopes, (zero,) * (width + 1)
+    *dtaps, r.dbias[...] = jax.lax.fori_loop(0, tokens // UNROLL, step, start)[2]
     for w, total in enumerate(dtaps):
         r.dtaps[w] = total

@@ -54,7 +54,10 @@ def _run(tuning, dims, u, dt, a, d, entering, *, keep):
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
-    inputs = blocks.inputs(u, dt, a, d)
+    inputs = {
+        "u": (u, blocks.group), "dt": (dt, blocks.times), "a": (a, blocks.scalar),
+        "d": (d, blocks.scalar),
+    }  # fmt: skip
     if entering is not None:
         inputs["entering"] = entering, blocks.state
     outputs = {"y": Output((batch, length, groups, dims.inner), u.dtype, blocks.features)}
@@ -82,11 +85,12 @@ def _kernel(r, *, blocks: OfHead, tuning: Tuning):
     def through_part(k, state):
         """The step of a chunk, for a part of it."""
         rows = pl.ds(k * size, size)
-        x, b, c = (r.u[rows, columns] for columns in (x_columns, b_columns, c_columns))
-        dt = r.dt[rows]
+        dt, c = r.dt[rows], r.u[rows, c_columns]
         total, last = sums(dt * a)
-        scores = product(c, b.T) * decay(total) * dt[None, :]
         y = jnp.exp(total)[:, None] * product(c, state.astype(dtype))
+        b = r.u[rows, b_columns]
+        scores = product(c, b.T) * decay(total, total) * dt[None, :]
+        x = r.u[rows, x_columns]
         y += product(scores.astype(dtype), x) + d * x.astype(F32)
         r.y[rows, x_columns] = y.astype(dtype)
         left = (x.astype(F32) * (dt * jnp.exp(last - total))[:, None]).astype(dtype)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxbench.ops.pallas import Launch
 
 EIGHT_WARPS = Launch(8)
+LOADS_AHEAD = Launch(8, 2)
 
 
 @dataclass(frozen=True)
@@ -13,14 +14,16 @@ class Tuning:
     (`benchmarks/one_gpu/mixers.py` has others).
 
     The scan goes through a sequence in chunks of `chunk` tokens, its forward pass in parts of
-    `part`; a state is written per chunk. A program of the gradients of b and c computes `columns`
-    columns of the state.
+    `part`; a state is written per chunk. The gradient of x takes squares of `part` by `part`
+    tokens. A program of the gradients of b and c computes `part` tokens and `columns` columns of
+    the state.
     """
 
     chunk: int = 128
     part: int = 64
     columns: int = 128
-    forward: Launch = EIGHT_WARPS
+    forward: Launch = LOADS_AHEAD
     reverse: Launch = EIGHT_WARPS
+    x: Launch = EIGHT_WARPS
     bc: Launch = EIGHT_WARPS
     interpret: bool = False
