@@ -53,7 +53,7 @@ from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices, installed
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
-from jaxbench.xla import flags
+from jaxbench.xla import custom_calls, flags
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.schedule import Roofline, Walk
 
@@ -250,7 +250,7 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
     multiplied = 2 * candidate.multiplied(product, groups, rows, gpu.capability[0]) * d * n
     targets = ("mosaic_gpu_v2", "triton_kernel_call_ffi")
     rules = dict.fromkeys(targets, lambda i, scope: Work("product", kind, multiplied))
-    walk = Walk(Program.parse(executable.as_text(), rules | pallas.RULES))
+    walk = Walk(Program.parse(executable.as_text(), custom_calls.RULES | rules))
     schedule = walk.under(Roofline(gpu))
     return {
         "FLOPs": sum(walk.program.flops().values()) / flops,

@@ -36,8 +36,8 @@ from jaxbench.forecast.guide import guide
 from jaxbench.plan import hlo
 from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
-from jaxbench.train.program import RULES
 from jaxbench.xla import flags
+from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program
 
 FOLDER = Path("results", "like_for_like")

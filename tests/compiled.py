@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxbench import mesh
+from jaxbench.forecast.guide import guide
 from jaxbench.hardware import H100, Gpu
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
@@ -54,7 +55,7 @@ class Compiled:
         devices = compile_only_devices(gpu, self.run.gpus)
         self.mesh = mesh.make_mesh(self.run.mesh_shape, devices)
         with jax.set_mesh(self.mesh), captured_stderr() as written:
-            self.compiled, _, _ = compile_program(self.run)
+            self.compiled, _, _ = compile_program(self.run, guide=guide)
         self.warnings = written[0]
         self.program = read(self.compiled, self.run)
         self.collectives = collectives_of(self.program)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 # Public JAX executes no HLO: it takes StableHLO, which has no layouts and no fusions.
 from jaxlib import _hlo, _jax, xla_client  # type: ignore[attr-defined]
 
-from jaxbench.ops.attention.cudnn import WINDOW
+from jaxbench.xla.custom_calls import WINDOW
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import Instruction, Scope, arrays, ints
 

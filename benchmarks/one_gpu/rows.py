@@ -25,7 +25,8 @@ from jaxbench.recipe.settings import Run
 from jaxbench.recipe.throughput import throughput
 from jaxbench.run import profiling
 from jaxbench.train.loop import run_steps
-from jaxbench.train.program import RULES, check_program, compile_program, read
+from jaxbench.train.program import check_program, compile_program, read
+from jaxbench.xla import custom_calls
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Kernel
@@ -108,7 +109,8 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     run, trace = row(recipe), ctx.folder / recipe / "profile" / "rank-0"
     # The text has the names by which the profile calls asynchronous instructions.
     text = (trace / profile.PROFILED).read_text()
-    walk, launched = Walk(Program.parse(text, RULES, strict=False)), profile.read_profile(trace)
+    walk = Walk(Program.parse(text, custom_calls.RULES, strict=False))
+    launched = profile.read_profile(trace)
     kernels = tables.load(ctx.gpu.name.lower())
     expected = profile.planned(expected_schedule(walk, ctx.gpu, kernels))
     axes = partial(axes_of, mesh_shape=run.mesh_shape)

@@ -26,14 +26,9 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array
 
 from jaxbench.jax_internals import fp8_product
-from jaxbench.xla.hlo import Work
-from jaxbench.xla.instruction import Instruction, Scope
 
 TARGET = "__gpu$xla.gpu.triton"
 """Target of the compiled calls."""
-
-METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
-"""The cost of a kernel, as an attribute of its compiled call."""
 
 HLO_DTYPES = {
     "bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2",
@@ -81,8 +76,9 @@ def call(
 
     `flops` are those of the kernel's products over all programs. Memory traffic counts each array
     once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
-    part. A kernel whose work is a product has its `sizes` (`Work`), and the HLO dtype of
-    block-scaled operands, `blocks`. All are stored in the compiled call, for plans.
+    part. A kernel whose work is a product has its `sizes` (`xla.hlo.Work`), and the HLO dtype of
+    block-scaled operands, `blocks`. All are stored in the compiled call, for plans
+    (`xla.custom_calls`).
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
@@ -123,19 +119,6 @@ def _shape(output: Output, like: Array) -> jax.ShapeDtypeStruct:
 
 def _bytes(array: Array | Output) -> int:
     return jnp.dtype(array.dtype).itemsize * prod(array.shape)
-
-
-def work(i: Instruction, scope: Scope) -> Work:
-    """The FLOPs and bytes of a compiled call."""
-    cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
-    return Work(
-        cost["kind"],
-        cost["dtype"],
-        int(cost["flops"]),
-        sizes=tuple(json.loads(cost["sizes"])),
-        bytes=int(cost["moved"]),
-        blocks=bool(cost["blocks"]),
-    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import jax
 from jaxbench import hardware, mesh
 from jaxbench.errors import RecipeError
 from jaxbench.files import as_json, owned, write_json
+from jaxbench.forecast.guide import guide
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import candidates, cudnn, driver, hlo, profile, scaling, search, sweep, text
 from jaxbench.plan.absent import compile_only_devices
@@ -102,7 +103,7 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
     for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
         with jax.set_mesh(absent), compiling(candidate):
-            compiled, _, _ = compile_program(candidate, asking)
+            compiled, _, _ = compile_program(candidate, asking, guide)
         size = Memory.of(compiled, gpu)
         fits = size.fits
         searching.tried[candidate] = search.Outcome(peak=size.peak, fits=fits)

@@ -23,8 +23,8 @@ from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import system
 from jaxbench.report.charts import waterfall
 from jaxbench.report.page import attached, render
-from jaxbench.train.program import RULES
 from jaxbench.xla.collectives import Collective
+from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import array_shapes, root, shape_bytes
 

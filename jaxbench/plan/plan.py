@@ -14,6 +14,7 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.errors import RecipeError
+from jaxbench.forecast.guide import guide
 from jaxbench.forecast.tables import Tables, load
 from jaxbench.hardware import Gpu, placed
 from jaxbench.plan import cudnn, stubs
@@ -174,7 +175,9 @@ def make_plan(
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
         dumping = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
         try:
-            compiled, lower_s, compile_s = compile_program(run, flags.PLANNED | asking | dumping)
+            compiled, lower_s, compile_s = compile_program(
+                run, flags.PLANNED | asking | dumping, guide
+            )
         except jax.errors.JaxRuntimeError as error:
             raise cudnn.refusal(error, gpu) or error from error
         check_program(compiled, run)

@@ -25,11 +25,12 @@ from jaxbench import mesh
 from jaxbench.cluster import job
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.files import write_whole
+from jaxbench.forecast.guide import guide
 from jaxbench.jax_internals import kernel_names, profile_events
 from jaxbench.recipe.settings import Run
 from jaxbench.run.cache import cache_in
 from jaxbench.train.loop import run_steps
-from jaxbench.train.program import Agree, compile_program, make_alone
+from jaxbench.train.program import Guide, compile_program
 from jaxbench.xla import flags
 from jaxbench.xla.hlo import PROFILED
 
@@ -86,14 +87,20 @@ def window(
 
 
 def compile_visible(
-    run: Run, extra_options: dict[str, Any] | None = None, agree: Agree = make_alone
+    run: Run, extra_options: dict[str, Any] | None = None, guide: Guide | None = None
 ) -> tuple[Any, float, float]:
     """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. A program that
     XLA loads from a cache has them, whatever its compiler options (seen with jax 0.10.2 on null
     GPUs), so none is used."""
     with cache_in(None):
         options = {"xla_gpu_enable_command_buffer": "", **(extra_options or {})}
-        return compile_program(run, options, agree)
+        return compile_program(run, options, guide)
+
+
+def guide_all(name: str) -> Guide:
+    """`forecast.guide.guide` in the first process, whose profile all processes get under a name of
+    its own."""
+    return lambda program, gpu: job.broadcast(name, lambda: guide(program, gpu))
 
 
 def check_profile(trace: Path, platform: str) -> None:
@@ -168,7 +175,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_visible(run, agree=partial(job.broadcast, "visible schedule"))
+    collecting, *_ = compile_visible(run, guide=guide_all("visible schedule"))
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

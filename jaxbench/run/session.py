@@ -37,11 +37,8 @@ from jaxbench.run.starts import begun, new_record
 from jaxbench.run.streams import open_stream
 from jaxbench.terminal import live
 from jaxbench.train.loop import Pause, run_steps
-from jaxbench.train.program import Agree, check_program, compile_program, kernels, offloaded_bytes
+from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
-
-AGREE: Agree = partial(job.broadcast, "schedule")
-"""All processes compile with the profile of the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +260,9 @@ class Attempt:
             found = cached.program and not visible
             if on_gpu and not found:
                 recorder.say(autotunes(cached))
-            compiled, lower_s, compile_s = compile_step(run, cached.options, AGREE)
+            compiled, lower_s, compile_s = compile_step(
+                run, cached.options, profiling.guide_all("schedule")
+            )
         recorder.add(
             lower_s=lower_s, compile_s=compile_s, compiled_before=found,
             autotuned_before=cached.autotuned,

@@ -1,7 +1,7 @@
 """State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections, that is causal
 convolution with SiLU, selective scan, gate with RMSNorm.
 
-Imports `ops`, `recipe`, `errors`, and the types of `xla`. One file for each implementation; the
+Imports `ops`, `recipe` and `errors`. One file for each implementation; the
 registry here chooses among them, and the check of compiled programs and the plan read its entries.
 
 Pure functions of one device's arrays. `context` names the mesh axes over which the sequence is
@@ -13,16 +13,16 @@ input projection, F features.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
 from jaxbench.errors import RecipeError
+from jaxbench.ops.pallas import TARGET
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import MambaConfig, ModelConfig
 from jaxbench.ssd import pallas, xla
 from jaxbench.ssd.parts import Axes, Dims, Parameters
-from jaxbench.xla.hlo import Rules
 
 __all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
 
@@ -33,19 +33,19 @@ class Implementation:
 
     `mixer` maps the input projection of a device's groups to the input of the output projection.
     `platforms` are those on which it runs (None: all). `refusal` returns why it cannot compute a
-    model in a dtype with a number of tokens on a rank, or None. `rules` give the work of its custom
-    calls, all of which a compiled step must contain.
+    model in a dtype with a number of tokens on a rank, or None. `calls` are the custom calls
+    that a compiled step must contain.
     """
 
     mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
     platforms: tuple[str, ...] | None = None
     refusal: Callable[[MambaConfig, str, int], str | None] = lambda mamba, dtype, length: None
-    rules: Rules = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
 
 
 IMPLEMENTATIONS = {
     "pallas": Implementation(
-        mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, rules=pallas.RULES
+        mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, calls=(TARGET,)
     ),
     "xla": Implementation(mixer=xla.mixer),
 }

@@ -3,5 +3,5 @@
 Read `step`, then `program`, then `loop`. For pipelines read `pipeline_schedule`, `stages`,
 `pipeline_rank` and `pipeline`. `python -m jaxbench.train` is `run.command`.
 
-Imports `models` and below, `forecast` and `xla`.
+Imports `models` and below, and `xla`.
 """

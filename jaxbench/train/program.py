@@ -10,7 +10,6 @@ import jaxlib
 
 from jaxbench import mesh, ssd
 from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.forecast.guide import guide
 from jaxbench.hardware import PLANNED, Capability, Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
@@ -21,41 +20,24 @@ from jaxbench.ops.pallas import undeprecated
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
-from jaxbench.xla import flags
-from jaxbench.xla.hlo import Program, Rules
+from jaxbench.xla import custom_calls, flags
+from jaxbench.xla.hlo import Program
 
-RULES: Rules = {
-    target: rule
-    for registry in (
-        attention.KERNELS,
-        quantized.IMPLEMENTATIONS,
-        grouped.IMPLEMENTATIONS,
-        ssd.IMPLEMENTATIONS,
-    )
-    for implementation in registry.values()
-    for target, rule in implementation.rules.items()
-}
-"""Rules for the work of every custom call that a step can contain."""
-
-
-Agree = Callable[[Callable[[], str]], str]
-"""Returns in every process of a job the text that the first one makes."""
-
-
-def make_alone(make: Callable[[], str]) -> str:
-    """The `Agree` of a single process."""
-    return make()
+Guide = Callable[[Program, Gpu], str]
+"""Makes the profile by which XLA schedules a program again: `forecast.guide.guide`. In a job it has
+to be the same in all processes, since programs with different ones may order collectives
+differently."""
 
 
 def compile_program(
     run: Run,
     extra_options: dict[str, Any] | None = None,
-    agree: Agree = make_alone,
+    guide: Guide | None = None,
 ) -> tuple[Any, float, float]:
     """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
 
-    A program whose schedule the forecast guides is compiled twice, the second time in all processes
-    with the same profile: those compiled with different ones may order collectives differently.
+    If the recipe wants a guided schedule, the program is compiled again with the profile that
+    `guide` makes of the first one; without `guide`, XLA's own estimates stay.
     `extra_options` are compiler options beyond the recipe's. The devices of the mesh need not exist
     (`plan.absent`). Raises RecipeError for an option that the compiler does not know.
     """
@@ -66,9 +48,9 @@ def compile_program(
     options = flags.options(run, mesh.platform()) | (extra_options or {})
     try:
         compiled = lowered.compile(compiler_options=options)
-        if flags.guided(run) and flags.PGLE not in options and (gpu := _forecast_gpu(run)):
-            profile = agree(lambda: guide(read(compiled, run), gpu))
-            guiding = {"fdo_profile": profile.encode()}
+        wanted = guide and flags.guided(run) and flags.PGLE not in options
+        if guide and wanted and (gpu := _forecast_gpu(run)):
+            guiding = {"fdo_profile": guide(read(compiled, run), gpu).encode()}
             compiled = lowered.compile(compiler_options=options | guiding)
     except jax.errors.JaxRuntimeError as error:
         if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
@@ -94,7 +76,7 @@ def _device_kind() -> str:
 
 def read(compiled: Any, run: Run) -> Program:
     """The parsed program of a run's compiled step."""
-    program = Program.parse(compiled.as_text(), RULES)
+    program = Program.parse(compiled.as_text(), custom_calls.RULES)
     program.multi_streaming = flags.multi_streaming(run)
     return program
 
@@ -167,7 +149,7 @@ def check_program(compiled: Any, run: Run) -> None:
         ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen["ssd"]]),
         ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen["grouped_matmul"]]),
     )
-    expected = [(what, t) for what, present, kernel in requested if present for t in kernel.rules]
+    expected = [(what, t) for what, present, kernel in requested if present for t in kernel.calls]
     is_quantized = run.precision.quantized and platform == "gpu"
     if not (expected or is_quantized):
         return
@@ -189,10 +171,13 @@ def _implementations(run: Run, platform: str, capability: Capability | None) -> 
 
 def _check_quantized(program: Program, run: Run) -> None:
     implementation = quantized.IMPLEMENTATIONS[quantized.choose(run.precision, mesh.platform())]
-    if problem := implementation.problem(program, run.precision):
-        raise RunFailed(problem)
-    dtype = run.precision.dtype
-    compiled = quantized.compiled_products(program, dtype)
+    dtype, mode = run.precision.dtype, implementation.mode(run.precision)
+    if mode and (modes := custom_calls.scaling_modes(program)) != {mode}:
+        raise RunFailed(
+            f"Transformer Engine was called with the scaling modes {sorted(map(str, modes))}; "
+            f"expected {mode}, for {dtype} in {run.precision.scaling} scaling"
+        )
+    compiled = custom_calls.quantized_matmuls(program, dtype)
     parts = segments(run.model, run.execution, run.precision)
     further = prediction_segment(run.model, run.execution, run.precision)
     if run.model.prediction and further:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from cases import tiered
 from compiled import Compiled, needs_compiler
 from engine import needs_te
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import H100, PLANNED
 from jaxbench.ops import quantized
 from jaxbench.ops.quantized import te, te_blocks
@@ -21,6 +22,7 @@ from jaxbench.ops.quantized.blocks import FORMATS, dequantized
 from jaxbench.plan import driver
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_program, kernels
+from jaxbench.xla.custom_calls import AMAX, GEMM, QUANTIZE, quantized_matmuls
 
 LLAMA = (
     "llama31_8b_fp8", 8, "model.layers=2", "batch.global_batch=16", "batch.microbatch=1",
@@ -30,7 +32,10 @@ GROK = (
     "grok1_314b_fp8", 8, "model.layers=1", "batch.global_batch=32", "batch.microbatch=4",
     "model.vocabulary=4096",
 )  # fmt: skip
-BLOCKS = {"mxfp8": {te.GEMM, te.QUANTIZE}, "nvfp4": {te.GEMM, te.QUANTIZE, te.AMAX}}
+BLOCKS = {
+    "mxfp8": {GEMM, QUANTIZE},
+    "nvfp4": {GEMM, QUANTIZE, AMAX},
+}
 """The calls in a program of each format."""
 
 
@@ -52,11 +57,11 @@ def llama():
 class TestCompiled:
     def test_products_are_its_and_quantized_once(self, llama):
         """Two layers, two microbatches; input and gradient of each product, weights by XLA."""
-        products = quantized.compiled_products(llama.program, "fp8")
+        products = quantized_matmuls(llama.program, "fp8")
         assert set(products.values()) == {2 * 2 * 3}
         calls = llama.program.custom_calls()
-        assert calls[te.GEMM] == sum(products.values())
-        assert 3 * calls[te.QUANTIZE] == 2 * calls[te.GEMM]
+        assert calls[GEMM] == sum(products.values())
+        assert 3 * calls[QUANTIZE] == 2 * calls[GEMM]
         assert not [name for name in calls if name.endswith("$f8")]
 
     def test_weights_are_gathered_in_fp8(self, llama):
@@ -79,14 +84,15 @@ class TestCompiled:
             check_program(row.compiled, row.run)
 
     def test_another_scaling_is_an_error(self, llama):
-        other = Precision(dtype="fp8", scaling="current", implementation="te")
-        assert "called with the modes ['1'] instead of 3" in te.problem(llama.program, other)
+        precision = replace(llama.run.precision, scaling="current")
+        with jax.set_mesh(llama.mesh), pytest.raises(RunFailed, match=r"modes \['1'\]; expected 3"):
+            check_program(llama.compiled, replace(llama.run, precision=precision))
 
     def test_experts_are_multiplied_by_xla(self):
         row = by("te", *GROK)
         calls = row.program.custom_calls()
         # qkv and out by the one, gate_up and down of the experts by the other.
-        assert calls[te.GEMM] >= 2 * 3 * row.run.accumulation
+        assert calls[GEMM] >= 2 * 3 * row.run.accumulation
         assert calls["__cublas$lt$matmul$f8"] >= 2 * 3 * row.run.accumulation
         with jax.set_mesh(row.mesh):
             check_program(row.compiled, row.run)
@@ -98,12 +104,12 @@ class TestCompiled:
         makes of each activation; and weights as XLA's products gather them."""
         settings = f"precision.dtype={dtype}", "batch.global_batch=8"
         row, plain = (by(name, *LLAMA, *settings, gpu=PLANNED["gb200"]) for name in ("te", "xla"))
-        products = quantized.compiled_products(row.program, dtype)
-        assert products == quantized.compiled_products(plain.program, dtype)
+        products = quantized_matmuls(row.program, dtype)
+        assert products == quantized_matmuls(plain.program, dtype)
         calls = row.program.custom_calls()
         assert {name for name in calls if name.startswith("te_")} == BLOCKS[dtype]
-        assert calls[te.GEMM] == sum(products.values())
-        assert {3 * calls[name] for name in BLOCKS[dtype] - {te.GEMM}} == {2 * calls[te.GEMM]}
+        assert calls[GEMM] == sum(products.values())
+        assert {3 * calls[name] for name in BLOCKS[dtype] - {GEMM}} == {2 * calls[GEMM]}
         gathered = [
             sum(c.bytes * c.count for c in r.collectives if c.kind == "all-gather")
             for r in (row, plain)

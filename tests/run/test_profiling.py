@@ -147,7 +147,7 @@ GUIDED = """
 from types import SimpleNamespace
 import jax; jax.config.update("jax_platforms", "cpu")
 from jaxbench.cluster import job
-from jaxbench.run import session
+from jaxbench.run import profiling
 from jaxbench.train import program
 job.join()
 options = []
@@ -156,11 +156,12 @@ class Lowered:
         return self
     def compile(self, compiler_options):
         options.append(compiler_options)
-program.make_program, program.abstract_state, program.read = lambda run: Lowered(), id, id
+program.make_program, program.abstract_state = lambda run: Lowered(), id
+program.read = lambda compiled, run: None
 program.flags = SimpleNamespace(options=lambda *_: {}, guided=lambda run: True, PGLE="pgle")
 program.mesh, program._forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
-program.guide = lambda *_: f"of rank {jax.process_index()}"
-program.compile_program("run", agree=session.AGREE)
+profiling.guide = lambda *_: f"of rank {jax.process_index()}"
+program.compile_program("run", guide=profiling.guide_all("schedule"))
 print(options)
 job.barrier("end", 60)
 """
@@ -177,19 +178,19 @@ def test_every_process_is_guided_by_the_profile_of_the_first():
         assert out == "[{}, {'fdo_profile': b'of rank 0'}]\n", err
 
 
-def test_a_program_is_guided_by_the_profile_that_was_agreed(monkeypatch):
+def test_a_program_is_compiled_again_with_the_profile_of_the_first(monkeypatch):
     options = []
     lowered = SimpleNamespace(compile=lambda compiler_options: options.append(compiler_options))
     making = SimpleNamespace(lower=lambda state: lowered)
     monkeypatch.setattr(program, "make_program", lambda run: making)
-    monkeypatch.setattr(program, "read", lambda compiled: None)
+    monkeypatch.setattr(program, "read", lambda compiled, run: None)
     monkeypatch.setattr(program, "_forecast_gpu", lambda run: H100)
-    monkeypatch.setattr(program, "guide", lambda read, gpu: "own")
     monkeypatch.setattr(program.flags, "guided", lambda run: True)
     tiny = tiny_run()
     with mesh_of(tiny):
-        program.compile_program(tiny, agree=lambda make: f"{make()}, agreed")
-    assert options[1]["fdo_profile"] == b"own, agreed"
+        program.compile_program(tiny, guide=lambda program, gpu: gpu.name)
+        program.compile_program(tiny)
+    assert [of.get("fdo_profile") for of in options] == [None, b"H100", None]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc")

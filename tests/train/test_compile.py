@@ -17,11 +17,11 @@ from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.forecast.guide import expected
 from jaxbench.hardware import H100, PLANNED
 from jaxbench.jax_internals import READS_HOST
-from jaxbench.ops import quantized
 from jaxbench.ops.attention import cudnn
 from jaxbench.recipe import flops
 from jaxbench.train.program import check_program, kernels, offloaded_bytes
 from jaxbench.xla import host, schedule
+from jaxbench.xla.custom_calls import quantized_matmuls
 from jaxbench.xla.launches import launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
 from jaxbench.xla.timeline import SCAN
@@ -47,7 +47,7 @@ def test_block_scaled_products_and_what_they_move(dtype):
     settings = f"precision.dtype={dtype}", "model.layers=2", "batch.global_batch=8"
     row = Compiled("llama31_8b_fp8", 8, *settings, gpu=PLANNED["b200"])
     weights = "0.mixer.qkv", "0.mixer.out", "1.mixer.gate_up", "1.mixer.down"
-    assert quantized.compiled_products(row.program, dtype) == {
+    assert quantized_matmuls(row.program, dtype) == {
         (f"stacks.0.layers.{name}", True): 3 * 2 for name in weights
     }
     kinds = Counter()
@@ -144,7 +144,7 @@ def test_the_forecast_guides_a_schedule_that_exposes_less():
 
 def test_attention_is_fused_and_runs_once_per_pass(llama2):
     calls = llama2.program.custom_calls()
-    assert [calls[name] for name in cudnn.PRODUCTS] == [80, 80]
+    assert [calls[name] for name in cudnn.CALLS] == [80, 80]
     with jax.set_mesh(llama2.mesh):
         check_program(llama2.compiled, llama2.run)
 
@@ -228,7 +228,7 @@ def test_every_listed_product_is_fp8_and_no_other(llama2_fp8):
     """Forward and both gradients in 80 layers; the input of the MLP is computed again in all of
     them."""
     recomputed = {"0.mixer.qkv": 0, "0.mixer.out": 0, "1.mixer.gate_up": 80, "1.mixer.down": 0}
-    products = quantized.compiled_products(llama2_fp8.program, "fp8")
+    products = quantized_matmuls(llama2_fp8.program, "fp8")
     assert products == {
         (f"stacks.0.layers.{name}", True): 3 * 80 + again for name, again in recomputed.items()
     }
@@ -306,7 +306,7 @@ def test_layers_in_bf16_and_current_scaling():
         "execution.remat=none",
     )  # fmt: skip
     # One layer, two microbatches, three products each; nothing is recomputed.
-    products = quantized.compiled_products(row.program, "fp8")
+    products = quantized_matmuls(row.program, "fp8")
     assert set(products.values()) == {2 * 3}
     assert all(in_fp8 for _, in_fp8 in products)
     with jax.set_mesh(row.mesh):
@@ -320,7 +320,7 @@ def test_a_layer_in_bf16_inside_of_a_block():
         "model.layers=6", "model.pattern=M*-", "execution.ssd=xla", "precision.last_bf16_layers=1",
     )  # fmt: skip
     row = Compiled("nemotronh_56b_fp8", 64, *changes, "execution.remat=full")
-    products = quantized.compiled_products(row.program, "fp8")
+    products = quantized_matmuls(row.program, "fp8")
     assert all(in_fp8 for _, in_fp8 in products)
     both, first = (products[f"stacks.0.layers.{n}", True] for n in ("1.mixer.qkv", "2.mixer.up"))
     assert both == 2 * first > 0
@@ -352,7 +352,7 @@ def full_remat():
 @pytest.mark.nightly
 def test_full_remat_runs_attention_twice(full_remat):
     calls = full_remat.program.custom_calls()
-    assert [calls[name] for name in cudnn.PRODUCTS] == [8, 4]
+    assert [calls[name] for name in cudnn.CALLS] == [8, 4]
 
 
 @pytest.mark.nightly
@@ -444,7 +444,7 @@ def test_nemotronh_multiplies_what_a_hand_count_says():
     changes = "model.layers=3", "model.pattern=M*-", "execution.ssd=xla"
     row = Compiled("nemotronh_56b_bf16", 64, *changes)
     calls = row.program.custom_calls()
-    assert [calls[name] for name in cudnn.PRODUCTS] == [3, 3]
+    assert [calls[name] for name in cudnn.CALLS] == [3, 3]
     # One layer, 3 passes, 2 sequences, 4 groups of a tensor rank: forward, recomputed, and two
     # products backward for each.
     runs = 4 * 3 * 2 * 4
@@ -534,7 +534,7 @@ def test_sinks_run_no_kernel_twice_and_windows_are_counted_as_such():
     """GPT-OSS on one GPU: a layer of each kind, twice."""
     row = Compiled("gpt_oss_120b_bf16", 1, "execution.remat=attention")
     calls = row.program.custom_calls()
-    assert [calls[name] for name in cudnn.PRODUCTS] == [4, 4]
+    assert [calls[name] for name in cudnn.CALLS] == [4, 4]
     lengths = Counter()
     for work, runs, _ in row.program.works():
         if work.kind == "attention":

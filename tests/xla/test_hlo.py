@@ -7,9 +7,8 @@ from compiled import collectives_of
 from jaxlib.xla_client import PrimitiveType
 
 from jaxbench.errors import RunFailed
-from jaxbench.ops import quantized
-from jaxbench.train.program import RULES
 from jaxbench.xla import collectives, hlo
+from jaxbench.xla.custom_calls import RULES, quantized_matmuls
 from jaxbench.xla.instruction import DTYPE_BITS, Instruction
 from jaxbench.xla.schedule import Walk
 
@@ -177,7 +176,7 @@ ENTRY main (x: (f8e4m3fn[4,8], bf16[8,2])) -> (f8e4m3fn[4,8], bf16[8,2]) {
 }
 """  # noqa: E501
     program = hlo.Program.parse(text, RULES)
-    assert quantized.compiled_products(program, "fp8") == {
+    assert quantized_matmuls(program, "fp8") == {
         ("stacks.0.qkv", True): 3,
         ("stacks.0.out", False): 3,
     }

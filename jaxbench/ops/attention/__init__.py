@@ -5,7 +5,7 @@ Remat policies, the check of compiled programs and the plan all read that entry.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 
@@ -17,7 +17,6 @@ from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.attention import Attention
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.xla.hlo import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +26,8 @@ class Kernel:
     `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and,
     if not `capped`, optional sinks (`N`). `platforms` are those on which it runs (None: all);
     `fp32` is false for a kernel that takes no fp32 operands, `capped` true for one of soft-capped
-    scores. `rules` give the work of its custom calls, and a compiled step must contain all of these
-    calls; a kernel without rules compiles to plain products. `refusal` returns why it cannot
+    scores. `calls` are the custom calls that a compiled step must contain; a kernel without any
+    compiles to plain matmuls. `refusal` returns why it cannot
     compute a model at a sequence length on GPUs of a compute capability, or None. `saved` is the
     primitive whose results a remat policy saves as `attention`; if None, `call` names the
     results itself by `checkpoint_name`.
@@ -38,7 +37,7 @@ class Kernel:
     platforms: tuple[str, ...] | None = None
     fp32: bool = True
     capped: bool = False
-    rules: Rules = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
     refusal: Callable[[Attention, int, Capability | None], str | None] = lambda *_: None
     saved: str | None = None
 
@@ -48,7 +47,7 @@ KERNELS = {
         call=cudnn.call,
         platforms=("gpu",),
         fp32=False,
-        rules=dict.fromkeys(cudnn.PRODUCTS, cudnn.work),
+        calls=cudnn.CALLS,
         refusal=cudnn.refusal,
         saved=cudnn.FORWARD,
     ),

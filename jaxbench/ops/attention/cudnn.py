@@ -17,8 +17,6 @@ from jaxbench.jax_internals import (
 from jaxbench.ops import latency
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.attention import Attention
-from jaxbench.xla.hlo import Work
-from jaxbench.xla.instruction import Instruction, Scope
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
@@ -35,17 +33,8 @@ WIDE, NARROW = 192, 128
 """The only head dims above 128 for which there is a backward kernel on compute capability 10.x:
 those of queries and keys, and of values."""
 
-PRODUCTS = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
-"""Targets of the custom calls, and how many matrix products each has over the head dim of keys, and
-again over that of values: forward QK^T and PV; backward dQ and dK, dP and dV. The scores that the
-backward kernel recomputes are not counted."""
-
-
-WINDOW = r'"sliding_window_length":\s*"?(\d+)'
-"""Pattern of the sliding window in a call's attributes; 0 without one."""
-
-TILE = 128
-"""Keys, and queries, of a tile of the kernels: they compute a window in whole tiles."""
+CALLS = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+"""Targets of the custom calls, forward and backward."""
 
 
 def call(
@@ -156,21 +145,3 @@ def refusal(cfg: Attention, length: int, capability: Capability | None) -> str |
     if length % 2:
         return f"batch.sequence_length = {length}: cuDNN attention takes even lengths"
     return None
-
-
-def work(i: Instruction, scope: Scope) -> Work:
-    """Work of a call: 2 B N S^2 H FLOPs per product, without subtracting the causal mask.
-
-    A sliding window counts as more, but shorter sequences with as many tokens in all, so short that
-    under a causal mask a query sees on average as many keys as the tiles of its window have.
-    """
-    dtype, (batch, length, heads, head_dim) = scope[i.operands[0]].arrays[0]
-    _, (_, key_length, _, value_dim) = scope[i.operands[2]].arrays[0]
-    tokens = batch * length
-    if window := int(i.attribute(WINDOW) or 0):
-        # Under the causal mask a query sees half of a sequence's keys on average.
-        length = key_length = min(length, 2 * TILE * (-(-window // TILE) + 1))
-    flops = PRODUCTS[i.target] * 2 * tokens * heads * key_length * (head_dim + value_dim)
-    backward = i.target.endswith("Backward")
-    sizes = (-(-tokens // length), heads, length, (head_dim + value_dim) // 2)
-    return Work("attention", dtype, flops, sizes, backward)

@@ -12,7 +12,7 @@ of compiled programs and the plan read its entries.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -27,11 +27,11 @@ from jaxbench.ops import quantized
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.grouped import pallas, scaled, xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
+from jaxbench.ops.pallas import TARGET
 from jaxbench.ops.quantized import block_scaled
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS
-from jaxbench.xla.hlo import Rules
 
 __all__ = [
     "BLOCK", "IMPLEMENTATIONS", "NONE", "Groups", "Implementation", "biased", "choose",
@@ -52,7 +52,7 @@ class Implementation:
     The product of FP8 operands is multiplied by a `scale`. Rows of padding are zeros in permuted
     results; among arriving ones they are undefined. Products of block-scaled operands are `scaled`.
     `refusal` returns why it cannot multiply by a model's experts in a dtype on a platform, or None.
-    `rules` give the work of its custom calls, all of which a compiled step must contain.
+    `calls` are the custom calls that a compiled step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
@@ -60,7 +60,7 @@ class Implementation:
     weights: Callable[..., Float[Array, "E D N"]]
     scaled: block_scaled.Products
     refusal: Callable[[ModelConfig, str, str], str | None]
-    rules: Rules = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
 
 
 IMPLEMENTATIONS = {
@@ -70,7 +70,7 @@ IMPLEMENTATIONS = {
         weights=pallas.weights,
         scaled=scaled.KERNELS,
         refusal=pallas.refusal,
-        rules=pallas.RULES,
+        calls=(TARGET,),
     ),
     "xla": Implementation(
         to_permuted=xla.to_permuted,

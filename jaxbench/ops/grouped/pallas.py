@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
 from jaxbench.ops.pallas import (
-    TARGET,
     Inputs,
     Launch,
     Output,
@@ -30,11 +29,8 @@ from jaxbench.ops.pallas import (
     largest,
     tile_at,
     whole,
-    work,
 )
 from jaxbench.recipe.model import ModelConfig
-
-RULES = {TARGET: work}
 
 TILES = 128, 64
 """Widths of a tile of block-scaled operands, the largest that divides the features is taken."""

@@ -6,7 +6,7 @@ A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from jax.sharding import PartitionSpec
@@ -16,7 +16,7 @@ from jaxbench.errors import RecipeError
 from jaxbench.ops.duplicated import Duplicated
 from jaxbench.ops.quantized import block_scaled, te, te_blocks, xla
 from jaxbench.ops.quantized.blocks import FORMATS
-from jaxbench.ops.quantized.operand import Operand, Product, compiled_products
+from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
     Histories,
     Scaled,
@@ -31,11 +31,10 @@ from jaxbench.ops.quantized.scaling import (
     zero_observed,
 )
 from jaxbench.recipe.settings import Precision
-from jaxbench.xla.hlo import Program, Rules
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
-    "compiled_products", "dot", "in_bf16", "init_histories", "product_name", "products", "scale",
+    "dot", "in_bf16", "init_histories", "product_name", "products", "scale",
     "update", "with_observed", "xla", "zero_observed",
 ]  # fmt: skip
 
@@ -46,16 +45,14 @@ class Implementation:
 
     `dot` multiplies in FP8, `blocks` in block-scaled formats. `takes` is true for the products that
     it has; XLA multiplies the others. `refusal` returns why it cannot do what a recipe requests on
-    a platform, or None. `rules` give the work of its custom calls; `problem` returns how a compiled
-    program differs from the recipe, or None.
+    a platform, or None. `mode` returns the scaling mode that its custom calls must have, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
     blocks: block_scaled.Products
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
-    rules: Rules = field(default_factory=dict)
-    problem: Callable[[Program, Precision], str | None] = lambda program, precision: None
+    mode: Callable[[Precision], str | None] = lambda precision: None
 
 
 Name = Literal["te", "xla"]
@@ -66,13 +63,11 @@ IMPLEMENTATIONS: dict[Name, Implementation] = {
         blocks=te_blocks.PRODUCTS,
         takes=te.takes,
         refusal=te.refusal,
-        rules={te.GEMM: te.work, te.QUANTIZE: te.quantization, te.AMAX: te.quantization},
-        problem=te.problem,
+        mode=te.scaling_mode,
     ),
     "xla": Implementation(
         dot=xla.dot,
         blocks=block_scaled.DENSE,
-        rules={block_scaled.TARGET: block_scaled.work},
     ),
 }
 

@@ -28,11 +28,6 @@ from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.per_tensor import amax_of
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import AXES, BLOCKS, Precision
-from jaxbench.xla.hlo import Work
-from jaxbench.xla.instruction import Instruction, Scope
-
-TARGET = "__cudnn$blockScaledDot"
-"""Target of the compiled product."""
 
 Copies = dict[str, Blocks | Array]
 """The quantized copies of a weight `[.., D, O]`, `Blocks.packed`, by the names of `copies`; in the
@@ -46,13 +41,6 @@ def copies(precision: Precision, experts: bool) -> tuple[str, ...]:
     `[E, O, D]`, so that kernels read both along the contraction."""
     square = precision.dtype == "nvfp4" and precision.square_blocks
     return ("square",) if square and not experts else ("first", "last")
-
-
-def work(i: Instruction, scope: Scope) -> Work:
-    """The work of a compiled product, `[batch, m, k]` times `[batch, n, k]`."""
-    dtype, (batch, m, k) = scope[i.operands[0]].arrays[0]
-    n = scope[i.operands[1]].arrays[0][1][1]
-    return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), blocks=True)
 
 
 def at_rest(rows: int, name: str, precision: Precision) -> bool:

@@ -1,7 +1,5 @@
 """Operands of FP8 products, and the names of products in the compiled program."""
 
-import re
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +9,11 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.contract import contract, einsum_dims
-from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
-from jaxbench.xla.hlo import Program
-from jaxbench.xla.timeline import QUANTIZED
+
+QUANTIZED = "quantized."
+"""Beginning of the scope of a product and of what makes its operands (`xla.timeline` reads it)."""
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +75,7 @@ class Product:
         return multiply(f"{values},{y}->{w}", x, scale_inv_x, dy, scale_inv_dy)
 
     def scope(self) -> Any:
-        """Names the operations, for `compiled_products`."""
+        """Names the operations, for plans and for the check of a compiled program."""
         return jax.named_scope(f"{QUANTIZED}{self.name}")
 
 
@@ -95,14 +93,3 @@ def gathered(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> ja
     gathered in bf16."""
     weight = mesh.gather(stored, dims)
     return weight if weight.dtype == VALUES else quantize(weight, scale_inv, VALUES)
-
-
-def compiled_products(program: Program, dtype: str) -> Counter[tuple[str, bool]]:
-    """Runs per step of the products in a compiled program, by the name in their `Product.scope` and
-    whether their operands are in the format `dtype`."""
-    runs_of: Counter[tuple[str, bool]] = Counter()
-    for work, runs, source in program.works():
-        named = re.search(rf"{re.escape(QUANTIZED)}([\w.]+)", source)
-        if work.kind == "product" and named and hadamard.SCOPE not in source:
-            runs_of[named.group(1), work.format == dtype] += runs
-    return runs_of

@@ -10,7 +10,7 @@ both operands: every FP8 product here is [m, k] x [n, k].
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from math import isqrt, prod
+from math import prod
 from typing import Any
 
 import jax
@@ -25,18 +25,10 @@ from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import BLOCKS, Precision
-from jaxbench.xla.hlo import Program, Work
-from jaxbench.xla.instruction import Instruction, Scope
-
-GEMM, QUANTIZE, AMAX = "te_gemm_v2_ffi", "te_dbias_quantize_ffi", "te_rht_amax_ffi"
-"""Targets of its custom calls."""
 
 SCALING = {"delayed": "1", "current": "3", "mxfp8": "2", "nvfp4": "4"}
 """`JAXX_Scaling_Mode` of each `precision.scaling` of FP8 and of each block-scaled format, an
 attribute of products and quantizations."""
-
-MODE = r"scaling_mode = (\d+)"
-"""Pattern of that attribute."""
 
 
 @cache
@@ -64,45 +56,9 @@ def takes(product: Product) -> bool:
     return product.experts is None
 
 
-def work(i: Instruction, scope: Scope) -> Work:
-    """Work of a product of [m, k] and [n, k], or their transposes: the sizes of the three arrays
-    multiply to (m n k)^2. In NVFP4 two kernels before it swizzle the scales."""
-    dtype = scope[i.operands[0]].arrays[0][0]
-    x, w = (prod(scope[i.operands[n]].arrays[0][1]) for n in (0, 2))
-    y = prod(i.arrays[0][1])
-    mnk, mode = isqrt(x * w * y), i.attribute(MODE)
-    moved = _moved(i, scope) - prod(i.arrays[-1][1])  # without its workspace
-    sizes = 1, mnk // w, mnk // x, mnk // y
-    return Work(
-        "product", dtype, 2 * mnk, sizes, bytes=moved,
-        blocks=mode in {SCALING[dtype] for dtype in BLOCKS},
-        launches=3 if mode == SCALING["nvfp4"] else 1,
-    )  # fmt: skip
-
-
-def quantization(i: Instruction, scope: Scope) -> Work:
-    """Work of a quantization, or of the amax before and after a Hadamard transform: the bytes of
-    its operands and results. Where the transposed copy is transformed a second kernel reads the
-    input for it; a kernel before that of the amax writes zeros."""
-    x, twice = scope[i.operands[0]], "use_rht = true" in i.attributes
-    moved, launches = _moved(i, scope) + twice * x.bytes, 1 + (twice or i.target == AMAX)
-    return Work("quantization", x.arrays[0][0], 0, bytes=moved, launches=launches)
-
-
-def _moved(i: Instruction, scope: Scope) -> int:
-    return i.bytes + sum(scope[name].bytes for name in i.operands)
-
-
-def problem(program: Program, precision: Precision) -> str | None:
-    """Difference between a compiled program and the recipe; None if there is none."""
-    calls = [i for i, _, _ in program.walk() if i.target in (GEMM, QUANTIZE)]
-    modes, name = {i.attribute(MODE) for i in calls}, _scaling(precision)
-    if modes == {SCALING[name]}:
-        return None
-    return (
-        f"{name} scaling was requested, but Transformer Engine was called with the "
-        f"modes {sorted(map(str, modes))} instead of {SCALING[name]}"
-    )
+def scaling_mode(precision: Precision) -> str:
+    """The scaling mode that quantizations and products of a recipe must have."""
+    return SCALING[_scaling(precision)]
 
 
 def _scaling(precision: Precision) -> str:

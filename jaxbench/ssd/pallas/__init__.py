@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.ops.pallas import TARGET, work
 from jaxbench.recipe.model import MambaConfig
 from jaxbench.ssd import xla
 from jaxbench.ssd.context import entering
@@ -21,9 +20,7 @@ from jaxbench.ssd.pallas.scan import scan
 from jaxbench.ssd.pallas.tuning import Tuning
 from jaxbench.ssd.parts import Axes, Dims, Parameters
 
-__all__ = ["RULES", "Tuning", "mixer", "refusal"]
-
-RULES = {TARGET: work}
+__all__ = ["Tuning", "mixer", "refusal"]
 
 DEFAULT = Tuning()
 

@@ -1,0 +1,135 @@
+"""What the custom calls of a compiled program compute: a rule for each target, in one table.
+
+An operator does not know these rules. It says only which calls a compiled step must contain
+(`calls` in the registries of `ops` and `ssd`), and `tests/xla/test_custom_calls.py` checks that
+each of these calls has a rule.
+"""
+
+import json
+import re
+from collections import Counter
+from math import isqrt, prod
+
+from jaxbench.xla.hlo import Program, Rules, Work
+from jaxbench.xla.instruction import Instruction, Scope
+from jaxbench.xla.timeline import QUANTIZED
+
+HADAMARD = "hadamard"
+"""The scope of Hadamard transforms, which are not the matmul that a quantized scope names."""
+
+METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
+"""The cost that `ops.pallas.call` stores in the compiled call of a kernel."""
+
+WINDOW = r'"sliding_window_length":\s*"?(\d+)'
+"""Pattern of the sliding window in a call of attention; 0 without one."""
+
+TILE = 128
+"""Keys, and queries, of a tile of cuDNN's attention: it computes a window in whole tiles."""
+
+ATTENTION = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
+"""cuDNN's calls, and how many matmuls each has over the head dim of keys, and again over the head
+dim of values: forward QK^T and PV; backward dQ and dK, dP and dV. The scores that the backward
+kernel computes again are not counted."""
+
+GEMM, QUANTIZE, AMAX = "te_gemm_v2_ffi", "te_dbias_quantize_ffi", "te_rht_amax_ffi"
+"""Calls of Transformer Engine."""
+
+MODE = r"scaling_mode = (\d+)"
+"""Pattern of Transformer Engine's scaling mode (`ops.quantized.te.SCALING`)."""
+
+MXFP8, NVFP4 = "2", "4"
+"""The modes of block-scaled formats."""
+
+
+def attention(i: Instruction, scope: Scope) -> Work:
+    """Attention by cuDNN: 2 B N S^2 H FLOPs per matmul, without subtracting the causal mask.
+
+    A sliding window counts as more, but shorter sequences with as many tokens in all. They are so
+    short that under a causal mask a query sees on average as many keys as the tiles of its window
+    have.
+    """
+    dtype, (batch, length, heads, head_dim) = scope[i.operands[0]].arrays[0]
+    _, (_, key_length, _, value_dim) = scope[i.operands[2]].arrays[0]
+    tokens = batch * length
+    if window := int(i.attribute(WINDOW) or 0):
+        # Under the causal mask a query sees half of a sequence's keys on average.
+        length = key_length = min(length, 2 * TILE * (-(-window // TILE) + 1))
+    flops = ATTENTION[i.target] * 2 * tokens * heads * key_length * (head_dim + value_dim)
+    backward = i.target.endswith("Backward")
+    sizes = (-(-tokens // length), heads, length, (head_dim + value_dim) // 2)
+    return Work("attention", dtype, flops, sizes, backward)
+
+
+def block_scaled(i: Instruction, scope: Scope) -> Work:
+    """A block-scaled matmul by cuDNN, `[batch, m, k]` times `[batch, n, k]`."""
+    dtype, (batch, m, k) = scope[i.operands[0]].arrays[0]
+    n = scope[i.operands[1]].arrays[0][1][1]
+    return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), blocks=True)
+
+
+def pallas(i: Instruction, scope: Scope) -> Work:
+    """A Pallas kernel of this package, by the cost that its call carries."""
+    cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
+    return Work(
+        cost["kind"],
+        cost["dtype"],
+        int(cost["flops"]),
+        sizes=tuple(json.loads(cost["sizes"])),
+        bytes=int(cost["moved"]),
+        blocks=bool(cost["blocks"]),
+    )
+
+
+def engine_matmul(i: Instruction, scope: Scope) -> Work:
+    """A matmul by Transformer Engine of [m, k] and [n, k], or of their transposes: the sizes of the
+    three arrays multiply to (m n k)^2. In NVFP4 two kernels before it swizzle the scales."""
+    dtype = scope[i.operands[0]].arrays[0][0]
+    x, w = (prod(scope[i.operands[n]].arrays[0][1]) for n in (0, 2))
+    y = prod(i.arrays[0][1])
+    mnk, mode = isqrt(x * w * y), i.attribute(MODE)
+    moved = _moved(i, scope) - prod(i.arrays[-1][1])  # without its workspace
+    return Work(
+        "product", dtype, 2 * mnk, (1, mnk // w, mnk // x, mnk // y), bytes=moved,
+        blocks=mode in (MXFP8, NVFP4), launches=3 if mode == NVFP4 else 1,
+    )  # fmt: skip
+
+
+def engine_quantization(i: Instruction, scope: Scope) -> Work:
+    """A quantization by Transformer Engine, or the amax before and after a Hadamard transform: the
+    bytes of its operands and results. If the transposed copy is transformed, a second kernel reads
+    the input for it. A kernel before the one of the amax writes zeros."""
+    x, twice = scope[i.operands[0]], "use_rht = true" in i.attributes
+    moved, launches = _moved(i, scope) + twice * x.bytes, 1 + (twice or i.target == AMAX)
+    return Work("quantization", x.arrays[0][0], 0, bytes=moved, launches=launches)
+
+
+def _moved(i: Instruction, scope: Scope) -> int:
+    return i.bytes + sum(scope[name].bytes for name in i.operands)
+
+
+RULES: Rules = {
+    **dict.fromkeys(ATTENTION, attention),
+    "__cudnn$blockScaledDot": block_scaled,
+    "__gpu$xla.gpu.triton": pallas,
+    GEMM: engine_matmul,
+    QUANTIZE: engine_quantization,
+    AMAX: engine_quantization,
+}
+"""The rule for each custom call that a step of this package can contain, by target."""
+
+
+def scaling_modes(program: Program) -> set[str | None]:
+    """The scaling modes with which a program calls Transformer Engine."""
+    calls = (i for i, _, _ in program.walk() if i.target in (GEMM, QUANTIZE))
+    return {i.attribute(MODE) for i in calls}
+
+
+def quantized_matmuls(program: Program, dtype: str) -> Counter[tuple[str, bool]]:
+    """Runs per step of quantized matmuls, by the name in their scope (`Product.scope` in
+    `ops.quantized`) and whether their operands are in the format `dtype`."""
+    runs_of: Counter[tuple[str, bool]] = Counter()
+    for work, runs, source in program.works():
+        named = re.search(rf"{re.escape(QUANTIZED)}([\w.]+)", source)
+        if work.kind == "product" and named and HADAMARD not in source:
+            runs_of[named.group(1), work.format == dtype] += runs
+    return runs_of
