@@ -45,3 +45,8 @@ def meant(text: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     none is as similar as `cutoff` (0 to 1)."""
     close = difflib.get_close_matches(text, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def counted(number: int | None, noun: str = "GPU") -> str:
+    """A number of GPUs or of other things, in the singular for one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -9,9 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from jaxbench import hardware
-from jaxbench.errors import RecipeError, meant
+from jaxbench.errors import RecipeError, counted, meant
 from jaxbench.recipe import published, recipes
-from jaxbench.recipe.published import counted
 from jaxbench.terminal import Parser, command, completes, console
 
 EXAMPLES = """

@@ -6,8 +6,9 @@ import commands
 import pytest
 
 from jaxbench import jax_variables
+from jaxbench.cluster import devices
 from jaxbench.errors import RecipeError
-from jaxbench.run import devices, host
+from jaxbench.run import host
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT
 
 from jaxbench import versions
-from jaxbench.run import devices
+from jaxbench.cluster import devices
 
 NEEDED = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformer_engine",

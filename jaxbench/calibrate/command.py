@@ -20,6 +20,7 @@ from rich.progress import track
 
 from jaxbench import hardware
 from jaxbench.calibrate.arguments import make_parser
+from jaxbench.cluster.timing import collective_kinds, repeated
 from jaxbench.errors import RecipeError
 from jaxbench.files import write_whole
 from jaxbench.forecast.tables import Sizes, line, text
@@ -139,22 +140,6 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
         yield Probe("attention", "backward", sizes, backward, arrays, baseline=call)
 
 
-def collective_kinds(n: int) -> dict[str, tuple[Callable[..., Any], PartitionSpec, int]]:
-    """Collectives among n GPUs along an axis `gpus`: function, spec of the result, and size of the
-    operands of all GPUs in buffers. Operands are split."""
-    split = PartitionSpec("gpus")
-    kinds: dict[str, tuple[Callable[..., Any], PartitionSpec, int]] = {
-        "all-gather": (partial(jax.lax.all_gather, tiled=True), PartitionSpec(), 1),
-        "all-reduce": (jax.lax.psum, PartitionSpec(), n),
-        "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), split, n),
-        "all-to-all": (partial(_exchange, n), split, n),
-    }
-    return {
-        name: (partial(function, axis_name="gpus"), spec, buffers)
-        for name, (function, spec, buffers) in kinds.items()
-    }
-
-
 def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
     """Collectives among some GPUs, of arrays in bf16."""
     mesh = jax.make_mesh((len(gpus),), ("gpus",), devices=gpus)
@@ -169,30 +154,11 @@ def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
             yield Probe("collective", name, (n, size), local, (buffer,))
 
 
-def _exchange(n: int, x: jax.Array, axis_name: str) -> jax.Array:
-    parts = x.reshape(n, -1)
-    return jax.lax.all_to_all(parts, axis_name, 0, 0, tiled=True).reshape(-1)
-
-
-def repeated(function: Callable[..., Any], times: int = REPEATS) -> Callable[..., Any]:
-    """A function that runs another one `times` in a loop, where each run waits for the one before:
-    in a straight program the compiler computes equal products once, barriers or not."""
-
-    def run(first: jax.Array, *others: jax.Array) -> Any:
-        def again(_: jax.Array, result: Any) -> Any:
-            after, _ = jax.lax.optimization_barrier((first, result))
-            return function(after, *others)
-
-        return jax.lax.fori_loop(1, times, again, function(first, *others))
-
-    return run
-
-
 def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
     """The program that repeats a kernel, compiled as a step is."""
     (platform,) = {d.platform for a in probe.arguments for d in a.sharding.device_set}
     options: Any = flags.TUNED if platform == "gpu" else {}
-    return jax.jit(repeated(function)).lower(*probe.arguments).compile(options)
+    return jax.jit(repeated(function, REPEATS)).lower(*probe.arguments).compile(options)
 
 
 def measure(probe: Probe) -> float:

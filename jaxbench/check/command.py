@@ -17,15 +17,13 @@ from rich.table import Table
 from jaxbench.check import host, measure
 from jaxbench.check.arguments import make_parser
 from jaxbench.check.judge import Rate, by_kind, judge, slow
-from jaxbench.cluster import job
+from jaxbench.cluster import devices, ending, job
 from jaxbench.cluster.nvml import Gpu as Told
-from jaxbench.errors import STATUS, RecipeError, RunFailed
+from jaxbench.errors import STATUS, RecipeError, RunFailed, counted
 from jaxbench.files import owned, write_json
 from jaxbench.forecast import tables
 from jaxbench.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.recipe.checks import positive
-from jaxbench.recipe.published import counted
-from jaxbench.run import devices, session
 from jaxbench.terminal import console, live
 
 FILE = "check.json"
@@ -69,8 +67,8 @@ def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
 
         status = job.broadcast("check's status", conclude)
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
-        return session.refuse(error, wait=job.barrier("check refused", 5))
-    return session.leave(status, wait=job.barrier("check ended", 60))
+        return ending.refuse(error, wait=job.barrier("check refused", 5))
+    return ending.leave(status, wait=job.barrier("check ended", 60))
 
 
 def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, Told], str | None]:

@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench.calibrate.command import collective_kinds, repeated
 from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, Rate
 from jaxbench.cluster import job
+from jaxbench.cluster.timing import collective_kinds, device_seconds, repeated
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import Gpu
-from jaxbench.ops.quantized.operand import multiply
-from jaxbench.ops.quantized.per_tensor import VALUES
-from jaxbench.run.ranks import device_seconds
 from jaxbench.xla import flags
 
 PRODUCTS = "bf16 products", "fp8 products"
@@ -122,9 +119,10 @@ def products(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None
         return jnp.einsum("mk,nk->mn", x, w)
 
     def fp8(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-        return multiply("mk,nk->mn", x, scale[0], w, scale[0])
+        x, w = (a.astype(jnp.bfloat16) * scale[0] for a in (x, w))
+        return jnp.einsum("mk,nk->mn", x, w)
 
-    function, dtype = (fp8, VALUES) if name == "fp8" else (bf16, jnp.bfloat16)
+    function, dtype = (fp8, jnp.float8_e4m3fn) if name == "fp8" else (bf16, jnp.bfloat16)
     arrays = ((n, n), dtype), ((n, n), dtype), ((1,), jnp.bfloat16)
     times = cluster.seconds(function, cluster.sample.products, *arrays)
     return single(cluster, kind, "TFLOP/s", teraflop, times, expected)

@@ -1,5 +1,6 @@
-"""Many processes as one job: joining, collective decisions, signals, the watchdog.
+"""Many processes as one job: joining, its devices, collective decisions, timing of each GPU and
+link, signals, the watchdog, and how a process ends.
 
-Imports `errors`, `files` and `jax_internals`. Start with `job`; `messages` to the
+Imports `errors`, `files`, `hardware` and `jax_internals`. Start with `job`; `messages` to the
 launcher imports no JAX.
 """

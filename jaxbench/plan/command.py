@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxbench import hardware, mesh
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, counted
 from jaxbench.files import as_json, owned, write_json
 from jaxbench.forecast.guide import guide
 from jaxbench.hardware import Gpu, placed
@@ -22,7 +22,6 @@ from jaxbench.plan.page import difference_page, plan_page
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
 from jaxbench.recipe import derive, recipes
-from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import Run
 from jaxbench.terminal import command, live, write
 from jaxbench.train.program import check_run, compile_program

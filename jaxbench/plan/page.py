@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from jaxbench.errors import counted
 from jaxbench.forecast.forecast import Forecast
 from jaxbench.plan import text
 from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.step import Step
 from jaxbench.plan.text import gib
-from jaxbench.recipe.published import ERRATA, counted
+from jaxbench.recipe.published import ERRATA
 from jaxbench.report.charts import SECONDS, WAITING, Bar, waterfall
 from jaxbench.report.page import attached, render, settings
 from jaxbench.report.plans import LABELS, MINIMUM_S

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxbench.recipe.published import counted
+from jaxbench.errors import counted
 from jaxbench.report.charts import Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.report.page import render
 from jaxbench.report.plans import LABELS, MINIMUM_S

@@ -14,7 +14,7 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, counted
 from jaxbench.files import write_json, write_whole
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import padded
@@ -25,7 +25,6 @@ from jaxbench.jax_internals import profile_events, profiled_instruction
 from jaxbench.plan.hlo import crossed, parse, whole_text
 from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
-from jaxbench.recipe.published import counted
 from jaxbench.recipe.settings import AXES
 from jaxbench.report.profiles import COMPARED
 from jaxbench.report.runs import WAITS, Compared, Difference, Part

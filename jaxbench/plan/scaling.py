@@ -12,13 +12,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, counted
 from jaxbench.files import as_json
 from jaxbench.plan.pages import scaling_page, shown_parts
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
-from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 from jaxbench.report.plans import MINIMUM_S

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxbench.errors import counted
 from jaxbench.files import as_json
 from jaxbench.hardware import Gpu
 from jaxbench.plan import candidates
@@ -26,7 +27,6 @@ from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_each, progress
 from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
-from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 from jaxbench.terminal import console, write

@@ -13,10 +13,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, counted
 from jaxbench.hardware import Gpu
 from jaxbench.recipe import flops, recipes
-from jaxbench.recipe.published import counted
 from jaxbench.recipe.recipes import SMOKE, Override, Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 

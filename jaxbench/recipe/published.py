@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench import hardware
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, counted
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.build import differing
 from jaxbench.recipe.families import MODELS, SOURCE_FLOPS
@@ -191,11 +191,6 @@ def differences(run: Run, device: str) -> list[str]:
     if gpu is not row.gpu:
         reasons.append(f"the hardware is {device}, the published one is {row.gpu.name}")
     return reasons
-
-
-def counted(number: int | None, noun: str = "GPU") -> str:
-    """A number of GPUs or of other things, in the singular for one."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _work(run: Run) -> dict[str, Any]:

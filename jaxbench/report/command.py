@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxbench.errors import RecipeError
+from jaxbench.errors import RecipeError, counted
 from jaxbench.files import as_json
 from jaxbench.hardware import NULL
 from jaxbench.recipe import published
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None) -> int:
     bad = sum(r.verdict.bad for r in results)
     if results:
         print(
-            f"{published.counted(len(results), 'run')}: {len(results) - bad} without fault, "
+            f"{counted(len(results), 'run')}: {len(results) - bad} without fault, "
             f"{bad} failed, interrupted, incomplete or slow",
             file=sys.stderr,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxbench import hardware
+from jaxbench.errors import counted
 from jaxbench.recipe import published
 from jaxbench.recipe.verdict import SMOKE
 from jaxbench.report.runs import LARGEST, Repeats, RunData, Steps
@@ -230,8 +231,7 @@ def _run(path: Path, steps: Steps, workload: Workload, work: Work) -> RunData:
         run.not_comparable.append(
             f"the log does not say its {', '.join(unknown)}"
             if unknown
-            else f"nothing is published for {run.recipe.strip()} {dtype} on "
-            f"{published.counted(gpus)}"
+            else f"nothing is published for {run.recipe.strip()} {dtype} on {counted(gpus)}"
         )
         return run
     run.tokens = work.tokens or (work.batch or row.gbs) * row.seq_len

@@ -17,8 +17,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from jaxbench.errors import counted
 from jaxbench.recipe.build import flat
-from jaxbench.recipe.published import ERRATA, counted
+from jaxbench.recipe.published import ERRATA
 from jaxbench.recipe.verdict import PASS, SMOKE
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS

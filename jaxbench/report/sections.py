@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jaxbench.errors import listed
+from jaxbench.errors import counted, listed
 from jaxbench.hardware import NULL
 from jaxbench.outliers import STEP_SPREAD, outliers
 from jaxbench.recipe import published
@@ -118,8 +118,7 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
     gpus = sorted({g for rates in means.values() for g in rates})
     values = [v for by_gpus in series.values() for rates in by_gpus.values() for v in rates]
     description = "; ".join(
-        f"{NAMES[name]}: "
-        + ", ".join(f"{rate:.0f} on {published.counted(g)}" for g, rate in rates.items())
+        f"{NAMES[name]}: " + ", ".join(f"{rate:.0f} on {counted(g)}" for g, rate in rates.items())
         for name, rates in means.items()
     )
     chart = chart_over_gpus(

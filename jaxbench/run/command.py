@@ -6,14 +6,14 @@ from contextlib import ExitStack, suppress
 
 import jax
 
-from jaxbench.cluster import job
+from jaxbench.cluster import devices, ending, job
 from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.hardware import Gpu, identify
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.recipe import derive, recipes
 from jaxbench.recipe.activations import host_bytes
 from jaxbench.recipe.settings import STEPS, Run
-from jaxbench.run import devices, host, profiling, session
+from jaxbench.run import host, profiling, session
 from jaxbench.run.arguments import check_arguments, check_profiled, parse_arguments
 from jaxbench.run.start import prepare
 from jaxbench.train.program import check_run
@@ -38,7 +38,7 @@ def _main(argv: list[str] | None, held: ExitStack) -> int:
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         # If all processes have an error, each exits in order. If only some have, as on a node
         # without GPUs, they must not wait for the others.
-        return session.refuse(error, wait=job.barrier("refused", 5))
+        return ending.refuse(error, wait=job.barrier("refused", 5))
     if prepared is None:
         print(f"nothing to do: the run in {args.output} is completed")
         return 0

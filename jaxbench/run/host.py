@@ -12,9 +12,8 @@ import jax
 
 from jaxbench.cluster import job, nvml
 from jaxbench.cluster.membership import membership
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.errors import RecipeError, RunFailed, counted
 from jaxbench.hardware import HOST_FRACTION, MEMORY_FRACTION, Gpu, host_memory, identify
-from jaxbench.recipe.published import counted
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -1,8 +1,5 @@
 """The processes of a run side by side: step times, waits, and the speed of each GPU alone."""
 
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbench.cluster import job
+from jaxbench.cluster.timing import device_seconds
 from jaxbench.outliers import GPU_SPREAD, outliers
 from jaxbench.recipe.window import spread
 from jaxbench.run import sampling
 
-SIZE, PRODUCTS, ROUNDS = 4096, 64, 4
+SIZE, PRODUCTS = 4096, 64
 """Matrix products that a GPU does alone after training: 9 TFLOP in each round."""
 
 
@@ -65,24 +63,6 @@ def products_s() -> list[float]:
         program = jax.jit(products).lower(x).compile({"xla_gpu_autotune_level": "0"})
         times = device_seconds(program, x)
     return [times[device] for device in devices]
-
-
-def device_seconds(program: Callable[..., jax.Array], *arguments: Any) -> dict[jax.Device, float]:
-    """Seconds in which each device of this process runs a program, the least of some rounds, after
-    one that loads the kernels."""
-    least: dict[jax.Device, float] = {}
-    with ThreadPoolExecutor(jax.local_device_count()) as threads:
-        for number in range(ROUNDS + 1):
-            began = time.perf_counter()
-
-            def wait(shard: Any, began: float = began) -> tuple[jax.Device, float]:
-                jax.block_until_ready(shard.data)
-                return shard.device, time.perf_counter() - began
-
-            for device, seconds in threads.map(wait, program(*arguments).addressable_shards):
-                if number:
-                    least[device] = min(seconds, least.get(device, seconds))
-    return least
 
 
 def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:

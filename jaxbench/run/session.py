@@ -3,7 +3,6 @@ watchdog around it."""
 
 import contextlib
 import faulthandler
-import os
 import signal
 import sys
 import traceback
@@ -11,24 +10,25 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from jaxbench import mesh
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
+from jaxbench.cluster.devices import variables
+from jaxbench.cluster.ending import exit_now, leave, refuse
 from jaxbench.cluster.messages import tell
 from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.errors import STATUS, RunFailed, listed
 from jaxbench.files import write_json
-from jaxbench.jax_internals import compilations, coordination_client
+from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
-from jaxbench.run.devices import variables
 from jaxbench.run.dispatch import Launches
 from jaxbench.run.host import check_host_memory
 from jaxbench.run.ranks import gathered, slow_devices
@@ -97,15 +97,6 @@ def interrupted(recorder: Recorder, watchdog: Watchdog, number: signal.Signals) 
     end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
 
 
-def refuse(error: Exception, wait: bool) -> int:
-    """Ends with an error in one line; returns the exit status (`leave`)."""
-    text = f"error: {' '.join(str(error).split())}"
-    tell(text)
-    with contextlib.suppress(OSError):  # the log may be on the file system that fails
-        print(text, file=sys.stderr)
-    return leave(STATUS[cause_of(error)], wait)
-
-
 def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
         cause: str | None = None) -> None:  # fmt: skip
     """Ends the process at once, even with a blocked main thread, with a complete record."""
@@ -116,23 +107,6 @@ def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: 
         recorder.finish(status, reason, cause)
     finally:
         exit_now(code)
-
-
-def leave(code: int, wait: bool) -> int:
-    """Returns the exit status. Without `wait` a process of several, or with GPUs, exits here: in an
-    orderly exit JAX would wait for the other processes, which wait in collectives for this one, and
-    for its GPUs, which wait for the one that failed."""
-    if not wait and (coordination_client() is not None or jax.default_backend() == "gpu"):
-        exit_now(code)
-    return code
-
-
-def exit_now(code: int) -> NoReturn:
-    """Ends the process, with what was printed if that can be written."""
-    try:
-        sys.stdout.flush()
-    finally:
-        os._exit(code)
 
 
 @dataclass

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.cluster import job
+from jaxbench.cluster.devices import hardware, other_gpu
 from jaxbench.hardware import NULL, identify
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.settings import Run
 from jaxbench.recipe.window import too_short
-from jaxbench.run.devices import hardware, other_gpu
 from jaxbench.run.records import SCHEMA, read
 from jaxbench.versions import versions
 from jaxbench.xla import flags

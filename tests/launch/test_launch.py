@@ -6,8 +6,8 @@ import pytest
 from launching import LLAMA, STAGE, job, refused, submit, value
 
 import jaxbench
+from jaxbench.cluster import devices
 from jaxbench.recipe import recipes
-from jaxbench.run import devices
 
 
 def test_published_variables_and_options_are_the_same_job():

@@ -10,10 +10,9 @@ import jax
 
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
-from jaxbench.errors import RecipeError, RunFailed, listed
+from jaxbench.errors import RecipeError, RunFailed, counted, listed
 from jaxbench.hardware import Gpu, is_null
 from jaxbench.jax_internals import taken_gpus
-from jaxbench.recipe.published import counted
 
 LISTED = 4
 """Nodes that a message names."""

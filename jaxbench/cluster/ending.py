@@ -1,0 +1,39 @@
+"""How a process of a job ends: with one line, and without waiting for processes that are lost."""
+
+import contextlib
+import os
+import sys
+from typing import NoReturn
+
+import jax
+
+from jaxbench.cluster.causes import cause_of
+from jaxbench.cluster.messages import tell
+from jaxbench.errors import STATUS
+from jaxbench.jax_internals import coordination_client
+
+
+def refuse(error: Exception, wait: bool) -> int:
+    """Ends with an error in one line; returns the exit status (`leave`)."""
+    text = f"error: {' '.join(str(error).split())}"
+    tell(text)
+    with contextlib.suppress(OSError):  # the log may be on the file system that fails
+        print(text, file=sys.stderr)
+    return leave(STATUS[cause_of(error)], wait)
+
+
+def leave(code: int, wait: bool) -> int:
+    """Returns the exit status. Without `wait` a process of several, or with GPUs, exits here: in an
+    orderly exit JAX would wait for the other processes, which wait in collectives for this one, and
+    for its GPUs, which wait for the one that failed."""
+    if not wait and (coordination_client() is not None or jax.default_backend() == "gpu"):
+        exit_now(code)
+    return code
+
+
+def exit_now(code: int) -> NoReturn:
+    """Ends the process, with what was printed if that can be written."""
+    try:
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
