@@ -261,8 +261,8 @@ class Run:
             require(count == 1, f"parallelism.virtual_stages = {count} needs parallelism.pipeline")
 
     def _check_scaling(self, name: str, products: int) -> None:
-        """Requires a single matmul per microbatch, since delayed scaling takes one amax for
-        each."""
+        """Delayed scaling takes one amax for each matmul of a microbatch, so it requires that
+        `products` is 1: each matmul runs once."""
         delayed = self.precision.dtype == "fp8" and self.precision.scaling == "delayed"
         require(products == 1 or not delayed, f"{name} in FP8 needs precision.scaling = current")
 

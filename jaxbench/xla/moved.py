@@ -1,4 +1,4 @@
-"""Bytes that kernels of a compiled program read and write."""
+"""The bytes that kernels of a compiled program read and write."""
 
 import math
 
@@ -9,11 +9,11 @@ SLICES = ("dynamic-slice", "slice", "gather")
 
 
 def traffic(program: Program, i: Instruction, scope: Scope) -> int:
-    """Bytes that a kernel reads and writes: each operand and result once, without workspaces of
-    products.
+    """The bytes that a kernel reads and writes: each operand and result once, without the
+    workspaces of matmuls.
 
-    An operand that is only sliced counts as its slice, an array that is updated in place as its
-    update. `Work.bytes` takes precedence.
+    An operand that is only sliced counts as its slice. An array that is updated in place counts as
+    its update. `Work.bytes` takes precedence.
     """
     work = program.work(i, scope)
     if work is not None and work.bytes is not None:
