@@ -159,7 +159,7 @@ def parse_line(line: str) -> Instruction | None:
 def add_elements(i: Instruction, scope: Scope) -> None:
     """Adds to its computation the reads of tuple elements that an instruction abbreviates. Dumps of
     recent compilers write the operand `%x#1` for `get-tuple-element(%x), index=1`, and `%x#1#0` for
-    an element of that tuple."""
+    an element of that element."""
     for operand in i.operands:
         whole, *indices = operand.split("#")
         for index in indices:
