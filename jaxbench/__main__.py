@@ -99,7 +99,7 @@ def version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns its exit status, or 2 for a mistake in the command line."""
     words = [*(sys.argv[1:] if argv is None else argv)]
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for what may follow
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
         import argcomplete
 
         argcomplete.autocomplete(make_parser())

@@ -148,7 +148,7 @@ class Measured(Roofline):
         return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
     def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
-        """FLOP/s by sizes. The FLOPs are those of the causal half."""
+        """FLOP/s by sizes. Only the FLOPs of the causal half count."""
         times = self.tables.values["attention", direction]
         per_score = FLOPS_PER_SCORE[direction]
         return {

@@ -27,12 +27,15 @@ class Forecast:
     overlapping collectives add to kernels (`slowed`), and the waits for collectives by mesh axes
     (`exposed: fsdp`) and for copies to and from the host (`exposed: host`).
 
-    `rests_on` divides the seconds of the step by what they rest on, the most first: `measured
-    shapes`; shapes `in proportion` to measured ones, of which `beyond` has the largest; `bytes` of
-    kernels without arithmetic; `links`, which is the time spent waiting for collectives and copies
-    and being slowed by them; and `nothing`, which is custom calls without a rule. `outside` is the
-    share of the kernels' seconds that are in proportion or rest on nothing.
+    `rests_on` divides the seconds of the step by what they rest on, the most first:
 
+    - `measured shapes`
+    - `in proportion` to measured shapes; `beyond` has the largest of these shapes
+    - `bytes`: kernels without arithmetic
+    - `links`: waits for collectives and copies, and being slowed by collectives
+    - `nothing`: custom calls without a rule
+
+    `outside` is the share of the kernels' seconds that are in proportion or rest on nothing.
     `unknown` has, by target, the seconds of custom calls without a rule, from their bytes alone.
     `sources` says where each kind of table is from. `assumed` says what stands in for tables that
     the program needs.

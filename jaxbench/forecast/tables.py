@@ -1,18 +1,18 @@
-"""Measurements of a GPU and its links: small CSV files, sources in their first lines.
+"""Measurements of a GPU and its links, in small CSV files that name their sources first.
 
-A line is a kind, a name, sizes joined by `x`, and what was measured, in microseconds unless the
+A line has a kind, a name, sizes joined by `x`, and what was measured, in microseconds unless the
 kind says otherwise:
 
 - `product`, its format, m x n x k: [m, k] times [k, n]
-- `repeated`, the same products timed a second time, independently of the first
-- `profiled`, the same in a training step: the time of products of exactly these sizes
+- `repeated`, the same matmuls timed a second time, independently of the first
+- `profiled`, the same in a training step: the time of matmuls of exactly these sizes
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
-- `sustained`, a product's format, milliseconds of uninterrupted products before: TFLOP/s
-- `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, by one kernel
-  or by one for each of its steps
-- `network` and `nvlink`: shares of a link's rate that are reached (`measured/network.csv`)
+- `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
+- `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
+  or in one for each of its steps
+- `network` and `nvlink`: the share of a link's rate that is reached (`measured/network.csv`)
 
 A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
 that were not measured.

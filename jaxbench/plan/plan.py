@@ -182,7 +182,7 @@ def make_plan(
         except jax.errors.JaxRuntimeError as error:
             raise cudnn.refusal(error, gpu) or error from error
         check_program(compiled, run)
-        live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # of the last program
+        live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # from the last program
         state = state_bytes(run)
     if dump is not None:
         (dump / "program.hlo.txt").write_text(compiled.as_text())

@@ -82,7 +82,7 @@ def _buffers(plan: Plan, indent: str) -> list[str]:
 
 
 def _uncounted(plan: Plan) -> list[str]:
-    """What the peak lacks where cuDNN could not be asked."""
+    """What the peak lacks if cuDNN could not be asked."""
     reason = plan.without_cudnn
     return [f"  not counted the workspaces of cuDNN's attention: {reason}"] if reason else []
 

@@ -102,7 +102,7 @@ def shown(value: Any) -> str:
     """A user's value in a message: short, on one line."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not spell numbers of thousands of digits
+    except ValueError:  # Python does not print numbers with thousands of digits
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 

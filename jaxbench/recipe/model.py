@@ -45,7 +45,7 @@ class MlpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts: feed-forward mixers, of which each token uses a few."""
+    """A mixture of experts: feed-forward mixers. Each token uses a few of them."""
 
     count: int
     """experts of a layer"""

@@ -234,7 +234,7 @@ class Run:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         for names in (self.execution.saved, self.execution.offloaded):
-            names(self.model.layers)  # raises for what they cannot read
+            names(self.model.layers)  # raises if they cannot read it
         require(
             self.model.softcap is None or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
@@ -261,8 +261,8 @@ class Run:
             require(count == 1, f"parallelism.virtual_stages = {count} needs parallelism.pipeline")
 
     def _check_scaling(self, name: str, products: int) -> None:
-        """Delayed scaling takes one amax for each matmul of a microbatch, so it requires that
-        `products` is 1: each matmul runs once."""
+        """Delayed scaling takes one amax for each matmul of a microbatch. So if scaling is delayed,
+        each matmul may run only once in a microbatch: `products` must be 1."""
         delayed = self.precision.dtype == "fp8" and self.precision.scaling == "delayed"
         require(products == 1 or not delayed, f"{name} in FP8 needs precision.scaling = current")
 

@@ -118,7 +118,7 @@ def _add_step(run: RunData, line: str) -> None:
         step = json.loads(line)
         seconds = float(step["step_time_s"])
         run.steps.add(int(step["step"]), seconds, float(step["loss"]))
-        if not run.record.get("summary"):  # the last step is of the recorded program
+        if not run.record.get("summary"):  # the last step ran the recorded program
             run.flops["full"] = quantity(step["tflops_per_gpu"]) * seconds * 1e12
         run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
         if "host_s" in step:

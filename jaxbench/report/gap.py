@@ -76,7 +76,7 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
     seconds, of = clocked_s(run)
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
-        slower = statistics.median(1 / clock for clock in clocks)  # as `slowdowns` has the typical
+        slower = statistics.median(1 / clock for clock in clocks)  # as in `slowdowns`
         yield "clocks", seconds * (slower - 1), f"{100 / slower:.1f} % of the highest, for {of}"
         seconds *= slower
     slow: list[tuple[float, str]] = []

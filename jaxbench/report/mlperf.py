@@ -56,7 +56,7 @@ def _events(result: Result) -> Iterator[dict[str, Any]]:
     yield event("INTERVAL_START", "run_start")
     for step, seconds in sorted(run.steps.seconds.items()):
         if not 0 < seconds < LARGEST:
-            continue  # which is why the run failed
+            continue  # the run failed for this reason
         now += seconds
         rates = {"train_step_time": seconds}
         if tokens and run.gpus:

@@ -179,7 +179,7 @@ def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dic
         arrays = jax.block_until_ready(restored)
         number, step = int(path.name), arrays["step"]
         if int(step) != number:
-            if not is_null(jax.devices()[0].device_kind):  # which counts no steps
+            if not is_null(jax.devices()[0].device_kind):  # a null GPU counts no steps
                 raise RunFailed(
                     f"{path} holds the state after {step} steps: its folder was renamed"
                 )

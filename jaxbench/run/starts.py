@@ -56,7 +56,7 @@ def new_record(run: Run, path: Path, options: Namespace, step: int) -> dict[str,
         "label": "null" if devices["null"] else run.label,
         "recipe": recipes.describe(run),
         "hardware": devices,
-        # Of rank 0 for all: they identify cached programs, and only one process then runs git.
+        # Rank 0's, for all: they identify cached programs, and only one process has to run git.
         "versions": job.broadcast("versions", versions),
         "flags": {
             "compiler_options": flags.options(run, devices["platform"]),

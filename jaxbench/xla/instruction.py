@@ -80,7 +80,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """The computations of a conditional, of which it runs one."""
+        """The computations of a conditional. It runs one of them."""
         if listed := self.attribute(r"branch_computations=\{([^}]*)\}"):
             return re.findall(r"%?([\w.\-]+)", listed)
         two = self.callee("true_computation"), self.callee("false_computation")
@@ -147,7 +147,7 @@ def parse_line(line: str) -> Instruction | None:
     inside = rest[opening:closing]
     numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
     operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-#]+)", inside)
-    if "%" not in inside and not numbered and rest[:opening] != "constant":  # names without it
+    if "%" not in inside and not numbered and rest[:opening] != "constant":  # names without a %
         last = (part.rpartition(" ")[2] for part in elements(f"{inside})"))
         operands = [name for name in last if re.fullmatch(r"[\w.\-#]+", name)]
     root, name = match.groups()

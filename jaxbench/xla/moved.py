@@ -54,5 +54,5 @@ def _written(i: Instruction, body: Scope) -> int:
     if i.opcode == "dynamic-update-slice":
         return body[i.operands[1]].bytes
     if i.target in GEMM_CALLS and i.shape.startswith("("):
-        return i.bytes - math.prod(i.arrays[-1][1])  # without its workspace, in bytes
+        return i.bytes - math.prod(i.arrays[-1][1])  # without the bytes of its workspace
     return i.bytes

@@ -89,7 +89,7 @@ class Walk:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
-        free_at: dict[bool, float] = {}  # of each queue of collectives
+        free_at: dict[bool, float] = {}  # for each queue of collectives
         beside, link = _Beside(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
