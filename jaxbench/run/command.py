@@ -86,7 +86,7 @@ def resolve(
     row = recipes.choose_row(platform, count, args.gpus)
     if row != recipes.SMOKE:
         recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
-    steps = STEPS if args.profile and args.steps is None else args.steps  # it profiles steps 20 to 25
+    steps = STEPS if args.profile and args.steps is None else args.steps  # profiles steps 20 to 25
     return recipes.resolve(
         recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
     )
