@@ -11,7 +11,7 @@ def launcher() -> list[int]:
 
 
 def tell(message: str) -> None:
-    """Writes a line for `launch/verdict.py`, which begins with the rank."""
+    """Writes a line that begins with the rank, for `launch/verdict.py`."""
     line = f"{os.environ.get('JAXBENCH_RANK')}: {' '.join(message.split())[:1000]}\n"
     for descriptor in launcher():
         with contextlib.suppress(OSError):
