@@ -1,4 +1,4 @@
-"""The command `jaxbench`, or `python -m jaxbench`: finds the command that is meant, checks its
+"""The command `jaxbench`, or `python -m jaxbench`. It finds the command that you mean, checks its
 options before JAX is loaded, and runs it."""
 
 import os
@@ -16,10 +16,13 @@ from jaxbench.xla import flags
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module of its options (`make_parser`), that of its `main`, and what it does.
-    One that only prints ends quietly when a pipe closes, as in `jaxbench list | head`. Variables of
-    JAX and XLA are checked for one with `jax`. `first` is a module with a function `prepare`, which
-    takes the command line before JAX is imported."""
+    """A command: the module of its options (`make_parser`), the module of its `main`, and what it
+    does.
+
+    With `prints`, the command only prints, and ends quietly when a pipe closes, as in `jaxbench
+    list | head`. With `jax`, the variables of JAX and XLA are checked first. `first` is a module
+    with a function `prepare`, which gets the command line before JAX is imported.
+    """
 
     options: str
     module: str
@@ -64,7 +67,7 @@ EXAMPLES = """
 
 
 def make_parser() -> terminal.Parser:
-    """The parser of all commands: for the list of them, and for a shell that completes words."""
+    """The parser of all commands. It lists them, and completes words for a shell."""
     parser = terminal.Parser(
         prog="jaxbench",
         description="LLM training benchmarks in pure JAX: one recipe per model, size and "
@@ -88,15 +91,15 @@ def options_of(command: Command) -> terminal.Parser:
 
 
 def version() -> str:
-    """This program and what it was installed with, on one line."""
+    """The version of this program and of what it was installed with, on one line."""
     names = {name: value for name, value in versions().items() if value and name != "source"}
     return ", ".join(f"{name} {value}" for name, value in names.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status, or 2 for a mistake in the command line."""
+    """Runs a command. Returns its exit status, or 2 for a mistake in the command line."""
     words = [*(sys.argv[1:] if argv is None else argv)]
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for what may follow
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
         import argcomplete
 
         argcomplete.autocomplete(make_parser())

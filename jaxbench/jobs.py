@@ -1,5 +1,5 @@
-"""The command `jaxbench jobs`: jobs of all recipes that `launch/submit.sh` submitted, from the
-folder of their results and Slurm's queue."""
+"""The command `jaxbench jobs`: jobs of all recipes that `launch/submit.sh` submitted, read from the
+folder of their results and from Slurm's queue."""
 
 import os
 import re
@@ -22,7 +22,8 @@ EXAMPLES = """
 """
 
 Queue = dict[str, list[str]]
-"""Slurm's state of each queued job, its elapsed time, and its nodes or why it waits, by id."""
+"""For each queued job by id: Slurm's state, the elapsed time, and its nodes or the reason why it
+waits."""
 
 
 def make_parser() -> Parser:
@@ -42,8 +43,8 @@ def make_parser() -> Parser:
 
 
 def queue() -> Queue:
-    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer: jobs would
-    seem lost."""
+    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
+    would seem lost."""
     answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
     return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
 
@@ -53,17 +54,19 @@ LOST = "neither in Slurm's queue nor ended in its record: its first node may be 
 OPTIONS = re.compile(
     r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
 )
-"""Beginnings of variables that are options of Slurm's commands: of a shell's profile, or of an
-allocation around it."""
+"""Beginnings of variables that are options of Slurm's commands. They come from a shell's profile,
+or from an allocation around it."""
 
 
 def environment() -> dict[str, str]:
-    """The environment of a command of Slurm, whose options are all on its command line."""
+    """The environment for a command of Slurm, without options: we give all of these on the command
+    line."""
     return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
 
 
 def slurm(*command: str) -> str:
-    """Returns the output of a command of Slurm. Raises RecipeError with its message."""
+    """Returns the output of a command of Slurm. If it fails, raises RecipeError with its
+    message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment())
     except FileNotFoundError as error:
@@ -76,7 +79,7 @@ def slurm(*command: str) -> str:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """The record of a job; one that says no more than that before it began."""
+    """The record of a job. For a job that has not begun, a record that says only this."""
     try:
         return files.recorded(folder)
     except FileNotFoundError:
@@ -86,9 +89,10 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 def state(number: str, record: dict[str, Any], queued: Queue) -> str:
-    """`completed`, `running`, `pending`, `failed` or `interrupted` with the cause, or `lost`: not
-    ended in its record, and not in Slurm's queue. A job that ended in its record and waits in the
-    queue was requeued, and is pending; one that Slurm still runs saves its last state."""
+    """The state of a job: `completed`, `running`, `pending`, `lost`, or `failed` or `interrupted`
+    with the cause. A job is lost if it has not ended in its record and is not in Slurm's queue. A
+    job that ended in its record and waits in the queue was requeued, and is pending. A job that
+    ended in its record and that Slurm still runs saves its last state, and is running."""
     recorded = record["status"]
     if recorded == "completed":
         return recorded
@@ -102,8 +106,8 @@ def state(number: str, record: dict[str, Any], queued: Queue) -> str:
 
 
 def folders(stage: Path | None) -> dict[str, Path]:
-    """The folder of each job in the results of a stage folder, by id, in their order. Raises
-    RecipeError where no stage folder is named, or one has no results."""
+    """The folder of each job in the results of a stage folder, by id, in the order of ids. Raises
+    RecipeError if no stage folder is named, or if it has no results."""
     named, install = stage or os.environ.get("STAGE_PATH"), os.environ.get("LLMB_INSTALL")
     if not named and not install:
         raise RecipeError("name --stage FOLDER, or set STAGE_PATH, as for launch/submit.sh")
@@ -115,7 +119,7 @@ def folders(stage: Path | None) -> dict[str, Path]:
 
 
 def log(folder: Path) -> Path:
-    """The main log of a job. Raises RecipeError before it has one."""
+    """The main log of a job. Raises RecipeError if there is none yet."""
     for path in folder.glob(f"sbatch_jaxbench_*_{folder.name}.out"):
         return path
     raise RecipeError(f"job {folder.name} has not begun")
@@ -123,7 +127,7 @@ def log(folder: Path) -> Path:
 
 def described(folder: Path, queued: Queue) -> dict[str, str]:
     """A job in words: state, Slurm's state, time and nodes, the completed steps, and its step time
-    or why it ended."""
+    or the reason why it ended."""
     record, number = record_of(folder), folder.name
     recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
     slurms = queued.get(number) or [
@@ -145,7 +149,7 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
 
 
 def chosen(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
-    """The jobs of these ids, or all. Raises RecipeError for an unknown one."""
+    """The jobs with these ids, or all. Raises RecipeError for an unknown id."""
     if unknown := [number for number in numbers if number not in known]:
         last = ", ".join([*known][-3:])
         raise RecipeError(f"no results of job {unknown[0]}; the last ones are of {last}")

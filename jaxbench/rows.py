@@ -28,7 +28,8 @@ Every recipe has a smoke row too, for a CPU."""
 COLUMNS = ("recipe", "GPU", "GPUs", "mesh", "forecast s", "published s", "ratio", "MFU %", "layers",
            "batch")  # fmt: skip
 WIDE, FURTHER = 115, 3
-"""Characters of a terminal that shows all columns; a narrower one leaves out the last ones."""
+"""Characters of a terminal that shows all columns, and the number of columns that a narrower one
+leaves out at the end."""
 
 
 def make_parser() -> Parser:
@@ -48,8 +49,8 @@ def make_parser() -> Parser:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Every row of every recipe but smoke rows; those of another GPU than the H100 where a recipe
-    has a table for it."""
+    """Every row of every recipe, except smoke rows. Rows for a GPU other than the H100 exist only
+    if the recipe has a table for it."""
     planned = forecasts()
     for recipe in recipes.load_all():
         tables = {"h100": recipe.rows, **recipe.gpu_rows}
@@ -71,8 +72,8 @@ def rows() -> Iterator[dict[str, Any]]:
 
 @cache
 def forecasts() -> dict[tuple[str, str, int], float]:
-    """Forecast seconds by recipe, GPU and number of GPUs, of the table of `plan --all`: in an
-    installed package beside the recipes, else in docs."""
+    """Forecast seconds by recipe, GPU and number of GPUs, from the table of `plan --all`. In an
+    installed package the table is next to the recipes, else in docs."""
     folder = recipes.config_folder()
     paths = (folder / "plan.csv", folder.parent / "docs" / "plan.csv")
     path = next((path for path in paths if path.is_file()), None)
@@ -88,8 +89,8 @@ def forecasts() -> dict[tuple[str, str, int], float]:
 def chosen(
     lines: Sequence[dict[str, Any]], words: Sequence[str], gpu: str | None, gpus: int | None
 ) -> list[dict[str, Any]]:
-    """The rows whose recipe has all of the words in its name, of one GPU and of one number of GPUs
-    where these are given. Raises RecipeError, with the nearest name, where there is none."""
+    """The rows whose recipe has all of the words in its name, for one GPU and one number of GPUs if
+    these are given. If there is none, raises RecipeError with the nearest name."""
     kept, wanted = [*lines], []
     for word in words:
         kept = [line for line in kept if word.lower() in line["recipe"]]

@@ -1,5 +1,5 @@
-"""Options of `train` for a job: from those of launch/submit.py, from published variables, and from
-behind `--`."""
+"""Options of `train` for a job. They come from the options of launch/submit.py, from published
+variables, and from behind `--`."""
 
 import argparse
 from collections.abc import Mapping
@@ -27,7 +27,8 @@ RESERVED = {
 
 
 def parse_train(texts: list[str]) -> dict[str, Any]:
-    """Parses the options of `train` after `--`. Raises RecipeError, for reserved ones too."""
+    """Parses the options of `train` after `--`. Raises RecipeError for a mistake and for reserved
+    options."""
     try:
         options = arguments.given(texts)
     except RecipeError as error:
@@ -43,8 +44,8 @@ def parse_train(texts: list[str]) -> dict[str, Any]:
 
 
 def merge(submit: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the options of `train` that submit's options and variables ask for with those after
-    `--`. Raises RecipeError if they contradict."""
+    """Merges two sets of options of `train`: those that submit's options and variables ask for, and
+    those after `--`. Raises RecipeError if they contradict each other."""
     for name in submit:
         if name != "set" and train.get(name, submit[name]) != submit[name]:
             first, second = (
@@ -66,7 +67,7 @@ def merge(submit: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]
 def train_options(
     args: argparse.Namespace, variables: Variables, workload: str, stage: Path
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """(options of `train`, variables of the job's script). Raises RecipeError."""
+    """The options of `train`, and the variables of the job's script. Raises RecipeError."""
     train = dict(args.train)
     options, settings, length = profile_options(variables, workload, train)
     values = {

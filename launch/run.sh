@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What one process of a job runs: one srun task, or, without Slurm, the only process of one host:
+# One process of a job runs this: an srun task, or, without Slurm, the only process of a host:
 #   launch/run.sh --config configs/llama31_8b_bf16.yaml --output results/first
-# Any launcher will do that sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+# It works with any launcher that sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 set -euo pipefail
 root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -z "${JAXBENCH_SYSTEM:-}" ] || . "$root/launch/env/$JAXBENCH_SYSTEM.sh"
@@ -9,11 +9,11 @@ root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${JAXBENCH_VENV:-$root/.venv}
 python=python3 # in a container
 [ ! -x "$venv/bin/python" ] || python=$venv/bin/python
-# Packages of the environment only: none of PYTHONPATH, of the working directory, or of the user's home.
+# Use only packages of the environment: none from PYTHONPATH, from the working directory, or from the user's home.
 unset "${!PYTHON@}"
 export PYTHONPATH=$root PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
 
-# JAX gives a Slurm task the one device of its local id; a single process of a node needs all of them.
+# JAX gives a Slurm task only the device of its local id. The only process of a node needs all devices.
 if [ "${JAXBENCH_LOCAL_DEVICES:-1}" -gt 1 ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]; then
   export JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((JAXBENCH_LOCAL_DEVICES - 1)))
 fi
@@ -30,7 +30,7 @@ if [ "$name" = train ] && [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; the
     --cpuctxsw=none --kill=none --force-overwrite=true
     --output="$JAXBENCH_RESULTS/$SLURM_JOB_ID/nsys/${JAXBENCH_NAME}g_${SLURM_JOB_ID}_${SLURM_NODEID}_${SLURM_LOCALID}")
   if [ "${RUN_CONF_PROFILE_CPU:-false}" = true ]; then nsys+=(--sample=process-tree); else nsys+=(--sample=none); fi
-  # Only one process of a node can read the GPUs' counters.
+  # Only one process of a node can read the counters of the GPUs.
   if [ "${RUN_CONF_PROFILE_GPU_METRICS:-false}" = true ] && [ "$SLURM_LOCALID" = 0 ]; then
     nsys+=(--gpu-metrics-devices=all)
   fi
@@ -39,10 +39,10 @@ if [ "$name" = train ] && [[ ",${JAXBENCH_NSYS_RANKS:-}," == *",$rank,"* ]]; the
 fi
 [ -n "${JAXBENCH_MESSAGES:-}" ] || exec "${command[@]}"
 
-# In a job. Slurm's signals reach the process itself. Its last words and its exit status go to standard error, by srun's own
-# connection; the first exit status in them decides the verdict. All else is the rank's log.
+# From here on we are in a job. Slurm's signals reach the process itself. Its last words and its exit status go to standard
+# error, through srun's own connection. The first exit status there decides the verdict. Everything else is the rank's log.
 trap : TERM INT USR1
-exec 3>&2 2> /dev/null # where the shell would say that a signal ended the process
+exec 3>&2 2> /dev/null # otherwise the shell says there that a signal ended the process
 export JAXBENCH_RANK="rank $rank on $node"
 end() { # STATUS [ERROR]
   [ -z "${2:-}" ] || echo "$JAXBENCH_RANK: error: $2" >&3
@@ -57,7 +57,7 @@ fi
 [ "$rank" = 0 ] || echo "start $((${SLURM_RESTART_COUNT:-0} + 1)), on $node" # marks where this start begins in the log
 status=0
 "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' || status=$?
-[ "$status" -le 128 ] || end "$status" # by a signal
+[ "$status" -le 128 ] || end "$status" # a signal ended it
 [ "$status" = 0 ] || end 2 "no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
 before=$(oom_kills)
 "${command[@]}" 2>&1 || status=$?

@@ -1,4 +1,4 @@
-"""Options of sbatch, checks before submission, and submission."""
+"""Options of sbatch, checks before a submission, and the submission itself."""
 
 import contextlib
 import os
@@ -12,22 +12,22 @@ from jaxbench.errors import RecipeError
 from jaxbench.jobs import environment
 
 Options = dict[str, str | None]
-"""Options of sbatch by their long names; None for one without a value."""
+"""Options of sbatch by their long names. The value is None for an option without a value."""
 
 SAVE_SECONDS = 120
-"""Seconds before the time limit at which Slurm sends a signal: long enough to save."""
+"""The seconds before the time limit at which Slurm sends a signal. They are long enough to save."""
 
 NO_SLURM = "there is no sbatch here; on one host use launch/run.sh --config RECIPE"
 
 SITE = ("account", "partition", "qos", "reservation", "constraint", "clusters", "wckey")
-"""Options that a user may also set by sbatch's own variables (`SBATCH_QOS`)."""
+"""Options that a user may also set with sbatch's own variables (`SBATCH_QOS`)."""
 
 INSTEAD = {
     "time": "--time", "nodes": "--gpus", "ntasks-per-node": "--processes-per-node",
     "gres": "SBATCH_GPUS_PER_NODE", "output": "STAGE_PATH",
     **{name: f"SBATCH_{name.upper()}" for name in SITE},
 }  # fmt: skip
-"""Ways to change an option that the launcher sets."""
+"""For each option that the launcher sets, the way in which a user can change it."""
 RESERVED = {
     "array": "one job is one run; launch/sweep.sh submits many",
     "chdir": "all paths are absolute",
@@ -41,11 +41,12 @@ RESERVED = {
     "wait": "use jaxbench jobs log JOB",
     "wrap": "the script is launch/slurm.sbatch",
 }
-"""Other options that would break a job, and why or what to do instead."""
+"""Other options that would break a job, and the reason or what to do instead."""
 
 
 def seconds(limit: str, source: str) -> int:
-    """Parses a time limit of Slurm, rounded up to whole minutes as by Slurm. Raises RecipeError."""
+    """Parses a time limit of Slurm. Rounds it up to whole minutes, as Slurm does. Raises
+    RecipeError."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", limit, re.ASCII)
     days, clock = match.groups() if match else (None, "0")
     parts = [int(part) for part in clock.split(":")]
@@ -69,15 +70,15 @@ def directive(name: str, value: str | None) -> str:
 
 
 def check_path(path: Path) -> None:
-    """Raises RecipeError for a path that Slurm changes: it replaces %j and the like, and removes
-    backslashes."""
+    """Raises RecipeError for a path that Slurm would change: it replaces %j and the like, and
+    removes backslashes."""
     if re.search(r"[%\\\x00-\x1f]", str(path)):
         raise RecipeError(f"{str(path)!r}: Slurm cannot write to a path with %, \\ or a new line")
 
 
 def parse(texts: Iterable[str], additional: str) -> Options:
-    """Parses a user's options, from `--sbatch` and from ADDITIONAL_SLURM_PARAMS, where they are
-    separated by semicolons (or spaces, as published). Raises RecipeError."""
+    """Parses a user's options from `--sbatch` and from ADDITIONAL_SLURM_PARAMS. In the latter,
+    semicolons separate them (or spaces, as published). Raises RecipeError."""
     sources = [("--sbatch", text) for text in texts]
     words = additional.split(";" if ";" in additional else None)
     sources += [("ADDITIONAL_SLURM_PARAMS:", word) for word in words if word.strip()]
@@ -98,8 +99,8 @@ def parse(texts: Iterable[str], additional: str) -> Options:
 
 
 def merge(launcher: Options, user: Options) -> Options:
-    """Merges the launcher's options and a user's. Raises RecipeError if the user's change those of
-    the launcher, by an abbreviation too, which sbatch accepts."""
+    """Merges the launcher's options and a user's. Raises RecipeError if the user's options change
+    the launcher's, even by an abbreviation, which sbatch would accept."""
     for key, value in user.items():
         if key in launcher and launcher[key] == value:
             continue
@@ -116,8 +117,8 @@ def merge(launcher: Options, user: Options) -> Options:
 
 
 def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
-    """Raises RecipeError if there is no Slurm, or neither environment nor image, or if the results
-    cannot be written. Makes their folder."""
+    """Raises RecipeError if there is no Slurm, if there is neither an environment nor an image, or
+    if the results cannot be written. Makes the folder of the results."""
     if shutil.which("sbatch") is None:
         raise RecipeError(NO_SLURM)
     if image := settings.get("RUN_CONF_IMAGE"):
@@ -138,7 +139,7 @@ def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
 
 
 def check_venv(folder: Path) -> None:
-    """Raises RecipeError for a virtual environment that is not there, or is not executable."""
+    """Raises RecipeError for a virtual environment that does not exist or cannot be executed."""
     python = folder / "bin" / "python"
     if os.access(python, os.X_OK):
         return
@@ -154,13 +155,13 @@ def check_venv(folder: Path) -> None:
 
 
 def image_path(name: str) -> str:
-    """An image in the form of pyxis: an absolute path, or a reference to a registry."""
+    """An image in the form that pyxis takes: an absolute path, or a reference to a registry."""
     is_file = Path(name).exists() or not ("://" in name or "#" in name)
     return str(Path(name).absolute()) if is_file else name
 
 
 def check_image(image: str, mounts: Iterable[Path]) -> None:
-    """Raises RecipeError if an image does not exist or srun cannot start it."""
+    """Raises RecipeError if an image does not exist, or if srun cannot start it."""
     if image.startswith("/") and not Path(image).is_file():
         raise RecipeError(
             f"RUN_CONF_IMAGE: there is no file {image}; launch/setup.sh makes one, and an image of "
@@ -178,8 +179,8 @@ def check_image(image: str, mounts: Iterable[Path]) -> None:
 
 
 def refusal(script: str) -> list[str]:
-    """A warning if Slurm could start a job neither now nor later, as for more nodes than a
-    partition has. None of its nodes may be up now, so that is no error."""
+    """A warning if Slurm can start a job neither now nor later, for example because it has more
+    nodes than a partition. This is no error, since none of the partition's nodes may be up now."""
     done = subprocess.run(
         ["sbatch", "--test-only"], input=script, capture_output=True, text=True, env=environment()
     )
@@ -192,7 +193,7 @@ def refusal(script: str) -> list[str]:
 
 
 def submit(script: str) -> str:
-    """Submits a batch script; returns the job's id. Raises RecipeError with Slurm's message."""
+    """Submits a batch script. Returns the job's id. Raises RecipeError with Slurm's message."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"], input=script, capture_output=True, text=True,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs jaxbench for launch/submit.sh; --help says what into where.
+# Installs jaxbench for launch/submit.sh. --help says what it installs, and where.
 set -euo pipefail
 root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -27,7 +27,7 @@ esac
 image=${RUN_CONF_IMAGE:+$(realpath -ms -- "$RUN_CONF_IMAGE")}
 venv=$(realpath -ms -- "${JAXBENCH_VENV:-$root/.venv}")
 cd -- "$root"
-unset PYTHONPATH PYTHONHOME # pip would take their packages for installed ones
+unset PYTHONPATH PYTHONHOME # otherwise pip thinks that packages in these are installed
 
 extras=${EXTRAS:-gpu}
 [[ "$extras" =~ ^(gpu|plan|te|dev|docs)(,(gpu|plan|te|dev|docs))*$ ]] || {

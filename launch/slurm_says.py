@@ -1,5 +1,5 @@
 """What Slurm says about one start of a job: whether it ended the job, which process it could not
-start, and what its own tools will show. For `verdict.py`, with any Python from 3.7 on."""
+start, and what its own tools will show. `verdict.py` uses this, with any Python from 3.7 on."""
 
 import os
 import re
@@ -12,13 +12,14 @@ SLURM = (
     ("srun: error: Node failure on", "lost a node"),
     ("DUE TO TIME LIMIT", "time limit"),
 )
-"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each stands for."""
+"""Messages of slurmstepd and srun when Slurm ends a step, and the cause that each message stands
+for."""
 
 ENDS = {
     "cancelled": "CANCELLED", "time limit": "TIMEOUT", "preempted": "PREEMPTED",
     "lost a node": "NODE_FAIL", "requeued": "REQUEUED",
 }  # fmt: skip
-"""Slurm's state of a job by the cause for which Slurm ended it."""
+"""Slurm's state of a job, by the cause for which Slurm ended the job."""
 
 OF_MEMORY = "out of host memory: the kernel killed the process"
 COULD_NOT = "it cannot be started: {what}"
@@ -28,15 +29,15 @@ SRUN = (
     (r"Task launch for \S+ failed on node (?P<node>[^\s:]+): (?P<what>.+)", "launch", COULD_NOT),
     (r"(?i)oom[_-]?kill|out of memory|exceeded .*memory limit", "memory", OF_MEMORY),
 )
-"""Errors of srun and slurmstepd (22.05) about a process that says nothing itself: pattern, cause of
-the failure, and reason."""
+"""Errors of srun and slurmstepd (22.05) about a process that says nothing itself: the pattern, the
+cause of the failure, and the reason."""
 
 TASK = r"srun: error: (?P<node>\S+): tasks? (?P<rank>\d+)[\d,-]*: (?P<what>.+)"
-"""srun's line of a process that failed."""
+"""srun's line about a process that failed."""
 
 
 def answer(*command):
-    """What `scontrol show` prints; empty where Slurm does not answer."""
+    """What `scontrol show` prints. Empty if Slurm does not answer."""
     try:
         done = subprocess.run(["scontrol", "show", *command], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -51,9 +52,9 @@ def job_state():
 
 
 def ended_by_slurm(state, start, messages):
-    """(cause, whether Slurm requeues the job itself); None if Slurm did nothing to the job.
+    """The cause, and whether Slurm requeues the job itself. None if Slurm did nothing to the job.
 
-    A job that is being ended is COMPLETING, for whatever cause; one that Slurm requeues has a
+    A job that is being ended is COMPLETING, whatever the cause. A job that Slurm requeues has a
     higher count of restarts than this start.
     """
     requeued = int(state.get("Restarts") or start) > start
@@ -64,8 +65,8 @@ def ended_by_slurm(state, start, messages):
 
 
 def srun_error(messages):
-    """(cause, reason, node) of the first error of srun about a process that could not say itself
-    what happened; None without one."""
+    """The cause, the reason and the node of srun's first error about a process that could not say
+    itself what happened. None if there is no such error."""
     lines = [line for line in messages.splitlines() if not line.startswith("rank ")]
     for line in lines:
         for pattern, cause, reason in SRUN:
@@ -83,7 +84,7 @@ def srun_error(messages):
 
 
 def node_of(rank):
-    """The node of a rank, as `srun --distribution=block` places them."""
+    """The node of a rank, as `srun --distribution=block` places the ranks."""
     names = answer("hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
     try:
         return names[int(rank) // int(os.environ["SLURM_NTASKS_PER_NODE"])]
@@ -92,9 +93,9 @@ def node_of(rank):
 
 
 def slurms(state, verdict):
-    """The record's `slurm`: what Slurm tells of the job while its batch script ends. A script that
-    still runs decides the state that Slurm will show, the cause of Slurm that of one that does
-    not."""
+    """The record's `slurm`: what Slurm says about the job while its batch script ends. If the
+    script still runs, its exit status decides the state that Slurm will show. If it does not, the
+    cause for which Slurm ended the job decides it."""
     if "JobState" not in state:
         return {}
     running = "FAILED" if verdict.code else "COMPLETED"
@@ -103,6 +104,6 @@ def slurms(state, verdict):
         "job": state.get("JobId"),
         "state": states.get(state["JobState"]) or state["JobState"],
         "exit_code": f"{verdict.code}:0",
-        "nodes": os.environ.get("SLURM_JOB_NODELIST"),  # Slurm's has those that have not ended
+        "nodes": os.environ.get("SLURM_JOB_NODELIST"),  # Slurm's list lacks nodes that have ended
         "elapsed": state.get("RunTime"),
     }

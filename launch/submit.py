@@ -1,7 +1,8 @@
-"""launch/submit.sh: one benchmark as one Slurm job.
+"""launch/submit.sh: runs one benchmark as one Slurm job.
 
 Reads options and the published variables (docs/reference/launch.md), checks them, and submits
-launch/slurm.sbatch; DRY_RUN=true only prints it. Options after `--` are those of `train`.
+launch/slurm.sbatch. With DRY_RUN=true it only prints the batch script. Options after `--` are
+options of `train`.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from jaxbench.run import arguments  # noqa: E402
 
 @dataclass(frozen=True)
 class Job:
-    """A job to submit: `arguments` of `jaxbench.train`, `settings` exported by its script, and
-    `options` of sbatch."""
+    """A job to submit: the `arguments` of `jaxbench.train`, the `settings` that its script exports,
+    and the `options` of sbatch."""
 
     run: Run
     gpu: Gpu
@@ -46,12 +47,12 @@ class Job:
     options: sbatch.Options
 
     def script(self, submission: str = "") -> str:
-        """The batch script; `submission` tells the job from others with its number, which may occur
-        again."""
+        """The batch script. `submission` distinguishes the job from others with the same number,
+        since numbers may occur again."""
         return "\n".join((
             "#!/usr/bin/env bash",
             *(sbatch.directive(name, value) for name, value in self.options.items()),
-            # What another job or a shell's profile has set.
+            # Remove what another job or a shell's profile has set.
             'unset "${!JAXBENCH_@}" "${!RUN_CONF_@}"',
             *(f"export {name}={shlex.quote(value)}" for name, value in self.settings.items()),
             f"arguments=({shlex.join(self.arguments)})",
@@ -62,7 +63,7 @@ class Job:
         ))  # fmt: skip
 
     def record(self, submission: str) -> dict[str, Any]:
-        """job.json, which tells of the job before it has a run.json and if it never has one."""
+        """job.json, which describes the job before it has a run.json, or if it never gets one."""
         return {
             "submission": submission,
             "status": "running", "cause": None, "reason": None, "label": self.run.label,
@@ -74,13 +75,13 @@ class Job:
         return self.results / number
 
     def log(self, number: str) -> Path:
-        """The main log. Parsers of published logs leave out `sbatch_` files: the steps that they
+        """The main log. Parsers of published logs leave out `sbatch_` files; the steps that they
         read are in the run's own log."""
         name = f"sbatch_jaxbench_{self.settings['JAXBENCH_NAME']}_{number}.out"
         return self.folder(number) / name
 
     def warnings(self) -> list[str]:
-        """Consequences that may not be meant."""
+        """Consequences that the user may not have meant."""
         saves = self.settings["JAXBENCH_RESUME"] == "true"
         if saves and "signal" not in self.options:
             return [
@@ -99,7 +100,7 @@ class Job:
 
 
 def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[int, int, int]:
-    """(GPUs, GPUs of a node, processes of a node)."""
+    """The number of GPUs, of GPUs per node, and of processes per node."""
     counts = {args.gpus, variables.number("JOB_TOTAL_GPUS")} - {None}
     if len(counts) != 1:
         raise RecipeError("--gpus and JOB_TOTAL_GPUS contradict" if counts else "name --gpus")
@@ -119,7 +120,7 @@ def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[in
 def slurm_options(
     args: argparse.Namespace, variables: Variables, job: sbatch.Options
 ) -> sbatch.Options:
-    """All options of sbatch: of the job, of the cluster, and the user's."""
+    """All options of sbatch: the job's, the cluster's, and the user's."""
     traced = variables.flag("ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE")
     default = "00:15:00" if traced else "00:30:00"
     limit = args.time or variables.text("TIME_LIMIT") or default
@@ -142,7 +143,8 @@ def slurm_options(
 
 
 def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
-    """The job of options and environment. Raises RecipeError for every mistake in them."""
+    """The job that options and environment describe. Raises RecipeError for every mistake in
+    them."""
     variables = Variables(environment)
     path = recipe_path(args.config, variables)
     gpu = gpu_type(variables)
@@ -193,15 +195,15 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 
 def submit(job: Job) -> str:
-    """Submits the job; returns its id. Raises RecipeError with Slurm's message."""
+    """Submits the job. Returns its id. Raises RecipeError with Slurm's message."""
     number = sbatch.submit(job.script(f"{time.time_ns()}-{os.getpid()}"))
-    with contextlib.suppress(OSError):  # for `tail -F`; else the job makes it
+    with contextlib.suppress(OSError):  # for `tail -F`; if this fails, the job makes it
         job.folder(number).mkdir(mode=0o755, exist_ok=True)
     return number
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the options; `train` has those after `--`. Raises RecipeError."""
+    """Parses the options. `train` has the options after `--`. Raises RecipeError."""
     parser = arguments.Parser(
         prog="launch/submit.sh", description="Submits one benchmark.", allow_abbrev=False,
         usage="%(prog)s [CONFIG] [options] [-- options of train]",
@@ -247,7 +249,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, or 2 for a mistake."""
+    """Runs the command. Returns 0, or 2 for a mistake."""
     try:
         args = parse_arguments(sys.argv[1:] if argv is None else argv)
         job = make_job(args, os.environ)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# launch/submit.sh llama31_405b_fp8 --gpus 512 -- --checkpoint   (docs/reference/launch.md; behind -- options of train)
+# launch/submit.sh llama31_405b_fp8 --gpus 512 -- --checkpoint   (docs/reference/launch.md; options after -- go to train)
 # The published variables work too: WORKLOAD=llama3.1 MODEL_SIZE=405b DTYPE=fp8 JOB_TOTAL_GPUS=512 launch/submit.sh
-# launch/sweep.sh is this script too: the name chooses what is run.
+# launch/sweep.sh is the same script. Its name decides what it runs.
 set -euo pipefail
 root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 name=$(basename "${BASH_SOURCE[0]}" .sh)
@@ -17,7 +17,7 @@ if [ ! -x "$python" ]; then
     fi
     exit 2
   fi
-  python=python3 # for the checks here; the image has its own
+  python=python3 # for the checks on this machine; the image has its own
   if ! "$python" -E -c 'import sys, yaml; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
     echo "error: launch/$name.sh needs a python3 of 3.11 or newer with PyYAML here, or the virtual environment of launch/setup.sh" >&2
     exit 2

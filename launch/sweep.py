@@ -1,14 +1,14 @@
 """launch/sweep.py runs.yaml: submits the missing runs of a list of benchmarks, shows their states.
 
-The list has one entry per line, `repeats` and `set` where they are wanted:
+The list has one entry per line, with `repeats` and `set` if they are wanted:
 
     - {config: llama31_8b_bf16, gpus: [8, 16], repeats: 3, set: [execution.remat=full]}
 
-`--show` submits nothing; `--report` compares what has run with the published figures, with the exit
-status of `python -m jaxbench.report`, and writes the page `<list>.html`. Options after `--` go to
-launch/submit.py for every job, those after another `--` to `train`. Submitted jobs are stored in
-`<list>.jobs.json`; a failed one is submitted again. Every entry is checked before the first is
-submitted.
+`--show` submits nothing. `--report` compares what has run with the published figures, writes the
+page `<list>.html`, and ends with the exit status of `jaxbench report`. Options after `--` go to
+launch/submit.py for every job, and options after another `--` go to `train`. Submitted jobs are
+stored in `<list>.jobs.json`. A failed job is submitted again. Every entry is checked before the
+first one is submitted.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ from jaxbench.report.page import page
 from jaxbench.run.arguments import Parser
 
 DONE = ("completed", "running", "pending")
-"""States in which a run is not submitted again."""
+"""States in which we do not submit a run again."""
 
 KEYS = ("config", "gpus", "repeats", "set")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the list: `repeat` is its number among the repeats of its line, `where` names the
+    """One run of the list. `repeat` is its number among the repeats of its line. `where` names the
     line in messages."""
 
     config: str
@@ -54,14 +54,15 @@ class Entry:
     where: str
 
     def key(self, options: list[str]) -> str:
-        """Identifies the run by its recipe, GPUs, repeat, settings, and the options of all runs."""
+        """Identifies the run by its recipe, GPUs, repeat and settings, and by the options of all
+        runs."""
         path = recipes.find(self.config).resolve()
         name = path.stem if path.parent == recipes.config_folder().resolve() else str(path)
         texts = [*(f"--set={text}" for text in self.settings), *options]
         return " ".join([name, str(self.gpus), str(self.repeat), *map(shlex.quote, texts)])
 
     def job(self, options: list[str]) -> submit.Job:
-        """The checked job. Raises RecipeError that names the entry."""
+        """The checked job. Raises a RecipeError that names the entry."""
         settings = [part for text in self.settings for part in ("--set", text)]
         argv = [self.config, "--gpus", str(self.gpus), *settings, *options]
         try:
@@ -82,7 +83,7 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """All runs of a list. Raises RecipeError for a bad entry, which it names."""
+    """All runs of a list. Raises a RecipeError that names the bad entry."""
     try:
         content = strict_yaml.load(path.read_text())
     except ValueError as error:
@@ -109,7 +110,7 @@ def entries(path: Path) -> list[Entry]:
 
 
 def new(run: Entry, jobs: Mapping[str, Any]) -> str:
-    """`new`, with the options under which the run was submitted before, if it was."""
+    """`new`. If the run was submitted before with other options, adds these options."""
     base = run.key([])
     rests = [key[len(base) :] for key in jobs if key.startswith(f"{base} ") or key == base]
     others = [rest.strip() or "no options" for rest in rests if not rest.startswith(" --set=")]
@@ -117,7 +118,7 @@ def new(run: Entry, jobs: Mapping[str, Any]) -> str:
 
 
 def result(job: dict[str, str]) -> str:
-    """The step time and rate of a completed run."""
+    """The step time and the rate of a completed run."""
     summary = record_of(Path(job["folder"])).get("summary")
     if summary is None:
         return ""
@@ -126,7 +127,7 @@ def result(job: dict[str, str]) -> str:
 
 
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:
-    """Submitted jobs by `Entry.key`."""
+    """The submitted jobs, by `Entry.key`."""
     try:
         jobs = json.loads(store.read_text()) if store.exists() else {}
         return {
@@ -137,8 +138,8 @@ def read_jobs(store: Path) -> dict[str, dict[str, str]]:
 
 
 def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
-    """Submits the missing runs of a list and prints the state of every run; returns the folders of
-    those that have a record."""
+    """Submits the missing runs of a list and prints the state of every run. Returns the folders of
+    the runs that have a record."""
     store = path.with_suffix(".jobs.json")
     queued, jobs = queue(), read_jobs(store)
     runs: dict[str, Entry] = {}
@@ -173,7 +174,8 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, or 2 for a mistake."""
+    """Runs the command. Returns 0, or 2 for a mistake; with `--report`, the report's exit
+    status."""
     arguments = sys.argv[1:] if argv is None else argv
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = Parser(
@@ -187,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parser.parse_args(arguments[:at])
         store = args.list.with_suffix(".jobs.json")
-        # Another sweep of the list at the same time would submit its jobs too.
+        # Another sweep of the same list at the same time would submit its jobs again.
         with contextlib.nullcontext() if args.show else owned(store):
             folders = sweep(args.list, args.show, arguments[at + 1 :])
         if args.report and folders:

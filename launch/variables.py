@@ -1,4 +1,4 @@
-"""The published environment variables (docs/reference/launch.md)."""
+"""Reads the published environment variables (docs/reference/launch.md)."""
 
 import difflib
 from collections.abc import Mapping
@@ -17,15 +17,16 @@ WORKLOADS = {
 }  # fmt: skip
 """Published names of workloads that differ from the recipes' names."""
 SIZES = {"grok1": "314b", "llama2": "70b", "nemotronh": "56b"}
-"""Sizes of workloads whose published script has no MODEL_SIZE."""
+"""The sizes of workloads whose published script has no MODEL_SIZE."""
 DTYPES = {"llama31": "bf16"}
 DTYPE = "fp8"
-"""Precision without `DTYPE`, as in the published scripts: bf16 for Llama 3.1, else fp8."""
+"""The precision if `DTYPE` is not set, as in the published scripts: bf16 for Llama 3.1, else
+fp8."""
 FOLDERS = {"llama31": "pretrain_llama3.1"}
-"""Folders under `LLMB_INSTALL` of workloads that are not in `pretrain_<workload>`."""
+"""The folders under `LLMB_INSTALL` of workloads that are not in `pretrain_<workload>`."""
 
 PROFILED_STEPS = {"grok1": (20, 30, 50), "nemotron4": (20, 30, 50), "nemotronh": (45, 50, 50)}
-"""First profiled step, the one after the last, and run length, as published."""
+"""The first profiled step, the step after the last one, and the length of the run, as published."""
 LLAMA_PROFILED_STEPS = (20, 25, 25)
 TRACED_STEPS = 5
 
@@ -41,12 +42,12 @@ KNOWN = (
         "PROFILE_GPU_METRICS", "PROFILE_CPU", "IMAGE",
     )),
 )  # fmt: skip
-"""All variables that the launcher reads, but for Slurm's own names of three."""
+"""All variables that the launcher reads, except Slurm's own names for three of them."""
 
 
 def misspelt(environment: Mapping[str, str]) -> list[str]:
-    """A warning for each variable that nothing reads and whose name is nearly that of one that the
-    launcher reads."""
+    """A warning for each variable that nothing reads, if its name is almost the name of one that
+    the launcher reads."""
     names = sorted(name for name in environment if name not in KNOWN and name[:6] != "SLURM_")
     sbatchs = [name for name in names if name[:7] == "SBATCH_"]
     near = {name: difflib.get_close_matches(name, KNOWN, 1, cutoff=0.9) for name in names}
@@ -72,14 +73,15 @@ class Variables:
         return next(iter(values.values()), None)
 
     def flag(self, *names: str) -> bool:
-        """A variable that is `true` or `false`, in upper or lower case; false if it is not set."""
+        """A variable that is `true` or `false`, in upper or lower case. It is false if it is not
+        set."""
         value = (self.text(*names) or "false").lower()
         if value not in ("true", "false"):
             raise RecipeError(f"{names[0]}={value}: expected true or false")
         return value == "true"
 
     def number(self, *names: str) -> int | None:
-        """A variable that is a whole number above zero; None if it is not set."""
+        """A variable that is a whole number above zero. None if it is not set."""
         value = self.text(*names)
         if value is not None and not (value.isdigit() and int(value) > 0):
             raise RecipeError(f"{names[0]}={value}: expected a whole number above 0")
@@ -87,7 +89,7 @@ class Variables:
 
 
 def recipe_path(config: str | None, variables: Variables) -> Path:
-    """The file of the recipe named by `config`, or by WORKLOAD, MODEL_SIZE and DTYPE; if both are
+    """The file of the recipe that `config` names, or WORKLOAD, MODEL_SIZE and DTYPE. If both are
     given, they must agree."""
     names = ("WORKLOAD", "MODEL_SIZE", "DTYPE")
     values = {name: value.lower() for name in names if (value := variables.text(name))}
@@ -122,7 +124,7 @@ def stage_folder(variables: Variables, workload: str) -> Path:
 
 
 def gpu_type(variables: Variables) -> Gpu:
-    """The GPU whose rows are run."""
+    """The GPU whose rows we run."""
     kind = variables.text("GPU_TYPE") or "h100"
     if kind.lower() not in PLANNED:
         raise RecipeError(f"GPU_TYPE={kind}: expected one of {', '.join(PLANNED)}")
@@ -132,8 +134,9 @@ def gpu_type(variables: Variables) -> Gpu:
 def profile_options(
     variables: Variables, workload: str, train: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str], int | None]:
-    """(options of `train`, variables of the job's script, run length or None) for a profile or an
-    NCCL trace. `train` has the options after `--`, which replace published defaults."""
+    """For a profile or an NCCL trace: the options of `train`, the variables of the job's script,
+    and the length of the run (None for the default). `train` has the options after `--`, which
+    replace published defaults."""
     profile = variables.flag("ENABLE_PROFILE")
     trace = variables.flag("ENABLE_NCCLTRACE", "ENABLE_NCCL_TRACE")
     if profile and trace:
@@ -168,7 +171,8 @@ def profile_options(
 
 
 def run_length(variables: Variables, profiled: int | None) -> int | None:
-    """Number of steps, given that of a profiled or traced run; None for the default."""
+    """The number of steps; None for the default. `profiled` is the number for a profiled or traced
+    run."""
     steps = variables.number("MAX_STEPS", "RUN_CONF_MAX_STEPS")
     if profiled and steps and steps != profiled:
         raise RecipeError(f"MAX_STEPS={steps} contradicts a profiled or traced run of {profiled}")

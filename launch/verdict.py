@@ -3,16 +3,17 @@
     verdict.py STEP FOLDER START STATUS MESSAGES
 
 `slurm.sbatch` runs this after `srun`. STEP is `check`, `train`, or `ending` while Slurm ends the
-job; START is the number of the start from 0, which counts Slurm's own requeues too; STATUS is the
-exit status of `srun`; MESSAGES is a file with the standard error of `srun`. Prints a line for each
-value of `main`, and writes the verdict into `job.json`, `run.json` and the record's log.
+job. START is the number of the start from 0, which counts Slurm's own requeues too. STATUS is the
+exit status of `srun`. MESSAGES is a file with the standard error of `srun`. The program prints a
+line for each value of `main`, and writes the verdict into `job.json`, `run.json` and the record's
+log.
 
-If Slurm ended the job, that is the reason. Otherwise the first failure decides: a check says in
-`check.json` what it found, a rank by its exit status (`RULES`) and its last words (`run.sh`), srun
-by its first error where a process was not started or was killed (`slurm_says.py`). Later failures
-are consequences. The folder of the job may be what fails: only the logs of processes that
-could not say why they ended are read there. Runs outside of containers, with any Python from 3.7
-on.
+If Slurm ended the job, that is the reason. Otherwise the first failure decides, and later failures
+are its consequences. A check says in `check.json` what it found. A rank says it by its exit status
+(`RULES`) and its last words (`run.sh`). If a process was not started or was killed, srun's first
+error says it (`slurm_says.py`). The folder of the job may be what fails, so we read there only the
+logs of processes that could not say why they ended. This runs outside of containers, with any
+Python from 3.7 on.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ NO, YES, AT_LIMIT = "no", "yes", "with --requeue-at-time-limit"
 RECORDS = "job.json", "run.json"
 
 FIRST = r"(?m)^rank (\d+) on (\S+): exit (\d+)$"
-"""Line of `run.sh` when a process failed."""
+"""The line that `run.sh` prints when a process failed."""
 
 ABORTED = 128 + signal.SIGABRT
 CONSEQUENCES = {
     *(128 + number for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT)),
     *(STATUS[cause] for cause in ("network", "lost")),
 }
-"""Exit statuses of ranks that the failure of another one brings about."""
+"""Exit statuses of ranks that the failure of another rank can cause."""
 
 NETWORK = "{where}: it lost the network or another process: "
 JAX = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\d)*)"
@@ -64,12 +65,14 @@ RULES = (
     (ABORTED, "rank", CUDA, "failed", "gpu", "{where}: its GPU failed: {quote}", YES),
     (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
 )  # fmt: skip
-"""The first rule that matches gives the verdict: exit status of the first rank that failed (None:
-any), and a pattern in the log of that rank. The causes `lost` and `hang` name ranks themselves.
+"""The first rule that matches gives the verdict. It matches by the exit status of the first rank
+that failed (None: any), and by a pattern in the log of that rank. The causes `lost` and `hang` name
+ranks themselves.
 
-JAX aborts a rank when the coordinator, or the network to it, is gone, and without a watchdog when
-other ranks are silent, whose numbers follow in its message, one a line. Gloo aborts it when a
-connection is lost, XLA when its GPU fails as an asynchronous operation begins.
+JAX aborts a rank when the coordinator, or the network to it, is gone. Without a watchdog it also
+aborts a rank when other ranks are silent; the numbers of these ranks follow in its message, one per
+line. Gloo aborts a rank when a connection is lost, and XLA when its GPU fails as an asynchronous
+operation begins.
 """
 
 
@@ -92,7 +95,7 @@ def parsed(path):
 
 
 def lines_of(step, folder, rank, start):
-    """The lines that a rank printed in this start: `run.sh` marks where each start begins."""
+    """The lines that a rank printed in this start. `run.sh` marks where each start begins."""
     name = f"rank-{rank}.log" if step == "train" else f"start-{start + 1}/check-{rank}.log"
     lines = read(os.path.join(folder, "ranks", name)).splitlines()
     mark = f"start {start + 1}, on "
@@ -110,8 +113,8 @@ def message(lines):
 
 
 def first_failure(messages):
-    """The match of `FIRST` that decides; None if no rank said how it ended. JAX aborts the others
-    when rank 0 ends, and one of them may say so a moment earlier."""
+    """The match of `FIRST` that decides. None if no rank said how it ended. JAX aborts the other
+    ranks when rank 0 ends, and one of them may say so a moment earlier than rank 0."""
     first = re.search(FIRST, messages)
     zero = re.search(FIRST.replace(r"\d+", "0", 1), messages)
     if zero and int(first.group(3)) == ABORTED and int(zero.group(3)) not in CONSEQUENCES:
@@ -120,14 +123,14 @@ def first_failure(messages):
 
 
 def last_step(folder):
-    """The last step in the record; None before the first."""
+    """The last step in the record. None before the first step."""
     steps = re.findall(r'"step": (\d+)', read(os.path.join(folder, "steps.jsonl")))
     return int(steps[-1]) if steps else None
 
 
 class Verdict(NamedTuple):
-    """How a start ended: status and cause for the record, the reason, the exit status of the batch
-    script, whether a job that saves is requeued, and the node that is at fault."""
+    """How a start ended: the status and cause for the record, the reason, the exit status of the
+    batch script, whether a job that saves is requeued, and the node that is at fault."""
 
     status: str
     cause: str | None
@@ -166,7 +169,7 @@ def verdict(step, folder, start, status, messages, state):
 
 
 def by_check(folder):
-    """The verdict of a check that measured (`check.json`); None of one that did not."""
+    """The verdict of a check that measured something (`check.json`). None if the check did not."""
     report = parsed(os.path.join(folder, "check.json"))
     if not report.get("status"):
         return None
@@ -176,15 +179,15 @@ def by_check(folder):
 
 
 def by_processes(step, folder, start, code, first, messages):
-    """The verdict by the `first` rank that failed with the exit status `code`, or by srun's first
-    error."""
+    """The verdict according to the `first` rank that failed, with the exit status `code`, or
+    according to srun's first error."""
     began = YES if os.path.exists(os.path.join(folder, "run.json")) else NO
     error = srun_error(messages)
     if error and (not first or code in CONSEQUENCES):
         cause, reason, node = error
         status = STATUS.get(cause, STATUS["failed"])
         return Verdict("failed", cause, reason, status, NO if cause == "memory" else began, node)
-    if not first:  # none lived to say how it ended
+    if not first:  # no rank could say how it ended
         task = re.search(TASK, messages)
         if task:
             reason = "lost rank {rank} on {node} ({what})".format(**task.groupdict())
@@ -218,8 +221,9 @@ def by_processes(step, folder, start, code, first, messages):
 
 
 def complete(folder, name, verdict, slurm):
-    """Writes the verdict and what Slurm tells into a record, `job.json` or `run.json`, unless it is
-    completed. Returns its recipe; None if there is no such record."""
+    """Writes the verdict and what Slurm says into a record, `job.json` or `run.json`. A completed
+    record keeps its verdict. Returns the record's recipe; None if there is no such record, or if it
+    is completed."""
     path = os.path.join(folder, name)
     record = parsed(path)
     if not record.get("recipe"):
@@ -235,7 +239,7 @@ def complete(folder, name, verdict, slurm):
 
 
 def record(folder, verdict, slurm):
-    """Completes both records, and the log of the run unless it is completed."""
+    """Completes both records, and also the log of the run unless the run is completed."""
     recipe = [complete(folder, name, verdict, slurm) for name in RECORDS][-1]
     if recipe:
         with open(os.path.join(folder, "log-{recipe}_{row}.out".format_map(recipe)), "a") as file:
@@ -243,16 +247,17 @@ def record(folder, verdict, slurm):
 
 
 def requeued(folder, start):
-    """The file by which a start counts as a restart of the job's own."""
+    """The file that marks a start as followed by a restart of our own."""
     return os.path.join(folder, "ranks", f"start-{start + 1}", "requeued")
 
 
 def restart(folder, start, cause):
-    """Counts a restart by a file of this start; returns why there is none, or nothing.
+    """Counts a restart, with a file of this start. Returns why there is no restart, or an empty
+    text.
 
     Slurm's count includes its own requeues, which are not limited. `slurm.sbatch` removes the file
-    if Slurm refuses the requeue. The file has the cause and the last step: a failure that comes
-    again there would come at every start.
+    if Slurm refuses the requeue. The file has the cause and the last step: if the same failure
+    comes at the same step again, it would come at every start.
     """
     if os.environ.get("JAXBENCH_RESUME") != "true":
         return "it does not save, so it ends"
@@ -272,8 +277,9 @@ def restart(folder, start, cause):
 
 
 def main(step, folder, start, status, messages):
-    """What `slurm.sbatch` does now: the exit status, the seconds after which the job is requeued or
-    an empty text, the nodes that it leaves out then, and the last line of the main log."""
+    """What `slurm.sbatch` does now: the exit status, the seconds after which the job is requeued
+    (or an empty text), the nodes that the requeued job leaves out, and the last line of the main
+    log."""
     start, status, state = int(start), int(status), job_state()
     messages = read(messages)
     if step == "ending":

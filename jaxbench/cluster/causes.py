@@ -1,4 +1,4 @@
-"""Causes of failures, classified by the texts of errors."""
+"""Classifies failures by the texts of their errors."""
 
 import re
 
@@ -9,9 +9,10 @@ PATTERNS = (
     ("gpu", r"unhandled cuda error|CUDA_ERROR_|CUDA error|_STATUS_(EXECUTION_FAILED|INTERNAL_ERR)"),
     ("network", r"NCCL|gloo|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (reset|closed|refused)"),
 )  # fmt: skip
-"""Cause and pattern of errors of XLA's runtime, NCCL and Gloo; the first match counts, since NCCL
-reports failing GPUs too, and CUDA a lack of memory. Texts are from the libraries (`strings` of the
-CUDA plugin of jax 0.11, nccl.h). A process that dies is a network error to the others."""
+"""Causes, and patterns for errors of XLA's runtime, NCCL and Gloo. The first match counts, since
+NCCL also reports failing GPUs, and CUDA a lack of memory. The texts are from the libraries
+(`strings` of the CUDA plugin of jax 0.11, nccl.h). The other processes see a process that dies as a
+network error."""
 
 
 def cause_of(error: BaseException) -> str:

@@ -15,12 +15,12 @@ from jaxbench.hardware import Gpu, is_null
 from jaxbench.jax_internals import taken_gpus
 
 LISTED = 4
-"""Nodes that a message names."""
+"""The most nodes that a message names."""
 
 
 def select_platform(cpu_devices: int | None) -> None:
-    """Selects `cpu_devices` virtual CPU devices, or the CPU on a machine without an NVIDIA GPU,
-    where the CUDA plugin may be installed for planning and would fail."""
+    """Selects `cpu_devices` virtual CPU devices. Without a number, selects the CPU on a machine
+    without an NVIDIA GPU: the CUDA plugin may be installed there for planning, and would fail."""
     if cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if cpu_devices is not None or not (has_nvidia_gpu() or "JAX_PLATFORMS" in os.environ):
@@ -28,13 +28,15 @@ def select_platform(cpu_devices: int | None) -> None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Returns whether this machine has devices of an NVIDIA driver, usable by JAX or not."""
+    """Returns whether this machine has devices of an NVIDIA driver, whether JAX can use them or
+    not."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 def find() -> tuple[int, str]:
-    """(number of devices of the job, their platform). Raises RunFailed if JAX can use none, because
-    of the driver or of other processes that do not answer; RecipeError if they differ."""
+    """The number of devices of the job, and their platform. Raises RunFailed if JAX can use none,
+    because of the driver or because other processes do not answer. Raises RecipeError if the
+    devices differ."""
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a platform
@@ -61,8 +63,8 @@ def find() -> tuple[int, str]:
 
 
 def check_visible(taken: str, visible: str | None) -> None:
-    """Raises RecipeError if this process takes a GPU of its node by a number that its visible ones
-    do not have, as where the site binds each task to a GPU."""
+    """Raises RecipeError if this process takes a GPU of its node by a number that its visible GPUs
+    do not have. This happens if the site binds each task to a GPU."""
     if taken == "all" or visible is None:
         return
     count = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -76,15 +78,15 @@ def check_visible(taken: str, visible: str | None) -> None:
 
 
 def settings() -> str:
-    """The variables by which this process sees fewer devices, in parentheses."""
+    """The variables that may hide devices from this process, in parentheses."""
     names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     return f" ({', '.join(given)})" if given else ""
 
 
 def check_local_devices(expected: int, cpu: bool) -> None:
-    """Raises RecipeError, naming the node, if this process has another number of devices, or has
-    CPU devices without `cpu`."""
+    """Raises RecipeError, naming the node, if this process does not have `expected` devices, or if
+    it has CPU devices and `cpu` is false."""
     where = f"node {platform.node()}, process {jax.process_index()}"
     were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:
@@ -99,7 +101,7 @@ def check_local_devices(expected: int, cpu: bool) -> None:
 
 
 def other_gpu(gpu: Gpu | None) -> str | None:
-    """A line where the launcher was told of another GPU than the job has."""
+    """A line that says so if the launcher was told of another GPU than the job has; else None."""
     asked = os.environ.get("JAXBENCH_GPU")
     if gpu is None or asked in (None, gpu.name):
         return None
@@ -107,7 +109,7 @@ def other_gpu(gpu: Gpu | None) -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """The record's `hardware`: the devices of the job as the runtime names them."""
+    """The record's `hardware`: the devices of the job, as the runtime names them."""
     device = jax.local_devices()[0]
     cpu = platform.processor() or platform.machine()
     return {
@@ -131,16 +133,16 @@ RECORDED = re.compile(r"""
     WORKLOAD | MODEL_SIZE | DTYPE | JOB_TOTAL_GPUS | GPUS_PER_NODE | GPU_TYPE | MAX_STEPS |
     TIME_LIMIT | LOAD_CHECKPOINT_PATH | DRY_RUN
 """, re.X)  # fmt: skip
-"""Names of variables that decide what runs and how fast. No other is recorded: a private value does
-not always show by its name."""
+"""Names of variables that decide what runs and how fast. We record no other variable, since the
+name of a private value does not always show that it is private."""
 
 SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|JWT", re.I)
 """Pattern of recorded names whose values are redacted."""
 
 
 def variables() -> dict[str, str]:
-    """The recorded environment variables, without secrets: values of variables named like one, and
-    user and password in addresses."""
+    """The recorded environment variables without secrets. We redact the values of variables whose
+    names look secret, and user and password in addresses."""
     return {
         name: "REDACTED" if SECRET.search(name) else re.sub(r"://[^/\s]*@", "://REDACTED@", value)
         for name, value in sorted(os.environ.items())

@@ -14,7 +14,7 @@ from jaxbench.jax_internals import coordination_client
 
 
 def refuse(error: Exception, wait: bool) -> int:
-    """Ends with an error in one line; returns the exit status (`leave`)."""
+    """Ends with an error in one line. Returns the exit status (`leave`)."""
     text = f"error: {' '.join(str(error).split())}"
     tell(text)
     with contextlib.suppress(OSError):  # the log may be on the file system that fails
@@ -23,16 +23,16 @@ def refuse(error: Exception, wait: bool) -> int:
 
 
 def leave(code: int, wait: bool) -> int:
-    """Returns the exit status. Without `wait` a process of several, or with GPUs, exits here: in an
-    orderly exit JAX would wait for the other processes, which wait in collectives for this one, and
-    for its GPUs, which wait for the one that failed."""
+    """Returns the exit status, or exits here. Without `wait`, a process exits here if it is one of
+    several or has GPUs. In an orderly exit JAX would wait for the other processes, which wait in
+    collectives for this one, and for its GPUs, which wait for the one that failed."""
     if not wait and (coordination_client() is not None or jax.default_backend() == "gpu"):
         exit_now(code)
     return code
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends the process, with what was printed if that can be written."""
+    """Ends the process. First flushes what was printed, if it can be written."""
     try:
         sys.stdout.flush()
     finally:

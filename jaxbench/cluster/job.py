@@ -1,6 +1,6 @@
-"""The processes of one job: joining, and collective decisions.
+"""The processes of one job: how they join, and how they decide together.
 
-They use JAX's coordination service on the hosts' network: no device is involved, so nothing here
+They use JAX's coordination service on the hosts' network. No device is involved, so nothing here
 waits for a device or disturbs a step.
 """
 
@@ -21,33 +21,34 @@ from jaxbench.errors import STATUS, RecipeError, RunFailed, listed
 from jaxbench.jax_internals import coordination_client
 
 ARRIVAL_S = 900.0
-"""Longest time for which a process waits for others that compile: on a busy host they may take some
-minutes more, and Gloo waits for half a minute."""
+"""The longest time for which a process waits for others that compile. They may take some minutes
+more on a busy host, but Gloo waits for only half a minute."""
 
 JOIN_S, REMINDER_S = 300.0, 10.0
-"""Longest time for which a process waits for the others to start, and when it says so."""
+"""The longest time for which a process waits for the others to start, and the time after which it
+says that it waits."""
 
 TIMEOUT_MS = 300_000
-"""Longest time for which a process waits for a value of another one."""
+"""The longest time for which a process waits for a value of another one."""
 
 
 SUSPENDED_S = 7 * 24 * 3600
-"""Longest time for which a job with a watchdog may be suspended (`scontrol suspend`). After 100 s
-without a sign of life JAX would abort all processes, and its clock goes on while they are stopped,
-so that it would end a healthy job when it continues."""
+"""The longest time for which a job with a watchdog may be suspended (`scontrol suspend`). By
+default JAX aborts all processes after 100 s without a sign of life. Its clock goes on while they
+are stopped, so it would end a healthy job when the job continues."""
 
 
 def join(watched: bool = False) -> None:
-    """Connects this process to the others that a launcher started; does nothing for a single one.
-    With a watchdog, which does better, JAX does not miss silent processes.
+    """Connects this process to the others that a launcher started. Does nothing for a single
+    process. With a watchdog, which does this better, JAX does not look for silent processes.
 
-    Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`
-    and `JAX_PROCESS_ID`. Raises RecipeError for variables that name no job, and for a coordinator
-    that cannot be one.
+    Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`. Raises RecipeError for variables that name no job, and for a coordinator that
+    cannot be one.
     """
-    # JAX's preemption service would catch SIGTERM and do nothing, until `Signals` handles it.
+    # Until `Signals` handles SIGTERM, JAX's preemption service would catch it and do nothing.
     jax.config.update("jax_enable_preemption_service", False)
-    # The processes of a job reach each other directly, so JAX's warning of proxies is none.
+    # The processes of a job reach each other directly, so JAX need not warn of proxies.
     os.environ.setdefault("grpc_proxy", "")
     jax.config.update("jax_check_proxy_envs", False)
     found = membership(os.environ)
@@ -62,12 +63,12 @@ def join(watched: bool = False) -> None:
         cluster_detection_method="deactivate", initialization_timeout=2 * round(JOIN_S), **silence,
     )  # fmt: skip
     joined.set()
-    # Tells the others where this process is. To ask JAX for its rank would look for devices.
+    # The others learn where this process is. Asking JAX for its rank would look for devices.
     coordination_client().key_value_set(f"jaxbench/host/{found.rank}", node())
 
 
 def _wait(joined: threading.Event, found: Membership) -> None:
-    """Says for whom this process waits, and ends it when they have not come in time: JAX would
+    """Says which processes this one waits for, and ends it if they do not come in time. JAX would
     abort it without a line that says so."""
     if joined.wait(REMINDER_S):
         return
@@ -80,12 +81,12 @@ def _wait(joined: threading.Event, found: Membership) -> None:
 
 
 def node() -> str:
-    """This node's name: Slurm's, as its options take it, or the host's."""
+    """The name of this node: Slurm's name, which Slurm's options take, or the host's."""
     return os.environ.get("SLURMD_NODENAME", platform.node())
 
 
 def one_of_node(name: str) -> bool:
-    """Returns True in the first process of each node that asks. A name serves once."""
+    """Returns True in the first process of each node that asks. A name can be used once."""
     if (client := coordination_client()) is not None:
         try:
             client.key_value_set(f"jaxbench/{name}/{node()}", "")
@@ -97,7 +98,8 @@ def one_of_node(name: str) -> bool:
 def broadcast(name: str, make: Callable[[], Any]) -> Any:
     """Returns in every process the JSON value that rank 0 makes.
 
-    An error of rank 0 is raised in all: RecipeError as it is, others as RunFailed of their cause.
+    All processes raise an error of rank 0: a RecipeError as it is, any other error as a RunFailed
+    with the same cause.
     """
     if jax.process_count() == 1:
         return make()
@@ -120,7 +122,8 @@ def broadcast(name: str, make: Callable[[], Any]) -> Any:
 
 
 def gather(name: str, value: Any) -> list[Any]:
-    """Returns the JSON values of all processes, by rank, in rank 0; an empty list elsewhere."""
+    """Returns the JSON values of all processes, by rank, in rank 0. Returns an empty list
+    elsewhere."""
     count, key = jax.process_count(), f"jaxbench/{name}"
     if count == 1:
         return [value]
@@ -145,7 +148,7 @@ def all_agree(name: str, agrees: bool) -> bool:
 
 
 def barrier(name: str, seconds: float) -> bool:
-    """Waits for all processes; returns whether they came in time. A name serves once."""
+    """Waits for all processes. Returns whether they came in time. A name can be used once."""
     if coordination_client() is None:
         return True
     try:
@@ -156,8 +159,9 @@ def barrier(name: str, seconds: float) -> bool:
 
 
 def meet(name: str, seconds: float = ARRIVAL_S) -> None:
-    """Waits until all processes have come to the same point. A name serves once. Raises RunFailed
-    that names those which have not come in time, before a collective fails for the lack of them."""
+    """Waits until all processes have come to the same point. A name can be used once. If some do
+    not come in time, raises RunFailed with their names, before a collective fails because they are
+    missing."""
     client = coordination_client()
     if client is None:
         return

@@ -1,4 +1,4 @@
-"""The job that this process belongs to, by the variables of its launcher, and whether its
+"""The job that this process belongs to, according to the variables of its launcher, and whether its
 coordinator can be reached."""
 
 import re
@@ -19,17 +19,17 @@ LAUNCHERS = {
     "PMI_SIZE": "PMI_RANK",
     "WORLD_SIZE": "RANK",
 }
-"""The variable by which a launcher says how many processes it started, and that of the rank: JAX's
-own, srun, Open MPI, other MPIs, torchrun."""
+"""The variable by which a launcher says how many processes it started, and the variable of the
+rank: JAX's own, srun, Open MPI, other MPIs, torchrun."""
 
 FIRST_PORT, PORTS = 61440, 4096
-"""Ports of a coordinator under Slurm, the upper end of the ephemeral ones."""
+"""Ports of a coordinator under Slurm: the upper end of the ephemeral ports."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Process `rank` of `count`, and the coordinator's host and port, which `source` says.
-    `local_devices` are the GPUs of this process, None for all."""
+    """Process `rank` of `count`, and the coordinator's host and port. `source` is the variable that
+    names the coordinator. `local_devices` are the GPUs of this process, None for all."""
 
     host: str
     port: int
@@ -44,8 +44,9 @@ class Membership:
         return f"{self.host}:{self.port}"
 
     def check(self, node: str) -> None:
-        """Raises an error on this node where the coordinator's host has no address, or, in rank 0,
-        which is the coordinator, where its port is in use. JAX would abort the process."""
+        """Raises an error on this node if the coordinator's host has no address. Rank 0 is the
+        coordinator, so it also raises one if its port is in use. JAX would abort the process
+        instead."""
         where = f"{self.source}: node {node}: coordinator {self.address}"
         try:
             socket.getaddrinfo(self.host.strip("[]"), self.port, type=socket.SOCK_STREAM)
@@ -65,7 +66,7 @@ class Membership:
                 raise RecipeError(text) from error
 
     def others(self) -> str:
-        """For whom this process waits."""
+        """The processes that this one waits for, in words."""
         if self.rank == 0:
             return f"the other {self.count - 1} of {self.count} processes at {self.address}"
         try:
@@ -77,7 +78,7 @@ class Membership:
 
 def membership(variables: Mapping[str, str]) -> Membership | None:
     """The job of this process; None for a process of its own. Raises RecipeError for variables that
-    are set in part, that are no numbers, or that contradict each other."""
+    are set only in part, are not numbers, or contradict each other."""
     asked = [name for name in (ADDRESS, COUNT, RANK) if variables.get(name)]
     if 0 < len(asked) < 3:
         (missing, *_) = (name for name in (ADDRESS, COUNT, RANK) if name not in asked)
@@ -111,7 +112,7 @@ def membership(variables: Mapping[str, str]) -> Membership | None:
 
 
 def _place(variables: Mapping[str, str], name: str) -> tuple[int, int]:
-    """(processes, rank) by a launcher's variables."""
+    """The number of processes and the rank, by a launcher's variables."""
     count, rank = _whole(variables, name), 0
     if count > 1 or name == COUNT:
         rank = _whole(variables, LAUNCHERS[name], f" with {name}={count}")
@@ -140,8 +141,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _of_slurm(variables: Mapping[str, str]) -> tuple[str, int]:
-    """(host, port) of a step's coordinator: the step's first node, and a port that depends on job,
-    step and start, so that a second start does not meet the port that was in use."""
+    """The host and port of a step's coordinator. The host is the step's first node. The port
+    depends on job, step and start, so a second start does not meet a port that was in use."""
     nodes = variables.get(NODES, "")
     match = re.match(r"([^\s,\[\]]*)(?:\[(\d+)[^\]]*\]([^\s,\[\]]*))?", nodes)
     host = "".join(part or "" for part in match.groups()) if match else ""
@@ -156,7 +157,8 @@ def _of_slurm(variables: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _devices(variables: Mapping[str, str]) -> list[int] | None:
-    """The GPUs of this process: those of `JAX_LOCAL_DEVICE_IDS`, or under srun its own one."""
+    """The GPUs of this process: the ones in `JAX_LOCAL_DEVICE_IDS`, or under srun its own one. None
+    for all."""
     name = "JAX_LOCAL_DEVICE_IDS"
     if text := variables.get(name):
         if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):

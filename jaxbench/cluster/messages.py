@@ -1,5 +1,5 @@
-"""Lines to the launcher, by srun's own connection: the file system of the results may be what
-fails. Needs no JAX."""
+"""Lines to the launcher. They use srun's own connection, because the file system of the results may
+be what fails. Needs no JAX."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ def launcher() -> list[int]:
 
 
 def tell(message: str) -> None:
-    """Writes a line, led by the rank, for `launch/verdict.py`."""
+    """Writes a line that begins with the rank, for `launch/verdict.py`."""
     line = f"{os.environ.get('JAXBENCH_RANK')}: {' '.join(message.split())[:1000]}\n"
     for descriptor in launcher():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Facts and samples of each GPU of this host by NVIDIA's management library (NVML). It needs no
+"""Facts and samples of each GPU of this host, from NVIDIA's management library (NVML). It needs no
 root and makes no context on a GPU.
 
-The library is `nvidia-ml-py` of the extra `gpu`. What a driver does not tell is None.
+The library is `nvidia-ml-py` of the extra `gpu`. What a driver does not report is None.
 """
 
 import os
@@ -15,19 +15,20 @@ CLOCK_REASONS = {
     32: "software thermal slowdown", 64: "hardware thermal slowdown", 128: "power brake",
     256: "display clock",
 }  # fmt: skip
-"""Bits of NVML's clock event reasons, which were called throttle reasons."""
+"""Bits of NVML's clock event reasons, which used to be called throttle reasons."""
 
 HELD = 8 | 32 | 64 | 128
-"""Reasons that a GPU under load should not have; the power cap is one that it has."""
+"""Reasons that a GPU under load should not have. The power cap is not among them, since it is
+normal under load."""
 
 LINKS = 91
-"""Field of the number of NVLinks."""
+"""The field that has the number of NVLinks."""
 
 
 class Sample(NamedTuple):
-    """State of a GPU by NVML: MHz, W, Celsius, bits of its reasons for a lower clock, MiB in use,
-    percent of the time with a kernel; and since the driver was loaded MiB moved and ECC errors.
-    None for what it does not tell."""
+    """The state of a GPU by NVML: MHz, W, Celsius, bits of the reasons for a lower clock, MiB in
+    use, percent of the time with a kernel. Then counts since the driver was loaded: MiB moved and
+    ECC errors. None for what NVML does not report."""
 
     sm_mhz: int | None = None
     power_w: int | None = None
@@ -44,7 +45,8 @@ class Sample(NamedTuple):
 
 
 SAMPLED = (138, 139, 197, 198, 3, 4)
-"""Fields of a sample: NVLink's in KiB, PCIe's in bytes, ECC errors that were corrected and not."""
+"""Fields of a sample: NVLink's in KiB, PCIe's in bytes, and the ECC errors that were corrected and
+those that were not."""
 
 
 def reasons(bits: int) -> list[str]:
@@ -53,7 +55,8 @@ def reasons(bits: int) -> list[str]:
 
 
 def _value(function: str, *arguments: Any) -> Any:
-    """Result of a function of NVML; None where library, driver or GPU does not answer."""
+    """The result of a function of NVML. None if the library, the driver or the GPU does not
+    answer."""
     import pynvml
 
     try:
@@ -67,7 +70,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 class Gpu:
-    """A GPU by its number in NVML, which is that of `nvidia-smi`."""
+    """A GPU by its number in NVML, which `nvidia-smi` uses too."""
 
     def __init__(self, index: int):
         self.index = index
@@ -79,7 +82,7 @@ class Gpu:
 
     def _fields(self, *numbers: int) -> list[int | None]:
         values = self._ask("FieldValues", numbers) or []
-        # An unsigned value is in the low bytes of the union, whatever its width.
+        # The low bytes of the union hold an unsigned value of any width.
         told = [None if value.nvmlReturn else int(value.value.ullVal) for value in values]
         return told or [None] * len(numbers)
 
@@ -94,9 +97,9 @@ class Gpu:
         return self._ask("MaxClockInfo", 1)
 
     def facts(self) -> dict[str, Any]:
-        """Model, firmware, modes and limits: MHz, W, links; `ecc`, `mig` and `persistence` are
-        whether they are on, `numa` is the host's node; rows of memory that are remapped, and
-        whether a remapping waits for a reset or failed."""
+        """Model, firmware, modes and limits, in MHz, W and numbers of links. `ecc`, `mig` and
+        `persistence` say whether these are on; `numa` is the host's node. The last entries are rows
+        of memory that are remapped, and whether a remapping waits for a reset or failed."""
         mig, ecc, pci = (self._ask(name) for name in ("MigMode", "EccMode", "PciInfo"))
         persistence = self._ask("PersistenceMode")
         memory = self._ask("MemoryInfo")
@@ -145,7 +148,8 @@ class Gpu:
         )
 
     def reaches(self, other: "Gpu") -> bool | None:
-        """True if it can read the other's memory over NVLink; None if the driver does not tell."""
+        """True if this GPU can read the other's memory over NVLink; None if the driver does not
+        say."""
         status = self._ask("P2PStatus", other._handle, 2)
         return None if status is None else status == 0
 
@@ -156,8 +160,8 @@ def driver_version() -> str | None:
 
 
 def gpus(*, visible: bool = True) -> list[Gpu]:
-    """The GPUs of this host, in the order of CUDA: those that CUDA_VISIBLE_DEVICES leaves to this
-    process, or all. Raises RecipeError where NVML cannot be asked, which says why."""
+    """The GPUs of this host, in CUDA's order: the ones that CUDA_VISIBLE_DEVICES leaves to this
+    process, or all. Raises RecipeError with the reason if NVML cannot be asked."""
     try:
         import pynvml
     except ImportError as error:
@@ -172,7 +176,8 @@ def gpus(*, visible: bool = True) -> list[Gpu]:
 
 
 def _named(every: list[Gpu], names: list[str]) -> Iterator[Gpu]:
-    """GPUs by number or the beginning of a UUID, up to the first unknown one, as in CUDA."""
+    """GPUs by number or by the beginning of a UUID. As in CUDA, the first unknown name ends the
+    list."""
     for name in map(str.strip, names):
         named = [gpu for gpu in every if name in (str(gpu.index), (gpu.uuid or "")[: len(name)])]
         if not (name and named):

@@ -1,4 +1,4 @@
-"""Signals, on which all processes of a job stop before the same step."""
+"""Signals, after which all processes of a job stop before the same step."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from jaxbench.jax_internals import coordination_client
 
 LEAD = 3
 """Steps from the agreement to the stop. Rank 0 posts the agreement before it queues step n. Every
-process that is about to queue step n + LEAD has seen step n completed, in which rank 0 takes part,
-and so reads the agreement in time."""
+process that is about to queue step n + LEAD has seen step n completed. Rank 0 takes part in step n,
+so the process reads the agreement in time."""
 
 TIME_LIMIT = signal.SIGUSR1
 """Slurm's notice of the time limit, as `launch/submit.py` requests it."""
@@ -29,9 +29,9 @@ def name_of(number: signal.Signals) -> str:
 class Signals:
     """Handlers of SIGINT, SIGTERM and the notice of a time limit, sent to any process of a job.
 
-    While steps run, all processes stop before the same step; `agreed` is then the signal. Before
-    the first step `abandon` is called at once, from a thread: the main one may be in the compiler
-    for minutes, where Python handles no signal. A second signal to the same process raises
+    While steps run, all processes stop before the same step, and `agreed` is then the signal.
+    Before the first step, a thread calls `abandon` at once: the main thread may be in the compiler
+    for minutes, and Python handles no signal meanwhile. A second signal to the same process raises
     KeyboardInterrupt.
     """
 
@@ -48,7 +48,7 @@ class Signals:
 
     @property
     def received(self) -> signal.Signals | None:
-        """The first signal to this process; None before one."""
+        """The first signal to this process; None if there was none."""
         return signal.Signals(self._received[0]) if self._received else None
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def stop(self, step: int) -> bool:
-        """Returns whether the job stops before `step`; to be called before every step."""
+        """Returns whether the job stops before `step`. Call it before every step."""
         self._stepping = True
         if jax.process_count() == 1:
             stop_at, number = step, self._received[0] if self._received else 0
@@ -78,7 +78,7 @@ class Signals:
         return self.agreed is not None
 
     def _agree(self, step: int) -> tuple[int, int]:
-        """(step before which to stop, signal); (0, 0) if no process received one."""
+        """The step before which to stop, and the signal; (0, 0) if no process received one."""
         if self._received:
             coordination_client().key_value_set(
                 "jaxbench/signal", str(self._received[0]), allow_overwrite=True

@@ -1,5 +1,5 @@
-"""Samples of a node's GPUs while it trains: a thread of one of its processes asks NVML once a
-second, writes a compact file, and sums the samples up. Needs no JAX."""
+"""Samples of a node's GPUs during training. A thread of one of the node's processes asks NVML once
+a second, writes a compact file, and sums up the samples. Needs no JAX."""
 
 import gzip
 import os
@@ -16,22 +16,22 @@ from jaxbench.files import open_unlinked
 INTERVAL_S = 1.0
 
 TOGETHER = 60
-"""Samples of a GPU that are compressed together: the most that a killed process loses."""
+"""Samples of a GPU that are compressed together, and so the most that a killed process loses."""
 
 LOAD = 50
-"""Percent of the time before a sample in which kernels ran, from which the GPU is under load:
-training pauses for saves."""
+"""A GPU is under load if kernels ran for at least this percent of the time before a sample.
+Training pauses for saves, and these samples do not count."""
 
 THROTTLES = 4 | HELD
-"""Bits of the reasons that are limits: power, heat, and the power of the host."""
+"""Bits of the reasons that limit the clock: power, heat, and the power of the host."""
 
 COUNTED = Sample._fields.index("nvlink_sent_mib")
-"""First field of a sample that counts since the driver was loaded; in the file since the sample
-before."""
+"""The first field of a sample that counts since the driver was loaded. The file has the counts
+since the sample before."""
 
 
 class Totals:
-    """Sums over the samples of a GPU; means are of those under load."""
+    """Sums over the samples of a GPU. The means are over samples under load."""
 
     def __init__(self) -> None:
         self.first: Sample | None = None
@@ -42,7 +42,7 @@ class Totals:
         self._hottest: int | None = None
 
     def add(self, sample: Sample, seconds: float) -> list[int | None]:
-        """Adds a sample that stands for so many seconds; returns what was counted since the last
+        """Adds a sample that stands for this many seconds. Returns what was counted since the last
         one."""
         self.first, last, self.last = self.first or sample, self.last or sample, sample
         if sample.busy_pct is None or sample.busy_pct >= LOAD:
@@ -57,7 +57,7 @@ class Totals:
         return since(last, sample)
 
     def summary(self, max_mhz: int | None) -> dict[str, Any]:
-        """The record's figures of this GPU, without those that NVML does not tell."""
+        """The record's figures of this GPU, without what NVML does not report."""
         means = {name: self._sums[name] / count for name, count in self._counts.items()}
         errors = since(self.first or Sample(), self.last or Sample())[-2:]
         mhz = means.get("sm_mhz")
@@ -75,15 +75,16 @@ class Totals:
 
 
 def since(before: Sample, now: Sample) -> list[int | None]:
-    """Counts between two samples; None where a counter began again."""
+    """Counts between two samples; None for a counter that began again."""
     pairs = zip(before[COUNTED:], now[COUNTED:], strict=True)
     return [None if a is None or b is None or b < a else b - a for a, b in pairs]
 
 
 class Sampler:
-    """A context in which GPUs are sampled every `interval` seconds, into a file of CSV in gzip, of
-    which each part can be read alone. A file that cannot be written is given up with a line to
-    `say`. `summaries` are afterwards those of the GPUs, by `gpu`, their number in NVML."""
+    """A context in which GPUs are sampled every `interval` seconds, into a CSV file in gzip. Each
+    part of the file can be read alone. If the file cannot be written, the sampler gives it up and
+    says so with `say`. Afterwards `summaries` has the figures of each GPU; `gpu` is its number in
+    NVML."""
 
     def __init__(
         self, gpus: Sequence[Gpu], path: Path, say: Callable[[str], None],
@@ -103,7 +104,7 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(5 * self._interval)  # of a lost GPU NVML may never answer
+        self._thread.join(5 * self._interval)  # if a GPU is lost, NVML may never answer
         self._write()
         self.summaries = [
             {"gpu": gpu.index, **self._totals[gpu.index].summary(gpu.sm_max_mhz)}
@@ -117,7 +118,7 @@ class Sampler:
             due = max(due + self._interval, time.monotonic())
 
     def take(self, now: float) -> None:
-        """Samples all GPUs at a time in seconds since 1970."""
+        """Samples all GPUs. `now` is in seconds since 1970."""
         for gpu in self._gpus:
             sample = gpu.sample()
             counted = self._totals[gpu.index].add(sample, self._interval)

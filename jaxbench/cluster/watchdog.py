@@ -1,11 +1,11 @@
-"""The watchdog: a thread of each process that ends this process when the job stands still.
+"""The watchdog: a thread of each process that ends this process when the job makes no progress.
 
 JAX's coordination service and `srun --kill-on-bad-exit` end a job that loses a process. Nothing
 ends a hang: a collective that waits for a stuck rank waits forever, and cannot be interrupted (JAX
 issue 38503). So each process posts its progress in the key-value store of the coordination service,
-and measures how long it has made none itself. After the time limit it reads what the others have
-posted, records the reason, and ends itself; JAX and srun end the others. It opens no socket, and
-signals no process.
+and measures for how long it has made no progress itself. After the time limit it reads what the
+others have posted, records the reason, and ends itself; JAX and srun end the others. It opens no
+socket and signals no process.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from jaxbench.errors import STATUS, listed
 from jaxbench.jax_internals import coordination_client, coordinator
 
 SLOW = 10
-"""Factor on the time limit for the first step, which makes communicators, and for phases other than
-training: compiling, loading, saving."""
+"""The factor on the time limit for the first step, which makes communicators, and for phases other
+than training: compiling, loading, saving."""
 
 LATER = 1.5
-"""Factor on the time limits of ranks other than 0: rank 0 records the reason, so it is the first to
-end unless it is what hangs."""
+"""The factor on the time limits of ranks other than 0. Rank 0 records the reason, so it should end
+first, unless rank 0 is what hangs."""
 
 ENDED = "ended"
-"""Phase of a process that ends in good order, or has told why it fails."""
+"""The phase of a process that ends in good order, or that has said why it fails."""
 
 RECORD_S = 5.0
-"""Longest time for recording a hang: the file system may be what hangs."""
+"""The longest time for recording a hang, since the file system may be what hangs."""
 
 KEY = "jaxbench/progress"
 
@@ -63,7 +63,7 @@ class Progress:
 
 
 def describe(processes: list[Progress]) -> str:
-    """Processes in words: rank, host, phase and last completed step of each."""
+    """Processes in words: the rank, host, phase and last completed step of each."""
     return listed(
         (
             f"rank {p.rank} on {p.host} ({p.phase}, last completed step "
@@ -75,8 +75,8 @@ def describe(processes: list[Progress]) -> str:
 
 
 class Standstill:
-    """Why a job stands still, by what its processes post from half of the time limit on. Times are
-    seconds for which the reader itself has made no progress."""
+    """Finds out why a job makes no progress, from what its processes post from half of the time
+    limit on. Times are the seconds for which the reader itself has made no progress."""
 
     def __init__(self, processes: int, timeout: float):
         self._processes, self._timeout = processes, timeout
@@ -87,9 +87,9 @@ class Standstill:
     def reason(self, posted: list[Progress], idle: float) -> str | None:
         """The reason to end, with ranks and their last steps; None while there is none.
 
-        Silent ranks are named: they posted nothing for half of the time limit. If all post, the
-        ranks that are furthest behind are named. Their phase decides how long they may take: the
-        others wait for them.
+        Ranks are silent if they posted nothing for half of the time limit; the reason names them.
+        If all ranks post, it names the ranks that are furthest behind. Their phase decides how long
+        they may take, since the others wait for them.
         """
         states = {process.rank: process.state() for process in posted}
         if self._states not in (None, states):
@@ -119,11 +119,12 @@ class Standstill:
 
 
 class Watchdog:
-    """What this process does, and the thread that watches it. Without a time limit there is none.
+    """What this process does, and the thread that watches it. Without a time limit there is no
+    thread.
 
-    `phase` is `training` or a phase that may take longer than steps do; `started` and `completed`
-    are the last steps that were queued and completed. `hung` records the reason of a hang; then
-    the process ends.
+    `phase` is `training`, or a phase that may take longer than steps do. `started` and `completed`
+    are the last steps that were queued and completed. `hung` records the reason of a hang; then the
+    process ends.
     """
 
     def __init__(self, timeout: float | None = None, hung: Callable[[str], None] = lambda _: None):
@@ -152,8 +153,8 @@ class Watchdog:
         self.end()
 
     def claim(self) -> None:
-        """Lets this thread alone end the process, for its reason. A thread that comes later waits
-        here until the process is gone."""
+        """Lets only this thread end the process, for its own reason. A thread that comes later
+        waits here until the process is gone."""
         if not self._is_first():
             threading.Event().wait()
 
@@ -163,7 +164,7 @@ class Watchdog:
             return self._ender == threading.get_ident()
 
     def end(self) -> None:
-        """Claims the end and stops watching; the others do not wait for signs of life any more."""
+        """Claims the end and stops watching. The other processes no longer expect signs of life."""
         self.claim()
         self.phase = ENDED
         self._stop.set()
@@ -171,8 +172,8 @@ class Watchdog:
             self._thread.join(3 * self._interval)
 
     def lost(self) -> str | None:
-        """The processes that give no sign of life any more, which may be why this one fails; None
-        if all others do. Waits for the time of three posts."""
+        """The processes that no longer give a sign of life, which may be why this one fails. None
+        if all of them do. Waits for the time of three posts."""
         if self._thread is None or (before := self._read()) is None:
             return None
         time.sleep(3 * self._interval)
@@ -185,8 +186,8 @@ class Watchdog:
         at, idle, answered, standstill = time.monotonic(), 0.0, 0.0, None
         self._post()
         while not self._stop.wait(self._interval):
-            # A wait that takes much longer than it should was one of a process that was stopped
-            # (`scontrol suspend`), and made no progress for that reason.
+            # If a wait takes much longer than it should, the process was stopped
+            # (`scontrol suspend`) and made no progress for that reason.
             now = time.monotonic()
             idle += min(now - at, 2 * self._interval)
             at = now
@@ -206,14 +207,14 @@ class Watchdog:
         self._post()
 
     def _unanswered(self, idle: float, silent: float) -> str | None:
-        """The reason to end when the coordinator, a thread of rank 0, has not answered for some
-        seconds."""
+        """The reason to end if the coordinator, a thread of rank 0, has not answered for some time;
+        else None. `idle` and `silent` are seconds."""
         if idle <= self._timeout or silent <= self._timeout / 2:
             return None
         return f"no sign of life for {self._timeout / 2:g} s from rank 0 on {coordinator()}"
 
     def _post(self) -> bool:
-        """Posts the progress of this process; returns whether it made any since the last time."""
+        """Posts the progress of this process. Returns whether it made any since the last time."""
         before = self._posted
         self._posted = replace(
             before, phase=self.phase, started=self.started, completed=self.completed,
@@ -226,7 +227,7 @@ class Watchdog:
         return self._posted.state() != before.state()
 
     def _read(self) -> list[Progress] | None:
-        """What all processes posted last, by rank; None if the coordinator does not answer."""
+        """What all processes posted last, by rank. None if the coordinator does not answer."""
         client = coordination_client()
         if client is None:
             return [self._posted]
@@ -234,8 +235,8 @@ class Watchdog:
         return None if pairs is None else parse(pairs, self._processes)
 
     def _ask(self, kind: str, call: Callable[[], Any]) -> Any:
-        """Asks the coordinator, which never answers if it is frozen: None after a while, and while
-        an earlier call of this kind waits."""
+        """Asks the coordinator, which never answers if it is frozen. Returns None after a while,
+        and as long as an earlier call of this kind waits."""
         if kind in self._asking and self._asking[kind].is_alive():
             return None
         self._asking[kind], answer = within(self._interval / 2, call)
@@ -243,8 +244,8 @@ class Watchdog:
 
 
 def parse(pairs: list[tuple[str, str]], processes: int) -> list[Progress]:
-    """The processes by what they posted. Whatever else stands there is left out: anybody who
-    reaches the coordinator can post."""
+    """The processes by what they posted. Anything else is left out, since anybody who reaches the
+    coordinator can post."""
     found = {}
     for key, text in pairs:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -258,8 +259,8 @@ def parse(pairs: list[tuple[str, str]], processes: int) -> list[Progress]:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> tuple[threading.Thread, Any]:
-    """Calls a function in a thread; returns the thread and the result, None if it takes longer or
-    fails."""
+    """Calls a function in a thread. Returns the thread and the result; the result is None if the
+    call takes longer or fails."""
     result: list[Any] = [None]
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The forecast's cost model, of measured kernels and links; the bound's is
+"""The forecast's cost model, made of measured kernels and links. The bound's cost model is
 `xla.schedule.Roofline`."""
 
 from collections.abc import Mapping
@@ -17,26 +17,28 @@ from jaxbench.xla.schedule import Roofline, peak
 from jaxbench.xla.timeline import Kernel
 
 TILE = (128, 128, 64)
-"""Tile of a product on Hopper's tensor cores, in elements along m, n and k: sizes are padded to
+"""Tile of a matmul on Hopper's tensor cores, in elements along m, n and k. Sizes are padded to
 it."""
 
 MICRO = 1e-6
 
 SCAN = "ssd_"
-"""Beginning of the names of the scan's kernels."""
+"""The names of the scan's kernels begin with this."""
 
 START, RING_NVLINK, TREE_NVLINK, NETWORK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO, 14.0 * MICRO
-"""Latencies of NCCL's protocol for large messages: a collective's start, each step of a ring and of
-a tree over NVLink, each step between domains. NCCL chooses its algorithms by these constants
-(NVIDIA/nccl src/graph/tuning.cc)."""
+"""Latencies of NCCL's protocol for large messages, in seconds: the start of a collective, each step
+of a ring and of a tree over NVLink, each step between domains. NCCL chooses its algorithms by these
+constants (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Effects that tables of single kernels do not have: `slowdown` is the factor on a kernel's
-    time that overlaps with a collective; `tuned` is true for rings as fast as in a tuned network;
-    `sustained` for clocks under the power limit, those of bursts otherwise; `spread` is the
-    standard deviation of the GPUs' speed; `scan` names the kernels of Mamba-2 whose rate ours have.
+    """Effects that tables of single kernels do not have.
+
+    `slowdown` is the factor on the time of a kernel that overlaps with a collective. `tuned` says
+    that rings are as fast as in a tuned network. `sustained` says that clocks are under the power
+    limit; otherwise they are as high as in bursts. `spread` is the standard deviation of the GPUs'
+    speed. `scan` names the Mamba-2 kernels whose rate we assume for ours.
     """
 
     slowdown: float
@@ -51,15 +53,15 @@ CONDITIONS = {
     "fast": Conditions(slowdown=1.0, sustained=False),
     "slow": Conditions(slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate"),
 }
-"""Scenarios of a forecast. Kernels that overlap with a collective were 18.9 % slower on average and
-40 % at most, on H100 and other GPUs, than the same kernels of the same step without it (arXiv
-2507.03114): they share cores, bandwidth and power. On an H100 clocks fell from 1980 to 1575 MHz
-(deepseek-ai/DeepGEMM issue 120)."""
+"""Scenarios of a forecast. Kernels that overlap with a collective share cores, bandwidth and power
+with it. They were 18.9 % slower on average, and 40 % at most, than the same kernels of the same
+step without it, on H100 and other GPUs (arXiv 2507.03114). On an H100 clocks fell from 1980 to 1575
+MHz (deepseek-ai/DeepGEMM issue 120)."""
 
 
 class Measured(Roofline):
-    """The cost model of a forecast: times from tables, scaled where the GPU's links are not those
-    that were measured. `gpus` are those of the job, which waits for the slowest."""
+    """The cost model of a forecast. Times are from tables, and scaled if the GPU's links are not
+    the ones that were measured. The job has `gpus` GPUs and waits for the slowest of them."""
 
     def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions, gpus: int = 1):
         super().__init__(gpu, conditions.slowdown)
@@ -68,13 +70,13 @@ class Measured(Roofline):
 
     @cached_property
     def products(self) -> dict[str, Grid]:
-        """Products by format."""
+        """Times of matmuls by format."""
         names = self.tables.names("product")
         return {name: Grid(self.tables.values["product", name]) for name in names}
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
-        """Seconds of a kernel by part. A product or attention takes its measured time, at least the
-        time to move its bytes; another kernel takes the latter."""
+        """Seconds of a kernel by part. A matmul or attention takes its measured time, and at least
+        the time to move its bytes. Any other kernel takes the time to move its bytes."""
         start, moving = self._memory(kernel.bytes)
         if not kernel.works:
             return {"launches": start, kernel.part: moving} if kernel.bytes else {}
@@ -83,8 +85,8 @@ class Measured(Roofline):
         return seconds | {"launches": kernel.further * start} if kernel.further else seconds
 
     def work(self, work: Work) -> float:
-        """Seconds of a product, attention or Mamba-2's scan; of other work, which has no table,
-        those of its FLOPs at the dtype's peak."""
+        """Seconds of a matmul, attention or Mamba-2's scan. Other work has no table: it takes the
+        seconds of its FLOPs at the dtype's peak."""
         if work.kind == "product":
             return self._product(work)
         if work.kind.startswith(SCAN):
@@ -93,8 +95,8 @@ class Measured(Roofline):
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
     def format(self, work: Work) -> str:
-        """Format of a product's table: fp32 products take twice the time of bf16's; MXFP8's take
-        that of FP8's where there is no other."""
+        """The format whose table a matmul uses. fp32 uses the table of bf16 and takes twice its
+        time. MXFP8 uses FP8's if it has no table of its own."""
         if work.format in self.products:
             return work.format
         return "fp8" if work.format == "mxfp8" else "bf16"
@@ -111,14 +113,15 @@ class Measured(Roofline):
         return min(lengths) <= length <= max(lengths) and head_dim in head_dims
 
     def _as_measured(self, work: Work) -> tuple[int, int, int]:
-        """m, n and k of a product; with m and n swapped if only then the table covers them, since
-        the transposed product is the same work."""
+        """m, n and k of a matmul. They come with m and n swapped if the table covers them only this
+        way, since the transposed matmul is the same work."""
         m, n, k = padded(work)
         grid = self.products[self.format(work)]
         return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
 
     def _profiled_s(self, work: Work) -> float | None:
-        """Seconds of a product of exactly these sizes in a profiled step; None without one."""
+        """Seconds of a matmul of exactly these sizes in a profiled step. None if no such step is in
+        the tables."""
         times = self.tables.values.get(("profiled", work.format), {})
         time = times.get(padded(work))
         return None if time is None else time * MICRO
@@ -131,10 +134,10 @@ class Measured(Roofline):
         return max(wide * max(measured, self._sustained_s(work)), self._least(work))
 
     def _sustained_s(self, work: Work) -> float:
-        """Least seconds of a product in a step, at the rate that the power limit leaves when
-        products follow each other. Tables have bursts: the limit acts after 50 ms or so. It holds
-        the rate, not a share of the clocks: where bursts reach 650 to 900 TFLOP/s on an H100, all
-        products keep 680 to 700."""
+        """The least seconds of a matmul in a step, at the rate that the power limit leaves when
+        matmuls follow each other. The tables have bursts, because the limit acts only after 50 ms
+        or so. The limit holds the rate and not a share of the clocks: on an H100 bursts reach 650
+        to 900 TFLOP/s, and all matmuls then keep 680 to 700."""
         if not self.conditions.sustained:
             return 0.0
         rates = self.tables.values["sustained", self.format(work)]
@@ -145,7 +148,7 @@ class Measured(Roofline):
         return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
     def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
-        """FLOP/s of the causal half by sizes."""
+        """FLOP/s by sizes. Only the FLOPs of the causal half count."""
         times = self.tables.values["attention", direction]
         per_score = FLOPS_PER_SCORE[direction]
         return {
@@ -165,13 +168,13 @@ class Measured(Roofline):
         return self._memory(kernel.bytes)[1]
 
     def _memory(self, moved: int) -> tuple[float, float]:
-        """(start, seconds beyond it) of a kernel that moves `moved` bytes."""
+        """The start of a kernel that moves `moved` bytes, and its seconds after the start."""
         points = sorted((s[0], time) for s, time in self.tables.values["memory", "any"].items())
         start = max(0.0, between(points, 0)) * MICRO
         return start, max(0.0, between(points, moved) * MICRO - start)
 
     def collective(self, collective: Collective) -> float:
-        """Seconds of one run, alone."""
+        """Seconds of one run without anything else."""
         if collective.crosses_domains(self.gpu):
             return self._between_domains(collective)
         if collective.like == "collective-permute":
@@ -181,9 +184,9 @@ class Measured(Roofline):
         return self._inside(collective.like, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Seconds inside an NVLink domain, from the times of the largest measured group that is not
-        larger than this one. A larger group has the same time per byte sent; in a ring each further
-        GPU adds the latency of a step. An all-to-all has no steps."""
+        """Seconds inside an NVLink domain. They follow from the times of the largest measured group
+        that is not larger than this one. A larger group takes the same time per byte sent; in a
+        ring each further GPU also adds the latency of a step. An all-to-all has no steps."""
         times = self.tables.values["collective", kind]
         known = max((n for n, _ in times if n <= group), default=min(n for n, _ in times))
         points = sorted((b, time) for (n, b), time in times.items() if n == known)
@@ -193,9 +196,9 @@ class Measured(Roofline):
         return measured * share * self._slower + further * RING_NVLINK
 
     def _between_domains(self, collective: Collective) -> float:
-        """Seconds between domains. Rings pass through all members of a domain before they leave it;
-        a small all-reduce uses trees. A permute and an all-to-all send directly to the receiver,
-        each GPU over its own NIC."""
+        """Seconds between domains. A ring passes through all members of a domain before it leaves
+        the domain. A small all-reduce uses trees. In a permute and an all-to-all each GPU sends
+        directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
@@ -213,22 +216,22 @@ class Measured(Roofline):
         return START + latency + sent / min(rate, self._nvlink(collective.like))
 
     def _nvlink(self, kind: str) -> float:
-        """Bytes per second that a GPU sends in a ring over NVLink: those of the largest transfer of
-        the table."""
+        """Bytes per second that a GPU sends in a ring over NVLink, from the largest transfer of the
+        table."""
         times = self.tables.values["collective", kind]
         n, whole = max(times)
         return STEPS[kind] * whole * (n - 1) / n / (times[n, whole] * MICRO) / self._slower
 
     @property
     def _slower(self) -> float:
-        """Factor by which NVLink is slower than on the GPU of the tables."""
+        """The factor by which NVLink is slower than on the GPU of the tables."""
         return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches: the table's, interpolated
-        over the logarithm of the number of domains. Beyond the table it is extrapolated from the
-        last two points, to `LEAST_SHARE` at least; an untuned network has at most the share that
-        was measured in one."""
+        """The share of the NICs' rate that a ring over domains reaches. It is interpolated in the
+        table over the logarithm of the number of domains. Beyond the table it is extrapolated from
+        the last two points, but not below `LEAST_SHARE`. An untuned network has at most the share
+        that was measured in one."""
         table = self.tables.values["network", "ring"]
         points = sorted((log(sizes[0]), share) for sizes, share in table.items())
         x = log(domains)
@@ -241,24 +244,25 @@ class Measured(Roofline):
 
 
 STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
-"""Passes around the ring that each kind of collective makes."""
+"""How often each kind of collective passes around the ring."""
 
 LEAST_SHARE = 0.1
-"""Least share of a NIC's rate that is extrapolated."""
+"""The least share of a NIC's rate that an extrapolation gives."""
 
 FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
-"""FLOPs of attention for each score and element of a head: two products forward; four backward,
-and the scores again."""
+"""FLOPs of attention for each score and each element of a head. The forward pass has two matmuls.
+The backward pass has four, and computes the scores again."""
 
 
 def slowest(spread: float, gpus: int) -> float:
-    """Speed of the slowest of `gpus` GPUs relative to that of the median GPU: the median of the
+    """The speed of the slowest of `gpus` GPUs relative to the median GPU. It is the median of the
     minimum of as many draws from a normal distribution."""
     return 1 - spread * NormalDist().inv_cdf(0.5 ** (1 / gpus))
 
 
 def padded(work: Work) -> tuple[int, int, int]:
-    """m, n and k of a product, in whole tiles; the products of a batch are as many more rows."""
+    """m, n and k of a matmul in whole tiles. The matmuls of a batch count as that many more
+    rows."""
     batch, *sizes = work.sizes
     m, n, k = (-(-size // tile) * tile for size, tile in zip(sizes, TILE, strict=True))
     return batch * m, n, k

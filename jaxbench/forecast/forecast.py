@@ -1,5 +1,5 @@
-"""A forecast: the compiled schedule under measured times (`docs/design/forecast.md`; compared with
-published steps in `docs/forecast.md`)."""
+"""A forecast: the compiled schedule with measured times. `docs/design/forecast.md` explains it, and
+`docs/forecast.md` compares it with published steps."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,19 +18,27 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Forecast seconds of a step: `step_s` is expected; `fast_s` is the least and `slow_s` the most
-    of all independent tables of products, under the other scenarios of `costs.CONDITIONS`.
+    """The forecast of a step, in seconds.
 
-    `parts_s` add up to `step_s`: kernels by what they are, `launches`, what overlapping
-    collectives add to them (`slowed`), and waiting for collectives by mesh axes (`exposed: fsdp`)
-    and for copies to and from the host (`exposed: host`).
-    `rests_on` are seconds of the step by what they rest on, the most first: `measured shapes`;
-    shapes `in proportion` to measured ones, the largest of which are `beyond`; `bytes` of kernels
-    without arithmetic; `links`, what collectives and copies are waited for and slow down; and
-    `nothing`, custom calls without a rule. `outside` is the share of the kernels' seconds in
-    proportion or on nothing; `unknown` are the seconds, by bytes alone, of custom calls without a
-    rule, by target; `sources` says where each kind of table is from, `assumed` what stands in for
-    tables that the program needs.
+    `step_s` is what we expect. `fast_s` and `slow_s` are the least and the most under the other
+    scenarios of `costs.CONDITIONS`, with any of the independent tables of matmuls.
+
+    `parts_s` add up to `step_s`. They are the kernels by what they are, the `launches`, what
+    overlapping collectives add to kernels (`slowed`), and the waits for collectives by mesh axes
+    (`exposed: fsdp`) and for copies to and from the host (`exposed: host`).
+
+    `rests_on` divides the seconds of the step by what they rest on, the most first:
+
+    - `measured shapes`
+    - `in proportion` to measured shapes; `beyond` has the largest of these shapes
+    - `bytes`: kernels without arithmetic
+    - `links`: waits for collectives and copies, and being slowed by collectives
+    - `nothing`: custom calls without a rule
+
+    `outside` is the share of the kernels' seconds that are in proportion or rest on nothing.
+    `unknown` has, by target, the seconds of custom calls without a rule, from their bytes alone.
+    `sources` says where each kind of table is from. `assumed` says what stands in for tables that
+    the program needs.
     """
 
     step_s: float
@@ -46,7 +54,7 @@ class Forecast:
 
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
-    """The forecast of a program's walk on a GPU; `axes` names the mesh axes of a collective."""
+    """The forecast of a program's walk on a GPU. `axes` names the mesh axes of a collective."""
 
     def costs(conditions: str, tables: Tables = tables) -> Measured:
         return Measured(gpu, tables, CONDITIONS[conditions], walk.program.devices)
@@ -91,16 +99,16 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
 
 
 def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
-    """The schedule whose seconds a forecast expects."""
+    """The schedule with the seconds that a forecast expects."""
     return walk.under(Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices))
 
 
 def _bases(
     walk: Walk, costs: Measured
 ) -> tuple[float, dict[Work, float], dict[str, float], set[str]]:
-    """Seconds per step of work whose sizes the tables cover, of work that they do not reach, and of
-    custom calls without a rule, those of the bytes that they move; and the tables that are used:
-    formats of products, and kinds of other work."""
+    """What the seconds of a step rest on: the seconds of work whose sizes the tables cover, of work
+    beyond the tables, and of custom calls without a rule, from the bytes that they move. Also the
+    tables that are used: formats of matmuls, and kinds of other work."""
     measured_s, used = 0.0, set()
     beyond: defaultdict[Work, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""A profile for XLA's latency-hiding scheduler, of forecast times instead of measured ones."""
+"""A profile for XLA's latency-hiding scheduler, with forecast times instead of measured ones."""
 
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.tables import load
@@ -10,17 +10,19 @@ from jaxbench.xla.launches import launches_kernel
 from jaxbench.xla.schedule import Walk
 
 SCHEDULED = r'scheduling_name="([^"]*)"'
-"""Pattern of an instruction's name before it was scheduled, by which the scheduler looks it up."""
+"""Pattern of the name that an instruction had before it was scheduled. The scheduler looks it up by
+this name."""
 
 
 def expected(gpu: Gpu, count: int) -> Measured:
-    """The cost model of a forecast for a job of `count` GPUs, by the package's tables."""
+    """The cost model of a forecast for a job of `count` GPUs, with the package's tables."""
     return Measured(placed(gpu, count), load(gpu.name.lower()), CONDITIONS["expected"], count)
 
 
 def guide(program: Program, gpu: Gpu) -> str:
     """The profile with which the scheduler can schedule a program again: seconds of every kernel
-    and copy, and of every collective by its start. A text proto (`ProfiledInstructionsProto`)."""
+    and copy, and of every collective under the name of its start. It is a text proto
+    (`ProfiledInstructionsProto`)."""
     costs = expected(gpu, program.devices)
     kernels = {name: kernel for name, kernel, _ in Walk(program).kernels()}
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Times between those that were measured."""
+"""Interpolates between measured times."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from jaxbench.forecast.tables import Sizes
 
 
 def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at x on a line through sorted points (x, value); extrapolated linearly below the
-    first, in proportion to x above the last."""
+    """The value at x on a line through sorted points (x, value). Below the first point it is
+    extrapolated linearly, above the last one in proportion to x."""
     xs = [point for point, _ in points]
     if len(points) == 1 or x >= xs[-1]:
         last, value = points[-1]
@@ -22,12 +22,12 @@ def between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 class Grid:
-    """Times on a grid of sizes, one axis for each dimension. A missing point is scaled in
+    """Times on a grid of sizes, with one axis for each dimension. A missing point is scaled in
     proportion from the nearest smaller one.
 
-    A kernel's time is nearly affine in each of its sizes (a start, and so much per tile), so it is
-    interpolated multilinearly. Below the first size it is extrapolated linearly, since the start
-    does not shrink; above the last it grows in proportion.
+    A kernel's time is nearly affine in each of its sizes: a start, and a constant time per tile. So
+    we interpolate multilinearly. Below the first size the time is extrapolated linearly, since the
+    start does not shrink. Above the last size it grows in proportion.
     """
 
     def __init__(self, times: Mapping[Sizes, float]):

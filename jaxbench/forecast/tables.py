@@ -1,18 +1,18 @@
-"""Measurements of a GPU and its links: small CSV files, sources in their first lines.
+"""Measurements of a GPU and its links, in small CSV files that name their sources first.
 
-A line is a kind, a name, sizes joined by `x`, and what was measured, in microseconds unless the
+A line has a kind, a name, sizes joined by `x`, and what was measured, in microseconds unless the
 kind says otherwise:
 
 - `product`, its format, m x n x k: [m, k] times [k, n]
-- `repeated`, the same products timed a second time, independently of the first
-- `profiled`, the same in a training step: the time of products of exactly these sizes
+- `repeated`, the same matmuls timed a second time, independently of the first
+- `profiled`, the same in a training step: the time of matmuls of exactly these sizes
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
-- `sustained`, a product's format, milliseconds of uninterrupted products before: TFLOP/s
-- `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, by one kernel
-  or by one for each of its steps
-- `network` and `nvlink`: shares of a link's rate that are reached (`measured/network.csv`)
+- `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
+- `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
+  or in one for each of its steps
+- `network` and `nvlink`: the share of a link's rate that is reached (`measured/network.csv`)
 
 A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
 that were not measured.
@@ -33,7 +33,7 @@ GPU, ASSUMED, PACKAGE = "# gpu: ", "# assumed ", "the package's"
 COLUMNS = "kind,name,sizes"
 
 FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
-"""Formats of products."""
+"""Formats of matmuls."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (FORMATS, (1, 1, 1)),
@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "network": (("ring", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
-"""Names of each kind, and the least value of each of its sizes."""
+"""The names of each kind, and the least value of each of its sizes."""
 
 Sizes = tuple[int, ...]
 Times = dict[Sizes, float]
@@ -55,8 +55,8 @@ Times = dict[Sizes, float]
 
 @dataclass(frozen=True)
 class Tables:
-    """Values by (kind, name) and sizes; `sources` has their files by `"kind name"`, `assumed` what
-    stands in for measurements by `"kind name"` or `"kind"`."""
+    """Values by (kind, name) and sizes. `sources` has their files by `"kind name"`. `assumed` says
+    what stands in for measurements, by `"kind name"` or `"kind"`."""
 
     values: Mapping[tuple[str, str], Mapping[Sizes, float]]
     sources: Mapping[str, str]
@@ -67,7 +67,8 @@ class Tables:
         return {name for known, name in self.values if known == kind}
 
     def independent(self) -> list["Tables"]:
-        """These tables, then the same with the repeated products in place of the first ones."""
+        """These tables, then the same tables with the repeated matmuls in place of the first
+        ones."""
         repeated = {
             ("product", name): self.values["repeated", name] for name in self.names("repeated")
         }
@@ -76,10 +77,10 @@ class Tables:
 
 @cache
 def load(gpu: str, file: Path | None = None) -> Tables:
-    """The tables of a GPU in the package; those in `file` take precedence.
+    """The tables of a GPU in the package. Tables in `file` take precedence.
 
-    Raises RecipeError for a GPU without tables, and for a file that is no table or that of another
-    GPU.
+    Raises RecipeError for a GPU without tables, and for a file that is not a table or is for
+    another GPU.
     """
     packaged = FOLDER / f"{gpu}.csv"
     if not packaged.is_file():
@@ -104,21 +105,22 @@ def load(gpu: str, file: Path | None = None) -> Tables:
                 assumed.pop(" ".join(key), None)
                 assumed.pop(key[0], None)
             if path == file and key[0] == "product" and ("repeated", key[1]) not in measured:
-                # Those of the package say how far other machines may be from its table.
+                # The package's repeated times say how far other machines may be from its table.
                 values.pop(("repeated", key[1]), None)
                 sources.pop(f"repeated {key[1]}", None)
     return Tables(values, sources, assumed)
 
 
 def assumptions(path: Path) -> dict[str, str]:
-    """Assumptions that a file of the package states."""
+    """The assumptions that a file of the package states."""
     lines = (line for line in path.read_text().splitlines() if line.startswith(ASSUMED))
     return dict(line.removeprefix(ASSUMED).split(": ", 1) for line in lines)
 
 
 def _beside(kind: str, packaged: Times, user: Times) -> Times:
-    """The package's values that remain beside a user's of the same kind: collectives of other
-    numbers of GPUs, and the start of a kernel (0 bytes), which `calibrate` does not measure."""
+    """The package's values that remain next to a user's values of the same kind. For collectives
+    these are the other numbers of GPUs. For `memory` it is the start of a kernel (0 bytes), which
+    `calibrate` does not measure."""
     if kind == "collective":
         groups = {sizes[0] for sizes in user}
         return {sizes: time for sizes, time in packaged.items() if sizes[0] not in groups}
@@ -139,8 +141,8 @@ def text(gpu: str, comments: Sequence[str], lines: Sequence[str]) -> str:
 
 
 def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
-    """The GPU of a file, and its values; a spreadsheet's byte order mark and empty cells at the end
-    of a line are ignored. Raises RecipeError where it is no such file, with the line."""
+    """The GPU of a file, and its values. A spreadsheet's byte order mark is ignored, and so are
+    empty cells at the end of a line. If the file is no table, raises RecipeError with the line."""
     values: dict[tuple[str, str], Times] = {}
     gpu, heading = "", False
     try:
@@ -167,7 +169,7 @@ def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
 
 
 def _parsed(cells: list[str], line: int) -> tuple[tuple[str, str], Sizes, float]:
-    """((kind, name), sizes, value) of a line. Raises ValueError."""
+    """The kind and name, the sizes, and the value of a line. Raises ValueError."""
     try:
         kind, name, text, value, *rest = (cell.strip() for cell in cells)
         sizes, number = tuple(map(int, text.split("x"))), float(value)

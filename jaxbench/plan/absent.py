@@ -1,4 +1,4 @@
-"""Absent GPUs: compile-only devices, in any number.
+"""Absent GPUs: devices that one can only compile for, in any number.
 
 They need the compiler of `pip install '.[plan]'` (CUDA plugin, cuDNN, nvcc), but no GPU, driver or
 CUDA installation.
@@ -21,8 +21,9 @@ def check_compiler() -> None:
 
 
 def compile_only_devices(gpu: Gpu, count: int) -> list[jax.Device]:
-    """`count` devices for which programs can be compiled but not run, in full nodes or a part of
-    one. XLA's topology is NVLink domains x nodes of each x GPUs of each. Raises RecipeError."""
+    """`count` devices in full nodes, or in a part of one node. Programs can be compiled for them,
+    but not run. XLA's topology is NVLink domains x nodes per domain x GPUs per node. Raises
+    RecipeError."""
     check_compiler()
     domain, local = placed(gpu, count).domain, min(count, gpu.node)
     topology = topologies.get_topology_desc(

@@ -11,12 +11,12 @@ from jaxbench.recipe.checks import positive
 from jaxbench.terminal import Parser, check_folder, completes
 
 MODES = ("diff", "all", "hlo", "profile", "scaling", "search")
-"""Options that do another thing than to plan one row."""
+"""Options that do something else than planning one row."""
 
 DEFAULT_GPU = "h100"
 
 LIMIT = 40
-"""Candidates that a search compiles by default."""
+"""The number of candidates that a search compiles by default."""
 
 EXAMPLES = """
     jaxbench plan --config llama2_70b_bf16 --gpus 64
@@ -75,7 +75,7 @@ def make_parser() -> Parser:
 
 
 def add_modes(parser: argparse.ArgumentParser) -> None:
-    """Options that plan something else than one row."""
+    """Options that do something else than planning one row."""
     add = parser.add_argument_group("instead of one row").add_argument
     add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
     add("--search", action="store_true", help="try other meshes and remat policies for the row")

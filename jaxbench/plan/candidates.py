@@ -1,7 +1,7 @@
 """Candidates of a search: the row with another mesh, microbatch, `expert_parts` or remat policy, as
-far as `recipe.settings` allows it, and an estimate of the memory of each.
+far as `recipe.settings` allows it. Estimates the memory of each.
 
-The *layout* of a candidate is everything but its remat policy.
+The *layout* of a candidate is everything except its remat policy.
 """
 
 import math
@@ -23,22 +23,22 @@ KEYS = (
     "execution.remat",
     "execution.offload",
 )
-"""Settings in which candidates differ, by their `--set` keys."""
+"""The settings in which candidates differ, by their `--set` keys."""
 
 GROUPS = (("attention",), ("latent",), ("query", "key", "value"), ("residual",), ("dispatched",),
           ("gate", "up"), ("mamba",))  # fmt: skip
-"""Activations that are saved together: saving a part of a group spares no product."""
+"""Activations that are saved together. Saving only a part of a group would spare no matmul."""
 
 EIGHTHS = 8
 """A group may be saved in any number of eighths of the layers."""
 
 WORKSPACE = 3
-"""Copies of a layer's gathered weights and activations that are in memory at a time: of the layer,
-of the next one, which is prefetched, and gradients."""
+"""Copies of a layer's gathered weights and activations that are in memory at the same time: the
+layer's own, the copy of the next layer, which is prefetched, and gradients."""
 
 UNROLLED = 0.1
-"""Largest share of a step that unrolled layers are assumed to save, since they copy no stash and
-gather weights once."""
+"""The largest share of a step that we assume unrolled layers save: they copy no stash, and gather
+weights once."""
 
 
 parameters = cache(flops.parameters)
@@ -61,7 +61,8 @@ def settings(run: Run) -> dict[str, int | str]:
 
 def changes(run: Run, row: Run) -> list[str]:
     """The `--set` entries that turn a row into a candidate. For another layout of a derived row
-    these are all `KEYS` and the global batch, because what is not set would be derived anew."""
+    these are all `KEYS` and the global batch, because anything that is not set would be derived
+    anew."""
     before, after = settings(row), settings(run)
     if layout(run) != layout(row) and row.label == "derived":
         before, after["batch.global_batch"] = {}, run.batch.global_batch
@@ -69,7 +70,7 @@ def changes(run: Run, row: Run) -> list[str]:
 
 
 def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
-    """Every layout that can run, with full remat; `fixed` keys keep the row's values."""
+    """Every layout that can run, with full remat. The keys in `fixed` keep the row's values."""
     result = []
     for parallelism in _parallelisms(row):
         batch_ranks = row.gpus // parallelism.ranks * parallelism.fsdp * parallelism.expert
@@ -88,7 +89,8 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
 
 
 def _expert_parts(row: Run, p: Parallelism, fixed: frozenset[str]) -> set[int]:
-    """The values of `expert_parts` to try: 1, 2 and the row's if ranks exchange tokens, else 1."""
+    """The values of `expert_parts` to try: 1, 2 and the row's value if ranks exchange tokens, else
+    1."""
     of_row = row.execution.expert_parts
     if "execution.expert_parts" in fixed:
         return {of_row}
@@ -97,7 +99,8 @@ def _expert_parts(row: Run, p: Parallelism, fixed: frozenset[str]) -> set[int]:
 
 def _parallelisms(row: Run) -> Iterator[Parallelism]:
     """Every division of the GPUs among the axes. Virtual stages divide the blocks of a pipeline
-    rank, so that they add no padding; the most, with the shortest bubble, come first."""
+    rank, so they add no padding. The largest number of stages has the shortest bubble and comes
+    first."""
     _, blocks = repeating_blocks(row.model)[-1]
     for sizes in product(_divisors(row.gpus), repeat=len(CHOSEN)):
         if row.gpus % math.prod(sizes) == 0:
@@ -112,10 +115,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def distance(a: Run, b: Run) -> int:
-    """The number of changes between two layouts: one for each prime factor of an axis size that
-    moves to another axis, one for the microbatch, one for the virtual stages if the pipelines have
-    equally many ranks. `expert_parts` counts only between layouts equal in all these, since mesh
-    and microbatch decide which numbers of parts are possible."""
+    """The number of changes between two layouts. Each prime factor of an axis size that moves to
+    another axis counts one, and so does another microbatch. Other virtual stages count one if the
+    pipelines have equally many ranks. `expert_parts` counts only between layouts that are otherwise
+    equal, since mesh and microbatch decide which numbers of parts are possible."""
     sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
     moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
     p, q = a.parallelism, b.parallelism
@@ -133,7 +136,7 @@ def _prime_factors(number: int) -> int:
 
 
 def with_policies(run: Run, fixed: str | None = None) -> list[Run]:
-    """The layout with each remat policy that it can run with, or with the `fixed` one."""
+    """The layout with each remat policy that it can run with, or with the `fixed` policy."""
     result = []
     for remat in [fixed] if fixed else policies(run):
         try:
@@ -166,14 +169,14 @@ def policies(run: Run) -> Iterator[str]:
 
 
 def _saved(run: Run, name: str) -> float:
-    """Share of the layers that save an activation on the device."""
+    """The share of the layers that save an activation on the device."""
     saved = run.execution.saved(run.model.layers)
     return 1.0 if saved is None else saved.get(name, 0) / run.model.layers
 
 
 def spared(run: Run) -> float:
-    """FLOPs that the remat policy need not recompute, as a share of the model's, plus `UNROLLED`
-    for unrolled layers."""
+    """FLOPs that the remat policy need not recompute, as a share of the model's FLOPs. Unrolled
+    layers add `UNROLLED`."""
     length = run.batch.sequence_length
     every = activations(run.model, length)
     offloaded = run.execution.offloaded(run.model.layers)
@@ -186,14 +189,14 @@ def spared(run: Run) -> float:
 
 
 def least_state(run: Run) -> float:
-    """Lower bound of the bytes of train state and gradients on a device: both split over all ranks
-    of a model copy. Clipping needs all gradients at once."""
+    """A lower bound of the bytes of train state and gradients on a device. Both are split over all
+    ranks of a model copy. Clipping needs all gradients at the same time."""
     per_parameter = run.optimizer.state_bytes + run.gradient_bytes
     return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
 
 
 def memory(run: Run) -> float:
-    """Approximate bytes of a device at its peak: state, gradients, weights in use, saved
+    """Approximate bytes on a device at its peak: state, gradients, weights in use, saved
     activations, and the workspace of a layer."""
     cfg, p, counts = run.model, run.parallelism, parameters(run.model)
     every = activations(cfg, run.batch.sequence_length)
@@ -212,7 +215,7 @@ def memory(run: Run) -> float:
         saved *= stash / (p.pipeline * p.virtual_stages)
     else:
         workspace += weights
-    if run.unrolled:  # gathered weights, and operands of products that have no name
+    if run.unrolled:  # gathered weights, and operands of matmuls that have no name
         held = BF16 * weights
         saved += len(cfg.mixers) * cfg.embed * p.tensor + every.get("up", Activation(0, 0)).features
     return least_state(run) + held + BF16 * (tokens * saved + WORKSPACE * workspace / cfg.layers)

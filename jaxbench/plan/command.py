@@ -1,4 +1,4 @@
-"""The command `jaxbench plan`: plans of a row or of many, and differences."""
+"""The command `jaxbench plan`: plans of one row or of many, and differences between plans."""
 
 import argparse
 import sys
@@ -28,14 +28,14 @@ from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
 
 DOCS = Path("docs")
-"""Default folder of the tables of `--all`."""
+"""The default folder for the tables of `--all`."""
 
 REMEDIES = 8
-"""Candidates that are compiled, at most, in place of a row that does not fit."""
+"""The most candidates that we compile to replace a row that does not fit."""
 
 
 def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
-    """The GPU with `--system` settings such as `nic=25`. Raises RecipeError."""
+    """The GPU, changed by `--system` settings such as `nic=25`. Raises RecipeError."""
     for setting in settings:
         key, _, value = setting.partition("=")
         kind = {"nvlink": float, "nic": float, "node": int, "domain": int}.get(key)
@@ -59,8 +59,8 @@ def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
 def resolve(
     config: str, gpus: int | None, changes: list[str], gpu: Gpu
 ) -> tuple[Run, recipes.Recipe]:
-    """The run of a row, derived where the recipe has none for `gpus`, and the recipe with that row.
-    Raises RecipeError for what cannot run on the GPU."""
+    """The run of a row, and the recipe with that row. The row is derived if the recipe has none for
+    `gpus`. Raises RecipeError for a row that cannot run on the GPU."""
     recipe = recipes.load(config).on(gpu)
     if gpus is None:
         raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
@@ -77,7 +77,7 @@ def resolve(
 
 
 def plan_spec(spec: str, gpu: Gpu, kernels: Path | None) -> Plan:
-    """The plan of `recipe:gpus key=value ..`, or from a file or folder of `--dump`."""
+    """The plan of `recipe:gpus key=value ..`, or a plan from a file or folder of `--dump`."""
     path = Path(spec)
     if path.is_dir() or path.suffix == ".json":
         return read(path / "plan.json" if path.is_dir() else path)
@@ -94,7 +94,7 @@ def compiling(run: Run) -> AbstractContextManager[Any]:
 
 
 def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """Compiles candidates of a search until one fits; yields a line for each."""
+    """Compiles candidates of a search until one fits. Yields a line for each."""
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)
     seen, asking = cudnn.asked(gpu)
@@ -115,8 +115,8 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
 
 
 def find_targets(args: argparse.Namespace) -> list[Target]:
-    """The GPU of the options, the default one first where `--all` is for every GPU. Raises
-    RecipeError."""
+    """The GPU of the options. If `--all` is for every GPU, all GPUs, beginning with the default
+    one. Raises RecipeError."""
     one = args.gpu or args.system or args.kernels or not args.all
     others = [] if one else [name for name in hardware.PLANNED if name != DEFAULT_GPU]
     system = tuple(args.system)
@@ -150,7 +150,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
 
 
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
-    """Prints the plan of one row, and remedies where it does not fit."""
+    """Prints the plan of one row. If the row does not fit, prints remedies too."""
     run, _ = resolve(args.config, args.gpus, args.set, gpu)
     with compiling(run):
         plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)

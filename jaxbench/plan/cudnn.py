@@ -1,6 +1,6 @@
-"""The real cuDNN, asked without a GPU: does it compute an attention, and in how much memory?
+"""Asks the real cuDNN without a GPU whether it computes an attention, and in how much memory.
 
-XLA asks cuDNN while it compiles for an absent GPU, if it is told to (`OPTIONS`). The compiled
+If it is told to (`OPTIONS`), XLA asks cuDNN while it compiles for an absent GPU. The compiled
 program then has cuDNN's workspaces, and a call that cuDNN refuses does not compile.
 """
 
@@ -20,13 +20,13 @@ PROPERTIES = (
     '\\",\\"memoryBusWidth\\":{},\\"oversizedSharedMemoryPerBlock\\":0,\\"smCountOrigin\\":0,'
     '\\"cudaRuntimeVer\\":13000,\\"x\\":\\"'
 )
-"""Fields that cuDNN wants of a GPU and XLA leaves out of its JSON. They are put into it as the end
+"""Fields of a GPU that cuDNN needs and XLA leaves out of its JSON. We put them into it as the end
 of the GPU's name."""
 
 
 def asked(gpu: Gpu) -> tuple[Gpu, Options]:
-    """The GPU as cuDNN has to see it, and the compiler options with which XLA asks cuDNN; the same
-    GPU and no options where it cannot be asked."""
+    """The GPU as cuDNN has to see it, and the compiler options with which XLA asks cuDNN. If cuDNN
+    cannot be asked, the same GPU and no options."""
     if stubs.without_cudnn():
         return gpu, {}
     bus = 5120 if gpu.capability < (10, 0) else 8192
@@ -34,12 +34,12 @@ def asked(gpu: Gpu) -> tuple[Gpu, Options]:
 
 
 def refusals(error: Exception) -> list[str]:
-    """cuDNN's own words for why it refused a call, from an error of the compiler."""
+    """cuDNN's own words for why it refused a call, taken from an error of the compiler."""
     return [reason.replace("|", "") for reason in re.findall(r"Reason: (.*)", str(error))]
 
 
 def refusal(error: Exception, gpu: Gpu) -> RecipeError | None:
-    """The error for an attention that cuDNN refuses on a GPU; None for another error."""
+    """The error to raise if cuDNN refuses an attention on a GPU; None for another error."""
     reasons = refusals(error)
     if not reasons:
         return None

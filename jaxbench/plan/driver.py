@@ -1,4 +1,4 @@
-"""Transformer Engine without a GPU: it is imported and traced with stubs of CUDA (`plan.stubs`).
+"""Transformer Engine without a GPU: we import and trace it with stubs of CUDA (`plan.stubs`).
 
 Its libraries link to the driver and to NCCL, and tracing asks the CUDA runtime for the number of
 GPUs and their compute capability. Traced programs are compiled for absent GPUs and never run.

@@ -1,8 +1,9 @@
-"""`plan --hlo`: the step of a compiled program that is read from a file, of whatever code.
+"""`plan --hlo`: the step of a compiled program that is read from a file. The program may come from
+any code.
 
 The file has the text of `compiled.as_text()`, or is the program after optimizations that
-`--xla_dump_to` writes. Beside the latter lies the compiler's account of memory, which the text
-alone does not have.
+`--xla_dump_to` writes. Next to the latter is the compiler's account of memory, which the text alone
+does not have.
 """
 
 import re
@@ -29,25 +30,26 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import array_shapes, root, shape_bytes
 
 MEMORY_REPORT = "-memory-usage-report.txt"
-"""End of the name of the compiler's account of memory, in place of the program's `.txt`."""
+"""The file name of the compiler's account of memory ends with this, in place of the program's
+`.txt`."""
 
 OF_JAX = re.compile(r"\b(?:stack_frame_id|source_file)=|__(?:ynn|xnn|onednn)")
-"""What the text of a compiled program has, but hardly one that was made by hand."""
+"""Found in the text of a compiled program, and hardly in a program that was written by hand."""
 
 OF_GPUS = re.compile(r'fingerprint_before_lhs|-start\(|custom_call_target="(?:__cu|__gpu|__triton)')
-"""What a program for GPUs has: XLA's mark of its scheduler, asynchronous collectives, kernels."""
+"""Found in a program for GPUs: XLA's mark of its scheduler, asynchronous collectives, kernels."""
 
 UNKNOWN_LIMIT = 0.05
-"""Share of the step from which on unknown custom calls make a forecast none."""
+"""If unknown custom calls take more than this share of the step, there is no forecast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HloStep(Step):
-    """The step of a program in a file; FLOPs and bytes are per device.
+    """The step of a program in a file. FLOPs and bytes are per device.
 
-    `peak` is that of the compiler's account beside the file, None without one; `outputs` are those
-    that take no argument's memory. `flops` are by kind and dtype. `assumed` says what was counted
-    otherwise than it may run.
+    `peak` is from the compiler's account next to the file; None without one. `outputs` are the
+    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` says what was
+    counted in another way than it may run.
     """
 
     file: str
@@ -64,9 +66,9 @@ class HloStep(Step):
 
 def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) -> HloStep:
     """The step of the program in a file on a GPU, with the measurements of `kernels`
-    (`forecast.tables`); the step that is expected is written to `trace`. Raises RecipeError if the
-    file holds no scheduled program for GPUs or its devices do not fill nodes, RunFailed for what
-    cannot be counted."""
+    (`forecast.tables`). The expected step is written to `trace`. Raises RecipeError if the file
+    holds no scheduled program for GPUs or if its devices do not fill nodes, and RunFailed if
+    something cannot be counted."""
     content, program = parse(path, "--hlo")
     tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
     with whole_text(path, "--hlo"):
@@ -96,8 +98,8 @@ def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) 
 
 
 def parse(path: Path, option: str) -> tuple[str, Program]:
-    """The text of a program for GPUs in a file of this option, and the program. Raises RecipeError
-    for another file, and for a part of one."""
+    """The text in a file that this option names, and its program for GPUs. Raises RecipeError for
+    any other file, and for a part of one."""
     try:
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -125,7 +127,7 @@ def parse(path: Path, option: str) -> tuple[str, Program]:
 
 @contextmanager
 def whole_text(path: Path, option: str) -> Iterator[None]:
-    """Raises RecipeError where what is read from a program in a file does not fit together."""
+    """Raises RecipeError if the parts of a program in a file do not fit together."""
     try:
         yield
     except RecipeError:
@@ -145,7 +147,7 @@ def as_json(step: HloStep) -> str:
 
 
 def plain(step: HloStep) -> dict[str, Any]:
-    """The step as plain values; those of a forecast are None where there is none."""
+    """The step as plain values. If there is no forecast, its values are None."""
     values = asdict(step)
     if _unknown(step) > UNKNOWN_LIMIT:
         unknown = {"unknown": step.forecast.unknown}
@@ -166,7 +168,7 @@ def crossed(collective: Collective) -> str:
 
 
 def _outputs(program: Program, content: str) -> int:
-    """Bytes of outputs without those that take the memory of arguments."""
+    """Bytes of the outputs, except those that take the memory of arguments."""
     result = root(program.computations[program.entry])
     aliases = re.search(r"input_output_alias=\{(.*?)\) \}", content.partition("\n")[0])
     held = {
@@ -178,7 +180,7 @@ def _outputs(program: Program, content: str) -> int:
 
 
 def _peak(path: Path) -> int | None:
-    """The compiler's account of memory beside a dumped program; None without one."""
+    """The peak in the compiler's account of memory next to a dumped program; None without one."""
     report = path.with_name(path.name.removesuffix(".txt") + MEMORY_REPORT)
     if not report.is_file():
         return None
@@ -248,7 +250,7 @@ def page(step: HloStep) -> str:
 
 
 def _unknown(step: HloStep) -> float:
-    """The share of the step that custom calls without a rule take at least."""
+    """The least share of the step that custom calls without a rule take."""
     return sum(step.forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
 
 

@@ -1,4 +1,4 @@
-"""`jaxbench plan --format html`: the page of a row, in the style of the report's."""
+"""`jaxbench plan --format html`: the page of a row, in the style of the report's page."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from jaxbench.xla.timeline import LINKS
 
 PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
 UNSURE = ("in proportion", "nothing")
-"""Bases of a forecast that are the least sure."""
+"""The bases of a forecast that are least sure."""
 
 ASKED = ("recipe", "row", "gpus", "target", "settings.", "system.", "flags.", "versions.")
 """Beginnings of the names of values that somebody chose."""
@@ -30,7 +30,8 @@ UNITS = (
     (r"^flops\.(compiled|model)", "TFLOP", 1e12),
     (r"^parameters$", "billions", 1e9),
 )
-"""(what is in the name of a value of a plan, its unit, that many of what the plan counts)."""
+"""A pattern in the name of a plan's value, the unit in which we show it, and how many of the plan's
+own units that is."""
 
 
 def plan_page(plan: Plan) -> str:
@@ -55,7 +56,7 @@ def plan_page(plan: Plan) -> str:
 
 
 def difference_page(a: Plan, b: Plan) -> str:
-    """The page of `--diff`: what was changed between two plans, and what moved."""
+    """The page of `--diff`: what was changed between two plans, and what moved as a result."""
     lines = [
         (shown(name, x, y), text.ratio(x, y), name.startswith(ASKED))
         for name, x, y in text.differences(a, b)
@@ -75,7 +76,7 @@ def difference_page(a: Plan, b: Plan) -> str:
 
 
 def shown(name: str, *values: Any) -> list[str]:
-    """The name of values of a plan with their unit, and the values in it."""
+    """The name of a plan's value with its unit, and the values in this unit."""
     if not name.startswith(("rates.", *ASKED)):
         for pattern, unit, size in UNITS:
             if re.search(pattern, name):
@@ -85,7 +86,7 @@ def shown(name: str, *values: Any) -> list[str]:
 
 
 def as_words(value: Any) -> str:
-    """A value without a unit, as it is shown to people."""
+    """A value without a unit, as people see it."""
     if value is None or value == []:
         return "-"
     if isinstance(value, bool):
@@ -100,8 +101,8 @@ def as_words(value: Any) -> str:
 def step_content(
     step: Step, seconds: dict[str, float], published: tuple[float, str] | None = None
 ) -> dict[str, Any]:
-    """Content of the page of any step: the seconds of its forecast by part, beside a published step
-    and its GPU."""
+    """The content that the page of any step has: the seconds of its forecast by part, next to a
+    published step and its GPU."""
     f, others = step.forecast, step.other_kernels
     return {
         "published": published,
@@ -133,7 +134,7 @@ def gpus(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """The page's conclusion: does it fit, how long will it take."""
+    """The page's conclusion: does it fit, and how long will it take?"""
     size, changes = plan.bytes_per_device, plan.settings["overrides"]
     where = " ".join([plan.recipe, *changes, "on", gpus(plan)])
     if size.peak > size.limit:
@@ -150,7 +151,7 @@ def headline(plan: Plan) -> str:
 
 
 def facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(figure, what it is) of the first lines."""
+    """The first lines: a figure, and what it is."""
     rates, size = plan.rates["forecast"], plan.bytes_per_device
     yield f"{plan.forecast.fast_s:.2f} to {plan.forecast.slow_s:.2f} s", "range of the forecast"
     yield f"{plan.bound_step_s:.2f} s", "no step can be faster"
@@ -162,7 +163,8 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def memory(plan: Plan) -> dict[str, Any]:
-    """Bars of what is held at the peak, to the limit; the largest buffers; and the host's part."""
+    """Bars up to the limit for what is in memory at the peak; the largest buffers; and the host's
+    part."""
     size, state = plan.bytes_per_device, plan.state_bytes
     held = {"parameters": state.parameters, "optimizer": state.optimizer}
     held |= {"gradients": state.gradients} if state.gradients else {}
@@ -182,14 +184,14 @@ def memory(plan: Plan) -> dict[str, Any]:
 
 
 def whole(name: str, size: int, limit: int) -> Bar:
-    """The bar of all bytes, of another class where they are beyond the limit."""
+    """The bar of all bytes. It has another class if they exceed the limit."""
     return Bar("ours" if size <= limit else "over", name, 0, size, in_gib(size))
 
 
 def steps_of(
     seconds: dict[str, float], name: str, total_s: float, published: tuple[float, str] | None
 ) -> list[Bar]:
-    """A step's parts one after the other, the step, and the published one with its GPU."""
+    """A step's parts one after the other, then the step, then the published step with its GPU."""
     shown = {LABELS.get(part, part): s for part, s in in_order(seconds) if s >= MINIMUM_S}
     bars = [*waterfall(shown, SECONDS), Bar("ours", name, 0, total_s, SECONDS(total_s))]
     if published:
@@ -199,7 +201,7 @@ def steps_of(
 
 
 def in_order(seconds: dict[str, float]) -> list[tuple[str, float]]:
-    """The parts of a step, the longest first, and what waits or is slower last."""
+    """The parts of a step: the longest first, and last the parts that wait or are slowed."""
     return sorted(seconds.items(), key=lambda part: (part[0].startswith(WAITING), -part[1]))
 
 
@@ -213,14 +215,14 @@ def forecast(
 
 
 def assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(what, how) of all that a plan takes to be so."""
+    """What a plan assumes, as pairs: the subject, and the assumption."""
     yield from system_assumptions(plan, plan.system, plan.bytes_per_device.limit)
     yield "Compiler", f"jax {plan.versions['jax']}, {plan.lower_s + plan.compile_s:.0f} s"
 
 
 def system_assumptions(step: Step, gpu: dict[str, Any], limit: int) -> Iterator[tuple[str, str]]:
-    """(what, how) of all that a forecast takes to be so, on a system (`traffic.system`) of whose
-    memory a program has `limit` bytes."""
+    """What a forecast assumes, as pairs: the subject, and the assumption. `gpu` is the system
+    (`traffic.system`); a program has `limit` bytes of its memory."""
     f = step.forecast
     yield "Range", text.RANGE
     for source in dict.fromkeys(f.sources.values()):

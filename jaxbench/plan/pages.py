@@ -9,7 +9,7 @@ from jaxbench.report.page import render
 from jaxbench.report.plans import LABELS, MINIMUM_S
 
 GROWING = ("ours", "other", "published")
-"""Classes of the parts that grow most, in their order."""
+"""CSS classes of the parts that grow most, in their order."""
 
 Line = dict[str, Any]
 Series = dict[str, dict[int, float]]
@@ -17,7 +17,8 @@ Series = dict[str, dict[int, float]]
 
 
 def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Sequence[str]) -> str:
-    """The page of the figures of each row (`scaling.figures`); `remarks` are on the others."""
+    """The page with the figures of each row (`scaling.figures`). `remarks` are about the other
+    rows."""
     names = dict.fromkeys(name for line in lines for name in line["parts_s"])
     first, last = lines[0], lines[-1]
     return render(
@@ -34,7 +35,7 @@ def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Seque
 
 
 def shown_parts(lines: Sequence[Line]) -> list[str]:
-    """Names of the parts of a step that are long enough in one of the rows."""
+    """The names of the parts of a step that are long enough to show in at least one of the rows."""
     longest: dict[str, float] = {}
     for name, seconds in (part for line in lines for part in line["parts_s"].items()):
         longest[name] = max(seconds, longest.get(name, 0.0))
@@ -42,7 +43,8 @@ def shown_parts(lines: Sequence[Line]) -> list[str]:
 
 
 def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Chart]:
-    """The efficiency, the step for the same tokens per GPU, and the parts of it that grow most."""
+    """Charts of the efficiency, of the step for the same tokens per GPU, and of the parts that grow
+    most."""
     scaled = {line["gpus"]: line["for_same_tokens_s"] for line in lines}
     efficiency: Series = {"forecast": {line["gpus"]: 100 * line["efficiency"] for line in lines}}
     step: Series = {"forecast": {gpus: sum(parts.values()) for gpus, parts in scaled.items()}}
@@ -68,7 +70,7 @@ def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Cha
 
 
 def _chart(title: str, unit: str, series: Series, classes: Sequence[str]) -> Chart:
-    """Series against the number of GPUs, each in its CSS class."""
+    """A chart of series over the number of GPUs, each in its CSS class."""
     by_class = dict(zip(classes, series.values(), strict=False))
     last = ([*points.values()][-1] for points in series.values())
     labels: list[Label] = [*zip(classes, last, series, strict=False)]
@@ -81,8 +83,8 @@ def _chart(title: str, unit: str, series: Series, classes: Sequence[str]) -> Cha
 
 
 def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tried: str) -> str:
-    """The page of the line of each candidate (`search.table`); `limit` are the bytes of a GPU,
-    `command` has the best candidate, `tried` says how many there are."""
+    """The page with a line for each candidate (`search.table`). `limit` is the memory of a GPU in
+    bytes, `command` has the best candidate, and `tried` says how many there are."""
     best = next((line for line in lines if line["fits"]), None)
     result = "nothing that was tried fits"
     if best and best["set"]:
@@ -98,7 +100,7 @@ def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tri
 
 
 def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
-    """Seconds over memory of all that was compiled; None where nothing was."""
+    """Seconds over memory for everything that was compiled; None if nothing was."""
     groups: dict[str, list[tuple[float, float]]] = {"published": [], "lost": [], "ours": []}
     labels: list[Label] = []
     best = next((line for line in lines if line["fits"]), None)

@@ -1,4 +1,4 @@
-"""A plan: memory, collectives, kernels and step time of a run's step, compiled for absent GPUs.
+"""A plan: the memory, collectives, kernels and step time of a run's step, compiled for absent GPUs.
 
 `docs/design/plan.md` explains the roofline bound, `docs/design/forecast.md` the forecast.
 """
@@ -42,8 +42,9 @@ SHOWN_BUFFERS = 12
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one device as compiled, and the limit of a program. `peak` is what the runtime holds
-    during a step, with the holes between temporaries; `host` are bytes of the host's memory that
-    wait for one device, of which a node has `host_limit` for its devices."""
+    during a step, including the holes between temporaries. `host` are the bytes of host memory that
+    hold one device's offloaded activations; `host_limit` is how much of its node's memory a device
+    may use."""
 
     arguments: int
     temporaries: int
@@ -54,7 +55,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True where the device and its host have the memory."""
+        """True if the device and its host have enough memory."""
         return self.peak <= self.limit and self.host <= self.host_limit
 
     @classmethod
@@ -75,8 +76,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes on one device of the train state and of the accumulated gradients; None for gradients
-    in a pipeline, whose ranks gather those of their layers."""
+    """Bytes on one device of the train state and of the accumulated gradients. `gradients` is None
+    in a pipeline, whose ranks gather the gradients of their own layers."""
 
     parameters: int
     optimizer: int
@@ -96,8 +97,8 @@ class Flops:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Throughput and model FLOPs utilisation of a step time, with full attention counted; `mfu` is
-    None where the GPU's peak is unknown."""
+    """Throughput and model FLOPs utilization of a step time, with full attention counted. `mfu` is
+    None if the GPU's peak is unknown."""
 
     tokens_per_s_per_gpu: float
     mfu: float | None
@@ -105,8 +106,9 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """The pipeline of a run: `bubble` is idle over busy time of a rank, `slots` the model chunks
-    whose activations are stashed at a time, `padding` the blocks that only fill up stages."""
+    """The pipeline of a run. `bubble` is the idle time of a rank over its busy time, `slots` the
+    number of model chunks whose activations are stashed at the same time, `padding` the number of
+    blocks that only fill up stages."""
 
     ranks: int
     virtual_stages: int
@@ -118,11 +120,13 @@ class Pipelined:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Step):
-    """The plan of a row; FLOPs and bytes are per device and step. `fits` covers the start too:
-    making or restoring the state needs no more than the step's arguments. `flags` are the options
-    of `train`; the program here was compiled with `planned_flags` as well. `without_cudnn` is the
-    reason why cuDNN was not asked, so that its workspaces are not counted. Keys of `rates` are
-    `bound`, `forecast` and `published`."""
+    """The plan of a row. FLOPs and bytes are per device and step.
+
+    `fits` covers the start too, since making or restoring the state needs no more than the step's
+    arguments. `flags` are the options of `train`; the program here was compiled with
+    `planned_flags` as well. `without_cudnn` is the reason why cuDNN was not asked, so its
+    workspaces are not counted. Keys of `rates` are `bound`, `forecast` and `published`.
+    """
 
     recipe: str
     row: str
@@ -164,9 +168,9 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Compiles one step of the run for absent GPUs and describes it.
 
-    The scheduled program is written to `dump`, the step that is expected to `trace`; measurements
-    in the file `kernels` take precedence over the package's (`forecast.tables`). Raises RecipeError
-    if the GPUs do not fill nodes, RunFailed if the program is not what the recipe asks for.
+    The scheduled program is written to `dump`, and the expected step to `trace`. Measurements in
+    the file `kernels` take precedence over the package's (`forecast.tables`). Raises RecipeError if
+    the GPUs do not fill nodes, and RunFailed if the program is not what the recipe asks for.
     """
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
@@ -181,7 +185,7 @@ def make_plan(
         except jax.errors.JaxRuntimeError as error:
             raise cudnn.refusal(error, gpu) or error from error
         check_program(compiled, run)
-        live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # of the last program
+        live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # from the last program
         state = state_bytes(run)
     if dump is not None:
         (dump / "program.hlo.txt").write_text(compiled.as_text())
@@ -205,8 +209,8 @@ def make_plan(
 
 
 def describe(run: Run, gpu: Gpu, tables: Tables, program: Program, **sizes: Any) -> Plan:
-    """The plan of a run's program that is compiled for a placed GPU; `sizes` are fields of the plan
-    that the program's text does not have."""
+    """The plan of a run's program, compiled for a placed GPU. `sizes` are fields of the plan that
+    the program's text does not have."""
     step = step_of(program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))
     times = {"bound": step.bound_step_s, "forecast": step.forecast_step_s}
     rates = {name: rates_of(run, gpu, seconds) for name, seconds in times.items()}
@@ -286,18 +290,19 @@ def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
 
 
 def grows(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
-    """(name, seconds) of the part that exceeds the same one of other `parts` by most."""
+    """The name of the part that exceeds the same part in `others` by most, and by how many
+    seconds."""
     longer = {name: value - others.get(name, 0.0) for name, value in seconds.items()}
     return max(longer.items(), key=lambda part: part[1])
 
 
 def parts(plan: Plan) -> dict[str, float]:
-    """The parts of the forecast step in seconds, with products split into those of the model,
-    `recompute`, and the `bubble` of a pipeline.
+    """The parts of the forecast step in seconds. Matmuls are split into `products`, the matmuls of
+    the model, into `recompute`, and into the `bubble` of a pipeline.
 
-    Idle ranks of a pipeline compute too, on stale data: the bubble is a share of all products.
-    `recompute` is the rest of the products beyond the model's FLOPs, with those of padding. A FLOP
-    counts as equally long in every dtype.
+    Idle ranks of a pipeline compute too, on stale data, so the bubble is a share of all matmuls.
+    `recompute` is the rest of the matmuls beyond the model's FLOPs, including the matmuls of
+    padding. We assume that a FLOP takes equally long in every dtype.
     """
     others = dict(plan.forecast.parts_s)
     total, idle = others.pop("products", 0.0), plan.stages.bubble if plan.stages else 0.0

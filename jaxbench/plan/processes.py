@@ -1,7 +1,7 @@
-"""Plans made in subprocesses, a few at a time, and cached in `results/plan`.
+"""Makes plans in subprocesses, a few at a time, and caches them in `results/plan`.
 
-A compiler that fails or runs out of memory costs one plan. A plan is made again when its settings,
-flags, this package's source or a dependency's version changed.
+If a compiler fails or runs out of memory, we lose one plan. A plan is made again if its settings,
+its flags, this package's source or the version of a dependency changed.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ from jaxbench.xla import flags
 
 CACHE = Path("results", "plan")
 PROCESS_BYTES = 5 * 2**30
-"""Memory that one process may need: the compiler's for the largest rows, and a margin."""
+"""Bytes that one process may need: the compiler's memory for the largest rows, and a margin."""
 
 ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Failed)): .")
-"""Start of the line that gives the reason of a failed process."""
+"""The start of the line that gives the reason why a process failed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Target:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr that counts plans; nothing where that is no terminal."""
+    """A progress bar on stderr that counts plans. Shows nothing if stderr is no terminal."""
     columns, console = Progress.get_default_columns(), Console(stderr=True)
     hidden = not console.is_terminal
     return Progress(MofNCompleteColumn(), *columns, console=console, disable=hidden)
@@ -63,8 +63,8 @@ def progress() -> Progress:
 def plan_all(
     runs: list[Run], target: Target, config: str | None = None
 ) -> tuple[list[Plan], dict[Run, str]]:
-    """The plans of runs in their order, and the reasons for those that failed, which are printed at
-    once. `config` is as in `plan_each`."""
+    """The plans of runs in their order, and the reasons why others failed. Reasons are also printed
+    at once. `config` is as in `plan_each`."""
     check_compiler()
     plans: dict[Run, Plan] = {}
     failures: dict[Run, str] = {}
@@ -84,8 +84,8 @@ def plan_all(
 def plan_each(
     runs: Iterable[Run], target: Target, config: str | None = None
 ) -> Iterator[tuple[Run, Plan | str]]:
-    """The plan of each run, or the reason why it failed, as they finish. `config` is the recipe as
-    the user named it; None for recipes of the package."""
+    """Yields each run with its plan, or with the reason why it failed, as they finish. `config` is
+    the recipe as the user named it; None for recipes of the package."""
     pool = ThreadPoolExecutor(workers())
     try:
         futures = {pool.submit(plan_run, run, target, config or run.recipe): run for run in runs}
@@ -96,12 +96,13 @@ def plan_each(
 
 
 def workers() -> int:
-    """Processes at a time: one per core, fewer where the available memory does not suffice."""
+    """The number of processes at a time: one per core, or fewer if the available memory does not
+    suffice."""
     return max(1, min(os.cpu_count() or 1, host_memory("MemAvailable") // PROCESS_BYTES))
 
 
 def plan_run(run: Run, target: Target, config: str) -> Plan | str:
-    """The plan of a run, cached or from a subprocess; or the reason why it failed."""
+    """The plan of a run from the cache or from a subprocess, or the reason why it failed."""
     path = folder(run, target)
     CACHE.mkdir(parents=True, exist_ok=True)
     with owned(
@@ -123,7 +124,8 @@ def _plan_run(path: Path, run: Run, target: Target, config: str) -> Plan | str:
 
 
 def folder(run: Run, target: Target) -> Path:
-    """The cache folder of a run: named after its row, with a digest of the changes to it."""
+    """The cache folder of a run. It has the name of its row, with a digest of the changes to the
+    row."""
     kernels = [target.kernels.read_text()] if target.kernels else []
     asked = flags.asked(flags.variable()).items()
     variable = [f"{name}={value}" for name, value in asked if name.startswith("xla_gpu")]
@@ -134,7 +136,7 @@ def folder(run: Run, target: Target) -> Path:
 
 
 def cached(path: Path, run: Run, gpu: Gpu) -> Plan | None:
-    """The plan in a cache folder; None where there is none, or what decides it has changed."""
+    """The plan in a cache folder. None if there is none, or if what decides it has changed."""
     try:
         plan = read(path / "plan.json")
     except RecipeError:

@@ -1,8 +1,8 @@
-"""`jaxbench plan --profile DIR`: a profiled step beside the forecast of its program.
+"""`jaxbench plan --profile DIR`: compares a profiled step with the forecast of its program.
 
-The folder is that of a JAX profile on GPUs, of one process: `train --profile jax` writes it, with
-the program and, two folders up, the run's record. Both times of a kernel include what collectives
-beside it slow it down, and that of a collective includes its wait for other ranks.
+The folder has a JAX profile of one process on GPUs. `train --profile jax` writes it, together with
+the program and, two folders up, the run's record. Both times of a kernel include the slowdown by
+collectives that run at the same time. Both times of a collective include its wait for other ranks.
 """
 
 import json
@@ -35,7 +35,7 @@ from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
 
 LARGEST = 10
-"""Differences of single kernels that are listed."""
+"""The number of differences of single kernels that we list."""
 
 UNSLOWED = 4
 """One in this many runs of a kernel counts in a table of kernels: the fastest quarter, which most
@@ -43,13 +43,13 @@ likely no collective slows down."""
 
 GAPS, UNKNOWN = "nothing runs", "kernels of no instruction"
 SLOWED = "slowed beside collectives, in loops"
-"""Parts of a step besides kernels by what they are and `WAITS`: the first two are of a profile
-alone, the third is of a forecast alone."""
+"""Parts of a step besides `WAITS` and the kernels by what they are. The first two occur only in a
+profile, the third only in a forecast."""
 
 
 @dataclass
 class Planned:
-    """An instruction along the expected step: its seconds and launches per step, and its cause."""
+    """An instruction in the expected step: its seconds and launches per step, and its cause."""
 
     cause: Kernel | Collective | None
     stream: str
@@ -59,8 +59,8 @@ class Planned:
 
 @dataclass
 class Profile:
-    """The launches on one GPU: (start, seconds) by instruction, an empty name where the profile has
-    none."""
+    """The launches on one GPU: (start, seconds) by instruction. The name is empty if the profile
+    has none."""
 
     folder: Path
     launches: dict[str, list[tuple[float, float]]]
@@ -81,7 +81,7 @@ class Profile:
 
 
 def read_profile(folder: Path) -> Profile:
-    """The first GPU's launches in a JAX profile. Raises RecipeError where there are none."""
+    """The first GPU's launches in a JAX profile. Raises RecipeError if there are none."""
     launches: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in profile_events(folder, fallback=False):
         interval = event.start_ns / 1e9, event.duration_ns / 1e9
@@ -111,8 +111,8 @@ def read(
     """Compares the profile in a folder with the forecast of its program, and writes the comparison
     into the folder.
 
-    The program is that in the file `hlo`, or in the folder; the GPU is that of the run's record
-    unless it is given; measurements in `kernels` take precedence (`forecast.tables`). Products and
+    The program is in the file `hlo`, or in the folder. If `gpu` is None, the run's record says
+    which GPU it was. Measurements in `kernels` take precedence (`forecast.tables`). Matmuls and
     attention of the profile are written to `table` as measurements. Raises RecipeError for a
     missing file and an unknown GPU.
     """
@@ -138,7 +138,7 @@ def read(
 
 
 def _record(folder: Path) -> tuple[str, tuple[int, ...]]:
-    """The device and the mesh of the run that was profiled; empty without a record of them."""
+    """The device and the mesh of the run that was profiled; empty if no record has them."""
     try:
         record = json.loads((folder.absolute().parents[1] / "run.json").read_text())
         sizes = record["recipe"]["parallelism"]
@@ -150,8 +150,8 @@ def _record(folder: Path) -> tuple[str, tuple[int, ...]]:
 def compare(
     profile: Profile, walk: Walk, gpu: Gpu, times: Tables, axes: Callable[[Collective], str]
 ) -> Compared:
-    """A profile beside the forecast of its program; `axes` names what a collective
-    crosses. Raises RecipeError where the profile is not of this program."""
+    """Compares a profile with the forecast of its program. `axes` names what a collective crosses.
+    Raises RecipeError if the profile is not of this program."""
     schedule = expected_schedule(walk, gpu, times)
     expected = planned(schedule)
     steps = _steps(profile, expected)
@@ -196,7 +196,8 @@ def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
 
 
 def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
-    """Steps in a profile: how often it has what runs once in a step, or as often as that."""
+    """The number of steps in a profile: the median, over instructions, of how often the profile has
+    one relative to how often a step runs it."""
     ratios = [
         len(profile.launches[name]) / line.runs
         for name, line in expected.items()
@@ -228,8 +229,8 @@ def _times(sizes: Sequence[int]) -> str:
 
 
 def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
-    """Measurements of products and attention in a profile, for `--kernels`: of each size the
-    fastest quarter of its runs."""
+    """Measurements of matmuls and attention in a profile, for `--kernels`. For each size it takes
+    the fastest quarter of the runs."""
     times: defaultdict[tuple[str, str, tuple[int, ...]], list[float]] = defaultdict(list)
     for name, kernel, _ in walk.kernels():
         if len(kernel.works) == 1 and (key := _measurement(kernel.works[0])):
@@ -243,7 +244,7 @@ def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
 
 
 def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:
-    """Kind, name and sizes of a kernel in a table; None for what has no table."""
+    """The kind, name and sizes of a kernel in a table; None if it has no table."""
     if work.kind == "product" and work.format in tables.FORMATS:
         return "profiled", work.format, padded(work)
     if work.kind == "attention":

@@ -1,8 +1,8 @@
 """`python -m jaxbench.plan --scaling`: weak scaling of a recipe, from its smallest row to its
 largest.
 
-The efficiency of a row is its tokens per second and GPU over those of the smallest row. Rows that
-train another model than the largest row are left out.
+The efficiency of a row is its tokens per second and GPU, divided by the same rate of the smallest
+row. Rows that train another model than the largest row are left out.
 """
 
 import sys
@@ -28,13 +28,14 @@ BAR = 60
 
 FILLS = (("█", "green"), ("▓", "yellow"), ("▒", "magenta"), ("░", "blue"), ("#", "red"),
          ("=", "cyan"), ("+", "bright_red"), (":", "bright_cyan"), (".", "white"))  # fmt: skip
-"""Character and colour of each part of a bar; the characters alone tell them apart."""
+"""The character and colour of each part of a bar. The characters alone are enough to tell the parts
+apart."""
 
 
 def scaling(
     recipe: Recipe, config: str, changes: list[str], target: Target, form: str, output: Path | None
 ) -> int:
-    """Plans the rows and prints their table, or writes it in another form; 1 when one of them fails
+    """Plans the rows and prints their table, or writes it in another form. Returns 1 if a row fails
     or does not fit."""
     runs, left_out = rows(recipe, changes)
     plans, reasons = plan_all(runs, target, config)
@@ -54,8 +55,8 @@ def scaling(
 
 
 def rows(recipe: Recipe, changes: list[str]) -> tuple[list[Run], list[str]]:
-    """The rows that train the model of the largest one, smallest first, with `--set` changes; and
-    a message for each other row. Raises RecipeError where a change cannot be made."""
+    """The rows that train the model of the largest one, smallest first, with `--set` changes; and a
+    message for each other row. Raises RecipeError if a change cannot be made."""
     overrides = recipes.parse_overrides(changes)
     counts = sorted(row for row in recipe.rows if isinstance(row, int))
     if not counts:
@@ -75,9 +76,9 @@ def rows(recipe: Recipe, changes: list[str]) -> tuple[list[Run], list[str]]:
 
 
 def figures(plan: Plan, first: Plan) -> dict[str, Any]:
-    """The figures of a row, compared with the smallest one. `parts_s` are of a step;
-    `for_same_tokens_s` are `parts_s` scaled to the tokens per GPU of a step of the smallest row;
-    `grows` is the part whose scaled time exceeds that of the smallest row by most."""
+    """The figures of a row, compared with the smallest row. `parts_s` are the parts of a step.
+    `for_same_tokens_s` are `parts_s` scaled to the tokens per GPU that a step of the smallest row
+    has. `grows` is the part whose scaled time exceeds its time in the smallest row by most."""
     rate, first_rate = _rate(plan), _rate(first)
     same = first_rate * first.forecast_step_s / (rate * plan.forecast_step_s)
     scaled = {name: same * seconds for name, seconds in parts(plan).items()}

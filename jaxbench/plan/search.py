@@ -1,9 +1,10 @@
-"""`jaxbench plan --search`: compiles a row with other meshes, microbatches,
-`expert_parts` and remat policies.
+"""`jaxbench plan --search`: compiles a row with other meshes, microbatches, `expert_parts` and
+remat policies.
 
-A local search: it begins with the row and continues with the neighbours of the best candidate so
-far (`candidates.distance` 1). Each gets the remat policy that recomputes least within the memory
-limit, as estimated from the peak of a compiled candidate. Step times are of compiled plans only.
+The search is local. It begins with the row and continues with the neighbours of the best candidate
+so far (`candidates.distance` 1). Each candidate gets the remat policy that recomputes least within
+the memory limit, as estimated from the peak of a compiled candidate. Step times come only from
+compiled plans.
 """
 
 import math
@@ -32,23 +33,24 @@ from jaxbench.recipe.settings import Run
 from jaxbench.terminal import console, write
 
 BATCH = min(4, os.cpu_count() or 1)
-"""Candidates chosen at a time. Free memory decides only how many of them are compiled at a time, so
-that a repeated search chooses the same candidates."""
+"""The number of candidates chosen at a time. Free memory decides only how many of them are compiled
+at a time, so a repeated search chooses the same candidates."""
 
 WORTH = 0.99
-"""Another remat policy is compiled if expected below this share of the best step."""
+"""Another remat policy is compiled if we expect it to take less than this share of the best
+step."""
 
 CAUTION = 0.95
-"""Share of the memory limit that the estimate for a new layout may reach: it is off by a few
-GiB."""
+"""The share of the memory limit that the estimate for a new layout may reach, since it is off by a
+few GiB."""
 
 REASON_WIDTH = 70
-"""Characters of a reason in the table; `--json` has all of it."""
+"""Characters of a reason in the table. `--json` has all of it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a candidate: seconds and peak bytes, infinite if compiling failed with
+    """The result of a candidate: seconds and peak bytes. Both are infinite if compiling failed with
     `error`."""
 
     seconds: float = math.inf
@@ -59,7 +61,7 @@ class Outcome:
 
     @classmethod
     def of(cls, plan: Plan | str) -> "Outcome":
-        """The outcome of a plan, or of the reason why there is none."""
+        """The outcome of a plan, or of the reason why there is no plan."""
         if isinstance(plan, str):
             return cls(error=plan)
         return cls(plan.forecast_step_s, plan.bytes_per_device.peak, plan.fits, plan)
@@ -79,7 +81,8 @@ class Search:
         self._policies = cache(lambda run: candidates.with_policies(run, remat))
 
     def batch(self, count: int) -> list[Run]:
-        """The next candidates, at most `count`, of different layouts; first the row alone."""
+        """The next candidates, at most `count`, each with another layout. The row alone comes
+        first."""
         if not self.tried:
             return [self.row]
         batch: list[Run] = []
@@ -88,14 +91,16 @@ class Search:
         return batch
 
     def best(self) -> Run | None:
-        """The fastest candidate that fits, of equally fast ones that with the lowest peak."""
+        """The fastest candidate that fits. Of equally fast candidates, the one with the lowest
+        peak."""
         fitting = [(o.seconds, o.peak, run) for run, o in self.tried.items() if o.fits]
         return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
 
     def _next(self, batch: list[Run]) -> Run | None:
-        """The next candidate for a batch, of a layout that is not in it: the best layout so far
-        with another remat policy, then its neighbours. While no candidate fits, any layout, first
-        those that are expected to fit with full remat. None if none is worth compiling."""
+        """The next candidate for a batch, with a layout that is not yet in it. First comes the best
+        layout so far with another remat policy, then its neighbours. While no candidate fits, any
+        layout may come, and first those that we expect to fit with full remat. None if no candidate
+        is worth compiling."""
         best = self.best()
         centre = best or min(self.tried, key=lambda run: self.tried[run].peak)
         taken = {layout(run) for run in batch}
@@ -112,8 +117,9 @@ class Search:
         return None
 
     def _with_policy(self, run: Run, centre: Run) -> Run | None:
-        """The layout with the remat policy that recomputes least of those expected to fit; None if
-        that was tried already, or is not expected to be faster than the best candidate."""
+        """The layout with the remat policy that recomputes least among those that we expect to fit.
+        None if that was tried already, or if we do not expect it to be faster than the best
+        candidate."""
         same = [other for other in self.tried if layout(other) == layout(run)]
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
@@ -126,15 +132,15 @@ class Search:
         new = max(fitting, key=spared, default=None)
         if new is None or new in self.tried:
             return None
-        # Recomputing a smaller share of the model's FLOPs than a compiled candidate of this layout
+        # If it recomputes a smaller share of the FLOPs than a compiled candidate of this layout, it
         # shortens the step by the difference of the shares.
         expected = [self.tried[o].seconds * (1 + spared(o) - spared(new)) for o in compiled]
         worth = not expected or best is None or min(expected) < self.tried[best].seconds * WORTH
         return new if worth else None
 
     def _peak(self, run: Run, compiled: list[Run]) -> float:
-        """The expected peak of a candidate: that of the compiled one with the nearest estimate
-        (`candidates.memory`), plus the difference between the estimates."""
+        """The expected peak of a candidate: the peak of the compiled candidate with the nearest
+        estimate (`candidates.memory`), plus the difference between the estimates."""
         base = min(compiled, key=lambda other: abs(memory(other) - memory(run)))
         peak = self.tried[base].peak
         return memory(run) + (peak - memory(base) if peak < math.inf else 0)
@@ -144,8 +150,8 @@ def search(
     recipe: Recipe, row: Run, config: str, limit: int, target: Target, form: str,
     output: Path | None,
 ) -> int:  # fmt: skip
-    """Searches from a row and prints the candidates, or writes them in another form; 1 when none
-    fits. What the user `--set` on the row stays as it is."""
+    """Searches from a row and prints the candidates, or writes them in another form. Returns 1 if
+    none fits. What the user `--set` on the row stays as it is."""
     overrides = recipes.parse_overrides(list(row.overrides))
     fixed = {f"{override.section}.{override.name}" for override in overrides}
     check_compiler()
@@ -182,7 +188,7 @@ def search(
 def explore(
     state: Search, recipe: Recipe, row: Run, config: str, limit: int, target: Target
 ) -> None:
-    """Compiles candidates until there are `limit` of them, or none is worth it."""
+    """Compiles candidates until there are `limit` of them, or until none is worth it."""
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
         while batch := state.batch(min(BATCH, limit - len(state.tried))):
@@ -197,14 +203,14 @@ def explore(
 
 
 def _resolved(recipe: Recipe, run: Run, row: Run) -> Run:
-    """A candidate resolved from its `--set` entries, those of the user first."""
+    """A candidate resolved from its `--set` entries, after the user's entries."""
     overrides = recipes.parse_overrides([*row.overrides, *candidates.changes(run, row)])
     return recipes.resolve(recipe, row.gpus, overrides=overrides)
 
 
 def table(tried: dict[Run, Outcome], row: Run) -> list[dict[str, Any]]:
-    """A line per candidate: those that fit by their time, the others by their memory, then those
-    that were not compiled."""
+    """A line per candidate. First come those that fit, by their time, then the others by their
+    memory, then those that were not compiled."""
     order = {run: (0, o.seconds) if o.fits else (1, o.peak) for run, o in tried.items()}
     lines, row_s = [], tried[row].seconds
     best = min((o for o in tried.values() if o.fits), key=lambda o: o.seconds, default=None)

@@ -1,4 +1,4 @@
-"""The step of a compiled program, of this project or another: launches, collectives, bound and
+"""The step of a compiled program, from this project or another: launches, collectives, bound and
 forecast."""
 
 from collections import Counter
@@ -20,8 +20,8 @@ SHOWN_KERNELS = 10
 
 @dataclass(kw_only=True)
 class OtherKernels:
-    """Kernels other than products and attention that come from one JAX operation: their seconds in
-    the bound, and launches, per step."""
+    """Kernels that come from one JAX operation, except matmuls and attention: their seconds in the
+    bound, and their launches, per step."""
 
     source: str
     seconds: float = 0.0
@@ -30,11 +30,13 @@ class OtherKernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step on one device. `kernels` counts the launches of matrix products by format
-    (`gemm_bf16`) and of fused `attention`, forward and backward. `bound_parts_s` are `compute`
-    (products and attention), `memory` (other kernels) and `exposed` collectives and copies from and
-    to the host. `quantization_bytes` are read and written by kernels that make operands of
-    quantized products."""
+    """One step on one device.
+
+    `kernels` counts the launches of matmuls by format (`gemm_bf16`) and of fused `attention`,
+    forward and backward. `bound_parts_s` are `compute` (matmuls and attention), `memory` (other
+    kernels) and `exposed` (collectives, and copies from and to the host). `quantization_bytes` are
+    the bytes that kernels read and write to make operands of quantized matmuls.
+    """
 
     collectives: list[Traffic]
     wire_bytes: int
@@ -84,7 +86,7 @@ def kernel_launches(program: Program) -> dict[str, int]:
 
 
 def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
-    """The JAX operations whose kernels other than products and attention take longest."""
+    """The JAX operations whose kernels take longest, matmuls and attention aside."""
     roofline = Roofline(gpu)
     sums: dict[str, OtherKernels] = {}
     for _, kernel, runs in walk.kernels():

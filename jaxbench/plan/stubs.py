@@ -1,8 +1,8 @@
-"""Stubs of CUDA's driver and runtime, built with gcc: with them libraries answer without a GPU.
+"""Stubs of CUDA's driver and runtime, built with gcc. With them libraries answer without a GPU.
 
 While cuDNN plans a call, it asks CUDA's runtime for a GPU and loads a kernel through the driver.
-The stubs let it: they answer for one GPU and fail every other call. Nothing ever runs. This module
-does not import JAX, since JAX loads the real runtime as soon as it is imported.
+The stubs let it do so: they answer for one GPU and fail every other call. Nothing ever runs. This
+module does not import JAX, since JAX loads the real runtime as soon as it is imported.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ int cuLibraryGetKernel(void **kernel) { *kernel = (void *) 16; return 0; }
 int cuKernelGetFunction(void **function) { *function = (void *) 16; return 0; }
 int cuLibraryUnload(void *library) { return 0; }
 """
-"""The driver's functions that load a kernel; all others fail."""
+"""The driver's functions that load a kernel. All others fail."""
 
 RUNTIME = """
 #include <string.h>
@@ -50,12 +50,12 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
 }
 """
 """The part of CUDA's runtime that cuDNN's frontend calls. It wants a GPU that is not older than
-Ampere; the GPU that it plans for comes from XLA."""
+Ampere. The GPU that it plans for comes from XLA."""
 
 
 def prepare(words: Sequence[str]) -> None:
-    """Loads the stubs for a command line of `plan`, unless it asks for Transformer Engine, which
-    needs the real runtime."""
+    """Loads the stubs for a command line of `plan`, unless the command line asks for Transformer
+    Engine, which needs the real runtime."""
     if not any(word.endswith("implementation=te") for word in words):
         without_cudnn()
 
@@ -98,8 +98,8 @@ def driver() -> str:
 
 
 def build(soname: str, source: str, *flags: str) -> None:
-    """Compiles C source to a shared library and loads it before the real one of this name. Raises
-    RecipeError."""
+    """Compiles C source to a shared library, and loads it before the real library of this name is
+    loaded. Raises RecipeError."""
     with tempfile.TemporaryDirectory() as folder:
         file, library = Path(folder, "stub.c"), Path(folder, soname)
         file.write_text(source)

@@ -1,5 +1,5 @@
 """`python -m jaxbench.plan --all`: plans of every row of every recipe, their tables, and what moved
-between two tables, as between two versions of jax."""
+between two tables, for example between two versions of jax."""
 
 import csv
 import sys
@@ -16,7 +16,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.versions import versions
 
 MARK = "<!-- table -->"
-"""The line of plan.md after which the table is replaced."""
+"""The line of plan.md after which we replace the table."""
 
 COMPARED = (
     "peak GiB",
@@ -30,12 +30,12 @@ COMPARED = (
 """Columns of a table in which more is worse."""
 
 LEAST = 0.05
-"""Change of a column, in its unit, that is never worth a line."""
+"""The change of a column, in its unit, that is never worth a line."""
 
 
 def rows(target: Target, every: bool = True) -> list[Run]:
-    """Every row on a GPU of every recipe in whose format it multiplies, without smoke rows; or
-    those alone that are for it."""
+    """The rows on a GPU of every recipe in whose format the GPU multiplies, without smoke rows.
+    Without `every`, only the rows that recipes have for this GPU."""
     runs = [
         recipes.resolve(recipe.on(target.gpu), row)
         for recipe in recipes.load_all()
@@ -46,8 +46,8 @@ def rows(target: Target, every: bool = True) -> list[Run]:
 
 
 def sweep(targets: list[Target], output: Path) -> int:
-    """Plans all rows on the first GPU, and those that recipes have for the others, and writes the
-    tables; 1 when a row fails or does not fit."""
+    """Plans all rows on the first GPU, and on the others the rows that recipes have for them.
+    Writes the tables. Returns 1 if a row fails or does not fit."""
     table, lines, too_big = [], [], []
     for target in targets:
         plans, failures = plan_all(rows(target, target is targets[0]), target)
@@ -61,7 +61,7 @@ def sweep(targets: list[Target], output: Path) -> int:
 
 
 def cells(plan: Plan, gpu: str) -> dict[str, str]:
-    """A line of the table by its columns."""
+    """A line of the table, by its columns."""
     size, row = plan.bytes_per_device, plan.published
 
     def mfu(name: str) -> str:
@@ -98,7 +98,7 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
 def write_tables(
     table: list[dict[str, str]], failures: list[str], output: Path, targets: list[Target]
 ) -> None:
-    """Replaces the table of `plan.md` after `MARK`, and `plan.csv`."""
+    """Replaces the table in `plan.md` after `MARK`, and replaces `plan.csv`."""
     output.mkdir(parents=True, exist_ok=True)
     columns = [*table[0]] if table else []
     packages = versions() | {"commit": None, "source": None}
@@ -122,8 +122,8 @@ def write_tables(
 
 
 def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
-    """Values that moved by more than `percent` between two tables (plan.csv), a line each, and
-    whether anything got worse: more of a column, a row that no longer fits, a row that is missing.
+    """A line for each value that moved by more than `percent` between two tables (plan.csv), and
+    whether anything got worse: a value of a column grew, a row no longer fits, or a row is missing.
     Raises RecipeError for a file that is no such table."""
     old, new = _read_table(before), _read_table(after)
     lines, worse = [], False
@@ -146,7 +146,8 @@ def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
 
 
 def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """The lines of a table by recipe, GPU and number of GPUs; a table without GPU is H100's."""
+    """The lines of a table by recipe, GPU and number of GPUs. A table without a GPU column is for
+    H100."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = [*csv.DictReader(file)]

@@ -21,7 +21,7 @@ RANGE = (
 """The ends of a forecast's range (`docs/design/forecast.md`)."""
 
 IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels")
-"""Fields of a plan that `difference` leaves out; collectives are compared by their sums."""
+"""Fields of a plan that `difference` leaves out. It compares collectives by their sums."""
 
 
 def gib(count: float) -> str:
@@ -63,7 +63,7 @@ def report(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> list[str]:
-    """In which options the program differs from the one that `train` compiles."""
+    """The options in which the program differs from the one that `train` compiles."""
     options = ", ".join(f"{name}={value}" for name, value in plan.planned_flags.items())
     line = f"compiled with the options of train and {options}: no GPU is there to ask"
     return [line] if options else []
@@ -82,13 +82,13 @@ def _buffers(plan: Plan, indent: str) -> list[str]:
 
 
 def _uncounted(plan: Plan) -> list[str]:
-    """What the peak lacks where cuDNN could not be asked."""
+    """What the peak lacks if cuDNN could not be asked."""
     reason = plan.without_cudnn
     return [f"  not counted the workspaces of cuDNN's attention: {reason}"] if reason else []
 
 
 def _host(plan: Plan) -> list[str]:
-    """Activations that wait in the host's memory."""
+    """The activations that are kept in host memory."""
     size, asked = plan.bytes_per_device, plan.settings["execution"]["offload"] != "none"
     if size.host:
         fits = "" if size.host <= size.host_limit else "DOES NOT FIT: "
@@ -97,7 +97,7 @@ def _host(plan: Plan) -> list[str]:
 
 
 def pipeline(plan: Plan) -> list[str]:
-    """The pipeline of a plan, in a line."""
+    """The pipeline of a plan, in one line."""
     if (p := plan.stages) is None:
         return []
     return [
@@ -108,7 +108,7 @@ def pipeline(plan: Plan) -> list[str]:
 
 
 ALWAYS = ("bf16", "fp8")
-"""Formats whose products are counted even if there are none."""
+"""Formats whose matmuls are counted even if there are none."""
 
 
 def kernels(step: Step) -> str:
@@ -136,7 +136,7 @@ def network(step: Step) -> list[str]:
 
 
 def host(step: Step) -> list[str]:
-    """The copies from and to the host of a step."""
+    """The copies of a step from and to the host."""
     moved = step.host
     line = (
         f"host        {gib(moved.to_host)} to its memory and {gib(moved.from_host)} back per "
@@ -146,7 +146,7 @@ def host(step: Step) -> list[str]:
 
 
 def bound(step: Step, rates: str = "") -> list[str]:
-    """The bound and its parts, with the largest kernels other than products and attention."""
+    """The bound and its parts, with the largest kernels, matmuls and attention aside."""
     parts = step.bound_parts_s
     return [
         f"bound       {step.bound_step_s:.3f} s per step: products and attention "
@@ -178,7 +178,7 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
 
 
 def _rests_on(f: Forecast) -> str:
-    """The shares of a forecast by what they rest on, in a line."""
+    """The shares of a forecast by what they rest on, in one line."""
     named = f" ({'; '.join(f.beyond)})" if f.beyond else ""
     shares = (
         f"{name} {100 * seconds / f.step_s:.0f} %{named if name == 'in proportion' else ''}"
@@ -188,7 +188,7 @@ def _rests_on(f: Forecast) -> str:
 
 
 def _twice(f: Forecast) -> str:
-    """The formats of the program whose products were timed twice."""
+    """The formats of the program whose matmuls were timed twice."""
     names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
     return f"; {' and '.join(names)} products by either of two tables" if names else ""
 
@@ -205,7 +205,8 @@ def _published(plan: Plan) -> list[str]:
 
 
 def too_big(plan: Plan) -> str:
-    """The peak of a plan that does not fit, and its largest buffers; or the host's memory."""
+    """The peak of a plan that does not fit, and its largest buffers; or the host's memory, if that
+    is too small."""
     size = plan.bytes_per_device
     if size.peak <= size.limit:
         return f"does not fit the host: {gib(size.host)} of {gib(size.host_limit)} per device"
@@ -214,7 +215,7 @@ def too_big(plan: Plan) -> str:
 
 
 def differences(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
-    """Name and both values, of all that differ."""
+    """The name and both values of everything that differs."""
     left, right = _values(a), _values(b)
     return [
         (name, x, y) for name in left | right if (x := left.get(name)) != (y := right.get(name))
@@ -234,7 +235,7 @@ def difference(a: Plan, b: Plan) -> str:
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """The numbers and texts of a plan by dotted names; collectives by kind and axes."""
+    """The numbers and texts of a plan by dotted names. Collectives are named by kind and axes."""
     values = dict(flat({n: value for n, value in asdict(plan).items() if n not in IGNORED}))
     for c in plan.collectives:
         for name in ("count", "bytes", "exposed_s"):

@@ -1,10 +1,11 @@
-"""`jaxbench plan --trace FILE`: the step that a forecast expects, in Chrome's format of traces, for
+"""`jaxbench plan --trace FILE`: the step that a forecast expects, in Chrome's trace format, for
 Perfetto.
 
-One slice for each launch of a kernel, collective or copy, loops unrolled as a profile has them, and
-for each wait. Kernels, with what collectives slow them down, and waits fill the step without gaps
-or overlaps. Collectives are on their links, copies beside kernels and to the host on streams of
-their own; where some overlap, a stream has several lanes.
+There is one slice for each launch of a kernel, collective or copy, and one for each wait. Loops are
+unrolled as in a profile. Kernels, including their slowdown by collectives, and waits fill the step
+without gaps or overlaps. Collectives are on their links. Copies that run next to kernels, and
+copies to and from the host, are on streams of their own. If slices overlap, a stream has several
+lanes.
 """
 
 import json
@@ -26,7 +27,7 @@ from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, LINKS, Kernel, Repeated, Slice
 
 STREAMS = (KERNELS, EXPOSED, LINKS[False], LINKS[True], COPIES, host.TO_HOST, host.FROM_HOST)
-"""In the order in which they are shown."""
+"""In the order in which we show them."""
 
 Axes = Callable[[Collective], str]
 
@@ -34,7 +35,7 @@ Axes = Callable[[Collective], str]
 def write_trace(
     path: Path, title: str, program: Program, gpu: Gpu, tables: Tables, axes: Axes
 ) -> None:
-    """Writes the trace of a program on a GPU; `axes` names what a collective crosses."""
+    """Writes the trace of a program on a GPU. `axes` names what a collective crosses."""
     schedule = expected_schedule(Walk(program), gpu, tables)
     title = f"{title}: forecast {schedule.step_s:.3f} s, not measured"
     content = {"displayTimeUnit": "ms", "traceEvents": events(title, schedule.slices, axes)}
@@ -42,7 +43,7 @@ def write_trace(
 
 
 def unrolled(slices: Sequence[Slice | Repeated], start_s: float = 0.0) -> Iterator[Slice]:
-    """Every slice of every iteration, from the start of the step on."""
+    """Every slice of every iteration, with times from the start of the step."""
     for entry in slices:
         if isinstance(entry, Slice):
             yield replace(entry, start_s=start_s + entry.start_s)
@@ -76,13 +77,13 @@ def events(title: str, slices: Sequence[Slice | Repeated], axes: Axes) -> list[d
 
 
 def _name(what: str, value: str | int, tid: int) -> dict[str, Any]:
-    """The event that names a lane, or the whole trace, or that orders lanes."""
+    """The event that names a lane or the whole trace, or that orders lanes."""
     key = "sort_index" if what == "thread_sort_index" else "name"
     return {"ph": "M", "pid": 0, "tid": tid, "name": what, "args": {key: value}}
 
 
 def _event(entry: Slice, axes: Axes, tid: int, begin: int, end: int) -> dict[str, Any]:
-    """A complete event of a slice that lasts from one nanosecond to another."""
+    """A complete event for a slice, between two times in nanoseconds."""
     cause, stream = entry.cause, entry.stream
     name, category = (f"copy {stream}", stream) if entry.launches else ("slowed", "slowed")
     arguments: dict[str, Any] = {"hlo": entry.name, "launches": entry.launches}

@@ -15,7 +15,8 @@ PART = "part of "
 
 @dataclass(kw_only=True)
 class Traffic:
-    """Collectives of one kind over the same mesh axes, per step; `bytes` are sent by one device."""
+    """Collectives of one kind over the same mesh axes, per step. `bytes` are what one device
+    sends."""
 
     kind: str
     axes: str
@@ -27,13 +28,13 @@ class Traffic:
 
 
 def system(gpu: Gpu) -> dict[str, Any]:
-    """The GPU's properties and links that decide a plan."""
+    """The properties and links of the GPU that decide a plan."""
     names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain")
     return {name: getattr(gpu, name) for name in names}
 
 
 def traffic(axes: Callable[[Collective], str], gpu: Gpu, timeline: Schedule) -> list[Traffic]:
-    """Sums the collectives of a step by kind and by what `axes` says they cross; those that send
+    """Sums the collectives of a step by kind and by what `axes` says they cross. Those that send
     most come first."""
     sums: dict[tuple[str, str], Traffic] = {}
     for t in timeline.transfers:
@@ -50,13 +51,13 @@ def traffic(axes: Callable[[Collective], str], gpu: Gpu, timeline: Schedule) -> 
 def axes_of(collective: Collective, mesh_shape: tuple[int, ...]) -> str:
     """The mesh axes that a collective of a run crosses."""
     axes = mesh_axes(collective.devices, mesh_shape)
-    # A permute exchanges with a neighbour only, and still goes along the whole axis.
+    # A permute exchanges only with a neighbour, and still goes along the whole axis.
     return axes.removeprefix(PART) if collective.kind == "collective-permute" else axes
 
 
 def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:
-    """The mesh axes that a group of devices spans, as in `fsdp x context`; `part of` them where
-    other devices are between.
+    """The mesh axes that a group of devices spans, as in `fsdp x context`. It is a `part of` them
+    if other devices are in between.
 
     Devices are numbered along the mesh, the last axis fastest.
     """

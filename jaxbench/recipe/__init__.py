@@ -1,6 +1,6 @@
-"""The definition of a run: settings, YAML to `Run`, published rows, and counts of parameters and
-FLOPs.
+"""The definition of a run: settings, the way from YAML to `Run`, published rows, and counts of
+parameters and FLOPs.
 
-Imports `hardware` and `errors`, and no JAX: a recipe is read and checked on any laptop. Start with
+Imports `hardware` and `errors`, and no JAX: any laptop can read and check a recipe. Start with
 `settings.Run`, then `recipes.resolve`.
 """

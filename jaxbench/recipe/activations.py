@@ -1,4 +1,5 @@
-"""Activations of a model by name, and the bytes of those that wait in the host's memory."""
+"""The activations of a model by name, and the bytes of the activations that are offloaded to host
+memory."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,8 @@ BF16 = 2
 
 @dataclass(frozen=True)
 class Activation:
-    """Features per token, and FLOPs to recompute them, of an activation in all layers."""
+    """An activation, summed over all layers: its features per token, and the FLOPs per token to
+    recompute it."""
 
     features: float
     flops: float
@@ -23,7 +25,8 @@ class Activation:
 
 @cache
 def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
-    """Activations of a model by name (`execution.SAVEABLE`), for sequences of `length` tokens."""
+    """The activations of a model by name (`execution.SAVEABLE`), for sequences of `length`
+    tokens."""
     result: dict[str, Activation] = {}
 
     def add(name: str, features: float, work: float) -> None:
@@ -69,8 +72,9 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
 
 
 def host_bytes(run: Run) -> float:
-    """Bytes of the host's memory in which activations of one device wait during a step, before the
-    step is compiled. A layer's input counts in each layer, also where a block has several."""
+    """Bytes of host memory for the offloaded activations of one device during a step, before the
+    step is compiled. The input of a layer counts in each layer, even if a block has several
+    layers."""
     cfg, p = run.model, run.parallelism
     execution = run.execution
     features = {n: a.features for n, a in activations(cfg, run.batch.sequence_length).items()}
@@ -81,7 +85,7 @@ def host_bytes(run: Run) -> float:
         for name, count in execution.offloaded(cfg.layers).items()
     }
     tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
-    # Of several microbatches XLA holds the activations of two.
+    # If there are several microbatches, XLA holds the activations of two.
     stacks = min(run.accumulation, 2)
     per_token = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
     return stacks * BF16 * tokens * per_token

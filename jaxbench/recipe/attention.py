@@ -1,4 +1,4 @@
-"""Attention of a model: dimensions, rotary positions, and what else differs between families."""
+"""Attention of a model: dimensions, rotary positions, and other differences between families."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from jaxbench.recipe.checks import divides, positive, require
 
 MAX_SOFTCAP = 60
-"""exp(60) and exp(-60), times any number of keys, are normal fp32 numbers, as the blockwise softmax
-needs (`ops.attention.blocks`)."""
+"""exp(60) and exp(-60), times any number of keys, are normal fp32 numbers. The blockwise softmax
+needs this (`ops.attention.blocks`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class Rope:
 
 
 def yarn_scale(rope: Rope | None) -> float:
-    """YaRN's factor of the scores, (0.1 ln(factor) + 1)^2, whose root publications apply to cosines
-    and sines; 1 without."""
+    """YaRN's factor of the scores, (0.1 ln(factor) + 1)^2. Publications apply its root to cosines
+    and sines. Returns 1 without YaRN."""
     return (0.1 * math.log(max(rope.yarn.factor, 1.0)) + 1) ** 2 if rope and rope.yarn else 1.0
 
 
@@ -116,12 +116,12 @@ class AttentionConfig:
 
     @property
     def rotated(self) -> int:
-        """Features of a head that rotary embedding turns."""
+        """Features of a head that the rotary embedding turns."""
         return round(self.head_dim * self.rope.fraction) if self.rope else 0
 
     @property
     def score_scale(self) -> float:
-        """Factor of the product of query and key."""
+        """The factor of the scores, which are the dot products of queries and keys."""
         return self.head_dim**-0.5 * yarn_scale(self.rope)
 
     @property
@@ -188,16 +188,16 @@ class LatentAttentionConfig:
 
     @property
     def window(self) -> None:
-        """None: there is no sliding window."""
+        """None, since there is no sliding window."""
 
     @property
     def rotated(self) -> int:
-        """Features of a head that rotary embedding turns."""
+        """Features of a head that the rotary embedding turns."""
         return self.rope_dim
 
     @property
     def score_scale(self) -> float:
-        """Factor of the product of query and key."""
+        """The factor of the scores, which are the dot products of queries and keys."""
         return (self.head_dim + self.rope_dim) ** -0.5 * yarn_scale(self.rope)
 
     @property

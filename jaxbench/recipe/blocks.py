@@ -1,4 +1,5 @@
-"""The layers of a model as repeating blocks: each is compiled once, its weights are stacked."""
+"""The layers of a model as repeating blocks. Each block is compiled once, and the weights of its
+repeats are stacked."""
 
 from functools import cache
 from itertools import accumulate
@@ -7,18 +8,20 @@ from jaxbench.recipe.model import ModelConfig
 
 
 def repeating_blocks(cfg: ModelConfig) -> list[tuple[str, int]]:
-    """Blocks as (layer pattern, number of repeats). In a pipeline the last ones are its stages."""
+    """Blocks as (layer pattern, number of repeats). In a pipeline the stages are made of the last
+    one."""
     return cut(cfg.layer_patterns)
 
 
 def stacks(cfg: ModelConfig) -> list[tuple[str, int]]:
-    """Blocks of all stacks of weights: the repeating ones, and that of multi-token prediction."""
+    """The blocks of all stacks of weights: the repeating blocks, and the block of multi-token
+    prediction."""
     further = [(cfg.prediction.pattern, 1)] if cfg.prediction else []
     return repeating_blocks(cfg) + further
 
 
 def first_layers(cfg: ModelConfig) -> list[range] | list[None]:
-    """For draws of routing: the numbers of the first layers of each stack's blocks. Layers count
+    """The numbers of the first layers of each stack's blocks, for draws of routing. Layers count
     through all stacks. None for each stack unless routing is random."""
     blocks = stacks(cfg)
     if cfg.experts is None or cfg.experts.routing != "random":
@@ -32,11 +35,11 @@ def first_layers(cfg: ModelConfig) -> list[range] | list[None]:
 
 @cache
 def cut(layers: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Layer patterns split into repeating blocks, (pattern, repeats).
+    """Splits layer patterns into repeating blocks, (pattern, repeats).
 
-    Each block is compiled once, so the split is one with the fewest layers in all of its blocks,
-    and among these with the fewest blocks: `M-M-M-M*-M-` ten times, then `M-` four times, for the
-    118 layers of Nemotron-H 56B.
+    Each block is compiled once. So we choose a split with the fewest layers in all of its blocks,
+    and among these one with the fewest blocks. For the 118 layers of Nemotron-H 56B this is
+    `M-M-M-M*-M-` ten times, then `M-` four times.
     """
     pattern, size = "".join(layers), len(layers[0])
     best: dict[int, tuple[int, list[tuple[str, int]]]] = {len(pattern): (0, [])}

@@ -1,4 +1,5 @@
-"""Dataclasses from plain values: settings of YAML, whose mistakes are one line, and records."""
+"""Makes dataclasses from plain values: settings from YAML, where a mistake gives a message of one
+line, and records."""
 
 import contextlib
 import math
@@ -11,11 +12,11 @@ from typing import Any
 from jaxbench.errors import RecipeError, meant
 
 LARGEST = 2**31 - 1
-"""Largest integer setting: array indices are int32."""
+"""The largest integer setting, since array indices are int32."""
 
 
 def setting_names(cls: Any, prefix: str) -> Iterator[str]:
-    """The names of all settings of a dataclass, with those inside of settings."""
+    """The names of all settings of a dataclass, including the settings inside of settings."""
     for name, hint in typing.get_type_hints(cls).items():
         yield prefix + name
         for option in (hint, *typing.get_args(hint)):
@@ -24,8 +25,8 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """A value of a type, a dataclass or one that holds some, from the plain values of `asdict`.
-    Raises TypeError for a value of another type, and for other fields."""
+    """A value of the type `kind` (a dataclass, or a type that holds some) from the plain values of
+    `asdict`. Raises TypeError for a value of another type, and for missing or unexpected fields."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -56,14 +57,14 @@ def _missing(cls: Any, values: dict) -> list[str]:
 
 
 def _is(plain: type, value: Any) -> bool:
-    """True for a value of a JSON type; a whole number may stand for a float."""
+    """True for a value of a JSON type. A whole number may stand for a float."""
     if isinstance(value, bool):
         return plain is bool
     return isinstance(value, int | float if plain is float else plain)
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all values in nested mappings, without None."""
+    """(dotted name, value) of all values in nested mappings, except None."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flat(inner, f"{name}.{key}" if name else key)
@@ -84,14 +85,14 @@ def differing(
 
 
 def known(key: Any, allowed: list[str], where: str) -> None:
-    """Raises RecipeError, with the nearest name, unless the key is allowed."""
+    """Raises RecipeError with the nearest name unless the key is allowed."""
     if key not in allowed:
         near = meant(shown(key), allowed, cutoff=0.0)
         raise RecipeError(f"{where}: unknown key {shown(key)}{near}")
 
 
 def mapping(value: Any, where: str) -> dict:
-    """The value, which must be a mapping. Raises RecipeError."""
+    """The value, which must be a mapping. Raises RecipeError if it is not."""
     if not isinstance(value, dict):
         raise RecipeError(f"{where} must be a mapping, not {shown(value)}")
     return value
@@ -101,13 +102,13 @@ def shown(value: Any) -> str:
     """A user's value in a message: short, on one line."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not spell numbers of thousands of digits
+    except ValueError:  # Python does not print numbers with thousands of digits
         return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def build(cls: type, values: dict, where: str) -> Any:
-    """The dataclass from plain values; checks names and types."""
+    """The dataclass from plain values. Checks names and types."""
     hints = typing.get_type_hints(cls)
     for key in values:
         known(key, list(hints), where)
@@ -119,7 +120,7 @@ def build(cls: type, values: dict, where: str) -> Any:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the annotated type, or RecipeError."""
+    """`value` as the annotated type. Raises RecipeError if it has another type."""
     options = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         return None if value is None else _convert(value, options[0], where)
@@ -157,7 +158,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def merged(settings: dict, changes: dict) -> dict:
-    """The settings with changes, mappings in mappings merged too."""
+    """The settings with changes. Mappings inside of mappings are merged too."""
     result = dict(settings)
     for key, value in changes.items():
         old = result.get(key)

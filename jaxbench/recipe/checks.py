@@ -1,4 +1,4 @@
-"""Checks of settings; each raises RecipeError with one line."""
+"""Checks of settings. Each raises RecipeError with a message of one line."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def require(condition: object, message: str) -> None:
 
 
 def positive(prefix: str, settings: Any, *names: str) -> None:
-    """Requires settings, or options (prefix `--`), above zero; None passes."""
+    """Requires settings above zero; with the prefix `--`, options. None passes."""
     for name in names:
         value = getattr(settings, name)
         shown = name.replace("_", "-") if prefix == "--" else name
@@ -27,5 +27,5 @@ def not_negative(prefix: str, settings: Any, *names: str) -> None:
 
 
 def divides(divisor: str, size: int, name: str, value: int) -> None:
-    """Requires the divisor's size to divide the value of the setting `name`."""
+    """Requires that `size`, which `divisor` names, divides the value of the setting `name`."""
     require(value % size == 0, f"{divisor} = {size} must divide {name} = {value}")

@@ -1,9 +1,9 @@
-"""Rows for GPU counts that a recipe has none for.
+"""Derives rows for numbers of GPUs that a recipe has no row for.
 
-A row is derived from the nearest smaller one, or from the smallest: the same model and sequence
-length, a global batch in proportion to the GPUs (weak scaling, as the published rows have it), and
-a mesh as close to that row's as the count allows. Its runs are labelled `derived` and stand beside
-no published figure.
+A row is derived from the nearest smaller row, or else from the smallest. It has the same model and
+sequence length. Its global batch is in proportion to the GPUs (weak scaling, as in the published
+rows), and its mesh is as close to the other row's mesh as the number of GPUs allows. Its runs are
+labelled `derived` and are not compared with published figures.
 """
 
 import math
@@ -20,13 +20,13 @@ from jaxbench.recipe.recipes import SMOKE, Override, Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 
 LARGEST = 2**20
-"""Largest count that a row is derived for."""
+"""The largest number of GPUs that we derive a row for."""
 
 SEARCHED = 256
-"""Counts tried below and above one that cannot work."""
+"""How many numbers of GPUs we try below and above one that cannot work."""
 
 OTHERS = tuple(axis for axis in CHOSEN if axis != "fsdp")
-"""The axes that a row sizes, without fsdp, which takes what the count needs."""
+"""The axes that a row sizes, except fsdp, which takes what the number of GPUs needs."""
 
 
 def extend(
@@ -37,11 +37,11 @@ def extend(
     *,
     whole_nodes: bool = True,
 ) -> Recipe:
-    """The recipe with a row for `gpus`, derived where it has none. Axes that are overridden keep
-    that size; `whole_nodes` requires that they fill nodes.
+    """The recipe with a row for `gpus`, which is derived if the recipe has none. Axes that are
+    overridden keep their size. `whole_nodes` requires that the GPUs fill nodes.
 
-    Raises RecipeError, naming the nearest counts that work, for a count that fills no nodes, or on
-    which the train state alone fits no mesh.
+    Raises RecipeError with the nearest numbers of GPUs that work if the GPUs fill no nodes, or if
+    the train state alone fits on no mesh of them.
     """
     if gpus == SMOKE or gpus in recipe.rows:
         return recipe
@@ -73,7 +73,7 @@ def extend(
 
 
 def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -> str:
-    """The reason why no row can be derived for a count."""
+    """The reason why no row can be derived for this number of GPUs."""
     if gpu and whole_nodes and gpu.spread(gpus) is None:
         domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
         return f"they do not fill nodes of {gpu.node}{domains}"
@@ -82,8 +82,8 @@ def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -
 
 
 def base(recipe: Recipe, gpus: int) -> int:
-    """The row to derive from: the largest with fewer GPUs, else the smallest. The row of one GPU,
-    which has fewer layers, is taken only if there is no other. Raises RecipeError for a recipe
+    """The row to derive from: the largest with fewer GPUs, else the smallest. The row of one GPU
+    has fewer layers, so we take it only if there is no other. Raises RecipeError for a recipe
     without rows."""
     counts = sorted(n for n in recipe.rows if isinstance(n, int) and n not in recipe.derived)
     counts = [n for n in counts if n > 1] or counts
@@ -99,8 +99,8 @@ def derived(
     fixed: dict[str, Any],
     changes: tuple[Override, ...],
 ) -> dict[str, Any] | None:
-    """The settings of a row, with axes of `fixed` sizes; None where the train state, of a model
-    that `changes` override, fits no mesh of `gpus`."""
+    """The settings of a row in which axes have the sizes in `fixed`. None if the train state fits
+    on no mesh of `gpus`; `changes` override the model that the state belongs to."""
     count = base(recipe, gpus)
     run = recipes.resolve(recipe, count)
     room = gpu.memory_limit if gpu and gpu.memory else math.inf
@@ -122,9 +122,9 @@ def derived(
 
 
 def meshes(run: Run, gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """Meshes for `gpus`, closest to the run's first, sorted by three criteria: least change of axes
-    other than fsdp; no fewer devices per copy of the model; number of devices per copy nearest to
-    the run's."""
+    """Meshes for `gpus`, the closest to the run's mesh first. Three criteria sort them: the least
+    change of axes other than fsdp; no fewer devices per copy of the model; a number of devices per
+    copy that is nearest to the run's."""
     p, embed = run.parallelism, run.model.embed
     most = {**{axis: getattr(p, axis) for axis in OTHERS}, "fsdp": math.gcd(gpus, embed)}
     possible: list[tuple[tuple[float, bool, float], dict[str, int]]] = []
@@ -140,7 +140,7 @@ def meshes(run: Run, gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int
 
 
 def _sizes(axis: str, most: int, fixed: dict[str, Any]) -> list[int]:
-    """The sizes that an axis can have: what divides `most`, or the fixed one."""
+    """The sizes that an axis can have: the fixed one, or all that divide `most`."""
     size = fixed.get(axis)
     if size is not None:
         return [size] if isinstance(size, int) and size > 0 else []
@@ -148,7 +148,7 @@ def _sizes(axis: str, most: int, fixed: dict[str, Any]) -> list[int]:
 
 
 def batch(run: Run, gpus: int, mesh: dict[str, int]) -> dict[str, int | None]:
-    """The run's microbatch, and the global batch that is nearest to proportional."""
+    """The run's microbatch, and the global batch that is nearest to a proportional one."""
     ranks = gpus // math.prod(mesh[axis] for axis in ("pipeline", "context", "tensor"))
     one_pass = (run.batch.microbatch or 1) * ranks * mesh["pipeline"]
     passes = max(1, round(run.batch.global_batch * gpus / run.gpus / one_pass))

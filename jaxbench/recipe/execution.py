@@ -1,5 +1,5 @@
-"""Settings of how a run is computed: what is saved for the backward pass, implementations of
-operators, compiler options. The string below a field is its meaning in the table of settings."""
+"""Settings that decide how a run is computed: what is saved for the backward pass, implementations
+of operators, compiler options. The string below a field is its meaning in the table of settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ SAVEABLE = (
     "latent", "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
 )  # fmt: skip
 """The activations that a remat policy can save, in the order in which a layer computes them.
-`latent` are those of latent attention, from which queries, keys and values are projected, and the
-sum of experts in a latent space; `dispatched` are the permuted tokens that the experts of a rank
-receive, `mamba` is the input of a Mamba-2 mixer's output projection."""
+`latent` are the latents of latent attention, from which queries, keys and values are projected, and
+the sum of experts in a latent space. `dispatched` are the permuted tokens that the experts of a
+rank receive. `mamba` is the input of a Mamba-2 mixer's output projection."""
 
 INPUT = "input"
-"""The input of each block of layers, which every remat policy saves: a name of `offload` alone."""
+"""The input of each block of layers, which every remat policy saves. Only `offload` uses this
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,8 @@ class Execution:
         return _layer_counts("remat", self.remat, layers, "none, full, or ")
 
     def offloaded(self, layers: int) -> dict[str, int]:
-        """The number of layers that save each named activation in the host's memory, where they
-        do not save it in the device's."""
+        """The number of layers that save each named activation in host memory, unless they save it
+        in the device's memory."""
         if self.offload == "none":
             return {}
         require(self.remat != "none", "execution.offload: remat = none saves all on the device")

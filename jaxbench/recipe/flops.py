@@ -1,9 +1,9 @@
 """Parameters and FLOPs of a model by mixer, and the conventions that turn step times into MFU.
 
-Model FLOPs are those of one sequence in one training step: three times the forward pass, one
-multiply-add being 2, no recomputation. Norms, activations, rotary embedding, softmax and residual
-additions are not counted, the embedding lookup is free (Kaplan et al. 2020; Narayanan et al. 2021,
-without their recomputation).
+Model FLOPs are the FLOPs of one sequence in one training step, without recomputation: three times
+the forward pass, with 2 FLOPs for a multiply-add. Norms, activations, rotary embedding, softmax and
+residual additions are not counted, and the embedding lookup is free (Kaplan et al. 2020; Narayanan
+et al. 2021, without their recomputation).
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from jaxbench.recipe.attention import Attention, AttentionConfig
 from jaxbench.recipe.model import ExpertsConfig, Kind, MambaConfig, Mixer, MlpConfig, ModelConfig
 
 CONVENTIONS = ("causal", "full", "published")
-"""`causal` counts half of the S x S attention scores, `full` all of them; within a window W, `full`
-counts S x W, and `causal` those that are not masked. `published` follows the source's own
-formula."""
+"""`causal` counts half of the S x S attention scores, `full` all of them. Within a window W, `full`
+counts S x W scores, and `causal` the scores that are not masked. `published` follows the source's
+own formula."""
 
 COUNTED_CHUNK = 128
-"""Chunk length for which the FLOPs of the Mamba-2 scan are counted, in tokens: Megatron's default,
-which the published runs use. Ours may be computed in other chunks (`recipe.model.SSD_CHUNK`)."""
+"""The chunk length in tokens for which we count the FLOPs of the Mamba-2 scan: Megatron's default,
+which the published runs use. Our scan may be computed in other chunks
+(`recipe.model.SSD_CHUNK`)."""
 
 NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
 
 def parameters(cfg: ModelConfig) -> dict[str, int]:
-    """Parameter count by component; `total` is their sum."""
+    """The parameter count by component. `total` is their sum."""
     embed, mixers = cfg.embed, (*cfg.mixers, *cfg.predicting)
     attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
     experts, mamba = _each(ExpertsConfig, mixers), _each(MambaConfig, mixers)
@@ -70,12 +71,13 @@ def _attention_norms(mixer: Attention) -> int:
 
 
 def _prediction_weights(cfg: ModelConfig) -> int:
-    """The projection of the next token's embedding concatenated with the hidden state."""
+    """Weights of the projection of the next token's embedding, concatenated with the hidden
+    state."""
     return 2 * cfg.embed**2 if cfg.prediction else 0
 
 
 def _attention_vectors(embed: int, mixer: Attention) -> int:
-    """Sinks and biases."""
+    """Parameters of sinks and biases."""
     if not isinstance(mixer, AttentionConfig):
         return 0
     biases = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim + embed if mixer.biases else 0
@@ -95,7 +97,7 @@ def _expert_biases(embed: int, mixer: ExpertsConfig) -> int:
 
 
 def _weights_beside_experts(embed: int, mixer: ExpertsConfig) -> int:
-    """Weights that all tokens pass: the latent projections and the shared expert."""
+    """Weights that all tokens pass through: the latent projections and the shared expert."""
     shared = _mlp_weights(embed, mixer.shared) if mixer.shared else 0
     return 2 * embed * (mixer.latent or 0) + shared
 
@@ -119,14 +121,14 @@ def _mamba_rest(m: MambaConfig) -> int:
 
 
 def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict[str, int]:
-    """Training FLOPs of one sequence by component; `total` is their sum.
+    """Training FLOPs of one sequence by component. `total` is their sum.
 
-    Per token a weight costs 2 FLOPs forward and 4 backward. Attention scores (QK^T and PV) cost,
-    per token forward, 2 S heads (key head dim + value head dim) with the `full` matrix. Multi-token
-    prediction, with its use of the head, counts as often as it is applied. A token's `top_k`
-    experts count, even where it is dropped, and the shared one. The Mamba-2 scan is counted in
-    chunks of `COUNTED_CHUNK`, whose square matrices every convention counts in full; its
-    convolution and the decay of states between chunks are not counted.
+    A weight costs 2 FLOPs forward and 4 backward per token. Attention scores (QK^T and PV) cost 2 S
+    heads (key head dim + value head dim) forward per token with the `full` matrix. Multi-token
+    prediction, including its use of the head, counts as often as it is applied. The `top_k` experts
+    of a token count even if the token is dropped, and the shared expert counts too. The Mamba-2
+    scan is counted in chunks of `COUNTED_CHUNK`, and every convention counts their square matrices
+    in full. The scan's convolution and the decay of states between chunks are not counted.
     """
     embed, per_weight = cfg.embed, 6 * length
     depth = cfg.prediction.depth if cfg.prediction else 0
@@ -158,8 +160,8 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
 
 
 def causal_without_router(cfg: ModelConfig, length: int) -> int:
-    """Training FLOPs of one sequence by the `causal` count, without the router: the formula of
-    several sources."""
+    """Training FLOPs of one sequence by the `causal` count, without the router. Several sources use
+    this formula."""
     causal = model_flops(cfg, length, "causal")
     return causal["total"] - causal.get("router", 0)
 
@@ -173,14 +175,16 @@ def _twice_scores(mixer: Attention, length: int, convention: str) -> int:
 
 
 def scan_flops(m: MambaConfig, length: int, chunk: int) -> int:
-    """Training FLOPs of one Mamba-2 scan over a sequence. Forward, per token and group: b and c
-    of a chunk multiplied, 2 Q N; that times x, 2 Q inner; states of chunks and back, 4 N inner."""
+    """Training FLOPs of one Mamba-2 scan over a sequence. Forward, per token and group: 2 Q N to
+    multiply b and c of a chunk, 2 Q inner to multiply the result by x, and 4 N inner for the states
+    of chunks and back."""
     per_group = 2 * chunk * (m.state + m.inner) + 4 * m.state * m.inner
     return 3 * length * m.groups * per_group
 
 
 def mfu(flops_per_second: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: achieved FLOP/s of one device over its peak in TFLOP/s."""
+    """Model FLOPs utilization: the FLOP/s that one device achieves over its peak. `peak` is in
+    TFLOP/s."""
     return flops_per_second / (peak * 1e12) if peak else None
 
 

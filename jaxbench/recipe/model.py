@@ -1,7 +1,8 @@
 """The architecture of a model: everything in which the families differ.
 
-A *layer* is what the model's publication counts as one. It has one mixer in hybrids, in
-transformers two: attention, then a feed-forward mixer. A dataclass holds the dimensions of each.
+A *layer* is what the model's publication counts as one. In a hybrid it has one mixer, in a
+transformer two: attention, then a feed-forward mixer. Each mixer has a dataclass with its
+dimensions.
 """
 
 import math
@@ -13,11 +14,12 @@ from jaxbench.recipe.attention import Attention, AttentionConfig, LatentAttentio
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 
 SSD_CHUNK = 256
-"""Chunk length of XLA's Mamba-2 scan, in tokens. It affects speed and rounding only. Twice
-Megatron's default: half as many states between chunks, and larger products."""
+"""The chunk length of XLA's Mamba-2 scan in tokens. It affects only speed and rounding. It is twice
+Megatron's default, so there are half as many states between chunks, and larger matmuls."""
 
 MAX_LAYERS = 1_000
-"""Most layers of a model, far more than any has: it bounds the search for repeating blocks."""
+"""The most layers of a model, far more than any model has. It bounds the search for repeating
+blocks."""
 
 
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
@@ -37,13 +39,13 @@ class MlpConfig:
 
     @property
     def matrices(self) -> int:
-        """Weight matrices, of `embed x ffn` each."""
+        """Weight matrices, each of `embed x ffn`."""
         return 2 if self.activation == "relu2" else 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts: feed-forward mixers of which each token uses a few."""
+    """A mixture of experts: feed-forward mixers. Each token uses a few of them."""
 
     count: int
     """experts of a layer"""
@@ -135,7 +137,7 @@ class ExpertsConfig:
 
     @property
     def matrices(self) -> int:
-        """Weight matrices of an expert, of `embed x ffn`, or `latent x ffn`, each."""
+        """Weight matrices of an expert, each of `embed x ffn` or `latent x ffn`."""
         return 2 if self.activation == "relu2" else 3
 
     @property
@@ -179,12 +181,12 @@ SYMBOLS = {
     "*": "attention", "W": "attention", "L": "latent_attention", "-": "mlp", "E": "experts",
     "M": "mamba",
 }  # fmt: skip
-"""The field of `ModelConfig` that describes a mixer, by its symbol in a layer pattern: Megatron's
-symbols, and W for sliding-window and L for latent attention."""
+"""The field of `ModelConfig` that describes a mixer, by the mixer's symbol in a layer pattern. The
+symbols are Megatron's; W for sliding-window and L for latent attention are ours."""
 
 
 def check_pattern(name: str, pattern: str) -> None:
-    """Raises RecipeError unless a layer pattern has symbols, all of them known."""
+    """Raises RecipeError unless a layer pattern has symbols and all of them are known."""
     unknown = "".join(sorted(set(pattern) - set(SYMBOLS)))[:1]
     require(not unknown, f"{name}: {unknown!r} is none of the letters {' '.join(SYMBOLS)}")
     require(bool(pattern), f"{name}: expected a letter for each mixer; it has none")
@@ -193,8 +195,8 @@ def check_pattern(name: str, pattern: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class PredictionConfig:
     """Multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2): a block behind the
-    model that predicts the token after the next one, from the final hidden state and the embedding
-    of the next token; applied again, from its own output, the token after that."""
+    model. From the final hidden state and the embedding of the next token it predicts the token
+    after the next one. Applied again to its own output, it predicts the token after that."""
 
     pattern: str
     """layer pattern of the block, as `model.pattern`"""
@@ -256,7 +258,8 @@ class ModelConfig:
 
     @property
     def architecture(self) -> "ModelConfig":
-        """The model without the limits on the tokens of experts, in which its runs may differ."""
+        """The model without the limits on the tokens of experts. Runs of the same model may differ
+        in these limits."""
         if self.experts is None:
             return self
         tokens, factor = ExpertsConfig.capacity_tokens, ExpertsConfig.rank_capacity_factor
@@ -265,7 +268,7 @@ class ModelConfig:
 
     @property
     def layer_patterns(self) -> tuple[str, ...]:
-        """The part of the layer pattern of each layer: a symbol for each of its mixers."""
+        """For each layer its part of the layer pattern: a symbol for each of its mixers."""
         size = 1 if "M" in self.pattern else 2
         layers = [self.pattern[i : i + size] for i in range(0, len(self.pattern), size)]
         return tuple(islice(cycle(layers), self.layers))
@@ -281,7 +284,7 @@ class ModelConfig:
         return tuple(map(self.mixer, self.prediction.pattern)) if self.prediction else ()
 
     def mixer(self, symbol: str) -> Mixer:
-        """The description of the mixers of a symbol."""
+        """The description of the mixers with a symbol."""
         mixer = getattr(self, SYMBOLS[symbol])
         return replace(mixer, window=None) if symbol == "*" and mixer.window else mixer
 
@@ -291,7 +294,7 @@ class ModelConfig:
 
     @property
     def attention_mixer(self) -> Attention | None:
-        """The description of attention, latent or not; None in a model without."""
+        """The description of attention, latent or not. None in a model without attention."""
         return self.attention or self.latent_attention
 
     @property
@@ -306,7 +309,7 @@ class ModelConfig:
 
     @property
     def bias_rate(self) -> float | None:
-        """Step of the router's biases; None without."""
+        """The step of the router's biases; None without them."""
         return self.experts.bias_rate if self.experts else None
 
     @property

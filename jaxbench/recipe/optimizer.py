@@ -34,7 +34,7 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes per parameter of weights, in fp32, and moments."""
+        """Bytes per parameter of the weights, in fp32, and of the moments."""
         return 12 if self.moments == "fp32" else 8
 
     def __post_init__(self) -> None:
@@ -49,5 +49,5 @@ class Optimizer:
         )
 
     def warmup_steps(self, steps: int) -> int:
-        """Length of the warm-up in a run of `steps`."""
+        """The length of the warm-up, in steps, in a run of `steps`."""
         return int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)

@@ -1,10 +1,10 @@
 """The published measurements (configs/published.csv).
 
 A published MFU is B x (model FLOPs) / (step time x GPUs x peak). Sources state peaks (`hardware`:
-989 and 1979 TFLOP/s on H100) and their own, often rounded, model FLOPs. Where a printed
-figure does not follow from what its source states, the row carries an erratum code (`ERRATA`); the
-printed figure is kept, and the code says how to reproduce it (`tests/recipe/test_flops.py` does).
-Where a source prints TFLOP/s instead, MFU is those over the peak.
+989 and 1979 TFLOP/s on H100) and their own, often rounded, model FLOPs. If a printed figure does
+not follow from what its source states, the row carries an erratum code (`ERRATA`). We keep the
+printed figure, and the code says how to reproduce it (`tests/recipe/test_flops.py` does so). If a
+source prints TFLOP/s instead of MFU, the MFU is these TFLOP/s over the peak.
 """
 
 import csv
@@ -39,12 +39,14 @@ ERRATA = {
 
 
 FREE = {"batch.microbatch", "precision.gather", "precision.implementation"}
-"""Settings beside the mesh and `execution` that change speed and memory, but not the result."""
+"""Settings that change speed and memory but not the result, in addition to the mesh and
+`execution`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published measurement; None where the source prints no figure. MFU in percent."""
+    """One published measurement. A figure is None if the source does not print it. MFU is in
+    percent."""
 
     workload: str
     size: str
@@ -63,12 +65,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The model, and the GPU unless it is the H100."""
+        """The name of the model, and the GPU unless it is the H100."""
         return titled(f"{self.workload} {self.size}", self.gpu)
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """The kind of GPU it was measured on."""
+        """The kind of GPU on which it was measured."""
         return hardware.PLANNED[self.gpu_type]
 
     def __str__(self) -> str:
@@ -82,13 +84,13 @@ class Row:
 
     @property
     def flops_per_gpu(self) -> float:
-        """Model FLOPs of a step on one GPU, by the formula of the source."""
+        """Model FLOPs of a step on one GPU, by the source's formula."""
         cfg = replace(_models()[self.workload, self.size], layers=self.layers)
         return source_flops(cfg, self.seq_len) * self.gbs / self.gpus
 
 
 def titled(model: str, gpu: hardware.Gpu | None) -> str:
-    """The name of a model, with the GPU where it is not the H100 of most published rows."""
+    """The name of a model, with the GPU unless it is the H100 of most published rows."""
     return model if gpu in (None, hardware.H100) else f"{model} {gpu.name}"
 
 
@@ -99,7 +101,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def read(path: Path) -> tuple[Row, ...]:
-    """The rows of a table like published.csv. Raises RecipeError for a file that is no such table
+    """The rows of a table like published.csv. Raises RecipeError for a file that is no such table,
     and for an unknown model, GPU or dtype."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -139,8 +141,9 @@ def _row(line: dict[str, str], number: int) -> Row:
 
 
 def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
-    """The published row with the run's model, batch, dtype and GPU count: measured on `gpu` if
-    there is one, else on another GPU; None where nothing is published for this work."""
+    """The published row with the run's model, batch, dtype and number of GPUs. A row that was
+    measured on `gpu` comes before rows of other GPUs. None if nothing is published for this
+    work."""
     if run.label == "derived":
         return None
     m, b = run.model, run.batch
@@ -156,23 +159,24 @@ def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
 
 @cache
 def _recipe_run(row: Row) -> Run:
-    """The row of our recipe that does the work of a published one."""
+    """The row of our recipe that does the work of a published row."""
     name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
     return recipes.resolve(recipes.load(name).on(row.gpu), row.gpus)
 
 
 def _candidates(run: Run, gpu: hardware.Gpu | None) -> list[Row]:
-    """Rows with the run's model name, dtype and GPU count, those of `gpu` first."""
+    """Rows with the run's model name, dtype and number of GPUs. Rows for `gpu` come first."""
     wanted = (run.model.family, run.model.size, run.precision.dtype, run.gpus)
     candidates = [r for r in rows() if wanted == (r.workload, r.size, r.dtype, r.gpus)]
     return sorted(candidates, key=lambda row: gpu is not None and row.gpu.name != gpu.name)
 
 
 def differences(run: Run, device: str) -> list[str]:
-    """Reasons why the run's figures are not comparable with published ones; empty when they are.
+    """Reasons why the run's figures are not comparable with published ones; empty if they are
+    comparable.
 
-    Every setting that changes the work or its numerics must be as in the recipe of the published
-    row. The mesh, remat, compiler flags and implementations of operators are free.
+    Every setting that changes the work or its numerics must be the same as in the recipe of the
+    published row. The mesh, remat, compiler flags and implementations of operators are free.
     """
     if run.label == "smoke":
         return ["smoke row on a CPU"]
@@ -202,7 +206,7 @@ def _work(run: Run) -> dict[str, Any]:
 
 
 def source_flops(cfg: ModelConfig, length: int) -> float:
-    """Model FLOPs of one sequence by the formula of the model's source, unrounded: the family's
-    own, or the full count."""
+    """Model FLOPs of one sequence by the formula of the model's source, unrounded: the family's own
+    formula, or the full count."""
     formula = SOURCE_FLOPS.get(cfg.family)
     return formula(cfg, length) if formula else flops.model_flops(cfg, length, "full")["total"]

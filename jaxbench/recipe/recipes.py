@@ -1,9 +1,9 @@
 """Recipes: configs/*.yaml, resolved for a number of GPUs into a `Run`.
 
-A recipe names a model, holds what all of its rows share, and a table of rows, one per GPU count. A
-row is given in the short names of `ROW_KEYS`; it may also hold whole sections. Rows are sized for
-the H100; another GPU may have a table too, under its name, whose rows take the place of
-those of the same count (`Recipe.on`). Everything is checked here, before any slow work.
+A recipe names a model, holds what all of its rows share, and has a table of rows, one per number of
+GPUs. A row uses the short names of `ROW_KEYS`; it may also hold whole sections. Rows are sized for
+the H100. Another GPU may have a table too, under its name, and its rows replace the rows for the
+same number of GPUs (`Recipe.on`). Everything is checked here, before any slow work.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -46,9 +46,9 @@ SMOKE = "smoke"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as read from its file: `shared` sections, `rows` by GPU count or `smoke`, and
-    `gpu_rows`, which replace them on a GPU of that name. `derived` are the GPU counts whose rows
-    were added by `derive.extend`."""
+    """A recipe as read from its file: `shared` sections, `rows` by number of GPUs or `smoke`, and
+    `gpu_rows`, which replace them on a GPU of that name. `derived` are the numbers of GPUs whose
+    rows were added by `derive.extend`."""
 
     name: str
     model: str
@@ -58,19 +58,20 @@ class Recipe:
     derived: frozenset[int] = frozenset()
 
     def on(self, gpu: hardware.Gpu | None) -> "Recipe":
-        """The recipe on a GPU: `gpu_rows` in place of the rows of the same count."""
+        """The recipe on a GPU: `gpu_rows` replace the rows for the same number of GPUs."""
         return replace(
             self, rows=self.rows | self.gpu_rows.get(gpu.name.lower() if gpu else "", {})
         )
 
     def row_names(self) -> str:
-        """The rows there are, for a message."""
+        """The names of the rows, for a message."""
         return ", ".join(map(str, self.rows))
 
 
 @dataclass(frozen=True)
 class Override:
-    """One `--set` entry: its text, and what it sets; a mapping sets settings of a setting."""
+    """One `--set` entry: its text, and what it sets. If the value is a mapping, it sets settings
+    inside a setting."""
 
     text: str
     section: str
@@ -79,24 +80,25 @@ class Override:
 
 
 def config_folder() -> Path:
-    """The folder of recipes: inside an installed package, or beside it in a source tree."""
+    """The folder of recipes. It is inside an installed package, or next to it in a source tree."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def names() -> list[str]:
-    """The name of every recipe there is."""
+    """The names of all recipes."""
     return sorted(path.stem for path in config_folder().glob("*.yaml"))
 
 
 def load_all() -> list[Recipe]:
-    """Every recipe there is, by name."""
+    """All recipes, sorted by name."""
     return [load(name) for name in names()]
 
 
 def find(config: str | Path) -> Path:
-    """The file of a recipe: the one named, or one of `config_folder` by its name alone."""
+    """The file of a recipe: the file that is named, or for a bare name the one in
+    `config_folder`."""
     path = Path(config)
     by_name = not path.suffix and path.name == str(config)
     return config_folder() / f"{config}.yaml" if by_name else path
@@ -126,7 +128,7 @@ def load(config: str | Path) -> Recipe:
 
 
 def _rows(rows: Any, where: str) -> dict[int | str, dict]:
-    """A table of rows with checked names; their settings are checked by `resolve`."""
+    """A table of rows with checked names. `resolve` checks their settings."""
     if not isinstance(rows, dict) or not rows:
         raise RecipeError(f"{where} must map GPU counts and 'smoke' to settings")
     for name, row in rows.items():
@@ -149,10 +151,10 @@ def _read(path: Path) -> Any:
 
 
 def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
-    """The row for the devices of a job: the GPU count, or `smoke` on a machine without GPUs. The
-    recipe may have none of that count (`derive.extend`).
+    """The row for the devices of a job: the number of GPUs, or `smoke` on a machine without GPUs.
+    The recipe may have no row for this number (`derive.extend`).
 
-    Raises RecipeError when `gpus` asks for another number.
+    Raises RecipeError if `gpus` asks for another number.
     """
     seen = f"{devices} {'GPU' if platform == 'gpu' else 'CPU device'}{'s' if devices > 1 else ''}"
     if gpus is not None and (platform != "gpu" or gpus != devices):
@@ -169,9 +171,8 @@ def resolve(
     steps: int | None = None,
     seed: int = 0,
 ) -> Run:
-    """The run of one row with `--set` overrides applied; `devices` is needed for the smoke row
-    only, which takes fewer steps unless `steps` says how many, and whose batch grows to a multiple
-    of the devices."""
+    """The run of one row with the `--set` overrides. Only the smoke row needs `devices`: its batch
+    grows to a multiple of them. It also takes fewer steps, unless `steps` says how many."""
     published = MODELS[recipe.model]
     sections = {"model": asdict(published), **recipe.shared}
     values = {name: dict(section) for name, section in sections.items()}
@@ -214,7 +215,7 @@ def resolve(
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """The run as plain values, with what follows from it, for records and golden files."""
+    """The run as plain values, including what follows from it, for records and golden files."""
     values = asdict(run)
     values["parallelism"] = {"data": run.data, **values["parallelism"]}
     values["batch"] |= {"microbatch": run.microbatch, "accumulation": run.accumulation}

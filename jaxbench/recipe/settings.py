@@ -1,8 +1,8 @@
-"""The settings of a run as validated, frozen dataclasses.
+"""The settings of a run, as validated, frozen dataclasses.
 
-A `Run` holds everything that decides what is computed. Whatever follows from it (data-parallel
-size, accumulation, mesh shape) is a property. The string below a field is its meaning in the table
-of settings (docs/reference/settings.md).
+A `Run` holds everything that decides what is computed. What follows from it (data-parallel size,
+accumulation, mesh shape) is a property. The string below a field is its meaning in the table of
+settings (docs/reference/settings.md).
 """
 
 import math
@@ -16,29 +16,30 @@ from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig
 from jaxbench.recipe.optimizer import Optimizer
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-"""The mesh axes, slowest links first. All of them always exist; an unused one has size 1."""
+"""The mesh axes, slowest links first. All of them always exist. An unused axis has size 1."""
 
 CHOSEN = tuple(axis for axis in AXES if axis != "data")
-"""The axes that a recipe sizes (`Parallelism`); `data` follows from the number of GPUs."""
+"""The axes that a recipe sizes (`Parallelism`). `data` follows from the number of GPUs."""
 
 STEPS = 50
 """Optimizer steps of a run, as published."""
 
 SMOKE_STEPS = 15
-"""Optimizer steps of the smoke row: half a minute on two cores."""
+"""Optimizer steps of the smoke row, which take half a minute on two cores."""
 
 MAX_SEED = 2**32 - 1
-"""Largest seed of a JAX key."""
+"""The largest seed of a JAX key."""
 
 MAX_MARGIN = 16
-"""Powers of two. e4m3 has normal numbers over 15 of them: a larger headroom leaves none."""
+"""The most headroom in powers of two. e4m3 has normal numbers over 15 powers of two, so a larger
+headroom would leave none."""
 
 
 PRODUCTS = (
     "qkv", "out", "latent", "query", "key_value", "gate_up", "up", "down", "into_latent",
     "out_of_latent", "in_proj",
 )  # fmt: skip
-"""Names of weights whose products are quantized."""
+"""Names of weights whose matmuls are quantized."""
 
 BLOCKS = {"mxfp8": 32, "nvfp4": 16}
 """Elements that share a scale in the block-scaled formats."""
@@ -127,12 +128,12 @@ class Precision:
 
     @property
     def quantized(self) -> bool:
-        """True if products of layers are quantized."""
+        """True if matmuls of layers are quantized."""
         return self.dtype == "fp8" or self.dtype in BLOCKS
 
     @property
     def in_bf16(self) -> frozenset[str]:
-        """Names of the products that stay in bf16."""
+        """Names of the matmuls that stay in bf16."""
         return frozenset(filter(None, self.bf16_products.split(",")))
 
     @property
@@ -161,9 +162,9 @@ class Batch:
 class Run:
     """One benchmark run on `gpus` devices (CPU devices for the smoke row).
 
-    `label` is `full` (the published model), `proxy` (a changed or shortened one), `derived` (a GPU
-    count that the recipe has no row for) or `smoke` (tiny dims, no benchmark). `overrides` are the
-    `--set` entries that were applied to the recipe's row.
+    `label` is `full` (the published model), `proxy` (a changed or shortened model), `derived` (the
+    recipe has no row for this number of GPUs) or `smoke` (tiny dims, no benchmark). `overrides` are
+    the `--set` entries that were applied to the recipe's row.
     """
 
     recipe: str
@@ -204,13 +205,14 @@ class Run:
 
     @property
     def accumulation(self) -> int:
-        """Microbatches per step, whose gradients are summed."""
+        """Microbatches per step. Their gradients are summed."""
         return self.batch.global_batch // (self.microbatch * self.batch_ranks)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient: several microbatches are summed in `precision.accumulate`, one alone
-        stays in bf16 (the embedding's, a small part, in fp32)."""
+        """Bytes of a gradient. Several microbatches are summed in `precision.accumulate`. The
+        gradient of a single microbatch stays in bf16, except the embedding's, a small part, which
+        is in fp32."""
         return 4 if self.accumulation > 1 and self.precision.accumulate == "fp32" else 2
 
     def mesh_text(self) -> str:
@@ -220,7 +222,7 @@ class Run:
 
     @property
     def unrolled(self) -> bool:
-        """True if layers are compiled one by one, not scanned (`ops.blocks`)."""
+        """True if layers are compiled one by one and not scanned (`ops.blocks`)."""
         return self.parallelism.pipeline == 1 and self.execution.saved(self.model.layers) is None
 
     @property
@@ -232,7 +234,7 @@ class Run:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         for names in (self.execution.saved, self.execution.offloaded):
-            names(self.model.layers)  # raises for what they cannot read
+            names(self.model.layers)  # raises if they cannot read it
         require(
             self.model.softcap is None or self.execution.attention == "auto",
             f"execution.attention = {self.execution.attention} has no soft cap, which "
@@ -259,7 +261,8 @@ class Run:
             require(count == 1, f"parallelism.virtual_stages = {count} needs parallelism.pipeline")
 
     def _check_scaling(self, name: str, products: int) -> None:
-        """Delayed scaling takes one amax for each product of a microbatch."""
+        """Delayed scaling takes one amax for each matmul of a microbatch. So if scaling is delayed,
+        each matmul may run only once in a microbatch: `products` must be 1."""
         delayed = self.precision.dtype == "fp8" and self.precision.scaling == "delayed"
         require(products == 1 or not delayed, f"{name} in FP8 needs precision.scaling = current")
 
@@ -267,7 +270,7 @@ class Run:
         p, m, b = self.parallelism, self.model, self.batch
         ranks = " x ".join(CHOSEN)
         divides(ranks, p.ranks, "the number of devices", self.gpus)
-        # The embedding table is split over all of these axes, heads and tokens over the last two.
+        # The embedding table is split over all of these axes; heads and tokens over the last two.
         divides(ranks, p.ranks, "model.embed", m.embed)
         inner = p.context * p.tensor
         if m.attention:

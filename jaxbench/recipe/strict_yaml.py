@@ -1,7 +1,7 @@
 """YAML of recipes, `--set` and sweeps: the scalars of YAML 1.2, and no key twice in a mapping.
 
-PyYAML reads YAML 1.1, in which `0100` is 64, `1:30` is 90 and `no` is false. Its loader is kept,
-which takes a tenth of the time where libyaml is installed; only scalars and mappings are replaced.
+PyYAML reads YAML 1.1, in which `0100` is 64, `1:30` is 90 and `no` is false. We keep its loader,
+which takes a tenth of the time if libyaml is installed, and replace only scalars and mappings.
 """
 
 import re
@@ -23,12 +23,12 @@ SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
-"""Tag, pattern and value of each scalar that is not text, in the order in which they are tried
+"""The tag, pattern and value of each scalar that is not text, in the order in which we try them
 (YAML 1.2.2, section 10.3.2)."""
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Raises YAMLError also for a key that occurs twice. Merge keys (`<<`) are not in YAML 1.2."""
+    """Also raises YAMLError for a key that occurs twice. Merge keys (`<<`) are not in YAML 1.2."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  # filled below
 
@@ -65,7 +65,8 @@ for _kind, (_pattern, _) in SCALARS.items():
 
 
 def load(text: str) -> Any:
-    """The value of a YAML text. Raises ValueError with one line: what is wrong, and where."""
+    """The value of a YAML text. Raises ValueError with one line that says what is wrong, and
+    where."""
     try:
         value = yaml.load(text, Loader)
         _check_finite(value)
@@ -78,7 +79,7 @@ def load(text: str) -> Any:
 
 
 def _check_finite(value: Any, containers: tuple = ()) -> None:
-    """Raises ValueError for a mapping or list that contains itself, which YAML can spell."""
+    """Raises ValueError for a mapping or list that contains itself, which YAML can express."""
     if not isinstance(value, dict | list):
         return
     if any(value is container for container in containers):

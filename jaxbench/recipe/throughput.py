@@ -7,8 +7,8 @@ from jaxbench.recipe.settings import Run
 
 
 def throughput(run: Run, step_time_s: float, peak: float | None) -> dict[str, Any]:
-    """Rates that follow from a step time; FLOP rates and MFU by convention, per GPU, against a peak
-    in TFLOP/s."""
+    """Rates that follow from a step time. FLOP rates and MFU are per GPU and by convention. `peak`
+    is in TFLOP/s."""
     tokens_per_s = run.tokens_per_step / step_time_s
     sequences_per_gpu = run.batch.global_batch / run.gpus / step_time_s
     rates = {c: sequences_per_gpu * model_flops(run, c) for c in flops.CONVENTIONS}
@@ -22,7 +22,8 @@ def throughput(run: Run, step_time_s: float, peak: float | None) -> dict[str, An
 
 
 def energy(watts: float, tokens_per_s: float) -> dict[str, float]:
-    """Energy of tokens at the power of all GPUs, without hosts, switches and cooling."""
+    """Energy per token, with the power of all GPUs in W. Hosts, switches and cooling are not
+    included."""
     return {
         "joules_per_token": watts / tokens_per_s,
         "tokens_per_kwh": 3.6e6 * tokens_per_s / watts,

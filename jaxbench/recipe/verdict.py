@@ -1,4 +1,5 @@
-"""The verdict on a result: the published scripts accept 95 % of the published throughput."""
+"""The verdict on a result. Like the published scripts, it accepts 95 % of the published
+throughput."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 PASS: Final = 0.95
-"""Least share of the published throughput that passes."""
+"""The least share of the published throughput that passes."""
 
 SMOKE: Final = (
     "SMOKE RUN: tiny dims on this machine's CPU. Not a benchmark result; compare it with nothing."
@@ -18,8 +19,8 @@ Name = Literal["pass", "slow", "failed", "interrupted", "incomplete", "not compa
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict, its reason in a few words, and the measured throughput over the published one,
-    None where they must not be compared."""
+    """A verdict, its reason in a few words, and the measured throughput over the published one. The
+    ratio is None if they must not be compared."""
 
     name: Name
     reason: str
@@ -35,7 +36,7 @@ class Verdict:
 
 
 def percent(ratio: float) -> str:
-    """A ratio rounded down to a tenth of a percent: what is slow never reads as 95.0 %."""
+    """A ratio rounded down to a tenth of a percent, so that a slow result never reads as 95.0 %."""
     return f"{math.floor(1000 * ratio) / 10:.1f} %"
 
 
@@ -48,8 +49,9 @@ def judge(
     incomplete: Sequence[str] = (),
     not_comparable: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a mean step time. A failed, interrupted (why) or incomplete run is not
-    compared, and a run of other work than the published one never passes."""
+    """The verdict on a mean step time. `failed` and `interrupted` say why. A failed, interrupted or
+    incomplete run is not compared, and a run whose work differs from the published one never
+    passes."""
     if failed:
         return Verdict("failed", failed)
     if interrupted:

@@ -6,35 +6,36 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 PUBLISHED: Final = (11, 44)
-"""First and last step (0-based) of the published parser's average; older documents quote the last
-step instead."""
+"""The first and last step (0-based) of the published parser's average. Older documents quote the
+last step instead."""
 
 WINDOWS = {"published": PUBLISHED, "newer": (35, 44)}
-"""Windows by name: `published` is that of the releases in configs/published.csv, `newer` that of
-the source's later releases."""
+"""Windows by name. `published` is the window of the releases in configs/published.csv, `newer` the
+window of the source's later releases."""
 
 
 def window(steps: int, begin: int = 0) -> tuple[int, int]:
-    """First and last step of the summary: the published window, or the last half of a run too short
-    for it. A restored run begins at a later step."""
+    """The first and last step of the summary: the published window, or the last half of a run that
+    is too short for it. A restored run begins at a later step."""
     first, last = PUBLISHED
     whole = begin < first and steps > last
     return (first, last) if whole else ((begin + steps) // 2, steps - 1)
 
 
 def start_of(step: int, begins: Sequence[int]) -> int:
-    """The start of a run that a step belongs to, by the first steps of its starts: the last one
-    that began before it. What an earlier start computed from there on was computed again."""
+    """The start of a run that a step belongs to, given the first steps of its starts: the last
+    start that began at this step or before. What an earlier start computed from there on was
+    computed again."""
     return max((n for n, begin in enumerate(begins) if begin <= step), default=0)
 
 
 UNCHANGED = ("hardware.host", "versions.commit")
-"""Changes at a start after which the same program runs."""
+"""Changes at a start that leave the program as it was."""
 
 
 def first_of_program(starts: Sequence[dict[str, Any]]) -> int:
-    """The first of a record's `starts` with the program of the last, without another in between.
-    Older records do not tell what changed."""
+    """The first of a record's `starts` since which the program is the last start's program. Older
+    records do not say what changed."""
     first = len(starts) - 1
     while first > 0 and (changed := starts[first]["changed"]) is not None:
         if not {*changed} <= {*UNCHANGED}:
@@ -44,8 +45,8 @@ def first_of_program(starts: Sequence[dict[str, Any]]) -> int:
 
 
 def too_short(steps: int, begin: int = 0) -> list[str]:
-    """The reason why a run of the steps from `begin` on is not comparable with published ones; none
-    if it is."""
+    """The reason why a run of the steps from `begin` on is too short to be compared with published
+    runs; empty if it is long enough."""
     first, last = PUBLISHED
     had = f"iterations {begin} to {steps - 1}" if begin else f"{steps} iterations"
     reason = f"{had}: the published means are of iterations {first} to {last}"

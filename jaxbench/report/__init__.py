@@ -1,7 +1,8 @@
-"""Results of runs, ours and those of the published scripts, beside the published rows: `python -m
+"""Results of runs, ours and the published scripts', next to the published rows: `python -m
 jaxbench.report`. It runs on a laptop, without JAX.
 
 Imports `recipe`, `hardware`, `errors` and `files`. `runs` has the data of a run, which `folders`,
-`logs` and `plans` read; `compare` compares two sets of runs, `history` runs over time; `formats`
-renders text, `page` with its `sections` and `charts` HTML; `command` is the command line.
+`logs` and `plans` read. `compare` compares two sets of runs, and `history` compares runs over time.
+`formats` renders text; `page` with its `sections` and `charts` renders HTML. `command` is the
+command line.
 """

@@ -1,7 +1,7 @@
-"""SVG charts as data for the page's templates, in units of a viewBox that is 360 wide, so that a
-phone shows them as they are.
+"""SVG charts as data for the page's templates, in the units of a viewBox that is 360 wide, so a
+phone shows the charts as they are.
 
-Series differ in shape and in the label beside them, never in colour alone.
+Series differ in shape and in the label next to them, never only in colour.
 """
 
 import math
@@ -12,37 +12,38 @@ from typing import NamedTuple
 
 WIDTH, HEIGHT = 360, 190
 LEFT, TOP, BOTTOM = 46, 28, 30
-"""Margins for the axes; the right one depends on the labels."""
+"""Margins for the axes. The right margin depends on the labels."""
 
 LINE_HEIGHT = 13
 CHARACTER = 7
-"""Width of a label's average character: 11 px semibold digits of the common system fonts take 6.1
-to 7, and a label may be all digits."""
+"""The width of an average character of a label. Digits in 11 px semibold take 6.1 to 7 in the
+common system fonts, and a label may be all digits."""
 
 MOST_POINTS = 300
-"""Points drawn of a series; of a longer one the least and the largest of each bucket."""
+"""The most points that we draw of a series. For a longer series we draw the least and the largest
+point of each bucket."""
 
 Point = tuple[float, float]
 Ticks = list[tuple[float, str]]
 Label = tuple[str, float, str]
-"""CSS class, y value and text of a label to the right of the plot."""
+"""The CSS class, y value and text of a label to the right of the plot."""
 
 SHAPES = {
     "ours": (-4, 0, "a4,4 0 1,0 8,0a4,4 0 1,0 -8,0"), "published": (-3.5, -3.5, "h7v7h-7z"),
     "other": (-4.5, 4, "h9l-4.5,-8z"), "outlier": (-4.5, 4, "h9l-4.5,-8z"), "rank": (0, 0, "h0"),
     "lost": (-4, -4, "l8,8m0,-8l-8,8"),
 }  # fmt: skip
-"""Marker of a series by its class (circle, square, triangles, dot, cross): the offset at which its
-SVG path starts, and the path."""
+"""The marker of a series by its class (circle, square, triangles, dot, cross): the offset at which
+its SVG path starts, and the path."""
 
 
 SECONDS = "{:.3f}".format
-"""Text of the figure of a bar in seconds."""
+"""Formats the figure of a bar in seconds."""
 
 
 class Bar(NamedTuple):
-    """A line of a table of bars: CSS class, name, start and length in the unit of the table, and
-    the figure beside it."""
+    """A line of a table of bars: the CSS class, the name, the start and length in the unit of the
+    table, and the figure next to it."""
 
     css: str
     name: str
@@ -52,11 +53,11 @@ class Bar(NamedTuple):
 
 
 WAITING = ("exposed", "slowed")
-"""Beginnings of the names of parts of a step in which kernels wait or are slower."""
+"""The names of parts of a step in which kernels wait or are slower begin with one of these."""
 
 
 def waterfall(parts: Mapping[str, float], text: Callable[[float], str]) -> list[Bar]:
-    """Parts of a whole, one after the other."""
+    """The bars of the parts of a whole, one after the other."""
     start, bars = 0.0, []
     for name, length in parts.items():
         bars.append(
@@ -68,7 +69,7 @@ def waterfall(parts: Mapping[str, float], text: Callable[[float], str]) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Map from data to coordinates along one axis."""
+    """A map from data to coordinates along one axis."""
 
     low: float
     high: float
@@ -77,7 +78,7 @@ class Scale:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """The coordinate of a value; values outside are put on the edge."""
+        """The coordinate of a value. Values outside of the scale are put on its edge."""
         low, high, value = (math.log2(v) if self.log else v for v in (self.low, self.high, value))
         share = (value - low) / (high - low) if high > low else 0.5
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
@@ -85,7 +86,7 @@ class Scale:
 
 @dataclass(kw_only=True)
 class Chart:
-    """A chart with its axes, SVG paths by CSS class, and texts as (class, x, y, text, anchor);
+    """A chart with its axes, SVG paths by CSS class, and texts as (class, x, y, text, anchor).
     `description` is for readers who cannot see it."""
 
     title: str
@@ -131,12 +132,12 @@ class Chart:
         self.texts.append(("change", px, self.y.end - 5, text, "middle"))
 
     def note(self, text: str) -> None:
-        """Writes above the plot."""
+        """Writes a text above the plot."""
         self.texts.append(("note", self.x.start, self.y.end - 5, text, "start"))
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """At most about `MOST_POINTS` of a series: the least and the largest of each bucket."""
+    """At most about `MOST_POINTS` points of a series: the least and the largest of each bucket."""
     if len(points) <= MOST_POINTS:
         return points
     size = math.ceil(2 * len(points) / MOST_POINTS)
@@ -158,7 +159,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def labelled(values: Sequence[float]) -> Ticks:
-    """Ticks with as many decimals as tell them apart."""
+    """Ticks with as many decimals as are needed to distinguish them."""
     gap = min((b - a for a, b in pairwise(values) if b > a), default=abs(values[0]) or 1.0)
     decimals = next((d for d in range(6) if math.isclose(round(gap, d), gap, rel_tol=1e-6)), 6)
     return [(value, f"{value:,.{decimals}f}") for value in values]
@@ -169,7 +170,7 @@ def empty_chart(
     unit: str, x_title: str, labels: Sequence[Label],
     x_ticks: Ticks | None = None, log: bool = False, watermark: str = "",
 ) -> Chart:  # fmt: skip
-    """A chart without marks whose axes hold these values, with labels on the right. Ticks on the x
+    """A chart without marks, with labels on the right. Its axes hold these values. Ticks on the x
     axis are whole numbers, or `x_ticks`."""
     margin = 0.12 * (max(ys) - min(ys)) or 1.0
     low, high = max(0.0, min(ys) - margin), max(ys) + margin
@@ -194,7 +195,7 @@ def chart_over_gpus(
     title: str, description: str, unit: str, series: Mapping[str, Mapping[int, float]],
     values: Sequence[float], labels: Sequence[Label],
 ) -> Chart:  # fmt: skip
-    """Series by CSS class over numbers of GPUs, with a y axis that holds `values`."""
+    """A chart of series by CSS class over numbers of GPUs. Its y axis holds `values`."""
     gpus = sorted({n for points in series.values() for n in points})
     chart = empty_chart(
         title, description, gpus, values, unit=unit, x_title="GPUs", labels=labels, log=True,

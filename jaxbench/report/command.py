@@ -1,4 +1,5 @@
-"""The command `jaxbench report`: runs compared with published ones, and an exit status for CI."""
+"""The command `jaxbench report`: compares runs with published ones, and has an exit status for
+CI."""
 
 import argparse
 import re
@@ -24,14 +25,14 @@ from jaxbench.terminal import command, live, write
 
 LOG_SUFFIXES = (".out", ".log", ".txt")
 OTHER_LOGS = ("sbatch_", "vboost")
-"""Beginnings of the names of other logs than those of runs."""
+"""The names of logs that are not logs of runs begin with one of these."""
 
 CHECKPOINTS = "checkpoints"
 
 
 def find(path: Path) -> Iterator[RunData]:
     """The runs at a path, in the order of their names. Raises RecipeError for a missing path, and
-    for a file of another kind."""
+    for a file that is neither a log nor a table."""
     if path.suffix == ".csv" and path.is_file():
         yield from published_runs(path)
     elif path.is_file():
@@ -45,8 +46,8 @@ def find(path: Path) -> Iterator[RunData]:
 
 
 def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
-    """The runs in a folder and below it, following each link once. Logs directly in a result folder
-    of ours belong to its run."""
+    """The runs in a folder and below it. Follows each link once. If a result folder of ours has
+    logs directly in it, they belong to its run."""
     if folder.resolve() in seen:
         return
     seen.add(folder.resolve())
@@ -109,8 +110,8 @@ def chosen_window(text: str | None, run: RunData) -> Window:
 
 
 def report(paths: list[Path], window: str | None) -> list[Result]:
-    """The results of all runs at these paths, by recipe, dtype and GPUs. Raises RecipeError where
-    there is none."""
+    """The results of all runs at these paths, sorted by recipe, dtype and GPUs. Raises RecipeError
+    if there is no run."""
     runs = []
     with live("reading runs") as say:
         for run in (run for path in paths for run in find(path)):
@@ -122,7 +123,7 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
 
 
 def _order(result: Result) -> tuple[str, str, int, str]:
-    """Sort key: the recipe without its row or errata, then numbers."""
+    """The sort key: the recipe without its row or errata, then numbers."""
     r = result.run
     return re.split(r"[:(]", r.recipe)[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
 
@@ -136,7 +137,8 @@ def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:
 
 
 def _refuse_null(results: list[Result]) -> None:
-    """Raises RecipeError for a run of null GPUs, whose times must not stand among others."""
+    """Raises RecipeError for a run of null GPUs, since its times must not stand among other
+    times."""
     for path in (r.run.path for r in results if r.run.null):
         raise RecipeError(f"{path}: {NULL}; leave it out")
 
@@ -163,7 +165,8 @@ def _history(arguments: argparse.Namespace) -> str:
 
 
 def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
-    """The report, None where it is printed in the terminal's own width and colours."""
+    """The report and its results. The text is None if the report is printed in the terminal's own
+    width and colours."""
     if not arguments.results:
         raise RecipeError("RESULTS are needed, or --compare A B, or --history FOLDER")
     results = report(arguments.results, arguments.window)
@@ -187,7 +190,7 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
 
 @command
 def main(argv: Sequence[str] | None) -> int:
-    """Prints or writes the report; returns the exit status."""
+    """Prints or writes the report. Returns the exit status."""
     text: str | None
     results: list[Result] = []
     slower = False

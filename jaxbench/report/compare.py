@@ -1,8 +1,8 @@
-"""Comparison of two sets of runs, such as with and without a flag or with another driver.
+"""Compares two sets of runs, such as runs with and without a flag, or with another driver.
 
-The ratio of mean step times has a confidence interval by a hierarchical bootstrap (Efron 1979):
-runs are drawn with replacement, then steps from each. With a single run on a side only its steps
-are drawn, so the interval leaves out the variation from job to job; the comparison says so.
+The ratio of mean step times has a confidence interval from a hierarchical bootstrap (Efron 1979):
+runs are drawn with replacement, then steps from each run. If a side has a single run, we can only
+draw its steps, so the interval leaves out the variation from job to job. The comparison says so.
 """
 
 import re
@@ -19,28 +19,27 @@ from jaxbench.report.runs import Result
 DRAWS = 4000
 CONFIDENCE = 0.95
 DRAWN_AT_ONCE = 1_000_000
-"""Steps in memory at a time, over all draws."""
+"""The most steps that are in memory at a time, over all draws."""
 
 SEED = 0
-"""Seed of the draws: the same runs give the same interval."""
+"""The seed of the draws, so that the same runs give the same interval."""
 
 SECTIONS = ("recipe", "flags", "versions", "hardware", "kernels", "environment")
-"""Sections of a record that describe what ran."""
+"""The sections of a record that describe what ran."""
 
 JOB_VARIABLE = re.compile(
     r"(SLURM\w*_(JOBID|\w*ID|\w*TIME|\w*PORT|JOB_NAME|\w*SUBMIT_DIR|\w*ADDR)|JAX_COORDINATOR_PORT)$"
 )
-"""Environment variables that differ from job to job, whatever it runs."""
+"""Environment variables that differ from job to job, whatever the job runs."""
 
 Outcome = Literal["faster", "slower", "same", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The mean step time of B over that of A, its confidence interval, and the verdict.
-
-    `differences` are (field, value in A, value in B); `runs` is the number of runs on each side.
-    """
+    """The mean step time of B over the mean step time of A, its confidence interval, and the
+    verdict. `differences` are (field, value in A, value in B). `runs` is the number of runs on each
+    side."""
 
     ratio: float
     low: float
@@ -67,8 +66,8 @@ class Comparison:
 
 
 def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Comparison:
-    """The comparison of two sets of complete runs. Raises RecipeError for an incomplete run, and
-    for sets of different workloads."""
+    """Compares two sets of complete runs. Raises RecipeError for an incomplete run, and for sets of
+    different workloads."""
     for side, results in (("A", a), ("B", b)):
         for r in results:
             if not r.complete:
@@ -95,14 +94,15 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
 
 
 def _draw(runs: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
-    """Means of resampled sets of runs, `[DRAWS]`."""
+    """The means of resampled sets of runs, `[DRAWS]`."""
     per_run = np.stack([_resampled(times, generator) for times in runs])
     chosen = generator.integers(len(runs), size=(len(runs), DRAWS))
     return np.take_along_axis(per_run, chosen, axis=0).mean(axis=0)
 
 
 def _resampled(times: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Means of steps drawn from a run, `[DRAWS]`; in batches, since a run may be long."""
+    """The means of steps drawn from a run, `[DRAWS]`. It works in batches, since a run may be
+    long."""
     batch = max(1, DRAWN_AT_ONCE // len(times))
     return np.concatenate([
         times[generator.integers(len(times), size=(min(batch, DRAWS - start), len(times)))].mean(1)
@@ -119,7 +119,8 @@ def _outcome(low: float, high: float, threshold: float) -> Outcome:
 
 
 def differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
-    """(field, value in A, value in B) where two records differ, except variables of a job."""
+    """(field, value in A, value in B) for each difference of two records, except variables of a
+    job."""
     left, right = (dict(flat({part: r.run.record.get(part) for part in SECTIONS})) for r in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):

@@ -1,4 +1,4 @@
-"""Result folders of `python -m jaxbench.train`: run.json and steps.jsonl."""
+"""Reads result folders of `python -m jaxbench.train`: run.json and steps.jsonl."""
 
 import json
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ from jaxbench.report.runs import RunData, Steps, Window, quantity
 STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
 
 DONE = ("completed", "running", "interrupted")
-"""States of a record that are no failure."""
+"""States of a record that are not failures."""
 
 MALFORMED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError,
@@ -31,7 +31,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read(folder: Path) -> RunData:
-    """The run in a folder. A record that cannot be read is a failed run, with the reason."""
+    """The run in a folder. If its record cannot be read, it is a failed run, with the reason."""
     try:
         record = recorded(folder)
         run = _run(folder, record)
@@ -113,12 +113,12 @@ def _flops(summary: Any) -> dict[str, float]:
 
 
 def _add_step(run: RunData, line: str) -> None:
-    """Adds a line of steps.jsonl; a line that was cut off while it was written is skipped."""
+    """Adds a line of steps.jsonl. Skips a line that was cut off while it was written."""
     try:
         step = json.loads(line)
         seconds = float(step["step_time_s"])
         run.steps.add(int(step["step"]), seconds, float(step["loss"]))
-        if not run.record.get("summary"):  # the last step is of the recorded program
+        if not run.record.get("summary"):  # the last step ran the recorded program
             run.flops["full"] = quantity(step["tflops_per_gpu"]) * seconds * 1e12
         run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
         if "host_s" in step:

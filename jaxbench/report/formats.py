@@ -1,5 +1,5 @@
-"""Results as a table in the terminal, CSV, JSON or Markdown: one line for each run, with the same
-columns."""
+"""Results as a table in the terminal, CSV, JSON or Markdown. There is one line for each run, with
+the same columns."""
 
 import csv
 import io
@@ -21,18 +21,18 @@ COLUMNS = {
     "forecast_s": "forecast s", "of_forecast": "of forecast",
     "reason": "why", "path": "found in",
 }  # fmt: skip
-"""Keys of a line, and their headings. `ratio` is the throughput over the published one,
-`of_forecast` over that of a plan's forecast."""
+"""Keys of a line, and their headings. `ratio` is the throughput over the published throughput,
+`of_forecast` the throughput over the throughput that a plan forecasts."""
 
 FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio")
 OPTIONAL = ("joules_per_token", "forecast_s", "of_forecast")
-"""Columns of the terminal's table; the optional ones only where a run has them."""
+"""Columns of the terminal's table. The optional ones are shown only if a run has them."""
 
 PLAIN_WIDTH = 160
-"""Least width of the table in characters."""
+"""The least width of the table, in characters."""
 
 COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
-"""Colours of verdicts; others are red."""
+"""Colours of verdicts. The others are red."""
 
 DECIMALS = {
     "step_time_s": 3, "std_s": 3, "tokens_per_s_per_gpu": 1, "tflops_per_gpu": 1, "mfu_pct": 2,
@@ -43,7 +43,7 @@ DECIMALS = {
 
 
 def line(result: Result, convention: str) -> dict[str, Any]:
-    """A run by the keys of `COLUMNS`, with None for unknown values."""
+    """A run by the keys of `COLUMNS`. Unknown values are None."""
     r, mfu = result.run, result.mfu(convention)
     first, last = result.window
     forecast = r.plan.step_s if r.plan and r.plan.kind == "forecast" else None
@@ -72,7 +72,7 @@ def line(result: Result, convention: str) -> dict[str, Any]:
 
 
 def cell(key: str, value: Any) -> str:
-    """A value of a line for people, by its key."""
+    """A value of a line, formatted for people by its key."""
     if value is None:
         return ""
     return f"{value:.{DECIMALS[key]}f}" if key in DECIMALS else str(value)
@@ -86,7 +86,7 @@ def as_table(lines: list[dict[str, Any]]) -> str:
 
 
 def print_table(lines: list[dict[str, Any]], console: Console) -> None:
-    """Prints the table for people, in colours where the console has any."""
+    """Prints the table for people, in colours if the console has any."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     figures = FIGURES + tuple(key for key in OPTIONAL if any(line[key] for line in lines))
     for heading in ("verdict", "run", "GPUs", "step s", *(COLUMNS[key] for key in figures), "why"):
@@ -107,7 +107,7 @@ def print_table(lines: list[dict[str, Any]], console: Console) -> None:
 
 
 def title(line: dict[str, Any]) -> str:
-    """A run by its recipe, with its dtype and label where the recipe does not include them."""
+    """A run by its recipe, with its dtype and label if the recipe does not include them."""
     dtype = "" if not line["dtype"] or line["dtype"] in line["recipe"] else f" {line['dtype']}"
     label = "" if line["label"] in ("full", "log", "published", "") else f" ({line['label']})"
     return f"{line['recipe']}{dtype}{label}"
@@ -123,7 +123,7 @@ def as_markdown(lines: list[dict[str, Any]]) -> str:
 
 
 def as_csv(lines: list[dict[str, Any]]) -> str:
-    """Full precision, by the keys of `COLUMNS`."""
+    """CSV with full precision. Columns are the keys of `COLUMNS`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(COLUMNS), lineterminator="\n")
     writer.writeheader()

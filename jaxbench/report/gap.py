@@ -1,5 +1,5 @@
-"""The gap of a measured step to the published or forecast one, divided into parts with a recorded
-cause, and what remains."""
+"""The gap between a measured step and the published or forecast one. It is divided into parts with
+a recorded cause, and a rest."""
 
 import statistics
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ REMAINS = "what remains"
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Seconds of a measured step above the `kind` (published, forecast): (name, seconds, why) of
-    parts, which add up to it. The last is what no record explains; it is negative where the
-    reference itself had some of the others."""
+    """The seconds by which a measured step is longer than the reference step, whose `kind` is
+    published or forecast. `parts` are (name, seconds, why) and add up to it. The last part is what
+    no record explains. It is negative if the reference itself had some of the other parts."""
 
     kind: str
     reference_s: float
@@ -31,15 +31,16 @@ class Gap:
         return self.measured_s - self.reference_s
 
     def text(self) -> str:
-        """The gap in a line for people, its largest part first."""
+        """The gap in one line for people, with its largest part first."""
         parts = sorted(self.parts, key=lambda part: -abs(part[1]))
         listed = ", ".join(f"{name} {seconds:+.3f} s" for name, seconds, _ in parts)
         return f"{self.seconds:+.3f} s to the {self.kind} step: {listed}"
 
 
 def explain(result: Result) -> Gap | None:
-    """The gap of a complete run, to the published step if that may be compared, else to the plan's
-    forecast; None without either. A part is absent where its data are."""
+    """The gap of a complete run to the published step if we may compare them, else to the plan's
+    forecast. None if there is neither. If the data of a part are missing, the part is missing
+    too."""
     run, mean = result.run, result.mean_s
     if not result.complete or mean is None:
         return None
@@ -56,8 +57,9 @@ def explain(result: Result) -> Gap | None:
 
 
 def clocked_s(run: RunData) -> tuple[float, str]:
-    """Seconds of a step that are inverse to the clock, and what they are of: the plan's products,
-    attention and scan, or else the model's FLOPs at the GPU's peak, which are the least."""
+    """The seconds of a step that are inverse to the clock, and what they are. They are the plan's
+    matmuls, attention and scan. Without a plan they are the model's FLOPs at the GPU's peak, which
+    is a lower bound."""
     if run.plan is not None and (seconds := sum(run.plan.parts.get(name, 0) for name in CLOCKED)):
         return seconds, f"{seconds:.3f} s of the plan's {run.plan.kind}"
     if run.flops and run.peak_tflops:
@@ -67,13 +69,14 @@ def clocked_s(run: RunData) -> tuple[float, str]:
 
 
 def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
-    """Parts of clocks and slow ranks: the clock of the typical GPU, and beyond it the slowest one,
-    for which all wait, or the process with the least wait, for which its GPUs wait."""
+    """The parts of clocks and slow ranks. First comes the clock of the typical GPU. Beyond it comes
+    the slowest GPU, for which all others wait, or the process with the least wait, for which its
+    GPUs wait."""
     every = gpus(run.record)
     seconds, of = clocked_s(run)
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
-        slower = statistics.median(1 / clock for clock in clocks)  # as `slowdowns` has the typical
+        slower = statistics.median(1 / clock for clock in clocks)  # as in `slowdowns`
         yield "clocks", seconds * (slower - 1), f"{100 / slower:.1f} % of the highest, for {of}"
         seconds *= slower
     slow: list[tuple[float, str]] = []
@@ -90,7 +93,8 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
 
 def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
     """The part of collectives and copies for which kernels wait longer than in the forecast of the
-    profiled program. Of several ranks that which waits least counts: the others wait for it too."""
+    profiled program. Among several ranks the one with the least additional wait counts, since the
+    others wait for it too."""
     waits = [(compared.waits, compared) for compared in run.profiles]
     longer = [(part.longer_s, part, compared) for part, compared in waits if part]
     if longer:
@@ -104,8 +108,8 @@ def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
 
 
 def _host(result: Result) -> Iterator[tuple[str, float, str]]:
-    """Parts that the first process adds to steps between which it takes longer than one: by
-    compiling, and by writing records."""
+    """The time that the first process adds to steps, by compiling and by writing records. It counts
+    if the process takes longer than a step between two steps."""
     first, last = result.window
     steps = {n: s for n, s in result.run.steps.seconds.items() if first <= n <= last}
     recorded = {n: result.run.host_s[n] for n in steps if n in result.run.host_s}

@@ -1,5 +1,5 @@
-"""The GPUs of a run side by side, from its record: which is slower than the others, and the picture
-of all by node."""
+"""Compares the GPUs of a run, from its record: which GPU is slower than the others, and a picture
+of all GPUs by node."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -12,24 +12,25 @@ from jaxbench.report.charts import CHARACTER
 from jaxbench.report.runs import quantity
 
 MOST_NODES = 64
-"""Nodes of a picture, those of the slowest GPUs first."""
+"""The most nodes of a picture. Nodes with the slowest GPUs come first."""
 
 LEVELS, SPAN = 5, 0.1
-"""Shades of a picture, and the least part of its largest value that they span, so that small
-variations look small."""
+"""The number of shades of a picture, and the least share of its largest value that they span. Small
+variations then look small."""
 
 CELL, ROW, CHARACTERS = 26, 16, 20
-"""Width and height of a cell of a picture (`page.css` has the latter too), and the longest name of
-a node there."""
+"""The width and height of a cell of a picture (`page.css` has the height too), and the most
+characters of a node's name there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU of a run, by node, rank and its number in NVML, or without telemetry among the rank's;
-    None for what is not recorded.
+    """A GPU of a run, by its node, rank and number. The number is NVML's, or without telemetry the
+    number among the rank's GPUs. What is not recorded is None.
 
-    `clock` is its mean clock under load over its highest, `wait` its process's wait for it over the
-    step, `products_s` the time of some products alone.
+    `clock` is its mean clock under load over its highest clock. `wait` is the time for which its
+    process waits for it, over the step. `products_s` is the time that it takes for some matmuls
+    alone.
     """
 
     node: str
@@ -46,7 +47,7 @@ class Gpu:
 
 
 def gpus(record: dict[str, Any]) -> list[Gpu]:
-    """The GPUs of a record, by rank. What is malformed is left out."""
+    """The GPUs of a record, by rank. Malformed entries are left out."""
     ranks = record.get("ranks")
     found = [gpu for rank in (ranks if isinstance(ranks, list) else ()) for gpu in _of_rank(rank)]
     return sorted(found, key=lambda gpu: (gpu.rank, gpu.number))
@@ -78,9 +79,9 @@ def _figure(values: Any, key: Any) -> float | None:
 
 
 def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
-    """How many times as long each GPU takes as the typical one, by its clock or by its products
-    alone, the larger. 1 for what is no outlier; without `outlying` every clock under the typical
-    one counts, as a mean of many samples."""
+    """How many times as long as the typical GPU each GPU takes, by its clock or by its matmuls
+    alone, whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
+    below the typical one counts, since it is a mean of many samples."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
     products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
     slow = dict.fromkeys(every, 1.0)
@@ -94,8 +95,9 @@ def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
 
 
 def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
-    """A GPU of the process that waits least for its devices, since its host is late, and by how
-    many seconds less than the typical one; 0 where that is no outlier. None for one process."""
+    """A GPU of the process that waits least for its devices, because its host is late, and by how
+    many seconds its wait is shorter than the typical one; 0 if it is no outlier. None if there is
+    only one process."""
     some = {gpu.rank: gpu for gpu in every}
     waits = {gpu: gpu.wait_s for gpu in some.values() if gpu.wait_s is not None}
     if len(waits) < 2:
@@ -111,12 +113,12 @@ def slow_gpu(gpu: Gpu, factor: float) -> str:
 
 
 def early_host(gpu: Gpu, seconds: float) -> str:
-    """How much less than others a process waits."""
+    """How much less a process waits than the others."""
     return f"rank {gpu.rank} on {gpu.node} waits {seconds:.3f} s less than the typical one"
 
 
 def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
-    """Why each node is slow that is: by its slowest GPU, or the process that waits least."""
+    """For each slow node the reason: its slowest GPU, or the process that waits least."""
     late, factors = least_wait(every), slowdowns(every)
     why = {late[0].node: early_host(*late)} if late and late[1] else {}
     slow = sorted((gpu for gpu in every if factors[gpu] > 1), key=lambda gpu: factors[gpu])
@@ -124,8 +126,9 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
 
 
 def heat_maps(every: Sequence[Gpu], watermark: str) -> list[dict[str, Any]]:
-    """Pictures of all GPUs by node, one for each quantity that there is of at least two: cells as
-    thick lines by shade, names of rows, and what is said of them; none without telemetry."""
+    """Pictures of all GPUs by node, one for each quantity that at least two GPUs have. A picture
+    has cells, which are thick lines by shade, names of rows, and a description. Empty without
+    telemetry."""
     if not any(gpu.clock or gpu.power_w for gpu in every):
         return []
     nodes = _nodes(every)
@@ -145,7 +148,8 @@ def _percent(share: float | None) -> float | None:
 
 
 def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
-    """GPUs by node: all nodes in their order, or the slowest first where there are many."""
+    """GPUs by node. All nodes are in their order; if there are too many, only the slowest, with the
+    slowest first."""
     nodes: dict[str, list[Gpu]] = {}
     for gpu in every:
         nodes.setdefault(gpu.node, []).append(gpu)

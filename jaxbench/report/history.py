@@ -1,7 +1,7 @@
 """Step times over many dates: one series for each workload on each hardware, with its changes.
 
-The last runs are compared with the median of those before them since the last change, so that a
-slow drift is found as well as a jump.
+We compare the last runs with the median of the runs before them, back to the last change. This
+finds a slow drift as well as a jump.
 """
 
 import bisect
@@ -25,30 +25,35 @@ from jaxbench.report.sections import NO_RESULT
 
 UNDATED = datetime.fromtimestamp(0, UTC)
 WEEKS = 4
-"""Weeks before the last run for which slow nodes are listed."""
+"""The weeks before the last run for which we list slow nodes."""
 
 LISTED = 6
-"""Differences that are listed; the rest are counted."""
+"""The number of differences that we list. We count the rest."""
 
 SHOWN = 100
-"""Runs of a row, and changes, that are listed, the last ones first; the rest are counted."""
+"""The number of runs of a row, and of changes, that we list, the last ones first. We count the
+rest."""
 
 LONGEST = 120
-"""Characters of a value that differs."""
+"""The most characters of a value that differs."""
 
 TOGETHER = (1, 2, 4, 8, 16)
-"""Numbers of last runs that are compared with those before: one run shows a jump, the median of
-several a change that is smaller than the runs' own spread."""
+"""The numbers of last runs that we compare with the runs before. One run shows a jump. The median
+of several shows a change that is smaller than the runs' own spread."""
 
 FEWEST = 9
-"""Runs whose step times tell their own spread; of fewer, only the threshold counts."""
+"""The least number of runs whose step times show their own spread. With fewer runs, only the
+threshold counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A run in its series. `change`, of the first run of a change, is its step time (or the median
-    of it and the next ones) over the median since the last change, less one; `differences` are to
-    the last complete run before."""
+    """A run in its series.
+
+    The first run of a change has `change`: its step time (or the median of this and the next ones)
+    over the median since the last change, minus one. `differences` are the differences to the last
+    complete run before it.
+    """
 
     result: Result
     change: float | None = None
@@ -56,7 +61,7 @@ class Point:
 
     @property
     def started(self) -> datetime:
-        """Time at which the run began."""
+        """The time at which the run began."""
         return self.result.run.started or UNDATED
 
     @property
@@ -80,7 +85,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The runs of one workload on one hardware by date."""
+    """The runs of one workload on one hardware, by date."""
 
     name: str
     smoke: bool
@@ -128,11 +133,12 @@ def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
 
 
 def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
-    """Changes of a series of step times, by the number of their first run: larger than the
-    threshold, and than `DEVIATIONS` standard deviations of a difference of medians.
+    """The changes of a series of step times, by the number of their first run. A change is larger
+    than the threshold, and larger than `DEVIATIONS` standard deviations of a difference of medians.
 
-    The standard deviation of a run is a robust one, of the differences between neighbours, which a
-    few changes do not move. A median of n has 1.57 / n of the variance of one.
+    The standard deviation of a run is a robust one. It is taken from the differences between
+    neighbours, which a few changes do not move. A median of n values has 1.57 / n of the variance
+    of one value.
     """
     steps = [math.log(b / a) for a, b in pairwise(times)]
     spread = robust_deviation(steps) / math.sqrt(2) if len(times) >= FEWEST else 0.0
@@ -158,14 +164,14 @@ def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
 
 
 def short(value: Any) -> str:
-    """A value that differs, for a line."""
+    """A value that differs, short enough for a line."""
     text = str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
-    """(node, runs in which it was slow, runs on it, when and why last) of each slow node of the
-    last weeks, the worst first."""
+    """The slow nodes of the last weeks, the worst first: (node, runs in which it was slow, runs on
+    it, when and why it was slow last)."""
     points = sorted((p for series in history for p in series.points), key=lambda p: p.started)
     recent = [p for p in points if (points[-1].started - p.started).days < 7 * WEEKS]
     ran = Counter(n for p in recent for n in {gpu.node for gpu in gpus(p.result.run.record)})
@@ -178,7 +184,8 @@ def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
 
 
 def chart(series: Series, threshold: float) -> Chart | None:
-    """Step times over dates, with numbered changes; None for fewer than two complete runs."""
+    """Step times over dates, with numbered changes. None if there are fewer than two complete
+    runs."""
     means = [(p.day, p.result.mean_s) for p in series.points if p.result.complete]
     points = [(day, seconds) for day, seconds in means if seconds is not None]
     if len(points) < 2:

@@ -1,7 +1,8 @@
-"""Logs of the published scripts: MaxText's, NeMo 2's, and the progress bar of older NeMo releases.
+"""Reads logs of the published scripts: MaxText's, NeMo 2's, and the progress bar of older NeMo
+releases.
 
-The formats are those of DGX Cloud Benchmarking 24.11 to 25.05. A log is read in pieces, and only
-its iterations stay in memory.
+The formats are from DGX Cloud Benchmarking 24.11 to 25.05. We read a log in pieces, and keep only
+its iterations in memory.
 """
 
 import codecs
@@ -19,17 +20,17 @@ from jaxbench.recipe.verdict import SMOKE
 from jaxbench.report.runs import LARGEST, Repeats, RunData, Steps
 
 PIECE = 1 << 20
-"""Bytes read at once."""
+"""Bytes that are read at once."""
 
 LONGEST = 1 << 14
-"""Characters kept of a line; those that count are far shorter."""
+"""Characters that we keep of a line. The lines that count are far shorter."""
 
 PUBLISHED_STEPS = 50
-"""Steps of every published run; MaxText's lines do not state the number."""
+"""The number of steps of every published run. MaxText's lines do not state it."""
 
 
 def _number(name: str) -> str:
-    """Pattern of a complete number, behind which the next line may follow at once."""
+    """A pattern for a complete number. The next line may follow it directly."""
     digits = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
     return rf"(?P<{name}>{digits}|[-+]?(?:nan|inf))(?![\d.+-]|[eE][-+\d])"
 
@@ -54,7 +55,7 @@ FORMATS: dict[str, tuple[re.Pattern, Repeats]] = {
     "nemo log": (NEMO, "never"),
     "nemo progress bar": (BAR, "redrawn"),
 }
-"""Source -> pattern of an iteration's line, and when an iteration may be logged again."""
+"""For each source the pattern of an iteration's line, and when an iteration may be logged again."""
 
 OTHER_FORMATS = {
     "torchtitan": re.compile(r"step: *\d+ +loss: .*\btps: "),
@@ -62,10 +63,10 @@ OTHER_FORMATS = {
         r"iteration +\d+/ *\d+ \|.*elapsed time per iteration"
     ),
 }
-"""Programs whose iterations are not read, by a pattern of their lines."""
+"""Programs whose iterations we do not read, by a pattern of their lines."""
 
 RECORD_START = re.compile(r"(?=Training epoch \d+, iteration |completed step: |Epoch \d+: )")
-"""Where a line of an iteration begins, also behind another one whose newline was lost."""
+"""The beginning of an iteration's line, also behind another line whose newline was lost."""
 
 COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()].)")
 """Control sequences of a terminal."""
@@ -85,7 +86,7 @@ NAMES = (
 
 
 class Workload(NamedTuple):
-    """Model family, size, dtype and GPUs of a log, each None where unknown."""
+    """The model family, size, dtype and number of GPUs of a log. Each is None if it is unknown."""
 
     model: str | None = None
     size: str | None = None
@@ -95,7 +96,8 @@ class Workload(NamedTuple):
 
 @dataclass
 class Work:
-    """The work of the first step, in sequences or tokens, and where a later step has another."""
+    """The work of the first step, in sequences or tokens, and at which later step the work is
+    different."""
 
     batch: int | None = None
     tokens: int | None = None
@@ -103,7 +105,7 @@ class Work:
     _samples: tuple[int, int] = -1, 0
 
     def add(self, values: dict[str, str | None]) -> None:
-        """Adds an iteration, by the groups of its pattern."""
+        """Adds an iteration. `values` are the groups of its pattern."""
         n, batch = int(values["n"] or 0), values.get("batch")
         if samples := values.get("samples"):
             before, consumed = self._samples
@@ -120,8 +122,9 @@ class Work:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """Lines of a file of any size, without colours; a carriage return, as progress bars write it,
-    ends one too. Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are replaced."""
+    """The lines of a file of any size, without colours. A carriage return ends a line too, since
+    progress bars write it. Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are
+    replaced."""
     with path.open("rb") as file:
         utf16 = file.read(4).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         file.seek(0)
@@ -178,7 +181,7 @@ def read(path: Path) -> RunData | None:
 
 
 def named(path: Path) -> Workload:
-    """The workload by the names of a log and of its folders, the nearest first."""
+    """The workload according to the names of a log and of its folders. The nearest name counts."""
     parts = path.parts[::-1]
     dtype = next((part for part in parts if part in ("bf16", "fp8")), None)
     matches = (pattern.search(part) for part in parts for pattern in NAMES)
@@ -190,7 +193,8 @@ def named(path: Path) -> Workload:
 
 
 def declared(values: dict[str, str], workload: Workload) -> Workload:
-    """The workload by the first line of an older script's log, completed by what is known."""
+    """The workload according to the first line of an older script's log, completed by what is
+    known."""
     gpus = workload.gpus
     numbers = values.get("JOB_NUM_NODES", ""), values.get("GPUS_PER_NODE", "")
     if all(map(str.isdecimal, numbers)):
@@ -204,7 +208,7 @@ def declared(values: dict[str, str], workload: Workload) -> Workload:
 
 
 def _family(workload: Workload) -> str | None:
-    """The published name of a log's model: scripts call Llama 2 `maxtext`, and Nemotron-4
+    """The published name of a log's model. Scripts call Llama 2 `maxtext`, and Nemotron-4
     `nemotron`."""
     plain = re.sub(r"[^a-z0-9]", "", workload.model or "")
     aliases = {"maxtext": "llama2", "nemotron": "nemotron4", "grok": "grok1"}

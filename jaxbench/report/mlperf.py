@@ -1,9 +1,9 @@
 """`jaxbench report --format mlperf`: runs as lines of MLPerf's training log, `:::MLLOG {...}`,
-which its tools and those of others read (mlcommons/logging, mllog.py).
+which MLPerf's tools and others read (mlcommons/logging, mllog.py).
 
-It is no submission: synthetic tokens have no target quality, so nothing is evaluated, and no
-organisation, platform and division are named. Keys are those of mllog's constants; a step is a
-`tracked_stats`, as published submissions log theirs.
+It is not a submission: synthetic tokens have no target quality, so nothing is evaluated, and no
+organisation, platform and division are named. Keys are mllog's constants. A step is a
+`tracked_stats`, as in published submissions.
 """
 
 import json
@@ -23,7 +23,7 @@ SETTINGS = {
     "opt_adamw_epsilon": ("optimizer", "eps"),
     "seed": ("seed",),
 }
-"""Keys of MLPerf, and where a recorded recipe has them."""
+"""Keys of MLPerf, and the place where a recorded recipe has them."""
 
 
 def as_mlperf(results: Sequence[Result]) -> str:
@@ -32,8 +32,8 @@ def as_mlperf(results: Sequence[Result]) -> str:
 
 
 def _events(result: Result) -> Iterator[dict[str, Any]]:
-    """The events of a run. Their times are the start that is known of it (a log's: the time of its
-    file) and its iterations, in milliseconds; compilation is not in between."""
+    """The events of a run. Their times are in milliseconds: the known start of the run (for a log,
+    the time of its file) plus its iterations. Compilation is not in between."""
     run, file = result.run, str(result.run.path)
     now = run.started.timestamp() if run.started else 0.0
     settings = run.record.get("recipe")
@@ -56,7 +56,7 @@ def _events(result: Result) -> Iterator[dict[str, Any]]:
     yield event("INTERVAL_START", "run_start")
     for step, seconds in sorted(run.steps.seconds.items()):
         if not 0 < seconds < LARGEST:
-            continue  # which is why the run failed
+            continue  # the run failed for this reason
         now += seconds
         rates = {"train_step_time": seconds}
         if tokens and run.gpus:

@@ -1,6 +1,6 @@
 """The HTML page of a report or a history: one file that needs no network and no script.
 
-Runs and logs are not trusted: templates escape their texts, and the page forbids itself scripts and
+We do not trust runs and logs: templates escape their texts, and the page forbids itself scripts and
 requests (`templates/base.html`).
 """
 
@@ -31,7 +31,7 @@ SYMBOLS = {
     "pass": "✓", "slow": "▼", "failed": "✕", "interrupted": "■", "incomplete": "…",
     "not comparable": "–",
 }  # fmt: skip
-"""Symbols that are shown with the names of verdicts."""
+"""Symbols that stand next to the names of verdicts."""
 
 COLUMNS = {
     "gpus": "GPUs", "step_time_s": "Step, s", "tokens_per_s_per_gpu": "Tokens/s/GPU",
@@ -39,19 +39,19 @@ COLUMNS = {
     "tokens_per_kwh": "Tokens/kWh", "published_s": "Published, s",
     "ratio": "Of published", "of_forecast": "Of forecast",
 }  # fmt: skip
-"""Figures of the table of runs, and their headings there."""
+"""Figures in the table of runs, and their headings there."""
 
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that are invalid in HTML, and those that change the direction of text."""
+"""Characters that are invalid in HTML, and characters that change the direction of text."""
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
-"""The space between a figure and its unit, where no line ends."""
+"""The space between a figure and its unit. No line may end there."""
 
 MOST_RUNS = 100
-"""Runs whose charts and records are on the page: the last ones. The table has all runs."""
+"""The most runs whose charts and records are on the page: the last ones. The table has all runs."""
 
 MOST_STEPS, MOST_RANKS = 1000, 64
-"""Longer lists of step times and ranks are left out of the JSON on the page."""
+"""Longer lists of step times and of ranks are left out of the JSON on the page."""
 
 
 def render(template: str, **content: Any) -> str:
@@ -69,7 +69,7 @@ def render(template: str, **content: Any) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """A name that may break after the marks in it, where a line has no room for all of it."""
+    """A name that may break after its marks if a line has no room for all of it."""
     return Markup(re.sub(r"([._/,\]])(?=[a-z\[]|\d+[a-z])", r"\1<wbr>", str(escape(text))))
 
 
@@ -132,8 +132,8 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
 
 
 def page_runs(results: Sequence[Result], convention: str) -> list[PageRun]:
-    """The runs, numbered and named, smoke runs last. The name includes the run's folder where
-    several runs have the same recipe."""
+    """The runs, numbered and named, smoke runs last. If several runs have the same recipe, their
+    names include the run's folder."""
     results = sorted(results, key=lambda result: result.run.label == "smoke")
     lines = [formats.line(result, convention) for result in results]
     names = [_name(line) for line in lines]
@@ -147,12 +147,12 @@ def page_runs(results: Sequence[Result], convention: str) -> list[PageRun]:
 
 
 def _of_devices(heading: str) -> str:
-    """The heading of a column of CPU runs."""
+    """The heading of a column for CPU runs."""
     return "Devices" if heading == "GPUs" else heading.replace("GPU", "device")
 
 
 def _name(line: dict[str, Any]) -> str:
-    """A run by its recipe and row, or its workload and GPUs."""
+    """A run by its recipe and row, or by its workload and GPUs."""
     gpus = "" if ":" in line["recipe"] or not line["gpus"] else f" on {line['gpus']}"
     return formats.title(line) + gpus
 
@@ -174,7 +174,7 @@ def headline(runs: Sequence[PageRun]) -> str:
 
 
 def details(page_run: PageRun) -> dict[str, Any]:
-    """The record in full: its sections as lines of text, and all of it as JSON."""
+    """The whole record: its sections as lines of text, and all of it as JSON."""
     run, line = page_run.result.run, page_run.line
     steps = sorted(run.steps.seconds.items())
     short = len(steps) <= MOST_STEPS
@@ -198,7 +198,7 @@ def details(page_run: PageRun) -> dict[str, Any]:
 
 
 def settings(record: Mapping[str, Any], parts: Sequence[str]) -> list[tuple[str, list]]:
-    """(name, [(setting, value)]) of those parts of a record that there are."""
+    """(name, [(setting, value)]) of those `parts` that the record has."""
     return [
         (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
         for part in parts
@@ -207,8 +207,8 @@ def settings(record: Mapping[str, Any], parts: Sequence[str]) -> list[tuple[str,
 
 
 def attached(content: Any) -> str:
-    """A link to compressed JSON that the page holds."""
-    # NaN, which JSON does not have, is null in the file.
+    """A link to compressed JSON that is inside the page."""
+    # JSON has no NaN, so NaN is null in the file.
     valid = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
     packed = gzip.compress(json.dumps(valid, indent=1).encode(), mtime=0)
     return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"

@@ -1,4 +1,4 @@
-"""Plans of the programs that ran: each plan.json of `python -m jaxbench.plan --dump`."""
+"""Plans of the programs that ran: every plan.json of `python -m jaxbench.plan --dump`."""
 
 import json
 from functools import cache
@@ -10,22 +10,22 @@ from jaxbench.report.runs import PlannedStep, quantity
 
 PLAN = "plan.json"
 PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
-"""Sections of a resolved recipe that decide what is compiled."""
+"""The sections of a resolved recipe that decide what is compiled."""
 
 LABELS = {
     "compute": "products and attention", "memory": "other kernels",
     "exposed": "exposed collectives and copies", "products": "matrix products",
     "slowed": "slowed by collectives",
 }  # fmt: skip
-"""Display names of a plan's parts; other parts keep their own names."""
+"""Display names of a plan's parts. Other parts keep their own names."""
 
 MINIMUM_S = 5e-4
-"""A part of a step that is shorter is not shown: figures have three digits."""
+"""Shorter parts of a step are not shown, since figures have three digits."""
 
 
 def find_plan(folder: Path, recipe: dict[str, Any], device: str) -> PlannedStep | None:
-    """The plan of a recorded recipe on the same kind of GPU, from a run's folder or its
-    neighbours."""
+    """The plan of a recorded recipe on the same kind of GPU. It may be in a run's folder or in a
+    folder next to it."""
     gpu = hardware.identify(device)
     for path, values in (*_plans(folder), *_plans(folder.parent)):
         settings = values.get("settings")
@@ -54,7 +54,7 @@ def _plans(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
-    """The forecast of a plan, or its bound; None where it has neither."""
+    """The forecast of a plan, or its bound. None if it has neither."""
     forecast, sizes = values.get("forecast"), values.get("bytes_per_device")
     if isinstance(forecast, dict):
         kind, total, parts = "forecast", forecast.get("step_s"), forecast.get("parts_s")

@@ -1,4 +1,5 @@
-"""Profiles of a run beside the forecast of its program, as `jaxbench plan --profile` keeps them."""
+"""Profiles of a run next to the forecast of its program, as `jaxbench plan --profile` stores
+them."""
 
 import json
 from collections.abc import Iterator
@@ -8,11 +9,11 @@ from jaxbench.recipe.build import restored
 from jaxbench.report.runs import Compared, quantity
 
 COMPARED = "compared.json"
-"""The comparison in the folder of a profile, `profile/rank-N` of a run."""
+"""The comparison in the folder of a profile, which is `profile/rank-N` of a run."""
 
 
 def read(folder: Path) -> list[Compared]:
-    """The compared profiles of a run's folder, by rank; a malformed one is left out."""
+    """The compared profiles in a run's folder, by rank. A malformed one is left out."""
     return sorted(_read(folder), key=lambda compared: (len(compared.rank), compared.rank))
 
 

@@ -1,4 +1,4 @@
-"""A run of any source: its workload, its steps, and its result over a window of iterations."""
+"""A run from any source: its workload, its steps, and its result over a window of iterations."""
 
 import math
 from collections import Counter
@@ -16,22 +16,22 @@ from jaxbench.recipe.window import spread, start_of, too_short
 Window = tuple[int, int]
 
 LISTED = 5
-"""Missing iterations named in a reason; the rest are counted."""
+"""The number of missing iterations that a reason names. It counts the rest."""
 
 LARGEST = 1e18
-"""Largest plausible quantity in any unit used here."""
+"""The largest plausible quantity in any unit that is used here."""
 
 Repeats = Literal["never", "redrawn", "processes"]
 
 
 @dataclass
 class Steps:
-    """Seconds of each iteration, and inconsistencies among them.
+    """The seconds of each iteration, and inconsistencies among the iterations.
 
-    `expected` is the number after the last planned iteration, None where unknown; `first` is later
-    than 0 in a restored run. `repeats` says why an
-    iteration may be logged more than once: `redrawn` by a progress bar (its last line counts), or
-    logged by each of several `processes` (the first line counts).
+    `expected` is the number after the last planned iteration, None if unknown. `first` is later
+    than 0 in a restored run. `repeats` says why an iteration may be logged more than once. A
+    progress bar is `redrawn` (its last line counts). Each of several `processes` logs it (the first
+    line counts).
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
@@ -80,9 +80,9 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """Step time by a plan of the same program.
+    """The step time according to a plan of the same program.
 
-    `kind` is `forecast`, or `bound` where the plan has no forecast. `parts` are seconds by name,
+    `kind` is `forecast`, or `bound` if the plan has no forecast. `parts` are seconds by name.
     `peak_memory` is in bytes of one GPU.
     """
 
@@ -94,13 +94,13 @@ class PlannedStep:
 
 
 WAITS = "waits for collectives and copies"
-"""The part of a step in which kernels wait for what runs beside them."""
+"""The part of a step in which kernels wait for collectives and copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Seconds per step of what belongs together: kernels of a kind, collectives of a kind over the
-    same mesh axes, or copies from and to the host."""
+    """The seconds per step of things that belong together: kernels of a kind, collectives of a kind
+    over the same mesh axes, or copies from and to the host."""
 
     name: str
     measured_s: float
@@ -108,14 +108,14 @@ class Part:
 
     @property
     def longer_s(self) -> float:
-        """Seconds by which the measured one is longer."""
+        """The measured seconds minus the forecast seconds."""
         return self.measured_s - self.forecast_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(Part):
-    """A kernel or collective of the program: `name` is its instruction's, `source` its JAX
-    operation, `sizes` those of a product or attention; it has `runs` in a step."""
+    """A kernel or collective of the program. `name` is the name of its instruction, `source` its
+    JAX operation, and `sizes` the sizes of a matmul or attention. It has `runs` in a step."""
 
     source: str
     sizes: str
@@ -123,16 +123,16 @@ class Difference(Part):
 
     @property
     def what(self) -> str:
-        """Its operation and sizes."""
+        """Its JAX operation and sizes."""
         return ", ".join(filter(None, [self.source, self.sizes]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A profile of `steps` steps beside the forecast: `kernels`, waits and gaps add up to a step of
-    one stream of kernels, and collectives and copies are on `links` beside it. `found` is the share
-    of the forecast's kernel seconds whose instructions the profile has, `remark` what makes its
-    figures none."""
+    """A profile of `steps` steps next to the forecast. `kernels`, which include waits and gaps, add
+    up to a step, since there is one stream of kernels. Collectives and copies run next to it on
+    `links`. `found` is the share of the forecast's kernel seconds whose instructions the profile
+    has. `remark` says why the figures are no measurement, if they are none."""
 
     profile: str
     gpu: str
@@ -158,8 +158,8 @@ class Compared:
 
 
 def quantity(value: Any, *, zero: bool = True) -> float:
-    """A recorded time, rate or size as a float. Raises TypeError for anything implausible, for 0
-    unless `zero`."""
+    """A recorded time, rate or size as a float. Raises TypeError for anything implausible, and for
+    0 unless `zero`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and 0 <= value < LARGEST and (zero or value)):
         raise TypeError(f"{str(value)[:20]} is no figure")
@@ -170,13 +170,15 @@ def quantity(value: Any, *, zero: bool = True) -> float:
 class RunData:
     """Everything known about a run.
 
-    `source` is the kind of log or record, `model` family and size. `flops` are the model's per step
-    and GPU, by convention; `published` is the published row. Bytes are of one GPU. `dated` says
-    where `started` is from: "record", or "file time". `record` holds run.json and environment.json,
-    or the fields that a log declares. `host_s` are by step the seconds that its process took for
-    the records of the step before, and of these the seconds in which it compiled. `begins` are the
-    first steps of its starts, of which those from `program` on ran the recorded program;
-    `recorded_window` is that of its own summary.
+    `source` is the kind of log or record, `model` the family and size. `flops` are the model's
+    FLOPs per step and GPU, by convention. `published` is the published row. Bytes are of one GPU.
+    `dated` says where `started` is from: "record", or "file time". `record` holds run.json and
+    environment.json, or the fields that a log declares.
+
+    `host_s` has two values for each step: the seconds that its process took for the records of the
+    step before, and how many of these it spent on compiling. `begins` are the first steps of the
+    run's starts. The starts from `program` on ran the recorded program. `recorded_window` is the
+    window of the run's own summary.
     """
 
     path: Path
@@ -209,13 +211,13 @@ class RunData:
 
     @property
     def null(self) -> bool:
-        """True for a run of null GPUs."""
+        """True for a run on null GPUs."""
         hardware = self.record.get("hardware")
         return isinstance(hardware, dict) and is_null(str(hardware.get("device")))
 
     def mixed(self, window: Window) -> str | None:
-        """Why the iterations of a window have no mean: several starts of the run, or another
-        program than the recorded one."""
+        """The reason why the iterations of a window have no mean: they belong to several starts of
+        the run, or to another program than the recorded one. None if they have a mean."""
         first, last = window
         starts = sorted(
             {start_of(n, self.begins) for n in self.steps.seconds if first <= n <= last}
@@ -229,7 +231,8 @@ class RunData:
         return None
 
     def times(self, window: Window) -> list[float]:
-        """Seconds of the iterations in a window, the last included; none if they are mixed."""
+        """The seconds of the iterations in a window, including the last. Empty if they are
+        mixed."""
         first, last = window
         if self.mixed(window):
             return []
@@ -238,7 +241,8 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run's mean over a window, and its verdict. Seconds are None without such an iteration."""
+    """The mean of a run over a window, and its verdict. Seconds are None if the window has no
+    iteration."""
 
     run: RunData
     window: Window
@@ -248,7 +252,7 @@ class Result:
 
     @property
     def complete(self) -> bool:
-        """True where the step time counts."""
+        """True if the step time counts."""
         return self.verdict.name in ("pass", "slow", "not comparable")
 
     @property
@@ -259,7 +263,7 @@ class Result:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy of the GPUs; None where NVML did not report their power."""
+        """The energy of the GPUs per token in J. None if NVML did not report their power."""
         summary = self.run.record.get("summary")
         try:
             return quantity(summary["joules_per_token"], zero=False)  # type: ignore[index]
@@ -272,13 +276,13 @@ class Result:
         return count / self.mean_s / 1e12 if count and self.mean_s else None
 
     def mfu(self, convention: str) -> float | None:
-        """Model FLOPs utilisation of the GPU's peak, or of the peak that the source states."""
+        """Model FLOPs utilization, with the GPU's peak or the peak that the source states."""
         rate, peak = self.tflops_per_gpu(convention), self.run.peak_tflops
         return rate / peak if rate and peak else None
 
 
 def evaluate(run: RunData, window: Window) -> Result:
-    """Mean of a run over a window, and the verdict."""
+    """The mean of a run over a window, and the verdict."""
     first, last = window
     times = run.times(window)
     incomplete = [*run.unfinished, *run.steps.problems(), *filter(None, [run.mixed(window)])]

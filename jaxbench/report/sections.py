@@ -1,4 +1,4 @@
-"""Data of the page's sections: charts and table lines for its templates."""
+"""Data for the page's sections: charts and table lines for its templates."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from jaxbench.report.gap import REMAINS, explain
 from jaxbench.report.runs import Result, quantity
 
 SPAN = 0.03
-"""Half the least height of a step-time chart, as a share of the mean, so that small variations look
+"""Half the least height of a step-time chart, as a share of the mean. Small variations then look
 small."""
 
 SLOW = 0.01
-"""A gap of a smaller share of the step is not explained: runs differ by as much."""
+"""A gap is not explained if it is a smaller share of the step, since runs differ by as much."""
 
 NAMED_OUTLIERS, NAMED_RANKS = 5, 3
 
@@ -30,7 +30,7 @@ NO_RESULT = "smoke run: no result"
 
 @dataclass(frozen=True, kw_only=True)
 class PageRun:
-    """A run on the page: its number there, its line in the table (`formats.line`), its name."""
+    """A run on the page: its number there, its line in the table (`formats.line`), and its name."""
 
     number: int
     result: Result
@@ -44,17 +44,17 @@ class PageRun:
 
     @property
     def watermark(self) -> str:
-        """Text across the charts of what is no benchmark."""
+        """The text across the charts of a run that is no benchmark."""
         return NO_RESULT if self.smoke else NULL if self.result.run.null else ""
 
     @property
     def measured(self) -> bool:
-        """True where the step time is a benchmark's that ran here."""
+        """True if the step time is from a benchmark that ran here."""
         return self.result.complete and not self.watermark and self.line["label"] != "published"
 
     @property
     def comparable(self) -> bool:
-        """True where the step time may be compared with the published one."""
+        """True if the step time may be compared with the published one."""
         return self.result.verdict.ratio is not None
 
     @property
@@ -65,15 +65,15 @@ class PageRun:
 
 
 Rates = dict[str, dict[int, list[float]]]
-"""Tokens/s/GPU of each run by series and number of GPUs."""
+"""Tokens/s/GPU of each run, by series and number of GPUs."""
 
 NAMES = {"published": "published", "ours": "ours", "other": "not comparable"}
 """Display names of the series."""
 
 
 def scaling(runs: Sequence[PageRun]) -> Iterator[dict[str, Any]]:
-    """Tokens/s/GPU against GPUs for each model and dtype; full models only, since a shortened one
-    has another rate."""
+    """Tokens/s/GPU over GPUs for each model and dtype. Only full models count, since a shortened
+    model has another rate."""
     groups: dict[tuple[str, str], Rates] = {}
     for run in runs:
         r, rate = run.result.run, run.result.tokens_per_s_per_gpu
@@ -94,7 +94,8 @@ def scaling(runs: Sequence[PageRun]) -> Iterator[dict[str, Any]]:
 
 
 def _full_rows(model: str, dtype: str) -> list[published.Row]:
-    """The published rows of the whole model, with the batch per GPU of the one on fewest GPUs."""
+    """The published rows of the whole model that have the same batch per GPU as the row on the
+    fewest GPUs."""
     rows = [r for r in published.rows() if (r.title, r.dtype) == (model, dtype)]
     rows = [r for r in rows if r.layers == max(row.layers for row in rows)]
     least = min(rows, key=lambda row: row.gpus, default=None)
@@ -102,7 +103,8 @@ def _full_rows(model: str, dtype: str) -> list[published.Row]:
 
 
 def _scaling(title: str, series: Rates) -> dict[str, Any]:
-    """The chart of a model, and a table of rates and efficiencies (rate over the first rate)."""
+    """The chart of a model, and a table of rates and efficiencies (the rate over the first
+    rate)."""
     means = {name: {gpus: statistics.fmean(rates) for gpus, rates in by_gpus.items()}
              for name, by_gpus in series.items()}  # fmt: skip
     reference = next(means[name] for name in ("ours", "other", "published") if name in means)
@@ -134,7 +136,8 @@ def _scaling(title: str, series: Rates) -> dict[str, Any]:
 
 
 def trace(run: PageRun) -> Chart | None:
-    """Step times of a run with its window and outliers; None for fewer than two steps."""
+    """The step times of a run with its window and outliers. None if there are fewer than two
+    steps."""
     r, mean, (first, last) = run.result.run, run.result.mean_s, run.result.window
     times, points = r.times(run.result.window), sorted(r.steps.seconds.items())
     if len(points) < 2 or len(times) < 2 or r.steps.invalid or mean is None:
@@ -167,8 +170,8 @@ def trace(run: PageRun) -> Chart | None:
 
 
 def ranks(run: PageRun) -> dict[str, Any] | None:
-    """Time that each process waited for its devices, in percent of its step; None without at least
-    two in the record. A slow host waits least, since the others wait for it."""
+    """The time for which each process waited for its devices, in percent of its step. None if the
+    record has fewer than two processes. A slow host waits least, since the others wait for it."""
     recorded, waits = run.result.run.record.get("ranks"), []
     for rank in recorded if isinstance(recorded, list) else ():
         try:
@@ -199,8 +202,8 @@ def ranks(run: PageRun) -> dict[str, Any] | None:
 
 
 def gap(run: PageRun) -> dict[str, Any] | None:
-    """The parts of a slow run's gap, one after the other from the reference on, and why each; None
-    without a gap of which something is explained."""
+    """The parts of a slow run's gap, one after the other from the reference on, and the reason for
+    each. None if there is no gap, or if no part of it is explained."""
     found = explain(run.result)
     if found is None or len(found.parts) < 2 or found.seconds < SLOW * found.reference_s:
         return None
@@ -217,8 +220,8 @@ def gap(run: PageRun) -> dict[str, Any] | None:
 
 
 def waterfall(run: PageRun) -> dict[str, Any] | None:
-    """The parts of a planned step, one after the other, and the measured step; None without a
-    plan or a measured step."""
+    """The parts of a planned step, one after the other, and the measured step. None if there is no
+    plan or no measured step."""
     plan, mean = run.result.run.plan, run.result.mean_s
     if plan is None or mean is None:
         return None

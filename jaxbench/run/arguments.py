@@ -16,10 +16,10 @@ from jaxbench.run.streams import STREAMS, check_stream
 from jaxbench.terminal import Parser, completes
 
 KEEP = 2
-"""Checkpoints that are kept."""
+"""The number of checkpoints that a run keeps by default."""
 
 PROFILED_RANKS = "0,1,2,3,4,5,6,7"
-"""Processes that are profiled, as far as the job has them."""
+"""The processes that are profiled by default. A smaller job profiles those that it has."""
 
 EXAMPLES = """
     jaxbench train --config llama2_70b_bf16                      without a GPU: the smoke row
@@ -123,7 +123,7 @@ def names() -> list[str]:
 
 
 def as_texts(options: Mapping[str, Any]) -> list[str]:
-    """The command line of options as `given` returns them."""
+    """The command line of options that `given` returned."""
     separators = {"profile_steps": "-", "profile_ranks": ","}
     texts: list[str] = []
     for name, value in options.items():

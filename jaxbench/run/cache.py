@@ -1,5 +1,5 @@
-"""Persistent compilation cache, safe for all processes of all jobs of one user: programs, and what
-XLA found when it autotuned their kernels."""
+"""A persistent compilation cache that is safe for all processes of all jobs of one user. It keeps
+programs, and what XLA found when it autotuned their kernels."""
 
 import contextlib
 import hashlib
@@ -23,8 +23,12 @@ from jaxbench.jax_internals import KEEPS_AUTOTUNING
 
 @dataclass(frozen=True)
 class Cached:
-    """What a cache has: whether it has the `program`; how many results of autotuning, counted in
-    the first process, None where none are kept; the compiler `options` that keep them."""
+    """What a cache has before anything is compiled.
+
+    `program` says whether it has the program. `autotuned` is the number of autotuning results,
+    counted in the first process; None if none are kept. `options` are the compiler options that
+    keep them.
+    """
 
     program: bool = False
     autotuned: int | None = None
@@ -33,7 +37,7 @@ class Cached:
 
 @contextmanager
 def cache_in(folder: Path | None) -> Iterator[None]:
-    """Lets JAX cache what is compiled inside in a folder, or nowhere."""
+    """Lets JAX cache what is compiled inside this context in a folder; with None, nowhere."""
     before = jax.config.values["jax_compilation_cache_dir"]
     compilation_cache.reset_cache()  # JAX decides once whether it uses one
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
@@ -51,17 +55,17 @@ def program_cache(
     say: Callable[[str], None],
     autotuning: dict[str, Any] | None = None,
 ) -> Iterator[Cached]:
-    """Caches the programs compiled inside in a subfolder of `folder` for this identity; yields
-    what was cached before. A folder that is not this user's alone is not used, since its
-    programs are machine code; nor is an unreadable one. Both are said.
+    """Caches the programs compiled inside this context, in a subfolder of `folder` for this
+    identity. Yields what was cached before. A folder is not used if it is not this user's alone,
+    since its programs are machine code, or if it cannot be read; `say` reports both.
 
-    While it autotunes, XLA waits for the results of every rank, so either all ranks find a program
-    or none. The subfolder is renamed into place when the first job has compiled, and used only if
-    all processes of a job see it.
+    While XLA autotunes, it waits for the results of every rank, so either all ranks find a program
+    or none does. The subfolder is renamed into place when the first job has compiled, and is used
+    only if all processes of a job see it.
 
-    Results of autotuning are of single kernels, so every program with the identity `autotuning`
-    shares them. XLA divides the kernels among the ranks, and each rank keeps what it found. JAX's
-    own setting would keep only those of rank 0, and of one program.
+    A result of autotuning belongs to a single kernel, so all programs with the identity
+    `autotuning` share the results. XLA divides the kernels among the ranks, and each rank keeps
+    what it found. JAX's own setting would keep only the results of rank 0, and of one program.
     """
     if folder is None:
         yield Cached()
@@ -96,12 +100,12 @@ def program_cache(
 
 
 def _name(identity: dict[str, Any]) -> str:
-    """The name of a folder for an identity."""
+    """The name of the folder for an identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _autotuned(folder: Path) -> Cached:
-    """Results of autotuning in a folder, which is made if there is none."""
+    """The autotuning results in a folder. Makes the folder if there is none."""
     folder.mkdir(mode=0o700, exist_ok=True)
     first = jax.process_index() == 0
     count = sum(path.is_file() for path in folder.rglob("*")) if first else 0
@@ -113,16 +117,16 @@ def _autotuned(folder: Path) -> Cached:
 
 
 def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record on which compiled programs depend; they choose a cache folder, in
-    which JAX's own key is finer."""
+    """The fields of a record on which compiled programs depend. They choose a cache folder; inside
+    it JAX's own key is finer."""
     devices = {k: v for k, v in record["hardware"].items() if k != "host"}
     versions = {k: v for k, v in record["versions"].items() if k != "commit"}
     return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}
 
 
 def autotuning_identity(record: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record on which results of autotuning depend; XLA's own key has the kernel
-    and the GPU."""
+    """The fields of a record on which autotuning results depend. XLA's own key has the kernel and
+    the GPU."""
     ours = "jaxbench", "commit", "source", "python"
     versions = {k: v for k, v in record["versions"].items() if k not in ours}
     hardware = {k: record["hardware"][k] for k in ("device", "runtime")}
@@ -130,7 +134,7 @@ def autotuning_identity(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def autotunes(cached: Cached) -> str:
-    """Says before compiling what autotuning will cost, as far as that is known."""
+    """Says before compiling what autotuning will cost, as far as we know."""
     if cached.autotuned:
         return f"autotuning: {cached.autotuned} results of earlier starts are used again"
     kept = "later starts use the results" if cached.options else "the results are not kept"

@@ -37,9 +37,9 @@ class Checkpoints:
     """A pause (`train.loop.Pause`) that saves the state into `<folder>/checkpoints`.
 
     The run starts after `start` steps. A save is due every `every` steps (None: never) and at the
-    end; the last `keep` stay. Recorder and watchdog are told of it. `saved` has one entry per
-    save: completed steps, bytes, seconds for which training waited, seconds until the checkpoint
-    was complete, and the rate in GB/s.
+    end. The last `keep` checkpoints stay. The recorder and the watchdog learn of each save. `saved`
+    has one entry per save: completed steps, bytes, seconds for which training waited, seconds until
+    the checkpoint was complete, and the rate in GB/s.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Checkpoints:
             )
 
     def due(self, step: int, ending: bool) -> bool:
-        """Returns whether the state after `step` steps is to be saved."""
+        """Returns whether the state after `step` steps has to be saved."""
         periodic = self._every is not None and step % self._every == 0
         return step != self._last and (periodic or ending)
 
     def act(self, step: int, state: Any, ending: bool) -> None:
-        """Saves the state after `step` steps; returns when it is copied from the devices, or at the
-        end of training when the checkpoint is complete."""
+        """Saves the state after `step` steps. Returns when the state is copied from the devices,
+        or, at the end of training, when the checkpoint is complete."""
         self._recorder.phase("saving", f"the state after {step} steps")
         self._watchdog.phase = "saving"
         self.wait()
@@ -141,16 +141,17 @@ class Checkpoints:
 
 
 def _set_aside(folder: Path, start: int) -> None:
-    """Renames checkpoints after step `start`, which could not be read: the run comes to their steps
-    again."""
+    """Renames checkpoints after step `start`. They could not be read, and the run will reach their
+    steps again."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.isdigit() and int(path.name) > start:
             path.rename(folder / f"unreadable-{path.name}-{time.time_ns()}")
 
 
 def _unless_failed(barrier: Callable[..., None]) -> Callable[..., None]:
-    """A barrier of Orbax at which a process whose own save failed does not wait: the others, which
-    wait for its part, would keep it there for the ten minutes that Orbax gives a save."""
+    """A barrier of Orbax at which a process does not wait if its own save failed. The other
+    processes wait for its part of the checkpoint, so they would keep it there for the ten minutes
+    that Orbax gives a save."""
 
     def wait(*, key: str, timeout_ms: int) -> None:
         if sys.exc_info()[0] is None:
@@ -160,15 +161,15 @@ def _unless_failed(barrier: Callable[..., None]) -> Callable[..., None]:
 
 
 def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
-    """(state of a checkpoint on the current mesh, the record's `restored`).
+    """Returns the state of a checkpoint on the current mesh, and the record's `restored`.
 
     `like` is the abstract state: shapes, dtypes, shardings. Mesh and process count may differ from
-    those that saved it. Raises RunFailed for a checkpoint with other arrays, an unreadable one, and
-    one of another step than its folder's.
+    those that saved it. Raises RunFailed for a checkpoint with other arrays, for an unreadable one,
+    and for one whose step is not the number of its folder.
     """
     started, start = time.time(), time.perf_counter()
     abstract, folder = _abstract(like), epath.Path(path.absolute() / STATE)
-    # Without a `Checkpointer`, at whose barrier the others would wait for a process that fails.
+    # No `Checkpointer`: at its barrier the others would wait for a process that fails.
     with (
         _one_line(f"{path} cannot be restored"),
         contextlib.closing(ocp.StandardCheckpointHandler()) as reader,
@@ -178,7 +179,7 @@ def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dic
         arrays = jax.block_until_ready(restored)
         number, step = int(path.name), arrays["step"]
         if int(step) != number:
-            if not is_null(jax.devices()[0].device_kind):  # which counts no steps
+            if not is_null(jax.devices()[0].device_kind):  # a null GPU counts no steps
                 raise RunFailed(
                     f"{path} holds the state after {step} steps: its folder was renamed"
                 )
@@ -229,8 +230,9 @@ def _check_arrays(path: Path, saved: Any, abstract: dict[str, jax.ShapeDtypeStru
 
 @contextlib.contextmanager
 def _one_line(what: str, hint: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turns an error of Orbax or the file system into RunFailed of one line: what failed, a hint
-    and the reason. Allows transfers: Orbax makes some to agree with the other processes too."""
+    """Turns an error of Orbax or the file system into a RunFailed of one line: what failed, a hint
+    and the reason. Allows transfers, since Orbax also makes some to agree with the other
+    processes."""
     _silence()
     try:
         with jax.transfer_guard("allow"):
@@ -251,7 +253,7 @@ def _one_line(what: str, hint: Callable[[], str] = lambda: "") -> Iterator[None]
 
 @functools.cache
 def _silence() -> None:
-    """Suppresses long messages about errors that are raised as well: Orbax logs one, and Python
+    """Suppresses long messages about errors that are raised anyway: Orbax logs one, and Python
     prints one for each coroutine that Orbax drops when an array fails."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -21,7 +21,7 @@ from jaxbench.xla import flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, the status of a failure (`errors.STATUS`), or 128 + a signal."""
+    """Runs the command. Returns 0, the status of a failure (`errors.STATUS`), or 128 + a signal."""
     with ExitStack() as held:
         return _main(argv, held)
 
@@ -48,8 +48,8 @@ def _main(argv: list[str] | None, held: ExitStack) -> int:
 def find_run(
     args: argparse.Namespace, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
 ) -> Run:
-    """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if it cannot
-    run on them."""
+    """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if the row
+    cannot run on them."""
     devices.select_platform(args.cpu_devices)
     host.limit_memory(expected_host_bytes(args, recipe, overrides))
     job.join(watched=args.watchdog is not None)
@@ -82,11 +82,11 @@ def resolve(
     count: int,
     gpu: Gpu | None,
 ) -> Run:
-    """The run of so many devices. Raises RecipeError if the recipe has none for them."""
+    """The run for this many devices. Raises RecipeError if the recipe has none for them."""
     row = recipes.choose_row(platform, count, args.gpus)
     if row != recipes.SMOKE:
         recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
-    steps = STEPS if args.profile and args.steps is None else args.steps  # 20 to 25 are profiled
+    steps = STEPS if args.profile and args.steps is None else args.steps  # profiles steps 20 to 25
     return recipes.resolve(
         recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
     )
@@ -95,8 +95,8 @@ def resolve(
 def expected_host_bytes(
     args: argparse.Namespace, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
 ) -> float:
-    """Bytes of the host's memory for the offloaded activations of a device, before JAX takes the
-    devices; 0 for none, or where the devices are not known."""
+    """Bytes of host memory for the offloaded activations of one device, before JAX takes the
+    devices. Returns 0 if nothing is offloaded, or if the devices are not known."""
     if args.cpu_devices is None and READS_HOST:
         with suppress(RecipeError):  # a mistake is found again when the devices are known
             count, gpu = host.expected_devices()

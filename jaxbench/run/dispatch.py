@@ -1,4 +1,5 @@
-"""Errors of a step on a GPU: reported while the main thread is blocked, and by the GPU's number."""
+"""Finds the error of a step on a GPU while the main thread is blocked, and the number of that
+GPU."""
 
 import threading
 import time
@@ -8,21 +9,21 @@ from typing import Any
 import jax
 
 PATIENCE_S = 5.0
-"""Seconds without a launch after which the results of the last one are awaited on every GPU; and
-seconds that the main thread has to handle an error itself before `fail` is called."""
+"""Seconds without a launch, after which we await the results of the last one on every GPU. Also the
+seconds that the main thread has to handle an error itself before we call `fail`."""
 
 NAMED_S = 1.0
-"""Seconds in which a failed GPU's error can be raised again."""
+"""Seconds that the error of a failed GPU may take to be raised again."""
 
 
 class Launches:
-    """The program of a step on the GPUs of one process, whose launches are watched: if the main
+    """The program of a step on the GPUs of one process, with its launches watched: if the main
     thread does not handle the error of a step, another thread calls `fail` with it.
 
     When one GPU of a process fails, collectives on the others wait for it forever. The main thread
-    then blocks when it awaits a result of theirs, and when it launches the next step, since XLA
-    launches a program on all GPUs together. Awaiting the failed GPU's shard of the last results
-    raises the error.
+    then blocks when it awaits a result of the others. It also blocks when it launches the next
+    step, since XLA launches a program on all GPUs together. Awaiting the failed GPU's shard of the
+    last results raises the error.
     """
 
     def __init__(self, program: Callable, fail: Callable[[Exception], None]):
@@ -38,8 +39,8 @@ class Launches:
         return result
 
     def failed(self) -> str | None:
-        """The numbers on this host of the GPUs that raise an error; None where the process has one
-        GPU, and where all raise it or none."""
+        """The numbers on this host of the GPUs that raise an error. None if the process has one
+        GPU, or if all of its GPUs raise the error, or none of them does."""
         numbers: list[int] = []
         self._await_shards(lambda number, _: numbers.append(number))
         time.sleep(NAMED_S)
@@ -48,8 +49,8 @@ class Launches:
         return None
 
     def _await_shards(self, found: Callable[[int, Exception], None]) -> None:
-        """Awaits the last results on every GPU, in a thread each, and calls `found` with the number
-        of a GPU and its error."""
+        """Awaits the last results on every GPU, in one thread each. Calls `found` with the number
+        of each GPU that fails and its error."""
 
         def wait(shard: Any) -> None:
             try:

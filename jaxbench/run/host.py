@@ -1,4 +1,4 @@
-"""Memory of GPUs and of their host: XLA's share of it, what it pins for offloaded activations, and
+"""Memory of GPUs and of their host: XLA's share of it, what XLA pins for offloaded activations, and
 what the job may use."""
 
 import math
@@ -17,19 +17,19 @@ from jaxbench.hardware import HOST_FRACTION, MEMORY_FRACTION, Gpu, host_memory, 
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""XLA's variable: GiB of the host's memory that its allocator may pin for a device."""
+"""XLA's variable: GiB of host memory that its allocator may pin for one device."""
 
 UNSET_GIB = 64
-"""The limit where the variable is not set. We go below it only where the host has less: checkpoints
+"""The limit if the variable is not set. We go below it only if the host has less, since checkpoints
 pass through memory with the same limit."""
 
 SLACK_GIB = 2
-"""What may be pinned beyond the need, for the small arrays that come first."""
+"""GiB that may be pinned beyond the need, for the small arrays that come first."""
 
 
 def expected_devices() -> tuple[int, Gpu | None]:
-    """(devices of the job, their kind) as the launcher and the driver report them before JAX takes
-    them. Raises RecipeError where they do not."""
+    """The number of devices of the job and their kind, as the launcher and the driver report them
+    before JAX takes the devices. Raises RecipeError if they do not report them."""
     gpus, found = nvml.gpus(), membership(os.environ)
     if not gpus:
         raise RecipeError("NVML reports no GPU")
@@ -38,10 +38,10 @@ def expected_devices() -> tuple[int, Gpu | None]:
 
 
 def limit_memory(needed: float) -> None:
-    """Sets the share of a GPU's memory for XLA's allocator, and limits what XLA pins of the host's
-    memory for a GPU, where activations of `needed` bytes wait: its allocator takes the next power
-    of two of what is needed, up to the limit. Both are read once, when JAX takes the devices.
-    Raises RecipeError for a variable that is no number."""
+    """Sets the share of a GPU's memory for XLA's allocator, and limits the host memory that XLA
+    pins for each GPU. Offloaded activations of `needed` bytes wait there. The allocator takes the
+    next power of two of what it needs, up to the limit. XLA reads both settings once, when JAX
+    takes the devices. Raises RecipeError for a variable that is no number."""
     os.environ.setdefault(FRACTION, str(MEMORY_FRACTION))
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if gpus and (total := host_memory("MemTotal")):
@@ -55,15 +55,15 @@ def limit_memory(needed: float) -> None:
 
 
 def limit_gib(needed: float, share: int) -> int:
-    """GiB that XLA may pin for a device that needs so many bytes, 0 if that is not known, and has
-    so many GiB as its share of the host's memory."""
+    """GiB that XLA may pin for one device. `needed` are the bytes that it needs, 0 if we do not
+    know; `share` are the GiB of host memory that each device can have."""
     return min(share, max(UNSET_GIB, math.ceil(needed / 2**30) + SLACK_GIB)) if needed else share
 
 
 def check_host_memory(needed: float, when: str) -> None:
     """Raises RunFailed if this host has too little memory for the offloaded activations of its
-    devices, `needed` bytes for each, or the job may use too little of it. The same on all ranks;
-    a `when` serves once."""
+    devices (`needed` bytes for each), or if the job may use too little of it. All ranks must call
+    it with the same arguments; each `when` serves once."""
     if not needed:
         return
     limit = int(os.environ.get(HOST_LIMIT, UNSET_GIB)) << 30
@@ -88,7 +88,7 @@ def check_host_memory(needed: float, when: str) -> None:
 
 
 def _available(variables: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """Bytes of this host's memory that the job can have at most, each with words for them."""
+    """Upper limits on the host memory that the job can have, in bytes, each with words for it."""
     if free := host_memory("MemAvailable"):
         yield free, "{} are available"
     if found := slurm_limit(variables):
@@ -102,8 +102,8 @@ UNITS = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def slurm_limit(variables: Mapping[str, str]) -> tuple[int, str] | None:
-    """(bytes of this node's memory that Slurm gave to the job, the variable that says so); None
-    where no memory was asked for, or all of it."""
+    """The bytes of this node's memory that Slurm gave to the job, and the variable that says so.
+    None if the job asked for no memory, or for all of it."""
     for name, multiple in (
         ("SLURM_MEM_PER_NODE", ""),
         ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE"),
@@ -117,11 +117,12 @@ def slurm_limit(variables: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 LIMITS = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""The file of a control group's limit, in version 2 and 1, by the controllers of its hierarchy."""
+"""The file that has a control group's limit, by the controllers of its hierarchy: "" for version 2,
+"memory" for version 1."""
 
 
 def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that the control groups of this process may use, by version 1 or 2; 0 without a
+    """Bytes that the control groups of this process may use, in version 1 or 2; 0 without a
     limit."""
     files: list[Path] = []
     for line in own.read_text().splitlines() if own.is_file() else ():

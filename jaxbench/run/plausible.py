@@ -1,4 +1,4 @@
-"""Checks for implausible figures: of a device that computes nothing, or something else."""
+"""Checks for implausible figures: the device computed nothing, or something else."""
 
 import math
 from typing import Any
@@ -6,18 +6,19 @@ from typing import Any
 from jaxbench.recipe.settings import Run
 
 ROUNDING = 0.5
-"""Nats by which bf16 and FP8 may change a mean loss; no change above 0.01 was measured."""
+"""Nats by which bf16 and FP8 may change a mean loss. We measured no change above 0.01."""
 
 SIGMAS = 6
-"""Standard deviations of a mean over random tokens that are allowed."""
+"""Standard deviations that we allow for a mean over random tokens."""
 
 
 def first_loss(run: Run) -> tuple[float, float]:
     """The least and the largest plausible loss of the initial weights.
 
     Targets are uniform and independent of the weights, so the expected loss is at least
-    ln(vocabulary). A normalized hidden state times a random head gives normal logits of variance v,
-    whose expected loss is at most ln(vocabulary) + v / 2, and deviates by sqrt(v) between tokens.
+    ln(vocabulary). A normalized hidden state times a random head gives normal logits of variance v.
+    Their expected loss is at most ln(vocabulary) + v / 2, and it deviates by sqrt(v) between
+    tokens.
     """
     m, tokens = run.model, run.tokens_per_step
     variance = m.logit_scale**2 * (1 if m.init_std is None else m.init_std**2 * m.embed)
@@ -26,8 +27,8 @@ def first_loss(run: Run) -> tuple[float, float]:
 
 
 def problem(run: Run, step: dict[str, Any], initial: bool) -> str | None:
-    """Reason why the figures of a step cannot be right; None if they may be. `initial` is the first
-    step from the initial weights."""
+    """The reason why the figures of a step cannot be right; None if they may be right. `initial`
+    says that it is the first step from the initial weights."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(step[name]):
             return f"{name} is {step[name]} at step {step['step']}"
@@ -43,9 +44,9 @@ def problem(run: Run, step: dict[str, Any], initial: bool) -> str | None:
 
 
 def rate_problem(summary: dict[str, Any]) -> str | None:
-    """Reason why a run's rate cannot be right; None if it may be, or if the device's peak is
-    unknown. It takes the causal count: a kernel need not compute the masked scores of the others.
-    """
+    """The reason why a run's rate cannot be right. None if it may be right, or if the device's peak
+    is unknown. The check uses the causal count of FLOPs, since a kernel need not compute the masked
+    scores that the other counts include."""
     mfu = summary.get("summary", {}).get("mfu", {}).get("causal")
     if mfu is None or mfu <= 1:
         return None

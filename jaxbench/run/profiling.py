@@ -1,7 +1,7 @@
 """Profiles of a run: JAX's profiler, Nsight Systems, NCCL's trace, profile-guided latencies (PGLE).
 
-JAX's profiler, Nsight Systems and PGLE use CUPTI, which has one subscriber at a time, so a run has
-one of them at most. Figures of a profiled or traced run are marked as not comparable.
+JAX's profiler, Nsight Systems and PGLE use CUPTI, which has one subscriber at a time, so a run uses
+at most one of them. The figures of a profiled or traced run are marked as not comparable.
 """
 
 import ctypes
@@ -35,13 +35,15 @@ from jaxbench.xla import flags
 from jaxbench.xla.hlo import PROFILED
 
 NCCL_TRACE = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL,P2P,NET"}
-"""Variables of the published trace."""
+"""The variables of the published trace."""
 
 COVERAGE = 0.5
-"""Smallest share of a program's kernels and collectives that a profile for PGLE has to cover."""
+"""The smallest share of a program's kernels and collectives that a profile for PGLE has to
+cover."""
 
 TIMED_STEPS, PROFILED_STEPS = 10, 3
-"""Steps of PGLE: for the step time before (the first half warms up), and for the profile."""
+"""Steps of PGLE: first some for the step time before (the first half of them warms up), then some
+for the profile."""
 
 
 @dataclass
@@ -68,8 +70,8 @@ class Window:
 def window(
     kind: str, steps: tuple[int, int], folder: Path, program: jax.stages.Compiled | None
 ) -> Window:
-    """The window of a `jax` profile in `<folder>/profile/rank-<n>`, with the text of the program
-    for `jaxbench plan --profile`; or of an `nsys` profile, for which `launch/run.sh` runs this
+    """The window in which a `jax` profile is written to `<folder>/profile/rank-<n>`, with the text
+    of the program for `jaxbench plan --profile`. For an `nsys` profile, `launch/run.sh` runs this
     process under nsys."""
     if kind == "nsys":
         call = partial(_call, cuda_runtime())
@@ -89,9 +91,9 @@ def window(
 def compile_visible(
     run: Run, extra_options: dict[str, Any] | None = None, guide: Guide | None = None
 ) -> tuple[Any, float, float]:
-    """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. A program that
-    XLA loads from a cache has them, whatever its compiler options (seen with jax 0.10.2 on null
-    GPUs), so none is used."""
+    """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. We use no
+    cache: a program that XLA loads from a cache has CUDA graphs, whatever its compiler options
+    (seen with jax 0.10.2 on null GPUs)."""
     with cache_in(None):
         options = {"xla_gpu_enable_command_buffer": "", **(extra_options or {})}
         return compile_program(run, options, guide)
@@ -104,7 +106,8 @@ def guide_all(name: str) -> Guide:
 
 
 def check_profile(trace: Path, platform: str) -> None:
-    """Raises RunFailed unless a JAX profile has an event on a device; of a CPU, any event."""
+    """Raises RunFailed unless a JAX profile has an event on a device. On a CPU any event will
+    do."""
     if next(profile_events(trace, fallback=platform != "gpu"), None) is None:
         raise RunFailed(
             "--profile jax: the profile has no event on a device; does another tool use CUPTI, or "
@@ -113,14 +116,14 @@ def check_profile(trace: Path, platform: str) -> None:
 
 
 def profiled_text(program: jax.stages.Compiled) -> str:
-    """The text of a compiled program, in which an asynchronous start has the name that a profile
-    calls it by: that of the instruction that it wraps."""
+    """The text of a compiled program in which each asynchronous start has the name that a profile
+    uses for it: the name of the instruction that it wraps."""
     names = dict(pair for pair in kernel_names(program) if len(pair) == 2)
     return re.sub(r"[\w.\-]+", lambda match: names.get(match[0], match[0]), program.as_text() or "")
 
 
 def cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that the process uses. Raises RunFailed where there is none."""
+    """The CUDA runtime that the process uses. Raises RunFailed if there is none."""
     names = ["libcudart.so.13", "libcudart.so.12", ctypes.util.find_library("cudart")]
     if (spec := importlib.util.find_spec("nvidia")) is not None:
         for folder in spec.submodule_search_locations or ():
@@ -145,15 +148,15 @@ def check_nsys() -> None:
 
 
 def trace_nccl(folder: Path) -> None:
-    """Makes NCCL write its trace to `<folder>/nccl-trace/<host>.<pid>.log`; to be called before the
+    """Makes NCCL write its trace to `<folder>/nccl-trace/<host>.<pid>.log`. Call it before the
     first collective."""
     (folder / "nccl-trace").mkdir(parents=True, exist_ok=True)
     os.environ.update(NCCL_TRACE, NCCL_DEBUG_FILE=str(folder / "nccl-trace" / "%h.%p.log"))
 
 
 def check_nccl_trace(folder: Path, say: Callable[[str], None]) -> None:
-    """Prints whether NCCL wrote its trace. Raises RunFailed where it had collectives to write of
-    and did not."""
+    """Says whether NCCL wrote its trace. Raises RunFailed if there were collectives to trace and
+    NCCL wrote nothing."""
     files = (folder / "nccl-trace").glob(f"*.{os.getpid()}.log")
     if any(path.stat().st_size for path in files):
         say(f"NCCL wrote a trace: {folder / 'nccl-trace'}")
@@ -164,14 +167,15 @@ def check_nccl_trace(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> tuple[Any, dict]:
-    """(program of a step compiled with a profile of itself, the record's `pgle`): profile-guided
-    latency estimation (docs.jax.dev, "GPU performance tips").
+    """Compiles the program of a step with a profile of itself. Returns the new program and the
+    record's `pgle`. The method is profile-guided latency estimation (docs.jax.dev, "GPU performance
+    tips").
 
-    Times some steps with `program`, then profiles some without CUDA graphs. Rank 0 profiles,
-    and all read its file: several collectors on a host disturb each other, and programs compiled
-    from different profiles order their collectives differently and hang, as JAX's automatic PGLE
-    was seen to (marin issue 7344, pull request 8209). Every process compiles before any trains.
-    Raises RunFailed if the profile is not of this program.
+    It times some steps with `program`, then profiles some without CUDA graphs. Rank 0 profiles, and
+    all ranks read its file, for two reasons. Several collectors on a host disturb each other.
+    Programs compiled from different profiles order their collectives differently and hang, as JAX's
+    automatic PGLE did (marin issue 7344, pull request 8209). Every process compiles before any
+    process trains. Raises RunFailed if the profile is not of this program.
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
@@ -206,25 +210,26 @@ def _collect(trace: Path, path: Path, program: jax.stages.Compiled) -> tuple[flo
 
 
 def check_digest(path: Path, digest: str) -> None:
-    """Raises RunFailed in every process unless all read a profile of this digest in `path`."""
+    """Raises RunFailed in every process unless all processes read a profile with this digest in
+    `path`."""
     if not job.all_agree("pgle profile", _digest(path) == digest):
         raise RunFailed(f"PGLE: not every process reads the same profile in {path}")
 
 
 def _digest(path: Path) -> str:
-    """Digest of a file; of no bytes if it does not exist."""
+    """The digest of a file, or of no bytes if it does not exist."""
     return hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
 
 
 def coverage(profile: bytes, program: jax.stages.Compiled) -> float:
     """The share of a program's custom calls and asynchronous starts that a profile names: GPU
-    kernels, matrix products and collectives.
+    kernels, matmuls and collectives.
 
     XLA silently ignores an empty profile, and one of another program. It looks an instruction up by
-    its name, and an `async-start` also by the name of the instruction that it wraps, which is the
-    one in a profile (openxla/xla, xla/service/profile_guided_latency_estimator.cc). The profile is
-    a serialized protocol buffer: a name is 0x0A, its length in one byte or two, and its bytes; 0x11
-    begins the cost that follows.
+    its name. It looks an `async-start` up also by the name of the instruction that it wraps, which
+    is the name in a profile (openxla/xla, xla/service/profile_guided_latency_estimator.cc). The
+    profile is a serialized protocol buffer: a name is 0x0A, its length in one byte or two, and its
+    bytes; then 0x11 begins the cost.
     """
     profiled = set(re.findall(rb"\n(?:[\x80-\xff].|.)([\w.\-]+)\x11", profile, re.DOTALL))
     covered = [any(name.encode() in profiled for name in names) for names in kernel_names(program)]

@@ -1,4 +1,4 @@
-"""The processes of a run side by side: step times, waits, and the speed of each GPU alone."""
+"""Compares the processes of a run: step times, waits, and the speed of each GPU alone."""
 
 from contextlib import suppress
 from typing import Any
@@ -14,25 +14,28 @@ from jaxbench.recipe.window import spread
 from jaxbench.run import sampling
 
 SIZE, PRODUCTS = 4096, 64
-"""Matrix products that a GPU does alone after training: 9 TFLOP in each round."""
+"""Matmuls that each GPU does alone after training: 9 TFLOP in each round."""
 
 
 def gathered(
     times: list[tuple[float, float]], probe: bool, sampled: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Step times (mean, deviation, median, p95) and mean wait of every process in s, without the
-    first step; with `probe` the times of its GPUs' products; their telemetry, of the process that
-    has `sampled` those of the node; complete in rank 0.
+    """An entry for each process; complete in rank 0.
 
-    Collectives make all processes as slow as the slowest. Its host shows by the smallest `wait_s`,
-    the mean time for which a process waits for its device; its GPU by the products.
+    An entry has the step times (mean, deviation, median, p95) and the mean wait in s, without the
+    first step. With `probe` it has the times that the process's GPUs take for the same matmuls. It
+    also has the telemetry of its GPUs, which one process of each node has `sampled`.
+
+    Collectives make all processes as slow as the slowest. A slow host shows by the smallest
+    `wait_s`, the mean time for which a process waits for its device. A slow GPU shows by its time
+    for the matmuls.
     """
     entry: dict[str, Any] = {"rank": jax.process_index(), "host": job.node()}
     if len(times) > 1:
         measured, waits = zip(*times[1:], strict=True)
         entry |= {"step_time_s": spread(list(measured)), "wait_s": sum(waits) / len(waits)}
     if probe and jax.default_backend() == "gpu":
-        # The run is complete: a GPU that has no memory left for the products does not fail it.
+        # The run is complete, so it does not fail if a GPU has no memory left for the matmuls.
         with suppress(jax.errors.JaxRuntimeError):
             entry["products_s"] = products_s()
     sent = {"entry": entry, "numbers": sampling.numbers(), "sampled": sampled}
@@ -46,16 +49,16 @@ def gathered(
 
 
 def products_s() -> list[float]:
-    """Seconds in which each device of this process does the products, all at the same time: the
-    least of some rounds."""
+    """Seconds that each device of this process takes for the matmuls, the least of some rounds. All
+    devices work at the same time."""
     devices = jax.local_devices()
-    # Random, since zeros take less power; scaled, so that products stay as large.
+    # Random, since zeros take less power; scaled, so that results do not grow.
     values = np.random.default_rng(0).standard_normal((SIZE, SIZE), np.float32) / SIZE**0.5
     every = np.broadcast_to(values.astype(jnp.bfloat16), (len(devices), SIZE, SIZE))
     local = jax.sharding.Mesh(np.array(devices), ("local",))
 
     def products(x: jax.Array) -> jax.Array:
-        # Two in an iteration: of one, XLA would copy the result to where the loop has its operand.
+        # Two per iteration: with one, XLA would copy the result to the place of the operand.
         return jax.lax.fori_loop(0, PRODUCTS // 2, lambda _, y: x @ (x @ y), x)
 
     with jax.set_mesh(local):
@@ -66,7 +69,7 @@ def products_s() -> list[float]:
 
 
 def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:
-    """A line for each GPU whose products take longer than the others'."""
+    """A line for each GPU that takes longer for its matmuls than the others."""
     times = {
         (entry["rank"], entry["host"], number): seconds
         for entry in ranks

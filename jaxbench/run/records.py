@@ -1,4 +1,4 @@
-"""Records of a run: run.json, steps.jsonl, and the log in the published line formats."""
+"""Records of a run: run.json, steps.jsonl, and a log in the published line formats."""
 
 import json
 import sys
@@ -21,14 +21,14 @@ SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""
 
 SLOW_STEPS = 5
-"""Steps of which slow records are noticed."""
+"""We check after this many steps whether the host writes records too slowly."""
 
 REWRITE_S = 60.0
-"""Seconds after which run.json is written again during training."""
+"""Seconds after which we write run.json again during training."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a run.json. Raises RecipeError if it is none."""
+    """The content of a run.json. Raises RecipeError if the file is not a whole record."""
     try:
         record = json.loads(path.read_text())
         return record | {key: record[key] for key in ("status", "recipe", "resumed_at")}
@@ -40,13 +40,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The program as a shell finds it, whose environment need not be active."""
+    """The program as a shell finds it even if the virtual environment is not active."""
     program = Path(sys.executable).with_name("jaxbench")
     return quote(str(program)) if program.exists() else f"{quote(sys.executable)} -m jaxbench"
 
 
 def steps_before(start: int, path: Path) -> list[dict[str, Any]]:
-    """The recorded steps before `start`; a killed run may have recorded later ones, which will be
+    """The recorded steps before `start`. A killed run may have recorded later steps, which will be
     repeated."""
     steps = []
     text = path.read_text(errors="replace") if start and path.exists() else ""
@@ -64,10 +64,10 @@ class Recorder:
     """Writes the records of one run into its folder and reports to the terminal. Without a folder,
     as on ranks other than 0, the record stays in memory.
 
-    Every step is written to `steps.jsonl` and, in both published formats, to
-    `log-<recipe>_<row>.out`; on a terminal a progress bar shows the last one, elsewhere a short
-    line. A run that is resumed at step `start` keeps the recorded steps before. `stream` gets every
-    step too.
+    Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. A
+    terminal shows the last step in a progress bar; any other output gets a short line per step. A
+    run that is resumed at step `start` keeps the recorded steps before it. `stream` gets every step
+    too.
     """
 
     def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0,
@@ -155,7 +155,7 @@ class Recorder:
             self._bar.add_task("training", total=self.run.steps, completed=len(self.steps))
 
     def step(self, values: dict[str, Any]) -> None:
-        """Records a step, with the figures of `run_steps`. Raises RunFailed if it cannot be
+        """Records a step with the figures of `run_steps`. Raises RunFailed if it cannot be
         written."""
         if self.folder is None:
             return
@@ -206,8 +206,8 @@ class Recorder:
         return figures
 
     def finish(self, status: str, reason: str | None, cause: str | None = None) -> None:
-        """Completes run.json and prints the result; without a folder prints the reason of a
-        failure. Raises RunFailed, after printing, if run.json cannot be written."""
+        """Completes run.json and prints the result. Without a folder, prints the reason of a
+        failure. If run.json cannot be written, raises RunFailed after printing."""
         if self.folder is None:
             if cause:
                 print(f"error: {reason}", file=sys.stderr)

@@ -18,8 +18,8 @@ STEPS = 4
 
 
 class Digests(dict[str, str]):
-    """A pause (`train.loop.Pause`) at the end of training: the digest of each array of the state,
-    as far as this process holds it, by its path in the pytree."""
+    """A pause (`train.loop.Pause`) at the end of training that computes a digest of each array of
+    the state, as far as this process holds it. Keys are the paths in the pytree."""
 
     def due(self, step: int, ending: bool) -> bool:
         return ending
@@ -34,9 +34,9 @@ class Digests(dict[str, str]):
 
 
 def check(run: Run, program: Callable, say: Callable[[str], None]) -> dict[str, int]:
-    """Trains a few steps from the initial state, twice; returns the numbers of steps and arrays.
+    """Trains a few steps from the initial state, twice. Returns the numbers of steps and arrays.
 
-    Raises RunFailed in every process if losses, gradient norms or the state differ in any.
+    Raises RunFailed in every process if losses, gradient norms or the state differ in any of them.
     """
     short = replace(run, steps=min(STEPS, run.steps))
     (figures, state), (others, second) = _train(short, program), _train(short, program)
@@ -50,7 +50,7 @@ def check(run: Run, program: Callable, say: Callable[[str], None]) -> dict[str, 
 
 
 def _train(run: Run, program: Callable) -> tuple[dict[str, float], Digests]:
-    """(loss and gradient norm of each step, digests of the state after the last)."""
+    """The loss and gradient norm of each step, and the digests of the state after the last step."""
     digests = Digests()
     figures = {
         f"{name} of step {step['step']}": step[name]
@@ -61,7 +61,7 @@ def _train(run: Run, program: Callable) -> tuple[dict[str, float], Digests]:
 
 
 def _compare(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """The first difference and the number of all; empty if there is none."""
+    """The first difference and the number of differences; empty if there is none."""
     names = [name for name in first if first[name] != second[name]]
     if not names:
         return ""

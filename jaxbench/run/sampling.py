@@ -1,4 +1,5 @@
-"""Telemetry of a run's GPUs: which process of a node samples them, and which of them are whose."""
+"""Telemetry of a run's GPUs: which process of a node samples them, and which GPUs belong to which
+process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,8 @@ from jaxbench.outliers import GPU_SPREAD, outliers
 
 
 def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
-    """A sampler of this node's GPUs in one of its processes; None in others, and without GPUs or
-    NVML, which is said."""
+    """A sampler of this node's GPUs, in one of the node's processes. None in the others, and
+    without GPUs or NVML; without NVML it says so."""
     if jax.default_backend() != "gpu":
         return None
     try:
@@ -31,7 +32,7 @@ def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
 
 
 def numbers() -> list[int]:
-    """The numbers in NVML of this process's devices, in JAX's order; empty without NVML."""
+    """The NVML numbers of this process's devices, in JAX's order; empty without NVML."""
     if jax.default_backend() != "gpu":
         return []
     try:
@@ -43,8 +44,8 @@ def numbers() -> list[int]:
 
 
 def warnings(ranks: list[dict[str, Any]]) -> list[str]:
-    """A line for each GPU with a slower clock under load than the others', and for each with ECC
-    errors that were not corrected."""
+    """A line for each GPU whose clock under load is slower than the others', and for each GPU with
+    ECC errors that were not corrected."""
     every = [(entry, gpu) for entry in ranks for gpu in entry.get("gpus", ())]
     clocks = {n: gpu["sm_mhz"] for n, (_, gpu) in enumerate(every) if gpu.get("sm_mhz")}
     slow, lines = outliers(clocks, GPU_SPREAD, low=True), []
@@ -62,7 +63,8 @@ def warnings(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def watts(ranks: list[dict[str, Any]], devices: int) -> float | None:
-    """Power of all GPUs of a run under load in W; None unless NVML told that of each."""
+    """The power of all GPUs of a run under load in W. None unless NVML reported it for each of
+    them."""
     powers = [
         gpu["power_w"] for entry in ranks for gpu in entry.get("gpus", ()) if "power_w" in gpu
     ]

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which of them can be read, and hold the state of a recipe.
+"""Checkpoints on disk: which of them can be read and hold the state of a recipe.
 
 Needs no Orbax, which is slow to import.
 """
@@ -31,11 +31,12 @@ def _is_complete(path: Path) -> bool:
 
 
 def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]:
-    """(the checkpoint that `path` names and those before it, from the newest on; why newer ones are
-    skipped). `path` is a checkpoint, a run, or a folder of checkpoints.
+    """The checkpoints from which a run can start, newest first, and the reasons why newer ones are
+    skipped. `path` is a checkpoint, a run, or a folder of checkpoints.
 
-    Raises RecipeError if it holds none, or one of another state than a recipe's; RunFailed if none
-    can be read. Looks at metadata: data that cannot be read show when the state is restored.
+    Raises RecipeError if there is no checkpoint, or if the state of all that can be read differs
+    from the recipe's. Raises RunFailed if none can be read. This looks only at metadata: data that
+    cannot be read show when the state is restored.
     """
     folders = [path / FOLDER, path]
     numbered = [[p for p in f.iterdir() if p.name.isdigit()] for f in folders if f.is_dir()]
@@ -61,7 +62,7 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
 
 
 def unreadable(path: Path) -> str | None:
-    """Why a checkpoint cannot be read, as far as its metadata tell; None if it can."""
+    """Why a checkpoint cannot be read, as far as its metadata show; None if it can be read."""
     try:
         if (path / STATE / COMMIT).exists() and not (path / COMMIT).exists():
             return f"{path / COMMIT} is missing, so it was not completed"
@@ -76,8 +77,8 @@ def unreadable(path: Path) -> str | None:
 
 
 def _difference(path: Path, recipe: dict[str, Any]) -> str:
-    """What makes the state of a checkpoint another one than a recipe's, in the words of settings;
-    empty if nothing does."""
+    """How the state of a checkpoint differs from a recipe's, in the words of settings; empty if it
+    does not differ."""
     saved = json.loads((path / RECIPE / "metadata").read_text())
     both = json.loads(json.dumps(recipe)), saved
     precise = len({_history(r) for r in both}) > 1
@@ -100,7 +101,7 @@ HISTORY = "dtype", "scaling", "amax_history"
 
 
 def _history(recipe: dict[str, Any]) -> int:
-    """Steps in the histories of delayed scaling; 0 without."""
+    """Steps in the histories of delayed scaling; 0 without delayed scaling."""
     precision = recipe.get("precision", {})
     delayed = precision.get("dtype") == "fp8" and precision.get("scaling") == "delayed"
     return precision.get("amax_history", 0) if delayed else 0

@@ -1,5 +1,5 @@
-"""One run of a benchmark: the training loop with records, checkpoints, profiles, signals and
-watchdog around it."""
+"""One run of a benchmark: the training loop, surrounded by records, checkpoints, profiles, signals
+and a watchdog."""
 
 import contextlib
 import faulthandler
@@ -43,8 +43,12 @@ from jaxbench.train.step import State, abstract_state
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The folder of the records; the checkpoint to start from, older ones in case that it cannot be
-    read, and why newer ones are `skipped`; the options of the command line (`arguments`)."""
+    """The folder and the beginning of one start of a run.
+
+    `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
+    it cannot be read, and `skipped` says why newer ones are not used. `options` are the options of
+    the command line (`arguments`).
+    """
 
     folder: Path
     restore: Path | None
@@ -54,12 +58,12 @@ class Session:
 
     @property
     def start(self) -> int:
-        """Number of steps that were completed before this session."""
+        """The number of steps that were completed before this session."""
         return int(self.restore.name) if self.restore else 0
 
 
 def benchmark(run: Run, session: Session) -> int:
-    """Runs and records; returns the exit status. Only rank 0 writes records."""
+    """Runs and records. Returns the exit status. Only rank 0 writes records."""
     first = jax.process_index() == 0
     try:
         path = session.folder / "run.json"
@@ -86,7 +90,7 @@ def benchmark(run: Run, session: Session) -> int:
 
 
 def hung(recorder: Recorder, reason: str) -> None:
-    """Tells and records why the watchdog ends this process, and where its threads are."""
+    """Says and records why the watchdog ends this process, and where its threads are."""
     tell(f"error: {reason}")
     faulthandler.dump_traceback(sys.stderr.fileno())
     recorder.finish("failed", reason, "hang")
@@ -99,7 +103,7 @@ def interrupted(recorder: Recorder, watchdog: Watchdog, number: signal.Signals) 
 
 def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
         cause: str | None = None) -> None:  # fmt: skip
-    """Ends the process at once, even with a blocked main thread, with a complete record."""
+    """Ends the process at once, even if the main thread is blocked, with a complete record."""
     try:
         watchdog.end()  # first: only one thread ends the process
         if cause:
@@ -121,7 +125,7 @@ class Attempt:
     launches: Launches | None = None
 
     def outcome(self) -> tuple[str, str | None, str | None]:
-        """Trains and records every step; returns status, reason and cause for run.json. Raises
+        """Trains and records every step. Returns status, reason and cause for run.json. Raises
         nothing."""
         try:
             with (
@@ -138,12 +142,12 @@ class Attempt:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> tuple[str, str, str | None]:
-        """Status, reason and cause of an error. Prints the traceback only of an unknown cause: for
-        a known one the library's message is enough."""
+        """Status, reason and cause of an error. Prints the traceback only if the cause is unknown;
+        for a known cause the library's message is enough."""
         self.watchdog.claim()
         number = self.signals.received
         if number and cause_of(error) == "network":
-            # Before its first step another process ends at once on the job's signal.
+            # Another process that is before its first step ends at once on the job's signal.
             return "interrupted", name_of(number), None
         reason, cause, own = one_line(error), cause_of(error), isinstance(error, RunFailed)
         if own:
@@ -193,12 +197,12 @@ class Attempt:
         return plausible.rate_problem(self.recorder.summary())
 
     def _refuse(self, problem: str | None) -> None:
-        """Raises RunFailed for implausible figures, except of a null GPU."""
+        """Raises RunFailed for implausible figures, except on a null GPU."""
         if problem and not self.recorder.record["hardware"]["null"]:
             raise RunFailed(problem, "numbers")
 
     def _failed_launch(self, error: Exception) -> None:
-        """Ends the process for the error of a step that the blocked main thread misses."""
+        """Ends the process for the error of a step that the blocked main thread cannot see."""
         status, reason, cause = self._failure(error)
         code = STATUS[cause] if cause else 128 + (self.signals.received or signal.SIGINT)
         end(self.recorder, self.watchdog, code, status, reason, cause)
@@ -220,7 +224,7 @@ class Attempt:
         return stopping
 
     def _compile(self) -> Any:
-        """The checked program of a step; with `pgle` compiled again with its own profile."""
+        """The checked program of a step. With `pgle`, it is compiled again with its own profile."""
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         on_gpu = mesh.platform() == "gpu"
@@ -283,7 +287,7 @@ class Attempt:
         raise RunFailed(listed(skipped, 3, "; "), "storage")
 
     def _begin(self, path: Path, skipped: list[str]) -> None:
-        """Begins from a checkpoint, which may be an older one than was planned."""
+        """Begins from a checkpoint, which may be older than the one that was planned."""
         for reason in skipped:
             self.recorder.say(f"warning: {reason}")
         if skipped:
@@ -311,7 +315,8 @@ class Attempt:
 
 
 def one_line(error: Exception) -> str:
-    """The type and the first line of an error, with the next one where the first announces it."""
+    """The type and the first line of an error. If the first line ends with a colon, the next line
+    too."""
     lines = filter(None, map(str.strip, traceback.format_exception_only(error)[0].splitlines()))
     first = next(lines)
     return f"{first} {next(lines, '')}".rstrip() if first.endswith(":") else first

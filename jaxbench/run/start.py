@@ -1,4 +1,4 @@
-"""Preparation of a session: output folder, checkpoint to restore, number of steps."""
+"""Prepares a session: output folder, checkpoint to restore, number of steps."""
 
 import argparse
 import json
@@ -19,9 +19,10 @@ from jaxbench.run.session import Session
 
 
 def prepare(run: Run, args: argparse.Namespace, held: ExitStack) -> tuple[Run, Session | None]:
-    """The run with its number of steps, and its session; None if the run is completed already.
+    """The run with its number of steps, and its session; None for the session if the run is
+    completed already.
 
-    Rank 0 decides for all: the others may see a stale shared file system. It stays the owner of the
+    Rank 0 decides for all, because the others may see a stale shared file system. It owns the
     folder until `held` is closed.
     """
     plan = job.broadcast("start", lambda: _plan(run, args, held))
@@ -47,7 +48,7 @@ Plan = tuple[str, list[str], list[str], int]
 
 def _plan(run: Run, args: argparse.Namespace, held: ExitStack) -> Plan | None:
     """The plan of a start; None if the run is completed. Makes the folder and becomes its owner.
-    Raises RecipeError, or RunFailed if no checkpoint can be read."""
+    Raises RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
     recipe, steps = recipes.describe(run), run.steps
     readable: list[Path] = []
     skipped: list[str] = []
@@ -68,8 +69,8 @@ def _plan(run: Run, args: argparse.Namespace, held: ExitStack) -> Plan | None:
 
 
 def _own(run: Run, args: argparse.Namespace, held: ExitStack) -> Path:
-    """The folder of the run, whose only writer this process is until `held` is closed: a new one,
-    or with --resume one that may hold the run. Raises RecipeError for another one."""
+    """The folder of the run. This process is its only writer until `held` is closed. The folder is
+    new, or with --resume may hold the run. Raises RecipeError for any other folder."""
     if args.output is None:
         now = time.strftime("%Y%m%d-%H%M%S")
         folder = new_folder(Path("results", run.recipe, run.row, now))
@@ -88,7 +89,7 @@ def _own(run: Run, args: argparse.Namespace, held: ExitStack) -> Path:
 
 def _is_completed(path: Path, run: Run) -> bool:
     """Returns whether the recorded run is completed. Raises RecipeError if it is not `run`: devices
-    and mesh may differ, the work may not."""
+    and mesh may differ, but the work may not."""
 
     def work(recipe: dict[str, Any]) -> dict[str, Any]:
         batch = {key: recipe["batch"][key] for key in ("global_batch", "sequence_length")}

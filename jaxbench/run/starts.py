@@ -1,4 +1,4 @@
-"""The record of a run at a start, and what each start ran on."""
+"""The record of a run when it starts, and what each of its starts ran on."""
 
 import json
 import os
@@ -31,7 +31,7 @@ RESUMED = "resumed at step "
 
 
 def new_record(run: Run, path: Path, options: Namespace, step: int) -> dict[str, Any]:
-    """The record `path`, run.json, of a start from `step`, before its first step."""
+    """The record of a start from `step`, before its first step. `path` is run.json."""
     devices = hardware()
     before = read(path) if options.resume and path.exists() else None
     reasons = published.differences(run, devices["device"])
@@ -56,7 +56,7 @@ def new_record(run: Run, path: Path, options: Namespace, step: int) -> dict[str,
         "label": "null" if devices["null"] else run.label,
         "recipe": recipes.describe(run),
         "hardware": devices,
-        # Of rank 0 for all: they identify cached programs, and only one process then runs git.
+        # Rank 0's, for all: they identify cached programs, and only one process has to run git.
         "versions": job.broadcast("versions", versions),
         "flags": {
             "compiler_options": flags.options(run, devices["platform"]),
@@ -80,7 +80,7 @@ def new_record(run: Run, path: Path, options: Namespace, step: int) -> dict[str,
 
 
 def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
-    """The fields of a record that follow from the step at which its last start begins."""
+    """The fields of a record that depend on the step at which its last start begins."""
     starts = [*record["starts"][:-1], record["starts"][-1] | {"step": step}]
     first, *resumed = [start["step"] for start in starts]
     texts = record["not_comparable_because"]
@@ -98,13 +98,13 @@ def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def _starts(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The starts of a record; of an older one all that it tells of them, their steps."""
+    """The starts of a record. An older record has only their steps."""
     steps = [record.get("first_step", 0), *record["resumed_at"]]
     return record.get("starts") or [{"step": step, "changed": None} for step in steps]
 
 
 def changes(before: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Any]]:
-    """[before, now] of all that differs in what ran, by dotted name."""
+    """What differs between the programs that ran: [before, now] by dotted name."""
     there, here = (
         dict(flat({name: fields.get(name) for name in PROGRAM}))
         for fields in (before, json.loads(json.dumps(record)))

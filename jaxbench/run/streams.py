@@ -1,5 +1,5 @@
-"""Streams of a run's steps for tools that people watch runs with, by the tools' own libraries and
-into the run's folder. Nothing leaves the machine."""
+"""Streams of a run's steps for tools with which people watch runs. They use the tools' own
+libraries and write into the run's folder. Nothing leaves the machine."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases in the run's `wandb/`, which `wandb sync` sends if it is wanted."""
+    """A run of Weights & Biases in the run's `wandb/`. If you want it, `wandb sync` sends it."""
 
     def __init__(self, folder: Path, record: dict[str, Any], start: int):
         import wandb
@@ -50,17 +50,17 @@ class Wandb:
 
 
 Stream = TensorBoard | Wandb
-"""Where each step goes."""
+"""A tool that gets each step."""
 
 STREAMS: dict[str, tuple[str, type[Stream]]] = {
     "tensorboard": ("tensorboardX", TensorBoard),
     "wandb": ("wandb", Wandb),
 }
-"""Name -> its library, and its stream."""
+"""For each name, the library that it needs and its stream."""
 
 
 def check_stream(name: str | None) -> None:
-    """Raises RecipeError where the library of a stream is not installed."""
+    """Raises RecipeError if the library of a stream is not installed."""
     if name and not installed(library := STREAMS[name][0]):
         raise RecipeError(
             f"--stream {name} needs {library}: pip install -c constraints.txt -e '.[{name}]'"

@@ -14,8 +14,9 @@ from jaxbench.recipe.window import PUBLISHED, first_of_program, spread, start_of
 def summary(
     run: Run, steps: list[dict[str, Any]], peak: float | None, starts: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The record's `summary` and `loss`, from the recorded steps, the peak in TFLOP/s, and the
-    record's `starts`; without a window `no_summary` says why. Empty before the first step."""
+    """The record's `summary` and `loss`. They follow from the recorded steps, the peak in TFLOP/s,
+    and the record's `starts`. If there is no window, `no_summary` says why. Empty before the first
+    step."""
     if not steps:
         return {}
     losses = [step["loss"] for step in steps]
@@ -42,7 +43,7 @@ def summary(
 def _by_start(
     steps: list[dict[str, Any]], starts: list[dict[str, Any]]
 ) -> dict[int, list[dict[str, Any]]]:
-    """The steps of each start that ran the program of the last one."""
+    """The steps of each start that ran the same program as the last start."""
     begins = [start["step"] for start in starts]
     found: dict[int, list[dict[str, Any]]] = {}
     for number in range(first_of_program(starts), len(starts)):
@@ -54,8 +55,9 @@ def _by_start(
 def counted_steps(
     steps: list[dict[str, Any]], starts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The steps of the window, which lies within one start: one with the whole published window,
-    or else the longest. Empty where all have a single step, whose time has the start in it."""
+    """The steps of the window, which lies within one start. If a start has the whole published
+    window we take it, else the longest one. Empty if every start has a single step, since its time
+    includes the start."""
     best: list[dict[str, Any]] = []
     length = (False, 1)
     for own in _by_start(steps, starts).values():
@@ -87,8 +89,8 @@ def assignments(run: Run) -> int:
 
 
 def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
-    """Reasons why a run is not comparable whose dropless experts dropped tokens, by its `summary`;
-    none if they dropped none."""
+    """The reason why a run is not comparable if its dropless experts dropped tokens, by its
+    `summary`; none if they dropped none."""
     count = figures.get("summary", {}).get("tokens_dropped", 0)
     if not (run.model.dropless and count):
         return []
@@ -101,7 +103,7 @@ def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
 
 def slow_records(steps: list[dict[str, Any]]) -> list[str]:
     """A line if the host's work between steps, which writes their records, takes as long as the
-    steps, which then wait for it; none otherwise."""
+    steps, which then wait for it. None otherwise."""
     if not steps:
         return []
     host, time = (sum(s.get(key, 0.0) for s in steps) for key in ("host_s", "step_time_s"))
@@ -114,7 +116,8 @@ def slow_records(steps: list[dict[str, Any]]) -> list[str]:
 
 
 SLOW_SHARE, SLOW_S = 0.9, 0.02
-"""Least share of a step's time, and least seconds, for which the host's work makes it slow."""
+"""The least share of a step's time, and the least seconds per step, from which the host's work
+counts as slow."""
 
 
 def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
@@ -152,7 +155,7 @@ def maxtext_line(run: Run, step: dict[str, Any]) -> str:
 
 
 def nemo_line(run: Run, step: dict[str, Any]) -> str:
-    """A step in NeMo's format, for the Llama 3.1 and later documents and their parser."""
+    """A step in NeMo's format, which the Llama 3.1 and later documents and their parser read."""
     n, batch = step["step"], run.batch.global_batch
     return (
         f"Training epoch 0, iteration {n}/{run.steps - 1} | lr: {step['learning_rate']:.4g} | "

@@ -1,4 +1,5 @@
 """Compiler flags, and the compiled program: HLO, collectives, schedule, memory.
 
-Imports `hardware`, `errors` and `recipe`, and no JAX: it reads text. Start with `hlo.Program`.
+Imports `hardware`, `errors` and `recipe`, but no JAX, since it reads text. Start with
+`hlo.Program`.
 """

@@ -1,4 +1,5 @@
-"""Collectives of a compiled program: their devices, the bytes they send, and their least time."""
+"""Collectives of a compiled program: their devices, the bytes that they send, and their least
+time."""
 
 import math
 import re
@@ -13,15 +14,15 @@ from jaxbench.xla.instruction import SOURCE, Instruction, Scope, ints
 from jaxbench.xla.rewrites import COLLECTIVES
 
 ALIKE = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
-"""Kinds that send as much as another one: a ragged all-to-all what its result can hold, a broadcast
-in a ring as much as a gather of its result."""
+"""Kinds of collectives that send as much as another kind. A ragged all-to-all sends what its result
+can hold. A broadcast in a ring sends as much as an all-gather of its result."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective instruction. `bytes` is its result on one device, `devices` the first of its
-    largest replica groups, `others` are the remaining ones of the same size, `count` is its runs
-    per step."""
+    """A collective instruction. `bytes` is the size of its result on one device. `devices` is the
+    first of its largest replica groups, and `others` are the remaining groups of the same size.
+    `count` is how often it runs per step."""
 
     kind: str
     name: str
@@ -33,12 +34,12 @@ class Collective:
 
     @property
     def like(self) -> str:
-        """The kind by which its bytes and time are counted."""
+        """The kind by whose rules we count its bytes and time."""
         return ALIKE.get(self.kind, self.kind)
 
     @property
     def group(self) -> int:
-        """Number of devices in a group."""
+        """The number of devices in a group."""
         return len(self.devices)
 
     @property
@@ -55,21 +56,21 @@ class Collective:
         return round(per_run * self.count)
 
     def crosses_domains(self, gpu: Gpu) -> bool:
-        """True where a group spans more than one NVLink domain."""
+        """True if a group spans more than one NVLink domain."""
         return self.domain_members(gpu) < self.group
 
     def domain_members(self, gpu: Gpu) -> int:
-        """Devices of a group in one domain: the least over groups and domains, since a step waits
-        for the slowest group."""
+        """Devices of a group in one domain. This is the least over all groups and domains, since a
+        step waits for the slowest group."""
         return _domain_members((self.devices, *self.others), gpu.domain)
 
     def seconds(self, gpu: Gpu) -> float:
-        """Least time of one run: bytes over bandwidth, no latency.
+        """The least time of one run: bytes over bandwidth, without latency.
 
         A ring passes through all members of a domain before it leaves the domain, and each member
-        carries a share of the traffic on its NIC; so the rate between domains is NIC x members of
-        the smallest domain, up to NVLink's. An all-to-all sends every byte directly to its
-        receiver: bytes for other domains leave through the sender's NIC.
+        carries a share of the traffic on its NIC. So the rate between domains is NIC x members of
+        the smallest domain, up to NVLink's rate. An all-to-all sends every byte directly to its
+        receiver, and bytes for other domains leave through the sender's NIC.
         """
         per_run, members = self.wire_bytes / self.count, self.domain_members(gpu)
         if not self.crosses_domains(gpu):
@@ -88,7 +89,7 @@ def _domain_members(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
 
 def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     """The collective whose result this instruction returns: a synchronous collective, or the
-    `-done` of an asynchronous one. None for other instructions and for a single device."""
+    `-done` of an asynchronous one. None for other instructions, and for a single device."""
     kind = i.opcode.removesuffix("-done")
     if kind not in COLLECTIVES:
         return None
@@ -103,9 +104,9 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
 
 @cache
 def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each replica group. `rewrites` adds what the ids of groups number, where `{}` is
-    one group of all; without it they number devices. Pairs of `source_target_pairs` are sorted by
-    decreasing distance."""
+    """Devices of each replica group. `rewrites` adds to the attributes what the ids of groups
+    number, and `{}` is then one group of all. Without this addition the ids number devices. Pairs
+    of `source_target_pairs` are sorted by decreasing distance."""
     ids = _ids(attributes)
     if "source_target_pairs={}" in attributes:
         return ((0,),)
@@ -115,7 +116,7 @@ def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     of, replicas, partitions = mode[1], int(mode[2]), int(mode[3])
     count = {"partitions": partitions, "devices": replicas * partitions}.get(of, replicas)
     ids = ids or (tuple(range(count)),)
-    if of == "devices" or max(map(max, ids)) >= count:  # the latter in programs made by hand
+    if of == "devices" or max(map(max, ids)) >= count:  # the latter only in hand-written programs
         return ids
     if of == "partitions":
         return tuple(tuple(r * partitions + p for p in g) for r in range(replicas) for g in ids)
@@ -125,8 +126,8 @@ def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _ids(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """The ids of each replica group from any of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]` with
-    or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`; empty for `{}`."""
+    """The ids of each replica group, from any of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
+    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`. Empty for `{}`."""
     if named_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = {
             axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named_mesh.group(1))

@@ -1,9 +1,9 @@
-"""Named sets of XLA options for GPUs, passed to the compiler with each program.
+"""Named sets of XLA options for GPUs, which we pass to the compiler with each program.
 
-The compiler reports an unknown option as an error; an unknown one in the variable `XLA_FLAGS`
-aborts the process, so `check` tries it first. What the variable says goes before the
-set of the recipe. docs/reference/xla_flags.md describes the effect of each option of `tuned` on a
-compiled program.
+The compiler reports an unknown option as an error. An unknown option in the variable `XLA_FLAGS`
+aborts the process, so `check` tries the variable first. What the variable says takes precedence
+over the set of the recipe. docs/reference/xla_flags.md describes the effect of each option of
+`tuned` on a compiled program.
 """
 
 import os
@@ -21,13 +21,13 @@ from jaxbench.recipe.settings import Run
 Options = dict[str, bool | int | str]
 
 TUNED: Options = {
-    # Matrix products by cuBLASLt: autotuning them against Triton needs the GPU at compile time and
+    # Matmuls by cuBLASLt: autotuning them against Triton needs the GPU at compile time, and it
     # varies from run to run.
     "xla_gpu_enable_triton_gemm": False,
-    # Fusing the slice that stacks a saved activation with the product that makes it runs that
-    # product twice.
+    # If the slice that stacks a saved activation is fused with the matmul that makes it, that
+    # matmul runs twice.
     "xla_gpu_enable_dynamic_slice_fusion": False,
-    # Without it a layer's input is copied before a product adds to it.
+    # Without it a layer's input is copied before a matmul adds to it.
     "xla_gpu_copy_insertion_use_region_analysis": True,
     # Remat is the recipe's choice; the compiler's own pass would gather weights a second time.
     "xla_disable_hlo_passes": "rematerialization",
@@ -38,8 +38,8 @@ TUNED: Options = {
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # By default the scheduler hides nothing more once it believes 80 % of memory to be full, by an
-    # estimate far above what is then allocated. `plan` tells whether a row fits.
+    # By default the scheduler hides nothing more once it estimates that 80 % of memory is full. Its
+    # estimate is far above what is then allocated. `plan` shows whether a row fits.
     "xla_gpu_memory_limit_slop_factor": 150,
 }
 
@@ -48,43 +48,43 @@ PIPELINED: Options = {
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_EXPLICIT",
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
-"""Part of `tuned` for transformers from jax 0.11 on, the first to pipeline only the collectives
-that are marked (by `mesh`).
+"""Part of `tuned` for transformers from jax 0.11 on, the first version that pipelines only the
+collectives that are marked (by `mesh`).
 
 Gathers of the next layer's weights and scatters of the previous layer's gradients overlap the
-matrix products of this layer. Two iterations per loop body avoid copies of the carried weights.
+matmuls of this layer. Two iterations per loop body avoid copies of the carried weights.
 """
 
 GUIDED: Options = TUNED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 """`tuned` for programs that are compiled again with a profile of the forecast's own times
-(`forecast.guide`), so that the scheduler knows how long collectives and copies take, and queues
+(`forecast.guide`). The scheduler then knows how long collectives and copies take, so it may queue
 more of them."""
 
 UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
 """Replaces `PIPELINED` for hybrids. They scan blocks of many layers, which hide each other's
-collectives; a second block per loop body would only take memory."""
+collectives. A second block per loop body would only take memory."""
 
 UNROLLED: Options = UNPIPELINED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
-"""Replaces `PIPELINED` without remat, where layers are unrolled (`ops.blocks`). The scheduler sees
+"""Replaces `PIPELINED` without remat, when layers are unrolled (`ops.blocks`). The scheduler sees
 the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the times
-of other choices). Pipelined over microbatches, all layers' weights would be gathered at the end of
-the previous microbatch."""
+of other choices). With pipelining over microbatches, all layers' weights would be gathered at the
+end of the previous microbatch."""
 
 IN_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Part of `tuned` in FP8. XLA merges small products that share an operand, and does not recognise
-the merged one as a product in FP8."""
+"""Part of `tuned` in FP8. XLA merges small matmuls that share an operand, and does not recognise
+the merged matmul as one in FP8."""
 
 PINNING: Options = {
     "xla_gpu_executable_terminate_timeout_seconds": 600,
     "xla_gpu_first_collective_call_terminate_timeout_seconds": 600,
 }
-"""Part of every set for runs that offload. Each device pins its memory of the host in the first
-step, while the other devices of its process wait for it: XLA would end the process after half a
+"""Part of every set for runs that offload. In the first step each device pins its host memory while
+the other devices of its process wait for it. By default XLA would end the process after half a
 minute."""
 
 PLANNED: Options = {"xla_gpu_autotune_level": 0}
-"""What a plan compiles with besides the options of `train`. No GPU is there to time kernels;
-matmuls get workspaces as large as autotuned ones have on a GPU, where the compiler's default for an
+"""Options that a plan compiles with besides the options of `train`. There is no GPU to time kernels
+on. Matmuls get workspaces as large as autotuned ones have on a GPU; the compiler's default for an
 absent GPU would be 4 MiB."""
 
 PUBLISHED: Options = {
@@ -104,7 +104,7 @@ PUBLISHED: Options = {
     "xla_disable_hlo_passes": "rematerialization",
 }
 """The flags of the published Llama 2 runs (MaxText, DGX Cloud Benchmarking 25.01, bf16, fewer than
-64 nodes), in the names of jax 0.10; the fp8 runs had smaller thresholds."""
+64 nodes), by their names in jax 0.10. The fp8 runs had smaller thresholds."""
 
 SETS: dict[str, Options] = {
     "tuned": TUNED, "guided": GUIDED, "published": PUBLISHED, "default": {},
@@ -112,14 +112,14 @@ SETS: dict[str, Options] = {
 
 
 OURS = "tuned", "guided"
-"""The sets that are completed by what the program is: pipelined or not, in FP8 or not."""
+"""The sets to which we add options that fit the program: pipelined or not, in FP8 or not."""
 
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
-"""The option that gives collectives several streams. Without it jax 0.10 to 0.12 run all of them
-one after another (docs/reference/xla_flags.md, *Collectives in flight*)."""
+"""The option that gives collectives several streams. Without it jax 0.10 to 0.12 run all
+collectives one after another (docs/reference/xla_flags.md, *Collectives in flight*)."""
 
 PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
-"""The option that names a profile's file."""
+"""The option that names the file of a profile."""
 
 KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8, PINNING) for name in options}
 KNOWN.add(MULTI_STREAMING)
@@ -129,7 +129,7 @@ RENAMED = {
     "xla_gpu_enable_pipelined_reduce_scatter": "xla_gpu_pipeline_reduce_scatter",
     "xla_gpu_enable_pipelined_all_reduce": "xla_gpu_pipeline_all_reduce",
 }
-"""New names in jax 0.11, which take a mode instead of a boolean."""
+"""New names in jax 0.11. These options take a mode instead of a boolean."""
 
 REMOVED = {
     "xla_gpu_graph_level": "xla_gpu_enable_command_buffer='' (off)",
@@ -143,17 +143,17 @@ REMOVED = {
     "xla_gpu_enable_async_reduce_scatter": "xla_gpu_disable_async_collectives",
     "xla_gpu_enable_async_all_reduce": "xla_gpu_disable_async_collectives",
 }
-"""Options of published recipes that current compilers do not know, and their replacements."""
+"""Options of published recipes that current compilers do not know, and what replaces them."""
 
 
 MODE = "COLLECTIVE_PIPELINING_MODE_"
-"""Beginning of the values of some options, which `XLA_FLAGS` may leave out."""
+"""The values of some options begin with this, and `XLA_FLAGS` may leave it out."""
 
 
 def options(run: Run, platform: str) -> Options:
-    """Compiler options of a run, in the names of the installed jax; none on CPUs. Raises
-    RecipeError for an unknown set or a change that cannot be parsed, and for one that contradicts
-    `XLA_FLAGS`."""
+    """The compiler options of a run, by their names in the installed jax; none on CPUs. Raises
+    RecipeError for an unknown set, for a change that cannot be parsed, and for a change that
+    contradicts `XLA_FLAGS`."""
     selected, overrides = _selected(run)
     if platform != "gpu":
         return {}
@@ -194,8 +194,8 @@ def _selected(run: Run) -> tuple[Options, Options]:
 
 
 def _user_values(ours: Options, overrides: Options) -> Options:
-    """The values in `XLA_FLAGS` of options that the compiler is passed, since an option that is
-    passed goes before the variable."""
+    """The values that `XLA_FLAGS` has for options that we pass to the compiler. We pass these
+    values, since an option that is passed takes precedence over the variable."""
     values: Options = {}
     for name, text in asked(variable()).items():
         if name not in ours and name != PGLE:
@@ -216,13 +216,13 @@ def _user_values(ours: Options, overrides: Options) -> Options:
 
 
 def multi_streaming(run: Run) -> bool:
-    """True for a run whose collectives have several streams on GPUs."""
+    """True if the collectives of a run have several streams on GPUs."""
     chosen = options(run, "gpu").get(MULTI_STREAMING, asked(variable()).get(MULTI_STREAMING, False))
     return chosen in (True, "", "true", "1")
 
 
 def guided(run: Run) -> bool:
-    """True for a run whose program is scheduled by the forecast's times."""
+    """True if the forecast's times schedule the program of a run."""
     return _parts(run)[0] == "guided"
 
 
@@ -255,19 +255,20 @@ def explain(flag: str) -> str:
 
 
 TOKEN = re.compile(r"""\s*--(?P<name>[\w-]+)(?:=(?:"([^"]*)"|'([^']*)'|([^\s"']*)))?(?=\s|$)""")
-"""A flag of `XLA_FLAGS`. XLA drops, without a word, everything from the first word on that does not
-begin with `-`."""
+"""A flag of `XLA_FLAGS`. If a word does not begin with `-`, XLA silently drops it and everything
+after it."""
 
 
 @cache
 def asked(text: str) -> dict[str, str]:
-    """The flags in a value of `XLA_FLAGS`, without quotes; a flag without a value is empty."""
+    """The flags in a value of `XLA_FLAGS`, without quotes. The value of a flag without one is
+    empty."""
     return {flag["name"]: next(filter(None, flag.groups()[1:]), "") for flag in _flags(text)}
 
 
 def _flags(text: str) -> Iterator[re.Match]:
     """The flags in a value of `XLA_FLAGS`, or in the file that it names. Raises RecipeError for
-    what is no flag."""
+    anything that is not a flag."""
     if text and not text.lstrip().startswith("--"):
         try:
             text = Path(text).read_text()
@@ -293,8 +294,9 @@ def variable() -> str:
 
 @cache
 def check(text: str, where: str = "XLA_FLAGS") -> None:
-    """Raises RecipeError for flags, as `XLA_FLAGS` has them, that would abort this process: the
-    compiler parses them in a subprocess first (0.25 s), then each alone to find the bad ones."""
+    """Raises RecipeError for flags, in the form of `XLA_FLAGS`, that would abort this process. The
+    compiler parses them in a subprocess first (0.25 s). If it refuses them, it parses each one
+    alone to find the bad ones."""
     flags = list(_flags(text))
     if not flags or _refusal(text) is None:
         return
@@ -314,7 +316,7 @@ def check_changes(run: Run) -> None:
 
 
 def _refusal(flags: str) -> str | None:
-    """What the compiler says of a value of `XLA_FLAGS`; None if it takes it."""
+    """What the compiler says about a value of `XLA_FLAGS`; None if it accepts the value."""
     code = "from jaxlib import xla_client; xla_client.make_cpu_client()"
     environment = os.environ | {"XLA_FLAGS": flags}
     done = subprocess.run(

@@ -1,7 +1,8 @@
-"""Parser of a compiled program: what one device executes per step, by XLA's scheduled HLO text.
+"""Parser of a compiled program: what one device executes per step, according to XLA's scheduled HLO
+text.
 
 XLA's own cost analysis returns nothing for an absent GPU, and counts loop bodies once. Here every
-instruction is counted as often as it runs: trip counts of nested loops are multiplied.
+instruction is counted as often as it runs: the trip counts of nested loops are multiplied.
 """
 
 import math
@@ -23,27 +24,28 @@ from jaxbench.xla.instruction import (
 from jaxbench.xla.rewrites import rewrite
 
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-"""Targets of matrix products. The work of other custom calls is given by `Rules`."""
+"""Targets of matmuls. `Rules` give the work of other custom calls."""
 
 PROFILED = "program.txt"
-"""The text of the program that was profiled, in the folder of a JAX profile."""
+"""The file in the folder of a JAX profile that has the text of the profiled program."""
 
 ALLOCATES = "AllocateBuffer"
-"""Target of the custom call that allocates an uninitialised buffer."""
+"""The target of the custom call that allocates an uninitialised buffer."""
 
 MEMORY_BOUND = re.compile(rf"{ALLOCATES}|__cub\$.*|__gpu\$TopK|cu_threefry2x32.*")
-"""Targets of custom calls whose time is that of the bytes that they move: they need no rule."""
+"""Targets of custom calls that take only the time to move their bytes. They need no rule."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic of one run of a kernel. A multiply-add is 2 FLOPs.
+    """The arithmetic of one run of a kernel. A multiply-add is 2 FLOPs.
 
-    `kind` is `product`, or the kind that a rule gives; `dtype` is that of the operands. `sizes` of
-    a product are (batch, m, n, k) for `[m, k]` times `[k, n]`; of attention (batch, heads, length,
-    head dim), with `backward` for its gradient. `bytes` is the memory traffic where it is not that
-    of operands and results. `blocks` is true for operands with scales of blocks. `launches` are the
-    kernels of a custom call that has several.
+    `kind` is `product` for a matmul, or the kind that a rule gives. `dtype` is the dtype of the
+    operands. The `sizes` of a matmul are (batch, m, n, k) for `[m, k]` times `[k, n]`. The `sizes`
+    of attention are (batch, heads, length, head dim), and `backward` marks its gradient. `bytes` is
+    the memory traffic, if it is not the size of operands and results. `blocks` is true for operands
+    with a scale for each block. `launches` is the number of kernels, for a custom call that has
+    several.
     """
 
     kind: str
@@ -57,8 +59,8 @@ class Work:
 
     @property
     def format(self) -> str:
-        """The name of the format in which a product multiplies: `fp8`, `mxfp8`, `nvfp4`, or the HLO
-        dtype of another."""
+        """The name of the format in which a matmul multiplies: `fp8`, `mxfp8`, `nvfp4`, or the HLO
+        dtype."""
         short = self.dtype[:2]
         return {"f8": "mxfp8" if self.blocks else "fp8", "f4": "nvfp4"}.get(short, self.dtype)
 
@@ -72,9 +74,9 @@ class Program:
     """A compiled module: its computations by name, the name of its entry computation, the number of
     devices that it is compiled for, and the rules for its custom calls.
 
-    `assumed` says what was counted otherwise than it may run. `multi_streaming` is true for a
-    program whose collectives on NVLink and on the network run at the same time. Its text does not
-    say so; it follows from a compiler option (`flags.MULTI_STREAMING`).
+    `assumed` says what was counted in another way than it may run. `multi_streaming` is true if the
+    program's collectives on NVLink and on the network run at the same time. Its text does not say
+    so; it follows from a compiler option (`flags.MULTI_STREAMING`).
     """
 
     entry: str
@@ -87,7 +89,7 @@ class Program:
     @classmethod
     def parse(cls, text: str, rules: Rules | None = None, strict: bool = True) -> "Program":
         """Reads the text of `compiled.as_text()`, or of the program that `--xla_dump_to` writes
-        after optimizations. Unless it is `strict`, loops without a trip count run once."""
+        after optimizations. Unless `strict`, loops without a trip count run once."""
         header = re.search(r"^HloModule .*", text, re.MULTILINE)
         counts = dict(
             re.findall(r"(num_partitions|replica_count)=(\d+)", header[0] if header else "")
@@ -117,7 +119,7 @@ class Program:
                     self.assumed.append(f"{i.name}: a loop without a trip count, counted once")
 
     def _choose_branches(self) -> None:
-        """Lets every conditional run its largest branch."""
+        """Makes every conditional run its largest branch."""
         for scope in self.computations.values():
             for i in scope.values():
                 if branches := i.branches:
@@ -129,7 +131,8 @@ class Program:
                     )
 
     def _size(self, computation: str) -> tuple[int, int]:
-        """FLOPs and bytes of all results of a computation, with all branches of conditionals."""
+        """The FLOPs of a computation and the bytes of all its results, with all branches of
+        conditionals."""
         flops = size = 0
         for i, scope, runs in self._walk(computation, 1):
             if i.opcode != "parameter":
@@ -150,14 +153,14 @@ class Program:
                 yield from self._walk(callee, runs * times)
 
     def work(self, i: Instruction, scope: Scope) -> Work | None:
-        """The work of a matrix product or of a custom call with a rule; None for others."""
+        """The work of a matmul or of a custom call with a rule; None for others."""
         if i.opcode == "dot" or i.target in GEMM_CALLS:
             return _product(i, scope)
         rule = self.rules.get(i.target)
         return rule(i, scope) if rule else None
 
     def works(self) -> Iterator[tuple[Work, int, str]]:
-        """All work, with its runs per step and its JAX operation."""
+        """All work, each with its runs per step and its JAX operation."""
         for i, scope, runs in self.walk():
             if work := self.work(i, scope):
                 yield work, runs, i.attribute(SOURCE) or ""

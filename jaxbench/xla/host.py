@@ -1,4 +1,5 @@
-"""Copies between a device's memory and its host's in a compiled program, along its schedule."""
+"""Copies between the memory of a device and the memory of its host, along the schedule of a
+compiled program."""
 
 import re
 from dataclasses import dataclass
@@ -8,34 +9,35 @@ from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import Instruction, Scope, elements, root, shape_bytes
 
 MEMORY = "S(5)"
-"""XLA's memory space of pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
+"""XLA's memory space for pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
 
 TO_HOST, FROM_HOST = "to host", "from host"
 
 
 @dataclass
 class HostTraffic:
-    """Bytes that a device copies in each direction, and for how long kernels wait for copies."""
+    """The bytes that a device copies in each direction, and the seconds for which kernels wait for
+    copies."""
 
     to_host: int = 0
     from_host: int = 0
     exposed_s: float = 0.0
 
     def add(self, other: "HostTraffic", times: int) -> None:
-        """Adds the traffic of a computation that runs `times`."""
+        """Adds the traffic of a computation that runs `times` times."""
         self.to_host += other.to_host * times
         self.from_host += other.from_host * times
         self.exposed_s += other.exposed_s * times
 
 
 def copies(i: Instruction, scope: Scope) -> bool:
-    """True for a kernel or copy that reads or writes the host's memory."""
+    """True for a kernel or copy that reads or writes host memory."""
     operands = (scope[name] for name in i.operands if name in scope)
     return MEMORY in i.shape or any(MEMORY in operand.shape for operand in operands)
 
 
 def sizes(program: Program) -> set[int]:
-    """Bytes of the arrays in the host's memory."""
+    """The sizes in bytes of the arrays in host memory."""
     shapes = {i.shape for i, _, _ in program.walk() if MEMORY in i.shape}
     return {
         shape_bytes(array)
@@ -45,8 +47,8 @@ def sizes(program: Program) -> set[int]:
 
 
 def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
-    """The direction in which an instruction `copies`, and its bytes: of an array that it updates
-    those of the update."""
+    """The direction of an instruction for which `copies` is true, and the bytes that it copies. If
+    it updates an array, these are the bytes of the update."""
     done, opcode = i, i.opcode.removesuffix("-start")
     if opcode == "fusion":
         scope = program.computations[i.callees[0][0]]
@@ -60,10 +62,11 @@ def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
 
 
 class HostLink:
-    """The link to the host while a schedule runs: in each direction one copy after another.
+    """The link to the host while a schedule runs. In each direction it makes one copy after
+    another.
 
-    Where the network adapter has the GPU's own lanes to the host (`Gpu.host_shared`), what it sends
-    and receives is in their way.
+    On some GPUs the network adapter shares the GPU's lanes to the host (`Gpu.host_shared`). What
+    the adapter sends and receives then delays the copies.
     """
 
     def __init__(self, gpu: Gpu, traffic: HostTraffic):
@@ -72,7 +75,7 @@ class HostLink:
         self._running: dict[str, float] = {}
 
     def start(self, name: str, now: float, direction: str, size: int) -> tuple[float, float]:
-        """Starts a copy of `size` bytes; returns when it begins to move and when it ends."""
+        """Starts a copy of `size` bytes. Returns when it begins to move, and when it ends."""
         if direction == TO_HOST:
             self.traffic.to_host += size
         else:
@@ -81,13 +84,13 @@ class HostLink:
         return end - size / (self.gpu.host * 1e9), end
 
     def finish(self, name: str, now: float) -> float:
-        """Seconds for which kernels wait for a copy, 0 for anything else."""
+        """The seconds for which kernels wait for a copy; 0 for anything else."""
         waiting = max(0.0, self._running.pop(name, 0.0) - now)
         self.traffic.exposed_s += waiting
         return waiting
 
     def share(self, now: float, seconds: float) -> None:
-        """Occupies the lanes for a collective of `seconds`, where the network shares them."""
+        """Occupies the lanes for a collective of `seconds`, if the network shares them."""
         if self.gpu.host_shared:
             for direction in (TO_HOST, FROM_HOST):
                 self._queue(direction, now, seconds * self.gpu.nic * 1e9)

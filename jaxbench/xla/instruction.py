@@ -14,7 +14,7 @@ DTYPE_BITS = {
     "token": 0, "opaque": 0, "tuple": 0,
 }  # fmt: skip
 """Bits of an element in memory, for every dtype of xla_data.proto. Dtypes of 4 bits and fewer are
-packed (layout `E(4)`), those of 6 bits and booleans take a byte."""
+packed (layout `E(4)`). Dtypes of 6 bits and booleans take a byte."""
 
 TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
 """Patterns of attributes: the target of a custom call, and the JAX operation of an instruction."""
@@ -22,16 +22,16 @@ TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
 TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
 COUNTED = r'"counted_trips":\{"n":"(\d+)"'
 """Patterns of a loop's attributes: the trip count that the compiler knows, and the one that
-`rewrites` adds where it does not."""
+`rewrites` adds if the compiler does not know it."""
 
 LARGEST = r"largest_branch=%([\w.\-]+)"
-"""Pattern of the attribute by which `rewrites` names the branch of a conditional that counts."""
+"""Pattern of the attribute in which `rewrites` names the branch of a conditional that counts."""
 
 
 @dataclass(frozen=True)
 class Instruction:
     """A line of HLO: `name = shape opcode(operands), attributes`. The operand of a parameter is its
-    number, that of a scalar constant its value."""
+    number. The operand of a scalar constant is its value."""
 
     name: str
     shape: str
@@ -47,12 +47,12 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Size of all arrays in the shape. Raises RunFailed for an unknown dtype."""
+        """The size of all arrays in the shape. Raises RunFailed for an unknown dtype."""
         return shape_bytes(self.shape)
 
     @property
     def target(self) -> str:
-        """Target of a custom call; empty for other instructions."""
+        """The target of a custom call; empty for other instructions."""
         return self.attribute(TARGET) or ""
 
     def attribute(self, pattern: str) -> str | None:
@@ -61,14 +61,14 @@ class Instruction:
         return match.group(1) if match else None
 
     def callee(self, role: str) -> str | None:
-        """Name of the computation that is called as `body`, `condition` or `calls`."""
+        """The name of the computation that is called as `body`, `condition` or `calls`."""
         return self.attribute(rf"\b{role}=%?([\w.\-]+)")
 
     @property
     def callees(self) -> list[tuple[str, int]]:
-        """Computations that are called, with their number of runs. The condition of a loop whose
-        trip count the compiler knows does not run: XLA counts the iterations on the host
-        (`WhileThunk::ExecuteOnStream`)."""
+        """The computations that are called, with their number of runs. If the compiler knows the
+        trip count of a loop, the condition of the loop does not run: XLA counts the iterations on
+        the host (`WhileThunk::ExecuteOnStream`)."""
         roles = ("calls", "body", "to_apply") if self.opcode == "call" else ("calls", "body")
         names = [name for role in roles if (name := self.callee(role))]
         chosen = self.attribute(LARGEST)
@@ -80,7 +80,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """Computations of which a conditional runs one."""
+        """The computations of a conditional. It runs one of them."""
         if listed := self.attribute(r"branch_computations=\{([^}]*)\}"):
             return re.findall(r"%?([\w.\-]+)", listed)
         two = self.callee("true_computation"), self.callee("false_computation")
@@ -88,7 +88,7 @@ class Instruction:
 
     @property
     def trips(self) -> int:
-        """Trip count of a loop; 1 for any other instruction. Raises RunFailed where a loop has
+        """The trip count of a loop; 1 for any other instruction. Raises RunFailed if a loop has
         none that can be evaluated."""
         known = self.attribute(TRIP_COUNT) or self.attribute(COUNTED)
         if self.opcode == "while" and known is None:
@@ -110,7 +110,7 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def shape_bytes(shape: str) -> int:
-    """Size of all arrays in an HLO shape. Raises RunFailed for an unknown dtype."""
+    """The size of all arrays in an HLO shape. Raises RunFailed for an unknown dtype."""
     total = 0
     for dtype, dims in arrays(shape):
         if dtype not in DTYPE_BITS:
@@ -125,7 +125,7 @@ Scope = dict[str, Instruction]
 
 
 def root(scope: Scope) -> Instruction:
-    """The instruction whose value a computation returns, not always its last."""
+    """The instruction whose value a computation returns. It is not always the last one."""
     return next(i for i in scope.values() if i.is_root)
 
 
@@ -135,7 +135,7 @@ def ints(text: str | None) -> list[int]:
 
 
 def parse_line(line: str) -> Instruction | None:
-    """The instruction of a line; None for a line that is none."""
+    """The instruction of a line; None if the line has no instruction."""
     match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if not match:
         return None
@@ -147,7 +147,7 @@ def parse_line(line: str) -> Instruction | None:
     inside = rest[opening:closing]
     numbered = rest[:opening] == "parameter" or (rest[:opening] == "constant" and "[]" in shape)
     operands = re.findall(r"-?\d+" if numbered else r"%([\w.\-#]+)", inside)
-    if "%" not in inside and not numbered and rest[:opening] != "constant":  # names without it
+    if "%" not in inside and not numbered and rest[:opening] != "constant":  # names without a %
         last = (part.rpartition(" ")[2] for part in elements(f"{inside})"))
         operands = [name for name in last if re.fullmatch(r"[\w.\-#]+", name)]
     root, name = match.groups()
@@ -157,9 +157,9 @@ def parse_line(line: str) -> Instruction | None:
 
 
 def add_elements(i: Instruction, scope: Scope) -> None:
-    """Adds the reads of tuple elements that an instruction abbreviates to its computation: dumps of
+    """Adds to its computation the reads of tuple elements that an instruction abbreviates. Dumps of
     recent compilers write the operand `%x#1` for `get-tuple-element(%x), index=1`, and `%x#1#0` for
-    an element of that."""
+    an element of that element."""
     for operand in i.operands:
         whole, *indices = operand.split("#")
         for index in indices:
@@ -170,7 +170,7 @@ def add_elements(i: Instruction, scope: Scope) -> None:
 
 
 def elements(shape: str) -> list[str]:
-    """The shapes in a tuple shape; those of inner tuples stay together."""
+    """The shapes in a tuple shape. The shapes of an inner tuple stay together."""
     depth, found = 0, [""]
     for character in shape[1:-1]:
         depth += (character in "([{") - (character in ")]}")

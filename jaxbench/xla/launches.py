@@ -1,4 +1,4 @@
-"""Kernels, copies and fills that the instructions of a compiled program launch."""
+"""The kernels, copies and fills that the instructions of a compiled program launch."""
 
 import math
 
@@ -12,11 +12,12 @@ FREE = {
 """Opcodes that launch no kernel."""
 
 CUB_FROM, CUB_LAUNCHES = 16384, 6 + 6 + 1
-"""Elements above which XLA sorts by CUB if it compiles with a GPU (sort_rewriter.cc), and what that
-launches for 32 bits: kernels, fills, and the numbers that are sorted along (on null GPUs)."""
+"""The number of elements above which XLA sorts with CUB if it compiles with a GPU
+(sort_rewriter.cc). Then what such a sort launches for 32 bits: kernels, fills, and the numbers that
+are sorted along (counted on null GPUs)."""
 
 SORT_TILE = 4096
-"""Elements that one kernel of XLA's own sort sorts in shared memory."""
+"""The number of elements that one kernel of XLA's own sort sorts in shared memory."""
 
 
 def launches_kernel(i: Instruction) -> bool:
@@ -26,9 +27,9 @@ def launches_kernel(i: Instruction) -> bool:
 
 
 def launches(program: Program, i: Instruction) -> int:
-    """Kernels, copies and fills that an instruction launches on a GPU: several for a sort. XLA's
-    own is bitonic, in a copy of its operand: one kernel sorts tiles, and merging them to twice the
-    length takes one kernel more each time: 2, 3, .."""
+    """The number of kernels, copies and fills that an instruction launches on a GPU; a sort
+    launches several. XLA's own sort is bitonic and works in a copy of its operand. One kernel sorts
+    tiles. To merge them to twice the length takes one kernel more each time: 2, 3, .."""
     fused = i.callees and i.opcode.startswith("fusion")
     done = root(program.computations[i.callees[0][0]]) if fused else i
     if done.opcode != "sort":

@@ -1,8 +1,8 @@
-"""The largest buffers of a compiled program at its memory peak, by readable names.
+"""The largest buffers of a compiled program at its memory peak, with readable names.
 
-XLA dumps the values that are live at the peak. Their names come from the
-program's text: an argument is named by its path in the train state, another array by its JAX
-operation, and a residual stack of a scan by the operation that it stacks.
+XLA dumps the values that are live at the peak. We take their names from the program's text. An
+argument is named by its path in the train state, another array by its JAX operation, and a residual
+stack of a scan by the operation whose results it stacks.
 """
 
 import re
@@ -17,7 +17,7 @@ FORWARDING = ("get-tuple-element", "bitcast", "copy")
 """Opcodes whose result is an operand, unchanged."""
 
 CLONE = ".double_buffer_clone"
-"""Suffix of the second iteration's instructions in a double-buffered loop."""
+"""Suffix of the instructions of the second iteration in a double-buffered loop."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def peak_section(live_ranges: str) -> Iterator[tuple[str, int]]:
 
 
 def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
-    """The `count` largest buffers at the peak, named."""
+    """The `count` largest buffers at the peak, with their names."""
     live, waiting = dict(peak_section(live_ranges)), host.sizes(program)
     for value in list(live):
         # A double-buffered loop updates a stack twice, in the same buffer.
         original = value.removesuffix(f"{CLONE}{{}}") + "{}"
         copied = value.endswith(f"{CLONE}{{}}") and original in live
-        # Asynchronous copies, whose names the program's text does not have.
+        # Asynchronous copies. The program's text does not have their names.
         on_host = value.startswith("wrapped_") and live[value] in waiting
         if on_host or ("dynamic_update_slice" in value and copied):
             del live[value]
@@ -56,10 +56,10 @@ def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
 class _BufferNames:
     """Readable names of the values in a live-range dump.
 
-    A value is an instruction with a tuple index, `while.3{2}`. Its name is that of the operation
-    behind copies and tuples: `backward all_gather`. A residual stack, which a loop carries in its
-    state and fills by a dynamic-update-slice per iteration, is named after one slice:
-    `forward BSD,DF->BSF/dot_general, 4 times`.
+    A value is an instruction with a tuple index, such as `while.3{2}`. Its name is the name of the
+    operation behind copies and tuples: `backward all_gather`. A loop carries a residual stack in
+    its state and fills it by one dynamic-update-slice per iteration. The stack is named after one
+    slice: `forward BSD,DF->BSF/dot_general, 4 times`.
     """
 
     def __init__(self, program: Program):
@@ -91,8 +91,8 @@ class _BufferNames:
         return Buffer(size, shape, self.origin(i, scope))
 
     def _async_start(self, name: str, size: int) -> tuple[Instruction, Scope] | None:
-        """The start of an asynchronous operation, whose name in the dump is not in the text: the
-        next one of this kind with a result of this size."""
+        """The start of an asynchronous operation. Its name in the dump is not in the text, so we
+        take the next start of this kind that has a result of this size."""
         kind = "fusion" if "fusion" in name else name.partition(".")[0].replace("_", "-")
         for position, (i, _) in enumerate(self.starts):
             if i.opcode == f"{kind}-start" and _shape_of_size(i, size):
@@ -100,8 +100,8 @@ class _BufferNames:
         return None
 
     def _carried_stack(self, i: Instruction, scope: Scope, index: int) -> str | None:
-        """The stack in element `index` of a loop's state, which `i` is: a while, or the parameter
-        of its body. None where that element is no stack."""
+        """The stack in element `index` of a loop's state. `i` is the loop, or the parameter of its
+        body. None if that element is no stack."""
         if i.opcode == "while":
             scope = self.program.computations[i.callee("body") or ""]
         elif i.opcode != "parameter" or not i.shape.startswith("("):
@@ -110,8 +110,8 @@ class _BufferNames:
         return self._stack(scope[state.operands[index]], scope) if state.opcode == "tuple" else None
 
     def origin(self, i: Instruction, scope: Scope) -> str:
-        """Name of an array: a stack, the JAX operation or path in the train state, or that of the
-        largest operand where the instruction has none."""
+        """The name of an array: a stack, the JAX operation, or the path in the train state. If the
+        instruction has none, the name of its largest operand."""
         while True:
             if stack := self._stack(i, scope):
                 return stack
@@ -126,7 +126,8 @@ class _BufferNames:
             i = max(operands, key=lambda operand: operand.bytes)
 
     def _stack(self, i: Instruction, scope: Scope) -> str | None:
-        """Name of the stack that `i` updates by a slice, possibly inside a fusion; else None."""
+        """The name of the stack that `i` updates by a slice, possibly inside a fusion; else
+        None."""
         index = 0
         while i.opcode in FORWARDING or i.opcode.endswith("-done"):
             index = int(i.attribute(r"index=(\d+)") or index)
@@ -151,8 +152,8 @@ class _BufferNames:
 
 
 def readable(op_name: str, opcode: str) -> str:
-    """An operation's path in the traced program, without the wrappers of JAX's transformations; the
-    opcode where the path has no other part."""
+    """The path of an operation in the traced program, without the wrappers of JAX's
+    transformations. If nothing else is left of the path, the opcode."""
     first = op_name.split(":")[0]
     phase = "backward " if "transpose(" in first else "forward " if "jvp(" in first else ""
     wrapper = re.compile(
@@ -164,11 +165,12 @@ def readable(op_name: str, opcode: str) -> str:
 
 
 def _element_shape(i: Instruction, index: str) -> str:
-    """Shape of an element of an instruction's tuple; empty where it is no flat tuple of arrays."""
+    """The shape of an element of an instruction's tuple. Empty unless it is a flat tuple of
+    arrays."""
     flat = i.shape.startswith("(") and not i.opcode.endswith("-start") and index.isdigit()
     return array_shapes(i.shape)[int(index)] if flat else ""
 
 
 def _shape_of_size(i: Instruction, size: int) -> str:
-    """The first array shape of that many bytes; empty without one."""
+    """The first array shape of this many bytes; empty if there is none."""
     return next((shape for shape in array_shapes(i.shape) if shape_bytes(shape) == size), "")

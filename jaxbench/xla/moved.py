@@ -1,4 +1,4 @@
-"""Bytes that kernels of a compiled program read and write."""
+"""The bytes that kernels of a compiled program read and write."""
 
 import math
 
@@ -9,11 +9,11 @@ SLICES = ("dynamic-slice", "slice", "gather")
 
 
 def traffic(program: Program, i: Instruction, scope: Scope) -> int:
-    """Bytes that a kernel reads and writes: each operand and result once, without workspaces of
-    products.
+    """The bytes that a kernel reads and writes: each operand and result once, without the
+    workspaces of matmuls.
 
-    An operand that is only sliced counts as its slice, an array that is updated in place as its
-    update. `Work.bytes` takes precedence.
+    An operand that is only sliced counts as its slice. An array that is updated in place counts as
+    its update. `Work.bytes` takes precedence.
     """
     work = program.work(i, scope)
     if work is not None and work.bytes is not None:
@@ -54,5 +54,5 @@ def _written(i: Instruction, body: Scope) -> int:
     if i.opcode == "dynamic-update-slice":
         return body[i.operands[1]].bytes
     if i.target in GEMM_CALLS and i.shape.startswith("("):
-        return i.bytes - math.prod(i.arrays[-1][1])  # without its workspace, in bytes
+        return i.bytes - math.prod(i.arrays[-1][1])  # without the bytes of its workspace
     return i.bytes

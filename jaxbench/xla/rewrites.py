@@ -1,6 +1,6 @@
-"""Rewrites of parsed instructions that XLA writes indirectly, so that each says what it runs: loops
-without a trip count, collectives inside fusions or asynchronous wrappers, and the devices that a
-collective joins."""
+"""Rewrites parsed instructions that XLA writes indirectly, so that each one says what it runs:
+loops without a trip count, collectives inside fusions or asynchronous wrappers, and the devices
+that a collective joins."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -15,14 +15,15 @@ COLLECTIVES = (
 """Opcodes of collectives."""
 
 REDUCING = "all-gather", "all-reduce", "reduce-scatter"
-"""Those that have the attribute `use_global_device_ids`."""
+"""The collectives that have the attribute `use_global_device_ids`."""
 
 SCALARS: dict[str, Callable[..., int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne,
     "copy": int, "bitcast": int, "convert": int,
 }  # fmt: skip
-"""Integer operations on induction variables by opcode; comparisons by their direction."""
+"""Integer operations on induction variables by opcode. Comparisons are listed by their
+direction."""
 
 INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
 """Pattern of a loop's attribute: the tuple index of its induction variable."""
@@ -31,7 +32,7 @@ Computations = Mapping[str, Scope]
 
 
 def rewrite(computations: Computations, replicas: int, partitions: int) -> None:
-    """Rewrites all instructions of a program of so many replicas and partitions in place."""
+    """Rewrites in place all instructions of a program with this many replicas and partitions."""
     for scope in computations.values():
         for i in scope.values():
             if i.opcode == "while" and not i.attribute(TRIP_COUNT):
@@ -56,8 +57,8 @@ def _mode(kind: str, i: Instruction) -> str:
 
 
 def _completing(i: Instruction, before: Instruction) -> Instruction:
-    """The `-done` or `-update` of an asynchronous operation, named by the kind of its start, which
-    becomes its operand in place of an update."""
+    """The `-done` or `-update` of an asynchronous operation, renamed to the kind of its start. The
+    start becomes its operand, in place of an update."""
     kind = before.opcode.removesuffix("-start").removesuffix("-update")
     start = before.operands[0] if before.opcode.endswith("-update") else before.name
     opcode = f"{kind}-{i.opcode.rpartition('-')[2]}"
@@ -66,7 +67,8 @@ def _completing(i: Instruction, before: Instruction) -> Instruction:
 
 def _unwrapped(i: Instruction, computations: Computations) -> Instruction:
     """The collective inside a fusion (a Triton collective) or an asynchronous wrapper, under the
-    name of its caller; of a wrapper of another operation that one; else the instruction itself."""
+    name of its caller. If a wrapper has another operation, that operation. Else the instruction
+    itself."""
     body = computations[i.callees[0][0]]
     inner = next((j for j in body.values() if j.opcode in COLLECTIVES), None)
     start = "-start" if i.opcode.endswith("-start") else ""
@@ -80,8 +82,8 @@ def _unwrapped(i: Instruction, computations: Computations) -> Instruction:
 
 
 def _with_trip_count(loop: Instruction, scope: Scope, computations: Computations) -> Instruction:
-    """A loop whose trip count a pass of the compiler has dropped, with the count found by stepping
-    its induction variable; unchanged where that cannot be evaluated."""
+    """A loop whose trip count a pass of the compiler has dropped, with the count that we find by
+    stepping its induction variable. Unchanged if that cannot be evaluated."""
     induction = loop.attribute(INDUCTION)
     if induction is None:
         return loop
@@ -104,8 +106,8 @@ def _with_trip_count(loop: Instruction, scope: Scope, computations: Computations
 def _evaluate(
     name: str, scope: Scope, values: Mapping[str, int], computations: Computations
 ) -> int:
-    """The integer that an instruction computes, with known values of others by name. Raises
-    KeyError where an operation is none of `SCALARS`."""
+    """The integer that an instruction computes, given known values of others by name. Raises
+    KeyError if an operation is none of `SCALARS`."""
     if name in values:
         return values[name]
     i = scope[name]
@@ -121,6 +123,6 @@ def _evaluate(
 
 
 def _reads(scope: Scope, index: int, value: int) -> dict[str, int]:
-    """`value` by the name of each instruction that reads this element of the loop's state."""
+    """`value`, under the name of each instruction that reads this element of the loop's state."""
     elements = (i for i in scope.values() if i.opcode == "get-tuple-element")
     return {i.name: value for i in elements if i.attribute(r"\bindex=(\d+)") == str(index)}

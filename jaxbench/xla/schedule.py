@@ -1,12 +1,12 @@
-"""Simulation of a compiled program along XLA's schedule, under a cost model.
+"""Simulates a compiled program along XLA's schedule with a cost model.
 
-Streams are those of XLA:GPU. Kernels run one after another. A collective starts where the schedule
-has its `-start`, waits until all earlier collectives are done, and overlaps with kernels until its
-`-done`. The time that kernels then wait for it is *exposed*. All collectives share one queue, since
-XLA runs them on one stream unless it is told otherwise (`flags.MULTI_STREAMING`). An asynchronous
-kernel that only moves bytes has the memory bandwidth that others leave until its `-done`, and all
-of it then. `Roofline` is the cost model of the bound, explained in docs/design/plan.md;
-`forecast.costs.Measured` extends it.
+The streams are XLA:GPU's. Kernels run one after another. A collective starts at its `-start` in the
+schedule, waits until all earlier collectives are done, and overlaps with kernels until its `-done`.
+The time for which kernels then wait for it is *exposed*. All collectives share one queue, since XLA
+runs them on one stream by default (`flags.MULTI_STREAMING`). An asynchronous kernel that only moves
+bytes gets the memory bandwidth that others leave until its `-done`, and then all of it. `Roofline`
+is the cost model of the bound, which docs/design/plan.md explains; `forecast.costs.Measured`
+extends it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,38 +27,38 @@ from jaxbench.xla.timeline import COPIES, KERNELS, LINKS, Kernel, Schedule, Tran
 
 @dataclass
 class Roofline:
-    """Least times on a GPU and its links: every kernel at its peak or at the memory bandwidth,
-    whichever is longer; no latency. `slowdown` is the factor on a kernel's time while a collective
-    overlaps it.
-    """
+    """The least times on a GPU and its links. Every kernel runs at its peak or at the memory
+    bandwidth, whichever takes longer, without latency. `slowdown` is the factor on a kernel's time
+    while a collective overlaps with it."""
 
     gpu: Gpu
     slowdown: float = 1.0
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
-        """Seconds of a kernel by part: `compute`, matrix products and attention, or `memory`."""
+        """Seconds of a kernel by part: `compute` for matmuls and attention, else `memory`."""
         memory = self.moving(kernel)
         compute = sum(w.flops / (peak(self.gpu, w.dtype) * 1e12) for w in kernel.works)
         return {"compute": max(compute, memory)} if compute else {"memory": memory}
 
     def moving(self, kernel: Kernel) -> float:
-        """Seconds of the memory bandwidth that a kernel needs."""
+        """Seconds for which a kernel needs the memory bandwidth."""
         return kernel.bytes / (self.gpu.bandwidth * 1e9)
 
     def collective(self, collective: Collective) -> float:
-        """Seconds of one run, alone."""
+        """Seconds of one run without anything else."""
         return collective.seconds(self.gpu)
 
 
 class Walk:
-    """A program along its schedule, under any number of cost models; its kernels are read once."""
+    """A program along its schedule. It reads the kernels once, and can be simulated with any number
+    of cost models."""
 
     def __init__(self, program: Program):
         self.program = program
         self._kernels: dict[tuple[str, str], Kernel | None] = {}
 
     def under(self, costs: Roofline) -> Schedule:
-        """The simulated schedule of one step."""
+        """The simulated schedule of one step with a cost model."""
         return self._simulate(self.program.entry, costs)
 
     def kernels(self, computation: str = "", runs: int = 1) -> Iterator[tuple[str, Kernel, int]]:
@@ -71,8 +71,8 @@ class Walk:
                 yield i.name, kernel, runs
 
     def _kernel(self, computation: str, i: Instruction) -> Kernel | None:
-        """The kernel that an instruction launches; None where it launches none, a collective, or a
-        copy from or to the host."""
+        """The kernel that an instruction launches. None if it launches no kernel, a collective, or
+        a copy from or to the host."""
         key = computation, i.name
         if key not in self._kernels:
             kernel, scope = None, self.program.computations[computation]
@@ -89,7 +89,7 @@ class Walk:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
-        free_at: dict[bool, float] = {}  # of each queue of collectives
+        free_at: dict[bool, float] = {}  # for each queue of collectives
         beside, link = _Beside(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
@@ -146,8 +146,8 @@ class Walk:
 
 
 class _Beside:
-    """Asynchronous kernels that move bytes beside the kernels of a schedule, one after another, in
-    the time in which those leave the memory bandwidth unused."""
+    """Asynchronous kernels that move bytes next to the kernels of a schedule. They run one after
+    another, in the time in which the other kernels leave the memory bandwidth unused."""
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.free_at = schedule, 0.0
@@ -161,7 +161,7 @@ class _Beside:
         self.running[name] = kernel, parts, self.schedule.step_s, self.free_at
 
     def finish(self, name: str) -> None:
-        """Lets the schedule wait for what is left of a kernel."""
+        """Makes the schedule wait for what is left of a kernel."""
         if name in self.running:
             kernel, parts, start_s, end = self.running.pop(name)
             now, seconds = self.schedule.step_s, sum(parts.values())
@@ -183,19 +183,20 @@ class _Beside:
 
 
 def _moves_beside(i: Instruction, kernel: Kernel) -> bool:
-    """True for an asynchronous kernel without arithmetic; one with it competes for the cores."""
+    """True for an asynchronous kernel without arithmetic. A kernel with arithmetic competes for the
+    cores."""
     return i.opcode.endswith("-start") and not kernel.works
 
 
 def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
-    """Seconds by which kernels of `kernel_s` take longer, if collectives run for the first `busy_s`
-    and slow down what overlaps with them."""
+    """Seconds by which kernels that take `kernel_s` alone take longer, if collectives run for the
+    first `busy_s` seconds and slow down what overlaps with them."""
     overlap = min(max(busy_s, 0.0), kernel_s * slowdown)
     return overlap * (1 - 1 / slowdown)
 
 
 def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
-    """Work of one kernel, fused work included."""
+    """The work of one kernel, including fused work."""
     if work := program.work(i, scope):
         yield work
     for name, _ in i.callees:
@@ -205,8 +206,8 @@ def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
 
 
 def peak(gpu: Gpu, dtype: str) -> float:
-    """Tensor-core peak in TFLOP/s for an HLO dtype; fp32 runs as TF32, at half of bf16's. Raises
-    RunFailed where the GPU has none that is known."""
+    """The tensor-core peak in TFLOP/s for an HLO dtype. fp32 runs as TF32, at half of bf16's peak.
+    Raises RunFailed if we know no peak of the GPU for this dtype."""
     if dtype == "f32":
         return gpu.tflops["bf16"] / 2
     name = {"f8": "fp8", "f6": "fp6", "f4": "nvfp4"}.get(dtype[:2], "bf16")
@@ -220,5 +221,5 @@ def _bodies(i: Instruction) -> list[tuple[str, int]]:
 
 
 def _start_name(i: Instruction) -> str:
-    """Name of the `-start` of a `-done`; of any other instruction its own."""
+    """The name of the `-start` for a `-done`. For any other instruction, its own name."""
     return i.operands[0] if i.opcode.endswith("-done") else i.name

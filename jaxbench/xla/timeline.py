@@ -8,18 +8,19 @@ from jaxbench.xla.hlo import Work
 from jaxbench.xla.host import HostTraffic
 
 SCAN, QUANTIZED = "ssd.scan", "quantized."
-"""Named scope of every kernel of the Mamba-2 scan; beginning of that of a quantized product and of
-what makes its operands."""
+"""Parts of named scopes: every kernel of the Mamba-2 scan has the first. The scope of a quantized
+matmul, and of what makes its operands, begins with the second."""
 
 KERNELS, COPIES, EXPOSED = "kernels", "copies beside kernels", "exposed"
 LINKS = {True: "network", False: "NVLink"}
-"""Streams of a schedule: kernels, asynchronous ones that only move bytes, and the waits of kernels;
-collectives, by whether they cross domains. Those of copies from and to the host are `host`'s."""
+"""Streams of a schedule: kernels, asynchronous kernels that only move bytes, and the waits of
+kernels; and the streams of collectives, by whether they cross domains. The streams of copies from
+and to the host are in `host`."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One run of a kernel: its work (fused work included), the bytes that it reads and writes, its
+    """One run of a kernel: its work (including fused work), the bytes that it reads and writes, its
     JAX operation, and the target of a custom call whose work is unknown."""
 
     works: tuple[Work, ...]
@@ -29,13 +30,13 @@ class Kernel:
 
     @property
     def further(self) -> int:
-        """Launches beyond the first."""
+        """The number of launches after the first."""
         return sum(work.launches - 1 for work in self.works)
 
     @property
     def part(self) -> str:
-        """Part of the step time: `products`, `attention`, `scan`, `quantization` with what is fused
-        into it, or `other kernels`."""
+        """The part of the step time: `products`, `attention`, `scan`, `quantization` with what is
+        fused into it, or `other kernels`."""
         if SCAN in self.source:
             return "scan"
         other = "quantization" if QUANTIZED in self.source else "other kernels"
@@ -45,8 +46,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective with its time. `seconds` and `exposed_s` are per step; `covered` is true where a
-    matrix product or attention overlaps with it."""
+    """A collective with its time. `seconds` and `exposed_s` are per step. `covered` is true if a
+    matmul or attention overlaps with it."""
 
     collective: Collective
     seconds: float
@@ -54,15 +55,16 @@ class Transfer:
     covered: bool
 
     def repeated(self, times: int) -> "Transfer":
-        """The transfer of a loop that runs it `times`."""
+        """The transfer of a loop that runs it `times` times."""
         collective = replace(self.collective, count=self.collective.count * times)
         return Transfer(collective, self.seconds * times, self.exposed_s * times, self.covered)
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """An interval of a stream: the instruction that occupies it, its launches, and the kernel or
-    collective that it runs or waits for. `start_s` counts from the start of its computation."""
+    """An interval of a stream: the instruction that occupies it, the number of its launches, and
+    the kernel or collective that it runs or waits for. `start_s` counts from the start of its
+    computation."""
 
     stream: str
     name: str
@@ -74,7 +76,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A computation in a loop: start, seconds of an iteration, iterations, and its slices."""
+    """A computation in a loop: its start, the seconds of an iteration, the number of iterations,
+    and its slices."""
 
     start_s: float
     seconds: float
@@ -86,10 +89,10 @@ class Repeated:
 class Schedule:
     """Simulated times of a step, kernel launches, all collectives, and `slices` along the step.
 
-    `parts` are the seconds of kernels by part, without overlap; `slowed_s` is what overlapping
-    collectives add to them, `exposed_s` the wait for collectives and for copies from and to the
-    host. Their sum is `step_s`, of which the memory bandwidth is in use for `moving_s`. `computes`
-    is true where a matrix product or attention runs.
+    `parts` are the seconds of kernels by part, without overlap. `slowed_s` is what overlapping
+    collectives add to them. `exposed_s` is the wait for collectives and for copies from and to the
+    host. Their sum is `step_s`; the memory bandwidth is in use for `moving_s` of it. `computes` is
+    true if a matmul or attention runs.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
@@ -114,11 +117,11 @@ class Schedule:
 
     @property
     def uncovered_bytes(self) -> int:
-        """Wire bytes of collectives that no matrix product or attention overlaps."""
+        """Wire bytes of collectives that no matmul or attention overlaps with."""
         return sum(t.collective.wire_bytes for t in self.transfers if not t.covered)
 
     def add(self, body: "Schedule", times: int) -> None:
-        """Adds a computation that runs `times`."""
+        """Adds a computation that runs `times` times."""
         self.slices.append(Repeated(self.step_s, body.step_s, times, body.slices))
         for name, seconds in body.parts.items():
             self.parts[name] += seconds * times
@@ -133,12 +136,12 @@ class Schedule:
         self, stream: str, name: str, start_s: float, seconds: float, launches: int = 0,
         cause: Kernel | Collective | None = None,
     ) -> None:  # fmt: skip
-        """Adds a slice, unless it is neither a launch nor takes time."""
+        """Adds a slice, unless it has no launch and takes no time."""
         if seconds > 0 or launches:
             self.slices.append(Slice(stream, name, start_s, seconds, launches, cause))
 
     def wait(self, name: str, seconds: float, cause: Collective | None = None) -> None:
-        """Adds seconds in which kernels wait."""
+        """Adds seconds for which kernels wait."""
         self.occupy(EXPOSED, name, self.step_s, seconds, cause=cause)
         self.exposed_s += seconds
 
