@@ -1,9 +1,9 @@
 """The command `jaxbench calibrate`: measures this machine's kernels for forecasts.
 
-The file has the format of `forecast.tables`: products in bf16 and FP8, attention forward and
-backward, copies, and on several GPUs collectives inside the node. With it
-`jaxbench plan .. --kernels mine.csv` forecasts any row; rates of the network between
-nodes, and those that products sustain, are the package's.
+The file that it writes has the format of `forecast.tables`. It holds matmuls in bf16 and FP8,
+attention forward and backward, copies, and with several GPUs collectives inside the node. With it
+`jaxbench plan .. --kernels mine.csv` forecasts any row. Two kinds of rates still come from the
+package: rates of the network between nodes, and rates that matmuls sustain.
 """
 
 import time
@@ -32,20 +32,20 @@ from jaxbench.versions import versions
 from jaxbench.xla import flags
 
 REPEATS = 10
-"""Runs of a kernel in one program, to amortize the program's launch."""
+"""Number of runs of a kernel in one program, so that the launch of the program matters little."""
 
 LEAST = 0.1
-"""Smallest time written, in microseconds."""
+"""The smallest time that is written, in microseconds."""
 
 SECONDS = 0.05
-"""Least duration of the repeated runs of a warm program."""
+"""We repeat a warm program for at least this long, in seconds."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sizes that are measured. Products have all combinations of rows and sizes; attention has
-    `tokens` tokens at every length; `copied` and `sent` are bytes, of a collective its whole
-    buffer."""
+    """The sizes that are measured. Matmuls have all combinations of `rows` and `sizes`. Attention
+    has `tokens` tokens at every length. `copied` and `sent` are bytes; for a collective they are
+    the bytes of its whole buffer."""
 
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -71,20 +71,20 @@ TINY_SAMPLE = Sample(
     rows=(64,), sizes=(64, 128), lengths=(64,), tokens=128, heads=2, head_dim=16,
     copied=(2**10, 2**12), sent=(2**12, 2**13),
 )  # fmt: skip
-"""The sample of a rehearsal on a CPU, which only tries whether everything runs."""
+"""The sample of a rehearsal on a CPU, which only tests that everything runs."""
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-"""Function of a shape and dtype that describes an array on one GPU."""
+"""A function of a shape and a dtype that describes an array on one GPU."""
 
 LARGEST = 2**31
-"""Elements of a product's largest array."""
+"""Maximum number of elements in the largest array of a matmul."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A kernel to measure: kind, name and sizes of its line in the table, its function, and shapes
-    and dtypes of the arguments. The time of a loop over `baseline` is subtracted from that of a
-    loop over `function`; None for an empty loop."""
+    """A kernel to measure: the kind, name and sizes of its line in the table, its function, and the
+    shapes and dtypes of the arguments. We subtract the time of a loop over `baseline` from the time
+    of a loop over `function`. With None the baseline is an empty loop."""
 
     kind: str
     name: str
@@ -95,7 +95,8 @@ class Probe:
 
 
 def probes(sample: Sample, kernel: str, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
-    """Everything that is measured on some GPUs of a node; `kernel` computes attention."""
+    """Everything that is measured on some GPUs of a node. `kernel` names the kernel that computes
+    attention."""
     array = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(gpus[0]))
     yield from products(sample, array)
     yield from attentions(sample, kernel, array)
@@ -107,7 +108,7 @@ def probes(sample: Sample, kernel: str, gpus: Sequence[jax.Device]) -> Iterator[
 
 
 def products(sample: Sample, array: Array) -> Iterator[Probe]:
-    """[m, k] times [n, k], the layout that FP8 products need, with a bf16 result."""
+    """Matmuls of [m, k] and [n, k], the layout that FP8 matmuls need, with a bf16 result."""
     combined = [(m, n, k) for m in sample.rows for n in sample.sizes for k in sample.sizes]
     for m, n, k in combined:
         if max(m * n, m * k, n * k) > LARGEST:
@@ -121,7 +122,8 @@ def products(sample: Sample, array: Array) -> Iterator[Probe]:
 
 
 def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
-    """Causal attention, forward, and backward: the time of both passes without the forward one."""
+    """Causal attention, forward and backward. The time of the backward pass is the time of both
+    passes minus the time of the forward pass."""
     attend = attention.KERNELS[kernel].call
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -140,8 +142,9 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
 
 
 def collective_kinds(n: int) -> dict[str, tuple[Callable[..., Any], PartitionSpec, int]]:
-    """Collectives among n GPUs along an axis `gpus`: function, spec of the result, and size of the
-    operands of all GPUs in buffers. Operands are split."""
+    """The collectives among n GPUs along an axis `gpus`. For each: the function, the spec of the
+    result, and the size of the operands of all GPUs, counted in buffers. Operands are split over
+    the GPUs."""
     split = PartitionSpec("gpus")
     kinds: dict[str, tuple[Callable[..., Any], PartitionSpec, int]] = {
         "all-gather": (partial(jax.lax.all_gather, tiled=True), PartitionSpec(), 1),
@@ -156,7 +159,7 @@ def collective_kinds(n: int) -> dict[str, tuple[Callable[..., Any], PartitionSpe
 
 
 def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
-    """Collectives among some GPUs, of arrays in bf16."""
+    """Collectives among some GPUs, on arrays in bf16."""
     mesh = jax.make_mesh((len(gpus),), ("gpus",), devices=gpus)
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("gpus"))
     n = len(gpus)
@@ -175,8 +178,9 @@ def _exchange(n: int, x: jax.Array, axis_name: str) -> jax.Array:
 
 
 def repeated(function: Callable[..., Any], times: int = REPEATS) -> Callable[..., Any]:
-    """A function that runs another one `times` in a loop, where each run waits for the one before:
-    in a straight program the compiler computes equal products once, barriers or not."""
+    """A function that runs another one `times` in a loop. Each run waits for the run before it. In
+    a program without a loop the compiler would compute equal matmuls only once, with or without
+    barriers."""
 
     def run(first: jax.Array, *others: jax.Array) -> Any:
         def again(_: jax.Array, result: Any) -> Any:
@@ -189,14 +193,14 @@ def repeated(function: Callable[..., Any], times: int = REPEATS) -> Callable[...
 
 
 def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
-    """The program that repeats a kernel, compiled as a step is."""
+    """The program that repeats a kernel. It is compiled with the options of a training step."""
     (platform,) = {d.platform for a in probe.arguments for d in a.sharding.device_set}
     options: Any = flags.TUNED if platform == "gpu" else {}
     return jax.jit(repeated(function)).lower(*probe.arguments).compile(options)
 
 
 def measure(probe: Probe) -> float:
-    """Microseconds of one run of a kernel, without those of the loop around it."""
+    """Microseconds of one run of a kernel, without the time of the loop around it."""
     baseline = _microseconds(probe, probe.baseline) if probe.baseline else _loop()
     return max(_microseconds(probe, probe.function) - baseline, LEAST)
 
@@ -227,7 +231,7 @@ def _microseconds(probe: Probe, function: Callable[..., Any]) -> float:
 
 
 def table(gpu: str, device: str, lines: list[str]) -> str:
-    """The file."""
+    """The text of the file."""
     here = ", ".join(f"{name} {value}" for name, value in versions().items() if value)
     kinds = dict.fromkeys(line.partition(",")[0] for line in lines)
     comments = [*(f"{kind}: measured on {device}" for kind in kinds), f"with {here}"]
@@ -236,7 +240,7 @@ def table(gpu: str, device: str, lines: list[str]) -> str:
 
 @command
 def main(argv: Sequence[str] | None) -> int:
-    """Measures, and writes the file."""
+    """Runs the command: measures, and writes the file."""
     args = make_parser().parse_args(argv)
     if args.rehearse:
         jax.config.update("jax_platforms", "cpu")
