@@ -81,9 +81,9 @@ def scan(
     b_t.
 
     Each chunk takes four matmuls, with operands in the dtype of `x` and sums in fp32 (Dao and Gu
-    2024, section 6): c b^T, which is multiplied by the decay between its tokens; the result times
-    x; the state at the end of a chunk that starts from zero; and the contribution of the state
-    before a chunk to its tokens.
+    2024, section 6). The first is c b^T, which we multiply by the decay between its tokens. The
+    second multiplies the result by x. The third gives the state at the end of a chunk that starts
+    from zero. The fourth gives the contribution of the state before a chunk to its tokens.
 
     Their results, including the states, are in the dtype of `x` too, except c b^T, which is fp32.
     In bf16 that halves their bytes. They are rounded once more, as the operands of the next matmul

@@ -70,7 +70,8 @@ def choose(
 ) -> str:
     """The name of the kernel that computes a model's attention in a dtype.
 
-    Raises RecipeError if the requested kernel cannot compute it.
+    Raises RecipeError if the requested kernel does not fit, or if the chosen one cannot compute the
+    model's attention.
     """
     requested, capped = execution.attention, cfg.softcap is not None
     if requested != "auto" and (reason := _mismatch(requested, capped, dtype, platform)):

@@ -1,10 +1,10 @@
 """Matmuls in MXFP8 and NVFP4: how weights are quantized at rest, and the three matmuls of a step.
 
-Blocks run along the contraction. Each of the three matmuls therefore needs its own operands, which
-are quantized from the tensors in high precision: the forward matmul from input and weight, the
-input's gradient from output gradient and weight, and the weight's gradient from input and output
-gradient, along the tokens. The forward pass already makes the copy of the input for the weight's
-gradient and keeps it as its residual.
+Blocks run along the contraction, so each of the three matmuls needs its own operands, quantized
+from the tensors in high precision. The forward matmul takes the input and the weight. The input's
+gradient takes the output gradient and the weight. The weight's gradient takes the input and the
+output gradient, both along the tokens. The forward pass already makes the copy of the input for the
+weight's gradient and keeps it as its residual.
 
 Here the tensors of a device are matrices, one for each expert: activations are `[E, T, I]` and `[E,
 T, U]`, tokens by features, and weights are `[E, D, O]`. E is 1 without experts. A matmul contracts

@@ -80,8 +80,8 @@ class OfChunk:
 
         # All channels and all features of the group: `B S G C`, `B S G F`.
         self.group, self.features = of_group(dims.channels), of_group(dims.inner)
-        # A number for each token and head of the group, `B A S`, and the same for each part, `parts
-        # B A S`.
+        # A number for each token and head of the group: `B A S`. The same from each part: `parts B
+        # A S`.
         self.times = pl.BlockSpec((None, heads, chunk), lambda j, g, i: (i, g, j // sharing))
         self.times_of_part = pl.BlockSpec(
             (None, None, heads, self.rows), lambda j, g, i: (j % parts, i, g, j // parts)
