@@ -1,6 +1,9 @@
-"""Who may write a folder or a file; atomic writes, also when the disk is full; the record of a run.
-No file is written through a link: in a folder that several users share, another one may have made
-it."""
+"""Who may write a folder or a file, atomic writes, which also work when the disk is full, and the
+record of a run.
+
+No file is written through a link: in a folder that several users share, another user may have made
+the link.
+"""
 
 import contextlib
 import errno
@@ -20,31 +23,33 @@ from typing import Any
 from jaxbench.errors import RecipeError
 
 RESERVE_BYTES = 2**18
-"""Disk space reserved for a record: several times the size of the largest one."""
+"""Disk space reserved for a record: several times the size of the largest record."""
 
 LEASE_S = 120.0
-"""Seconds for which a start of a job waits for the lock of its start before: a server of NFS keeps
-the locks of a node that died for its lease, 90 s by default."""
+"""Seconds for which one start of a job waits for the lock of the start before it. If a node dies,
+an NFS server keeps the node's locks for its lease, by default 90 s."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system without locks."""
+"""Errors that a file system without locks returns."""
 
 
 def open_unlinked(path: Path, flags: int = 0) -> int:
-    """Opens a file to read and write it and makes it where there is none; returns its descriptor.
-    Raises OSError where a link has its name, or with O_EXCL anything."""
+    """Opens a file to read and write it, and creates it if there is none. Returns its descriptor.
+    Raises OSError if the name is a link, or with O_EXCL if the name exists at all."""
     return os.open(path, flags | os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 @contextlib.contextmanager
 def owned(path: Path, wait: bool = False) -> Iterator[None]:
-    """Makes this process the only writer of a folder, which exists, or of a file.
+    """Makes this process the only writer of a file, or of a folder, which must exist.
 
-    The owner holds a lock on `.owner` in the folder, or `.<name>.owner` next to the file, until it
-    ends, however it ends. The file says who that is. Raises RecipeError if another process is the
-    owner, or with `wait` waits for it. Locks hold between the nodes of a cluster where the file
-    system has them (NFS 4, NFS 3 with lockd, GPFS, Lustre with `flock`), elsewhere within a node;
-    on a file system without locks nothing is owned.
+    The owner holds a lock on `.owner` in the folder, or on `.<name>.owner` next to the file, until
+    it ends, in whatever way it ends. The locked file says who the owner is. If another process is
+    the owner, this raises RecipeError, or with `wait` waits for it.
+
+    If the file system has locks between nodes (NFS 4, NFS 3 with lockd, GPFS, Lustre with `flock`),
+    they hold for the whole cluster. On other file systems they hold within a node. On a file system
+    without locks nothing is owned.
     """
     file = path / ".owner" if path.is_dir() else path.with_name(f".{path.name}.owner")
     job, until = f"job {os.environ.get('SLURM_JOB_ID')}", time.monotonic() + LEASE_S
@@ -69,7 +74,7 @@ def owned(path: Path, wait: bool = False) -> Iterator[None]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(file)):
                 break
-        os.close(descriptor)  # the owner before has just deleted it
+        os.close(descriptor)  # the previous owner has just deleted it
     try:
         os.ftruncate(descriptor, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -83,7 +88,8 @@ def owned(path: Path, wait: bool = False) -> Iterator[None]:
 
 
 def new_folder(path: Path) -> Path:
-    """Makes a folder that did not exist: `path`, or the first free of `path-2`, `path-3`, ..."""
+    """Makes a folder that did not exist: `path`, or the first free one of `path-2`, `path-3`,
+    ..."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -94,10 +100,11 @@ def new_folder(path: Path) -> Path:
 
 
 def foreign(folder: Path) -> str | None:
-    """Says whose a folder is that another user owns, or that a link of another user leads to; None
-    for one of this user. Raises OSError if this user cannot write into it.
+    """Says whose folder this is, if another user owns it, or owns a link that leads to it. None if
+    this user owns both. Raises OSError if this user cannot write into it.
 
-    The file system says whom it takes this user for: it may map users, such as root to nobody.
+    We ask the file system which user it takes us for, because it may map users, such as root to
+    nobody.
     """
     with tempfile.TemporaryFile(dir=folder) as own:
         user = os.fstat(own.fileno()).st_uid
@@ -107,9 +114,9 @@ def foreign(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def private(folder: Path) -> Iterator[Path]:
-    """A path to a folder of this user alone, which is made if there is none. The path stays valid
-    whatever another user puts in the folder's place. Raises OSError where others own the folder or
-    may write into it."""
+    """A path to a folder that belongs to this user alone. It is made if it does not exist. The path
+    stays valid whatever another user puts in the folder's place. Raises OSError if others own the
+    folder or may write into it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -124,7 +131,7 @@ def private(folder: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file whole: a reader sees the old or the new one, never half of one."""
+    """Replaces a file as a whole: a reader sees the old or the new file, never half of one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = open_unlinked(temporary, os.O_EXCL)
     try:
@@ -137,22 +144,23 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`write_whole` of a value as JSON."""
+    """Writes a value as JSON with `write_whole`."""
     write_whole(path, as_json(content))
 
 
 def as_json(content: Any) -> str:
-    """The text of a JSON file; dataclasses as their fields."""
+    """The text of a JSON file. Dataclasses become objects of their fields."""
     return json.dumps(content, indent=2, default=asdict) + "\n"
 
 
 RECORDS = ("run.json", "job.json")
-"""The record of a run, and that of its job, which the launcher writes (`launch/verdict.py`)."""
+"""The record of a run, and the record of its job, which the launcher writes
+(`launch/verdict.py`)."""
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """The record of a run; that of its job before it has one. Raises FileNotFoundError where there
-    is neither, ValueError for what is no record."""
+    """The record of a run, or of its job if the run has no record yet. Raises FileNotFoundError if
+    there is neither, and ValueError if the file is no record."""
     run, job = (folder / name for name in RECORDS)
     path = run if run.is_file() else job
     content = json.loads(path.read_text())
@@ -162,16 +170,16 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 class Lines:
-    """A text file that is written line by line without a buffer, so that an error is raised by the
-    write that fails, not later."""
+    """A text file that is written line by line without a buffer, so that the write that fails
+    raises the error, and not a later one."""
 
     def __init__(self, path: Path):
         descriptor = open_unlinked(path, os.O_APPEND)
         self._path, self._file = path, os.fdopen(descriptor, "ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Adds a line. Raises OSError, also where the file was deleted or replaced meanwhile; a
-        part of the line may be there then."""
+        """Adds a line. Raises OSError, also if the file was deleted or replaced meanwhile; a part
+        of the line may then be in the file."""
         left = memoryview(f"{line}\n".encode())
         while left:
             left = left[self._file.write(left) or 0 :]
@@ -187,10 +195,10 @@ class Lines:
 
 
 class ReservedJson:
-    """A JSON file that can be replaced whole on a full disk, because space is reserved for it.
+    """A JSON file that can be replaced as a whole on a full disk, because space is reserved for it.
 
-    The reserve is a file of its own, `.<name>.reserve`. A write goes into it and renames it; then a
-    new one is allocated if possible.
+    The reserve is a separate file, `.<name>.reserve`. A write goes into the reserve and renames it.
+    Then a new reserve is allocated if possible.
     """
 
     def __init__(self, path: Path):

@@ -1,7 +1,8 @@
-"""The GPUs that are known, one entry for each: peaks, memory, links, and XLA's description of it.
+"""The GPUs that we know, one entry for each: its peaks, memory and links, and XLA's description of
+it.
 
-A new GPU is a new entry in `GPUS`. Entries without `chip` are known by their peaks alone: `train`
-runs on them, `plan` cannot compile for them.
+A new GPU is a new entry in `GPUS`. For entries without `chip` we know only the peaks: `train` runs
+on them, but `plan` cannot compile for them.
 """
 
 import re
@@ -18,8 +19,8 @@ HOST_FRACTION = 0.9
 """Share of a host's memory that offloaded activations may take."""
 
 RESERVE_BYTES = 2 * 2**30
-"""Kept free inside that share: fragmentation of the allocator, and the buffers that kernels take at
-run time."""
+"""Bytes that we keep free inside that share, for fragmentation of the allocator and for buffers
+that kernels take at run time."""
 
 TARGET = """
 gpu_device_info {{
@@ -42,8 +43,9 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 28 patch: 0 }}
 device_description_str: "{device}"
 """
-"""XLA's description of a GPU, a text proto (`GpuTargetConfigProto`). What is written
-out here is the same on Hopper and Blackwell (openxla/xla, xla/backends/gpu/target_config/specs)."""
+"""XLA's description of a GPU, a text proto (`GpuTargetConfigProto`). The values that are written
+out here are the same on Hopper and Blackwell (openxla/xla,
+xla/backends/gpu/target_config/specs)."""
 
 
 Capability = tuple[int, int]
@@ -52,8 +54,9 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Properties of a chip that the compiler needs, besides its memory and compute capability:
-    cores (streaming multiprocessors), bytes of L2 cache, clock in GHz."""
+    """Properties of a chip that the compiler needs in addition to its memory and compute
+    capability: the number of cores (streaming multiprocessors), the bytes of L2 cache, and the
+    clock in GHz."""
 
     cores: int
     l2: int
@@ -64,12 +67,16 @@ class Chip:
 class Gpu:
     """One kind of GPU in its node.
 
-    `name` are words of the driver's name for it. `capability` is its compute capability. `tflops`
-    are dense peaks by dtype. `memory` is what the driver reports, in bytes; bandwidths are in GB/s
-    (1e9 bytes), links in one direction: `nvlink` joins the GPUs of a `domain`, `nic` is each GPU's
-    share of the network between domains. `host` is each GPU's link to its host's memory, whose
-    lanes the network adapter uses too where it is `host_shared`; `host_memory` are a host's bytes.
-    A `node` are the GPUs of one host; a domain is one node (DGX) or many (18 in GB200 NVL72).
+    `name` consists of words of the driver's name for the GPU. `capability` is its compute
+    capability. `tflops` are dense peaks by dtype. `memory` is in bytes, as the driver reports it.
+
+    Bandwidths are in GB/s (1e9 bytes), for links in one direction. `nvlink` joins the GPUs of a
+    `domain`, and `nic` is each GPU's share of the network between domains. `host` is each GPU's
+    link to its host's memory. If it is `host_shared`, the network adapter uses the same lanes.
+    `host_memory` is in bytes, for a whole host.
+
+    `node` is the number of GPUs of one host. A domain is one node (DGX) or many (18 in GB200
+    NVL72).
     """
 
     name: str
@@ -98,7 +105,7 @@ class Gpu:
         return int(self.host_memory * HOST_FRACTION) // self.node
 
     def multiplies(self, dtype: str) -> bool:
-        """True if its tensor cores have products of a `precision.dtype`."""
+        """True if the GPU's tensor cores can multiply in this `precision.dtype`."""
         return dtype in self.tflops or dtype == "fp32"
 
     @property
@@ -113,12 +120,13 @@ class Gpu:
         )  # fmt: skip
 
     def spread(self, count: int) -> tuple[int, int, int] | None:
-        """(domains, nodes of each, GPUs of each node) of a job of `count` GPUs; None where they
-        fill no whole nodes, or no domains evenly.
+        """How a job of `count` GPUs is spread: (domains, nodes of each domain, GPUs of each node).
+        None if the GPUs do not fill whole nodes, or do not fill domains evenly.
 
-        A job that needs several domains takes the same number of nodes in each, as Slurm's
-        --segment gives them out, and as few domains as that allows: 512 GPUs are 8 x 64 of the 72
-        of NVL72. Twice as many as would hold them, or more, are refused.
+        A job that needs several domains takes the same number of nodes in each, as Slurm does with
+        --segment, and as few domains as that allows. For example, 512 GPUs on NVL72 take 64 of the
+        72 GPUs in each of 8 domains. If twice as many domains as would hold the GPUs, or more, were
+        needed, the count is refused.
         """
         if count < self.node:
             return 1, 1, count
@@ -129,7 +137,7 @@ class Gpu:
         return (domains, nodes // domains, self.node) if domains else None
 
     def nearest(self, count: int) -> list[int]:
-        """The counts nearest to `count`, below and above, that can be `spread`."""
+        """The counts nearest to `count`, one below and one above, that can be `spread`."""
         below = (n for n in range(count - 1, 0, -1) if self.spread(n))
         above = (n for n in range(count + 1, count + self.domain + 1) if self.spread(n))
         return [n for n in (next(below, None), next(above, None)) if n]
@@ -185,7 +193,7 @@ GPUS = (
     Gpu(name="A100", capability=(8, 0), tflops={"bf16": 312.0}),
     H100,
     replace(H100, name="H200", device="NVIDIA H200", memory=151397597184, bandwidth=4800.0),
-    # The Hopper chips with less power, on cards: the published figures are not theirs.
+    # The Hopper chips with less power, on cards. The published figures are not for them.
     Gpu(name="H100 PCIe", capability=(9, 0), tflops={"bf16": 756.5, "fp8": 1513.0}),
     Gpu(name="H100 NVL", capability=(9, 0), tflops={"bf16": 835.5, "fp8": 1670.5}),
     Gpu(name="H200 NVL", capability=(9, 0), tflops={"bf16": 835.5, "fp8": 1670.5}),
@@ -214,28 +222,39 @@ GPUS = (
         chip=Chip(cores=152, l2=135528448, clock=2.07),
     ),
 )
-"""Peaks of A100, H100 and H200: published benchmark documents and pytorch/torchtitan
-tools/utils.py; of PCIe and NVL cards: NVIDIA's H100 and H200 data sheets, half of what they print
-with sparsity; of Blackwell: NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the
-GB200's bf16). Links of H100 and H200 SXM in DGX nodes: NVLink 4 with 900 GB/s in both directions
-together, and one 400 Gb/s adapter per GPU (NVIDIA DGX H100 data sheet). Chips, memory and
-bandwidth of Blackwell: openxla/xla, xla/backends/gpu/target_config/specs/b200.txtpb and gb200.txtpb
-at 300ec95, b300.txtpb and gb300.txtpb at 4336d12. Links: NVLink 5 with 1800 GB/s in both directions
-together, among the 8 GPUs of a DGX B200 or B300 and the 72 of a GB200 or GB300 NVL72, whose 18
-compute trays are hosts with 4 GPUs each; with B200 and GB200 one 400 Gb/s adapter (ConnectX-7) per
-GPU (NVIDIA DGX B200 and GB200 NVL72 data sheets), 100 GB/s where a GB200 has ConnectX-8: `--system
-nic=100`; with B300 and GB300 one 800 Gb/s adapter (ConnectX-8) per GPU (NVIDIA DGX B300 user guide;
-NVIDIA enterprise reference architecture of the GB300 NVL72, components). The link of a B300 to its
-adapter is PCIe 6, but that to the host PCIe 5 through the adapter, so it is shared; a GB300 has its
-NVLink-C2C as a GB200, two Grace CPUs with 480 GB each in a tray, and adapters of their own."""
+"""Sources of the entries.
+
+Peaks: for A100, H100 and H200 published benchmark documents and pytorch/torchtitan tools/utils.py.
+For PCIe and NVL cards NVIDIA's H100 and H200 data sheets, half of what they print with sparsity.
+For Blackwell NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the GB200's bf16).
+
+Chips, memory and bandwidth of Blackwell: openxla/xla,
+xla/backends/gpu/target_config/specs/b200.txtpb and gb200.txtpb at 300ec95, b300.txtpb and
+gb300.txtpb at 4336d12.
+
+Links of H100 and H200 SXM in DGX nodes: NVLink 4 has 900 GB/s in both directions together, and each
+GPU has one 400 Gb/s adapter (NVIDIA DGX H100 data sheet).
+
+Links of Blackwell: NVLink 5 has 1800 GB/s in both directions together. It joins the 8 GPUs of a DGX
+B200 or B300, and the 72 GPUs of a GB200 or GB300 NVL72, whose 18 compute trays are hosts with 4
+GPUs each. With B200 and GB200 each GPU has one 400 Gb/s adapter (ConnectX-7; NVIDIA DGX B200 and
+GB200 NVL72 data sheets). A GB200 with ConnectX-8 has 100 GB/s: `--system nic=100`. With B300 and
+GB300 each GPU has one 800 Gb/s adapter (ConnectX-8; NVIDIA DGX B300 user guide; NVIDIA enterprise
+reference architecture of the GB300 NVL72, components).
+
+Links to the host: a B300 is joined to its adapter by PCIe 6, but reaches the host through the
+adapter by PCIe 5, so this link is shared. A GB300 has NVLink-C2C like a GB200, two Grace CPUs with
+480 GB each in a tray, and separate links for its adapters.
+"""
 
 PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.chip}
-"""GPUs for which programs can be compiled without having one, by the name that a user gives."""
+"""GPUs that programs can be compiled for on a machine without one, by the name that a user
+gives."""
 
 
 def placed(gpu: Gpu, count: int) -> Gpu:
-    """The GPU with its `domain` reduced to the GPUs that a job of `count` has in each NVLink domain
-    (`Gpu.spread`). Raises RecipeError if they do not fill nodes."""
+    """The GPU with its `domain` reduced to the GPUs that a job of `count` GPUs has in each NVLink
+    domain (`Gpu.spread`). Raises RecipeError if the GPUs do not fill nodes and domains evenly."""
     if (spread := gpu.spread(count)) is None:
         nearest = " and ".join(map(str, gpu.nearest(count)))
         raise RecipeError(
@@ -247,24 +266,25 @@ def placed(gpu: Gpu, count: int) -> Gpu:
 
 
 def identify(device: str) -> Gpu | None:
-    """The GPU that a driver calls `device`, by most of its words; None for one not known."""
+    """The GPU that a driver calls `device`: the entry whose name has all its words in it, and of
+    several the longest name. None for an unknown GPU."""
     words = set(device.replace("-", " ").split())
     known = [gpu for gpu in GPUS if words.issuperset(gpu.name.split())]
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
 NULL = "null GPUs: nothing here is a measurement"
-"""Remark on every figure of a device that `is_null`."""
+"""A remark on every figure of a device that `is_null`."""
 
 
 def is_null(device: str) -> bool:
-    """True for the GPU of a driver for tests, whose kernels compute nothing: `NVIDIA H100 80GB HBM3
-    (null)`."""
+    """True for the GPU of a driver for tests, whose kernels compute nothing. Its name is like
+    `NVIDIA H100 80GB HBM3 (null)`."""
     return "null" in device.lower()
 
 
 def host_memory(field: str) -> int:
-    """Bytes of this host's memory by the kernel's name, `MemTotal` or `MemAvailable`; 0 where the
+    """Bytes of this host's memory under the kernel's name, `MemTotal` or `MemAvailable`; 0 if the
     system does not say."""
     path = Path("/proc/meminfo")
     text = path.read_text() if path.is_file() else ""
@@ -273,6 +293,7 @@ def host_memory(field: str) -> int:
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Dense peak in TFLOP/s of one device by the driver's name; None where none is known."""
+    """Dense peak in TFLOP/s of one device, given the driver's name for it; None if we know no
+    peak."""
     gpu = identify(device)
     return gpu.tflops.get(dtype) if gpu else None

@@ -26,42 +26,43 @@ from jax.interpreters import mlir
 from jaxlib.triton import dialect as triton
 
 READS_HOST = jaxlib.version.__version_info__ >= (0, 11, 2)
-"""False for a compiler that, for GPUs, reads a stack in the host's memory at wrong places in a loop
-that goes backwards (openxla/xla issue 46231)."""
+"""False for compilers for GPUs with a bug: in a loop that goes backwards they read a stack in host
+memory at wrong places (openxla/xla issue 46231)."""
 
 KEEPS_AUTOTUNING = jax.__version_info__ >= (0, 11, 2)
-"""False for a JAX that hashes the folder of XLA's autotuning results into the key of a cached
-program (`jax._src.cache_key`): 0.10.2 does. Each process has its own path of that folder."""
+"""False for versions of JAX that hash the folder of XLA's autotuning results into the key of a
+cached program (`jax._src.cache_key`); 0.10.2 does. Each process has its own path to that folder."""
 
 
 def coordination_client() -> Any:
     """The client of JAX's coordination service; None in a job of one process.
 
-    Processes exchange small values over it without a device. Public JAX has barriers and gathers
-    on devices only (`jax.experimental.multihost_utils`), which wait for the queued steps.
+    Processes exchange small values over it without a device. Public JAX only has barriers and
+    gathers on devices (`jax.experimental.multihost_utils`), which wait for the queued steps.
     """
     return distributed.global_state.client
 
 
 def coordinator() -> str:
-    """The host of JAX's coordination service, by a name or an address that every process of the job
-    has reached; this host in a job of one process. Public JAX does not tell what Slurm told it."""
+    """The host of JAX's coordination service, as a name or an address that every process of the job
+    has reached. In a job of one process it is this host. Public JAX does not tell us which host
+    Slurm gave it."""
     address = distributed.global_state.coordinator_address or "localhost:0"
     return address.rpartition(":")[0].strip("[]")
 
 
 def taken_gpus() -> str:
-    """The numbers of the GPUs, among those that CUDA shows to this process, that JAX takes, which
-    `jax.distributed.initialize` sets; or `all`."""
+    """The numbers of the GPUs that JAX takes, among the GPUs that CUDA shows to this process; or
+    `all`. `jax.distributed.initialize` sets them."""
     return xla_bridge.CUDA_VISIBLE_DEVICES.value
 
 
 def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
-    """The names of each custom call and asynchronous start in a compiled program: its own, and that
-    of the instruction that an `async-start` wraps.
+    """The names of each custom call and asynchronous start in a compiled program: its own name, and
+    for an `async-start` also the name of the instruction that it wraps.
 
-    `as_text` prints a start and what it wraps as one `reduce-scatter-start`, without the latter's
-    name.
+    `as_text` prints a start and what it wraps as one `reduce-scatter-start`, without the name of
+    the wrapped instruction.
     """
     executable: Any = program.runtime_executable()
     for module in executable.hlo_modules():
@@ -78,9 +79,12 @@ def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
 
 
 def profile_events(folder: Path, fallback: bool = True) -> Iterator[Any]:
-    """The events on the streams of the first GPU in the last JAX profile in a folder; with
-    `fallback` all events where it has no GPU. Public JAX reads a profile, but does not document
-    the names in it. Raises OSError for a file that is cut off, or is no profile."""
+    """The events on the streams of the first GPU in the last JAX profile in a folder. If the
+    profile has no GPU, `fallback` yields all events instead.
+
+    Public JAX reads a profile, but does not document the names in it. Raises OSError for a file
+    that is cut off or is no profile.
+    """
     for path in sorted(folder.glob("**/*.xplane.pb"))[-1:]:
         try:
             planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
@@ -94,10 +98,10 @@ def profile_events(folder: Path, fallback: bool = True) -> Iterator[Any]:
 
 
 def profiled_instruction(event: Any) -> str:
-    """The instruction of a compiled program that launched an event of a profile; empty where the
-    profile has none."""
+    """The instruction of a compiled program that launched an event of a profile; empty if the
+    profile does not name one."""
     with warnings.catch_warnings():
-        # Python 3.12 warns of a type of jaxlib's; as an error that would end the process.
+        # Python 3.12 warns about a type of jaxlib; if warnings are errors, that ends the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         return str(dict(event.stats).get("hlo_op", ""))
 
@@ -105,14 +109,15 @@ def profiled_instruction(event: Any) -> str:
 def residuals(vjp: Any) -> list:
     """The residuals of a `jax.vjp` without the arguments of its function: arrays or their types.
 
-    JAX holds the two apart (`VJP.args_res`), so that a stash need hold no weights. Public JAX has
-    all of them together, as the leaves of the pytree that `jax.vjp` returns.
+    JAX keeps the two apart (`VJP.args_res`), so a stash does not have to hold weights. Public JAX
+    only has all of them together, as the leaves of the pytree that `jax.vjp` returns.
     """
     return jax.tree.leaves(replace(vjp, args_res=[]))
 
 
 def restore_vjp(vjp: Any, saved: Sequence, arguments: list) -> Any:
-    """A `jax.vjp` like another one, with these `residuals` and these arguments, as leaves."""
+    """A copy of a `jax.vjp` with other residuals and arguments. `saved` are `residuals`, and
+    `arguments` are leaves."""
     structure = jax.tree.structure(replace(vjp, args_res=[]))
     return replace(jax.tree.unflatten(structure, saved), args_res=arguments)
 
@@ -120,10 +125,11 @@ def restore_vjp(vjp: Any, saved: Sequence, arguments: list) -> Any:
 def cudnn_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
 ) -> jax.Array:
-    """Causal attention by cuDNN, `B S N H`; a query sees `window` positions at most.
+    """Causal attention by cuDNN, `B S N H`. With a `window` a query sees at most that many
+    positions.
 
-    `jax.nn.dot_product_attention` refuses values that are narrower than keys, which cuDNN has taken
-    since 9.10.
+    `jax.nn.dot_product_attention` refuses values that are narrower than keys, although cuDNN has
+    taken them since 9.10.
     """
     return fused_attention_stablehlo.dot_product_attention(
         query, key, value, scale=scale, mask_type=fused_attention_stablehlo.MaskType.CAUSAL,
@@ -134,11 +140,11 @@ def cudnn_attention(
 def cudnn_attention_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of cuDNN's forward kernel: those of `cudnn_attention`, and the logarithm of each
-    softmax's denominator, `B N S`.
+    """The results of cuDNN's forward kernel: the result of `cudnn_attention`, and the logarithm of
+    each softmax's denominator, `B N S`.
 
-    Public JAX returns these too, but drops the gradient of the latter, and in a `jax.custom_vjp`
-    hides the primitive whose results a remat policy saves.
+    Public JAX returns these too, but it drops the gradient of the second. In a `jax.custom_vjp` it
+    also hides the primitive whose results a remat policy saves.
     """
     operands = query, key, value
     jax.eval_shape(partial(cudnn_attention, scale=scale, window=window), *operands)  # its checks
@@ -155,12 +161,13 @@ def cudnn_attention_backward(
     scale: float,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query, key and value by cuDNN's backward kernel, given the results of the
-    forward kernel.
+    """The gradients of query, key and value by cuDNN's backward kernel. `results` are the results
+    of the forward kernel.
 
-    The kernel recomputes softmax weights as exp(score - log denominator). If denominators and
-    output are those of a softmax with a further term, such as an attention sink, its gradients are
-    exactly that softmax's. Public JAX passes it nothing but the forward kernel's own results.
+    The kernel recomputes softmax weights as exp(score - log denominator). If the denominators and
+    the output come from a softmax with an additional term, such as an attention sink, the gradients
+    are exactly the gradients of that softmax. Public JAX can only pass the forward kernel's own
+    results.
     """
     out, statistics = results
     query, key, value = fused_attention_stablehlo._dot_product_attention_bwd_p_wrapper.bind(
@@ -170,13 +177,15 @@ def cudnn_attention_backward(
 
 
 def block_scaled_product(emulated: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A function for kernels of Pallas's Triton backend: the fp32 `[m, n]` plus `[m, k]` times the
-    transpose of `[n, k]`, block-scaled operands each with the scales of its rows. Values are e4m3,
-    or e2m1 in pairs as bytes; scales are the bytes of e8m0, or e4m3. `emulated` computes it
-    elsewhere, such as in Pallas's interpreter.
+    """Makes a matmul of block-scaled operands for kernels of Pallas's Triton backend. It adds `[m,
+    k]` times the transpose of `[n, k]` to an fp32 `[m, n]`; each operand comes with the scales of
+    its rows.
 
-    Triton has the operation (`tt.dot_scaled`; Blackwell's `tcgen05.mma` with scales of blocks),
-    Pallas no function for it.
+    Values are e4m3, or bytes that hold pairs of e2m1. Scales are the bytes of e8m0, or e4m3.
+    `emulated` computes the same elsewhere, such as in Pallas's interpreter.
+
+    Triton has the operation (`tt.dot_scaled`; Blackwell's `tcgen05.mma` with scales of blocks), but
+    Pallas has no function for it.
     """
     primitive = Primitive("block_scaled_product")
     primitive.def_abstract_eval(lambda total, *operands: total)
@@ -195,13 +204,13 @@ def block_scaled_product(emulated: Callable[..., jax.Array]) -> Callable[..., ja
 
 
 def fp8_product(emulated: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A function for kernels of Pallas's Triton backend: the fp32 `[m, n]` plus `[m, k]` times
-    `[k, n]`, each in a type of FP8. `emulated` computes it elsewhere, such as in Pallas's
-    interpreter.
+    """Makes an FP8 matmul for kernels of Pallas's Triton backend. It adds `[m, k]` times `[k, n]`,
+    each in an FP8 type, to an fp32 `[m, n]`. `emulated` computes the same elsewhere, such as in
+    Pallas's interpreter.
 
-    Hopper's tensor cores sum FP8 products in about 14 bits. Pallas asks Triton for more, and Triton
-    then multiplies in fp16 on the tensor cores of Ampere, at a quarter of the rate. Here the sums
-    are those of the hardware, as in cuBLASLt's matmuls.
+    Hopper's tensor cores sum FP8 matmuls in about 14 bits. Pallas asks Triton for more precision.
+    Triton then multiplies in fp16 on the tensor cores of Ampere, at a quarter of the rate. Here we
+    take the sums of the hardware, as cuBLASLt's matmuls do.
     """
     primitive = Primitive("fp8_product")
     primitive.def_abstract_eval(lambda total, *operands: total)
@@ -215,12 +224,12 @@ def fp8_product(emulated: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _unused(x: jax.Array) -> list[jax.Array]:
-    """Bias, lengths, offsets and pages, as JAX leaves them out."""
+    """The bias, lengths, offsets and pages in the form that JAX passes when they are absent."""
     return 7 * [jnp.zeros(0, x.dtype)]
 
 
 def _attention_options(scale: float, window: int | None) -> dict[str, Any]:
-    """Parameters of both primitives; `score_mod` is one from jax 0.12 on."""
+    """Parameters of both primitives. `score_mod` is a parameter from jax 0.12 on."""
     module = fused_attention_stablehlo
     options = {
         "scale": scale,
@@ -238,9 +247,10 @@ def _attention_options(scale: float, window: int | None) -> dict[str, Any]:
 def _offsets(block_info: Any, indexer: Any) -> Any:
     """Offsets of elements in an array, inside a kernel of Pallas's Triton backend.
 
-    JAX computes them in 32 bits, with a sign, unless the array has more than 2^32 bytes. They count
-    elements, so those beyond 2^31 of an array with one byte each would lie before the array. Here
-    such an array is told to be one of 4 bytes an element, which nothing else of the function reads.
+    JAX computes them as signed 32-bit numbers, unless the array has more than 2^32 bytes. They
+    count elements. If an array has one byte per element, its offsets beyond 2^31 would therefore
+    lie before the array. We tell JAX that such an array has 4 bytes per element; nothing else in
+    the function reads that.
     """
     of = block_info.full_shape_dtype
     if math.prod(of.shape) > 2**31:
@@ -257,9 +267,9 @@ _lowering._compute_offsets_from_indices = _offsets
 def attention_for_mesh() -> Iterator[None]:
     """Makes JAX check cuDNN attention for the GPUs of the current mesh while a program is traced.
 
-    JAX compares head dims (above 128 only from Hopper on) with the compute capability of this
-    machine's own GPU, which a machine that compiles for absent ones does not have. The check itself
-    stays. Superfluous once JAX asks the mesh.
+    JAX allows head dims above 128 only from Hopper on, and it asks this machine's own GPU for its
+    compute capability. A machine that compiles for absent GPUs has none. The check itself stays.
+    This function is superfluous once JAX asks the mesh.
     """
     devices = jax.sharding.get_mesh().devices
 
@@ -275,10 +285,11 @@ def attention_for_mesh() -> Iterator[None]:
 
 @contextmanager
 def empty_arrays_from(x: jax.Array) -> Iterator[None]:
-    """Makes `jnp.empty` of no elements a slice of `x`, while Transformer Engine is traced.
+    """While Transformer Engine is traced, makes `jnp.empty` of no elements a slice of `x`.
 
-    It passes such arrays to its kernels. As constants they are moved out of a `shard_map` when a
-    scan around it is differentiated, and the partitioner of jax 0.11 crashes on them.
+    Transformer Engine passes such arrays to its kernels. As constants they are moved out of a
+    `shard_map` when a scan around it is differentiated, and the partitioner of jax 0.11 crashes on
+    them.
     """
     empty = jnp.empty
 
@@ -293,7 +304,7 @@ def empty_arrays_from(x: jax.Array) -> Iterator[None]:
 
 @contextmanager
 def replaced(module: Any, name: str, function: Callable) -> Iterator[None]:
-    """Replaces a function of a module meanwhile."""
+    """Replaces a function of a module inside the `with` block."""
     original = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -303,8 +314,8 @@ def replaced(module: Any, name: str, function: Callable) -> Iterator[None]:
 
 
 def compilations() -> list[float]:
-    """A list to which from now on the seconds of each compilation of this process are added. The
-    name of the event is not documented."""
+    """A list that collects the seconds of each later compilation of this process. JAX does not
+    document the name of the event."""
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:

@@ -1,43 +1,46 @@
-"""The robust outlier test for values side by side: GPUs, links, processes or steps of one job."""
+"""A robust test for outliers among values that should be alike: GPUs, links, processes or steps of
+one job."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 GPU_SPREAD = 0.015
-"""Standard deviation of the speed of GPUs of one model. On five clusters of earlier GPUs (V100,
-MI60 and others) times varied by 8 % on average, beside outliers (Sinha et al., SC22, arXiv
-2208.11035): read as the distance of the whiskers of a normal distribution's box plot, 5.4
-deviations."""
+"""Relative standard deviation of the speed of GPUs of one model. On five clusters of earlier GPUs
+(V100, MI60 and others) times varied by 8 % on average, without outliers (Sinha et al., SC22, arXiv
+2208.11035). We read the 8 % as the distance between the whiskers of a normal distribution's box
+plot, which is 5.4 deviations."""
 
 LINK_SPREAD = 0.03
-"""That of links, copies from the host and collectives, which share switches and hosts."""
+"""The same for links, copies from the host and collectives, which share switches and hosts."""
 
 STEP_SPREAD = 0.002
-"""That of the steps of a run, and of the processes' mean waits in them."""
+"""The same for the steps of a run, and for the mean waits of its processes in them."""
 
 DEVIATIONS = 5.0
-"""Standard deviations from the median of an outlier. Of 256 nodes some 24000 rates are compared:
-with normal noise a healthy job would have one once in 140 times."""
+"""An outlier is this many standard deviations from the median. A job of 256 nodes has about 24000
+rates to compare; with normal noise one in 140 healthy jobs would have an outlier."""
 
 FEWEST = 4
-"""Values that are compared with their median: of three, a slow one moves the deviation with it."""
+"""The smallest number of values that we compare with their median. Of three values a slow one
+changes the deviation itself."""
 
 K = TypeVar("K")
 
 
 def robust_deviation(samples: Sequence[float]) -> float:
-    """The standard deviation of normal noise, 1.4826 times the median absolute deviation, which
-    half of the samples could not falsify."""
+    """The standard deviation of normal noise: 1.4826 times the median absolute deviation. It stays
+    right even if almost half of the samples are wrong."""
     median = statistics.median(samples)
     return 1.4826 * statistics.median(abs(s - median) for s in samples)
 
 
 def outliers(values: Mapping[K, float], spread: float, *, low: bool = False) -> dict[K, float]:
-    """Those of some values that are too high, or with `low` too low, over the median.
+    """The values that are too high, or with `low` too low, each divided by the median.
 
-    The standard deviation is the robust one, at least `spread` times the median. Of fewer than
-    `FEWEST`, one is an outlier that is twice as far from the best as it were from the median.
+    The standard deviation is the robust one, but at least `spread` times the median. A median of
+    fewer than `FEWEST` values means little. Each value is then compared with the best one, and is
+    an outlier at twice the usual distance.
     """
     every = [*values.values()]
     middle = statistics.median(every or [0.0])

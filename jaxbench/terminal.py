@@ -1,4 +1,5 @@
-"""Shared by the commands in a terminal: the parser of their options, and the console of tables."""
+"""What the commands share in a terminal: the parser of their options, and the console for
+tables."""
 
 import argparse
 import re
@@ -16,12 +17,12 @@ from jaxbench.errors import RecipeError, RunFailed, meant
 from jaxbench.files import write_whole
 
 WIDTH = 200
-"""Characters of a table that is not printed to a terminal."""
+"""Width in characters of a table that is not printed to a terminal."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are a RecipeError of one line with the option or value that is nearest
-    to a mistyped one, without the usage. `examples` end its help."""
+    """A parser that raises a RecipeError of one line, without the usage. For a mistyped option or
+    value the line names the nearest one. `examples` end its help."""
 
     def __init__(self, *, description: str, examples: str = "", **options: Any):
         if examples:
@@ -34,13 +35,13 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does; keeps the words for `error`."""
+        """Parses as argparse does, and keeps the words for `error`."""
         self._words = [*(sys.argv[1:] if args is None else args)]
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raises what argparse would print before it exits; but an unknown option comes before one
-        that is missing, which it may have been meant to be."""
+        """Raises what argparse would print before it exits. An unknown option is reported before a
+        missing one, since the user may have meant the missing one."""
         options = [name for action in self._actions for name in action.option_strings]
         end = self._words.index("--") if "--" in self._words else len(self._words)
         for at, word in enumerate(self._words[:end]):
@@ -55,8 +56,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """The function of a command, of its words and to its exit status: prints one line and returns 2
-    for a user's mistake, and for a file that cannot be read or written."""
+    """Decorates the function of a command, which maps its words to an exit status. For a user's
+    mistake, and for a file that cannot be read or written, it prints one line and returns 2."""
 
     @wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -70,13 +71,13 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 
 def completes(action: argparse.Action, names: Callable[[], Iterable[str]], end: str = "") -> None:
-    """Sets the values that a shell completes for an option, each followed by `end`, by the
-    attribute that argcomplete reads."""
+    """Sets the values that a shell completes for an option, each followed by `end`. argcomplete
+    reads them from the attribute that is set here."""
     vars(action)["completer"] = lambda **_: [name + end for name in names()]
 
 
 def console() -> Console:
-    """Standard output, for tables of rich."""
+    """Standard output as a console of rich, for tables."""
     output = Console(highlight=False, markup=False)
     if not output.is_terminal:
         output.width = WIDTH
@@ -85,9 +86,8 @@ def console() -> Console:
 
 @contextmanager
 def live(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Shows an activity and its duration on stderr until it ends; nothing where that is no
-    terminal, and in processes that are not to be `shown`. Yields a function that changes the
-    text."""
+    """Shows an activity and its duration on stderr until it ends. Shows nothing if stderr is no
+    terminal, or if this process is not to be `shown`. Yields a function that changes the text."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
@@ -100,13 +100,13 @@ def live(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raises RecipeError where the folder of a file to be written is missing."""
+    """Raises RecipeError if the folder of a file to be written is missing."""
     if not path.parent.is_dir():
         raise RecipeError(f"{option} {path}: no such folder")
 
 
 def write(text: str, path: Path | None) -> None:
-    """Writes a whole file, or to standard output."""
+    """Writes a whole file, or prints to standard output if there is no path."""
     if path is None:
         print(text, end="" if text.endswith("\n") else "\n")
     else:

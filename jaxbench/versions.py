@@ -20,8 +20,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of jaxbench, its commit, Python, the packages that decide what is compiled and how
-    fast it runs, and the driver."""
+    """Versions of jaxbench, its commit and a digest of its source, Python, the driver, and the
+    packages that decide what is compiled and how fast it runs."""
     found = {
         d.metadata["Name"].lower().replace("_", "-"): d.version
         for d in importlib.metadata.distributions()
@@ -37,7 +37,8 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(module: str) -> bool:
-    """True if a module can be imported; `find_spec` raises where its parent package is absent."""
+    """True if a module can be imported. `find_spec` itself raises if the parent package is
+    absent."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -45,7 +46,7 @@ def installed(module: str) -> bool:
 
 
 def driver() -> str | None:
-    """The version of the NVIDIA driver; None without one."""
+    """The version of the NVIDIA driver; None if there is no driver."""
     try:
         version = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
     except OSError:
@@ -63,7 +64,7 @@ def source() -> str:
 
 
 def commit() -> str | None:
-    """Git commit of the source tree, with `+` when files differ from it; None outside a git
+    """The git commit of the source tree, with `+` if files differ from it; None outside a git
     checkout."""
     folder = Path(__file__).parents[1]
     if not (folder / ".git").exists():

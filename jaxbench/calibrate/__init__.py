@@ -1,4 +1,4 @@
-"""`jaxbench calibrate`: measured kernels of this machine's GPUs, for forecasts of plans.
+"""`jaxbench calibrate`: measures kernels of this machine's GPUs, for the forecasts of plans.
 
 Start in `command`. Imports the operators and the format of the forecast's tables.
 """

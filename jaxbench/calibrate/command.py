@@ -1,9 +1,9 @@
 """The command `jaxbench calibrate`: measures this machine's kernels for forecasts.
 
-The file has the format of `forecast.tables`: products in bf16 and FP8, attention forward and
-backward, copies, and on several GPUs collectives inside the node. With it
-`jaxbench plan .. --kernels mine.csv` forecasts any row; rates of the network between
-nodes, and those that products sustain, are the package's.
+The file that it writes has the format of `forecast.tables`. It holds matmuls in bf16 and FP8,
+attention forward and backward, copies, and with several GPUs collectives inside the node. With it
+`jaxbench plan .. --kernels mine.csv` forecasts any row. Two kinds of rates still come from the
+package: rates of the network between nodes, and rates that matmuls sustain.
 """
 
 import time
@@ -33,20 +33,20 @@ from jaxbench.versions import versions
 from jaxbench.xla import flags
 
 REPEATS = 10
-"""Runs of a kernel in one program, to amortize the program's launch."""
+"""Number of runs of a kernel in one program, so that the launch of the program matters little."""
 
 LEAST = 0.1
-"""Smallest time written, in microseconds."""
+"""The smallest time that is written, in microseconds."""
 
 SECONDS = 0.05
-"""Least duration of the repeated runs of a warm program."""
+"""We repeat a warm program for at least this long, in seconds."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sizes that are measured. Products have all combinations of rows and sizes; attention has
-    `tokens` tokens at every length; `copied` and `sent` are bytes, of a collective its whole
-    buffer."""
+    """The sizes that are measured. Matmuls have all combinations of `rows` and `sizes`. Attention
+    has `tokens` tokens at every length. `copied` and `sent` are bytes; for a collective they are
+    the bytes of its whole buffer."""
 
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -72,20 +72,20 @@ TINY_SAMPLE = Sample(
     rows=(64,), sizes=(64, 128), lengths=(64,), tokens=128, heads=2, head_dim=16,
     copied=(2**10, 2**12), sent=(2**12, 2**13),
 )  # fmt: skip
-"""The sample of a rehearsal on a CPU, which only tries whether everything runs."""
+"""The sample of a rehearsal on a CPU, which only tests that everything runs."""
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-"""Function of a shape and dtype that describes an array on one GPU."""
+"""A function of a shape and a dtype that describes an array on one GPU."""
 
 LARGEST = 2**31
-"""Elements of a product's largest array."""
+"""Maximum number of elements in the largest array of a matmul."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A kernel to measure: kind, name and sizes of its line in the table, its function, and shapes
-    and dtypes of the arguments. The time of a loop over `baseline` is subtracted from that of a
-    loop over `function`; None for an empty loop."""
+    """A kernel to measure: the kind, name and sizes of its line in the table, its function, and the
+    shapes and dtypes of the arguments. We subtract the time of a loop over `baseline` from the time
+    of a loop over `function`. With None the baseline is an empty loop."""
 
     kind: str
     name: str
@@ -96,7 +96,8 @@ class Probe:
 
 
 def probes(sample: Sample, kernel: str, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
-    """Everything that is measured on some GPUs of a node; `kernel` computes attention."""
+    """Everything that is measured on some GPUs of a node. `kernel` names the kernel that computes
+    attention."""
     array = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(gpus[0]))
     yield from products(sample, array)
     yield from attentions(sample, kernel, array)
@@ -108,7 +109,7 @@ def probes(sample: Sample, kernel: str, gpus: Sequence[jax.Device]) -> Iterator[
 
 
 def products(sample: Sample, array: Array) -> Iterator[Probe]:
-    """[m, k] times [n, k], the layout that FP8 products need, with a bf16 result."""
+    """Matmuls of [m, k] and [n, k], the layout that FP8 matmuls need, with a bf16 result."""
     combined = [(m, n, k) for m in sample.rows for n in sample.sizes for k in sample.sizes]
     for m, n, k in combined:
         if max(m * n, m * k, n * k) > LARGEST:
@@ -122,7 +123,8 @@ def products(sample: Sample, array: Array) -> Iterator[Probe]:
 
 
 def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
-    """Causal attention, forward, and backward: the time of both passes without the forward one."""
+    """Causal attention, forward and backward. The time of the backward pass is the time of both
+    passes minus the time of the forward pass."""
     attend = attention.KERNELS[kernel].call
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -141,7 +143,7 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
 
 
 def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
-    """Collectives among some GPUs, of arrays in bf16."""
+    """Collectives among some GPUs, on arrays in bf16."""
     mesh = jax.make_mesh((len(gpus),), ("gpus",), devices=gpus)
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("gpus"))
     n = len(gpus)
@@ -155,14 +157,14 @@ def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
 
 
 def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
-    """The program that repeats a kernel, compiled as a step is."""
+    """The program that repeats a kernel. It is compiled with the options of a training step."""
     (platform,) = {d.platform for a in probe.arguments for d in a.sharding.device_set}
     options: Any = flags.TUNED if platform == "gpu" else {}
     return jax.jit(repeated(function, REPEATS)).lower(*probe.arguments).compile(options)
 
 
 def measure(probe: Probe) -> float:
-    """Microseconds of one run of a kernel, without those of the loop around it."""
+    """Microseconds of one run of a kernel, without the time of the loop around it."""
     baseline = _microseconds(probe, probe.baseline) if probe.baseline else _loop()
     return max(_microseconds(probe, probe.function) - baseline, LEAST)
 
@@ -193,7 +195,7 @@ def _microseconds(probe: Probe, function: Callable[..., Any]) -> float:
 
 
 def table(gpu: str, device: str, lines: list[str]) -> str:
-    """The file."""
+    """The text of the file."""
     here = ", ".join(f"{name} {value}" for name, value in versions().items() if value)
     kinds = dict.fromkeys(line.partition(",")[0] for line in lines)
     comments = [*(f"{kind}: measured on {device}" for kind in kinds), f"with {here}"]
@@ -202,7 +204,7 @@ def table(gpu: str, device: str, lines: list[str]) -> str:
 
 @command
 def main(argv: Sequence[str] | None) -> int:
-    """Measures, and writes the file."""
+    """Runs the command: measures, and writes the file."""
     args = make_parser().parse_args(argv)
     if args.rehearse:
         jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,5 @@
-"""The command `jaxbench check`: measures, asks and judges, in one process or in those of a job."""
+"""The command `jaxbench check`: measures, asks and judges, in one process or in the processes of a
+job."""
 
 import threading
 import time
@@ -30,14 +31,16 @@ FILE = "check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns 0, or the status of what is slow or broken (`errors.STATUS`)."""
+    """Runs the command. Returns 0, or the exit status for what is slow or broken
+    (`errors.STATUS`)."""
     with ExitStack() as held:
         return _main(argv, held)
 
 
 def own(folder: Path, held: ExitStack) -> None:
-    """Becomes the only writer of the results' folder. Raises RecipeError where another one is; that
-    a folder cannot be written is a fault, which the check finds."""
+    """Makes this check the only writer of the results' folder. Raises RecipeError if another
+    process is. A folder that cannot be written raises nothing here: it is a fault, which the check
+    finds later."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held.enter_context(owned(folder))
@@ -61,7 +64,7 @@ def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
             report = judged(cluster, everywhere, missing)
             report["seconds"]["all"] = time.perf_counter() - began
             show(report)
-            with suppress(OSError):  # that files cannot be written there is a fault already
+            with suppress(OSError):  # a folder that cannot be written is a fault already
                 write_json(args.output / FILE, report)
             return report["status"]
 
@@ -72,8 +75,9 @@ def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
 
 
 def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, Told], str | None]:
-    """The devices of the job; the driver's view of those of this process; why there is none.
-    Raises RecipeError where nodes have different numbers of devices."""
+    """Finds the devices of the job. Returns (cluster, the driver's view of this process's devices,
+    why there is no such view or None). Raises RecipeError if nodes have different numbers of
+    devices."""
     told, missing = host.gpus() if jax.default_backend() == "gpu" else ([], "no GPU")
     local = {d: told[d.local_hardware_id or 0] for d in jax.local_devices() if told}
     here = [
@@ -104,9 +108,12 @@ def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, Told], str | None]
 def found_here(
     cluster: measure.Cluster, told: Mapping[jax.Device, Told], folder: Path
 ) -> dict[str, Any]:
-    """Findings of this process: settings, files, the driver's facts, rates, seconds of each part.
-    Kinds in which anything is slow are measured twice, and the better counts: what the host did
-    meanwhile is no fault of the GPU."""
+    """The findings of this process: settings, files, the driver's facts, rates, and the seconds
+    that each part took.
+
+    If anything of a kind is slow, that kind is measured twice and the better rate counts. A
+    disturbance by the host is no fault of the GPU.
+    """
     job.barrier("check of clocks", 60)
     clock, began = time.time(), time.perf_counter()
     facts = host.facts(told.values())
@@ -141,7 +148,8 @@ def found_here(
 def timed(
     cluster: measure.Cluster, kinds: Collection[str], seconds: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """The rates of some kinds at this process's devices; adds the seconds that each took."""
+    """The rates of some kinds at this process's devices. Adds the seconds that each kind took to
+    `seconds`."""
     device, rates = jax.local_devices()[0].device_kind, []
     gpu = None if is_null(device) else identify(device)
     known = tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
@@ -156,19 +164,19 @@ def timed(
 
 
 def made(rate: Mapping[str, Any]) -> Rate:
-    """A rate that was sent as JSON."""
+    """Restores a rate that was sent as JSON."""
     return Rate(**{**rate, "ends": tuple(rate["ends"])})
 
 
 def comparable() -> bool:
-    """False for devices that share a CPU."""
+    """False for CPU devices, which share a CPU."""
     return jax.default_backend() == "gpu"
 
 
 def judged(
     cluster: measure.Cluster, everywhere: Sequence[Mapping[str, Any]], missing: str | None
 ) -> dict[str, Any]:
-    """The report, check.json, given what all processes have found."""
+    """The report, which becomes check.json, from what all processes have found."""
     device = jax.local_devices()[0]
     rates = [made(rate) for here in everywhere for rate in here["rates"]]
     middle = median(here["clock"] for here in everywhere)
@@ -210,7 +218,7 @@ def judged(
 def unjudged(
     kinds: Mapping[str, list[Rate]], hosts: Mapping[str, Any], missing: str | None
 ) -> Iterator[str]:
-    """Reasons for all that this check could not judge."""
+    """The reasons why this check could not judge some things."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         yield "CPU devices share the host's cores: rates are shown, not judged; no GPU, no NVML"

@@ -1,4 +1,5 @@
-"""Facts of driver, system and file system of this host, without a measurement on a device."""
+"""Asks the driver, the system and the file system of this host. Nothing here is measured on a
+device."""
 
 import fcntl
 import os
@@ -18,10 +19,10 @@ from jaxbench.files import open_unlinked
 from jaxbench.versions import versions
 
 FILE_BYTES = 2**26
-"""Size of the file by which the file system's bandwidth is measured."""
+"""Size of the file that measures the file system's bandwidth."""
 
 SAMPLE_S = 0.05
-"""Time between looks at the GPUs under load."""
+"""Seconds between two looks at the GPUs under load."""
 
 SYSTEM = {
     "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
@@ -30,7 +31,8 @@ SYSTEM = {
     "numa_nodes": "/sys/devices/system/node/online",
     "huge_pages": "/proc/sys/vm/nr_hugepages",
 }
-"""Files of the kernel that have a setting; of several words the chosen one is in brackets."""
+"""Files of the kernel that hold a setting. If a file lists several words, the chosen word is in
+brackets."""
 
 ADAPTERS = Path("/sys/class/infiniband")
 """Network adapters, InfiniBand and RoCE, by name."""
@@ -47,7 +49,8 @@ OF_ADAPTER = {
 
 
 def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
-    """Versions and settings in which hosts should be equal; None where the system has none."""
+    """Versions and settings that should be the same on all hosts; None for what the system does not
+    have."""
     known = versions()
     names = ("jaxbench", "commit", "python", "jaxlib", "driver", "nvidia-nccl-cu13")
     found: dict[str, Any] = {name: known.get(name) for name in names}
@@ -65,7 +68,7 @@ def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
 
 
 def ports(adapters: Path = ADAPTERS) -> dict[str, float]:
-    """Gb/s of the link of each port of the network adapters; 0 where it is not active."""
+    """Link rate in Gb/s of each port of the network adapters; 0 if the port is not active."""
     found = {}
     for port in sorted(adapters.glob("*/ports/*")):
         active = (content(port / "state") or "").endswith(" ACTIVE")
@@ -76,7 +79,7 @@ def ports(adapters: Path = ADAPTERS) -> dict[str, float]:
 
 
 def content(path: Path) -> str | None:
-    """What a file of the kernel says; None without it, or where it says nothing."""
+    """The content of a file of the kernel; None if the file is missing or empty."""
     try:
         return path.read_text().strip() or None
     except OSError:
@@ -84,7 +87,7 @@ def content(path: Path) -> str | None:
 
 
 def gpus() -> tuple[list[nvml.Gpu], str | None]:
-    """The GPUs of this process by NVML, and why there are none."""
+    """The GPUs of this process according to NVML, and the reason if there are none."""
     try:
         return nvml.gpus(), None
     except RecipeError as error:
@@ -92,8 +95,9 @@ def gpus() -> tuple[list[nvml.Gpu], str | None]:
 
 
 def facts(told: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
-    """State of idle GPUs by the driver: facts, which others of the host they do not reach, and
-    `xids` of the kernel's log, None where it cannot be read."""
+    """The state of idle GPUs according to the driver: its facts, `unreached` (the other GPUs of the
+    host that a GPU does not reach), and `xids` from the kernel's log, which are None if the log
+    cannot be read."""
     log, every = xids(), nvml.gpus(visible=False) if told else []
     found = []
     for gpu in told:
@@ -107,7 +111,8 @@ def facts(told: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
 
 
 def under_load(told: Collection[nvml.Gpu], ended: threading.Event) -> list[dict[str, Any]]:
-    """Samples of GPUs at the time of their greatest power until `ended`, `reasons` by name."""
+    """Samples the GPUs until `ended` is set. Returns the sample of each GPU at its greatest power,
+    with `reasons` by name."""
     greatest: dict[int, nvml.Sample] = {}
     while not ended.wait(SAMPLE_S):
         for gpu in told:
@@ -123,8 +128,8 @@ def _named(sample: nvml.Sample) -> dict[str, Any]:
 
 
 def xids() -> dict[str, list[int]] | None:
-    """The driver's errors (XIDs) in the kernel's log, by PCI address without its function; None
-    where this user may not read it."""
+    """The driver's errors (XIDs) in the kernel's log, by PCI address without its function; None if
+    this user may not read the log."""
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -136,8 +141,8 @@ def xids() -> dict[str, list[int]] | None:
 
 
 def files(folder: Path) -> dict[str, Any]:
-    """Seconds until a small file is on disk, GB/s of a large one, and whether the file system
-    locks; `problem` where it cannot be written."""
+    """Seconds until a small file is on disk, GB/s of a large file, and whether the file system has
+    locks. If the folder cannot be written, the only entry is `problem`."""
     path = folder / f".check-{platform.node()}-{os.getpid()}"
     found: dict[str, Any] = {}
     try:

@@ -1,6 +1,8 @@
-"""Judges what is slow or broken in a job, from what was measured and what its hosts tell. No JAX.
+"""Judges what is slow or broken in a job, from measured rates and from what its hosts report. Needs
+no JAX.
 
-A rate is compared with those of the same kind in the job, the median of each kind with the tables.
+Each rate is compared with the rates of the same kind in the job, and the median of each kind with
+the tables.
 """
 
 from collections import Counter, defaultdict
@@ -14,29 +16,31 @@ from jaxbench.errors import listed
 from jaxbench.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
 
 GPU_KINDS = "bf16 products", "fp8 products", "memory"
-"""Kinds of the rates that are a GPU's alone."""
+"""Kinds of rates that depend on a single GPU."""
 
 BELOW_TABLE = 0.25
-"""Distance from a table that is remarked. Two independent benchmarks of the same large products on
-H100 differ by less in 99 of 100 (`product` and `repeated` in `forecast/measured/h100.csv`)."""
+"""Distance from a table at which we make a remark. Two independent benchmarks of the same large
+matmuls on H100 differ by less in 99 of 100 cases (`product` and `repeated` in
+`forecast/measured/h100.csv`)."""
 
 SKEW_S, SLOW_FILE_S = 1.0, 1.0
-"""Difference of hosts' clocks, and time to make a small file last, that are remarked: lines of two
-logs are then in the wrong order, and a record's write can delay a step."""
+"""Difference of hosts' clocks, and seconds to make a small file last, at which we make a remark.
+With more skew the lines of two logs are in the wrong order. With slower files the write of a record
+can delay a step."""
 
 PATH = "both ends are fast with others, so it is the path between them: cable or switch ports"
 EITHER = "either end may be bad: leave one of the two out and check again"
-"""What is said of a slow link: its ends have fast ones, or have not."""
+"""What we say of a slow link: `PATH` if both of its ends have fast links, else `EITHER`."""
 
 IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
-"""Kinds of the rates of links; the latter are the network's."""
+"""Kinds of the rates of links. The second kind is the network."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate that was measured: of which kind, in which unit, at a GPU or a node, or at both ends
-    of a link, named `NODE gpu N`; and what the tables say. Links are compared with those between
-    nodes that are as far apart in the job."""
+    """A measured rate: its kind and unit, where it was measured, and what the tables say. `ends`
+    names a GPU or a node, or both ends of a link; a GPU is `NODE gpu N`. Links are compared with
+    links between nodes that are as far apart in the job (`distance`)."""
 
     kind: str
     unit: str
@@ -48,8 +52,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault or remark, and where: a GPU, a link or a node. `cause` is one of `errors.STATUS`;
-    None for a remark, which fails no check. `nodes` are those to leave out."""
+    """A fault or a remark, and where it is: a GPU, a link or a node. `cause` is one of
+    `errors.STATUS`; it is None for a remark, which fails no check. `nodes` are the nodes to leave
+    out."""
 
     where: str
     what: str
@@ -61,13 +66,13 @@ class Finding:
 
 
 def node(where: str) -> str:
-    """The node of a GPU."""
+    """The node of a GPU, given the GPU's name."""
     return where.partition(" ")[0]
 
 
 def by_kind(rates: Iterable[Rate]) -> dict[str, list[Rate]]:
-    """The rates of each kind; of a link or a node, which several GPUs have measured, the greatest:
-    those that began earlier have waited for the others too."""
+    """Groups the rates by kind. Several GPUs measure the same link or node; the greatest of their
+    rates counts, since GPUs that began earlier also waited for the others."""
     greatest: dict[tuple[str, tuple[str, ...]], Rate] = {}
     for rate in rates:
         key = rate.kind, rate.ends
@@ -80,7 +85,8 @@ def by_kind(rates: Iterable[Rate]) -> dict[str, list[Rate]]:
 
 
 def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
-    """(share below the median, what tells the end) of each slow GPU, node or link of one kind."""
+    """The slow GPUs, nodes or links of one kind. Each has (share below the median, how the message
+    ends)."""
     if len(rates[0].ends) > 1:
         return slow_links(rates)
     spread = GPU_SPREAD if rates[0].kind in GPU_KINDS else LINK_SPREAD
@@ -89,12 +95,13 @@ def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
 
 
 def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
-    """The ends of slow links that are at fault, and the links of which no end is.
+    """Finds the ends of slow links that are at fault, and the slow links for which no end is at
+    fault.
 
-    An end is as fast as its fastest link, and is compared so with the other ends. A slow end is at
-    fault if one of its partners is not slow, or if all of them are in its own node. At fault is
-    also an end that is slow with most of its partners, of at least three, which are fast with
-    others.
+    An end is as fast as its fastest link, since one good link proves that the end is healthy. We
+    compare the ends by this speed. A slow end is at fault if one of its partners is not slow, or if
+    all its partners are in its own node. An end is also at fault if it is slow with most of its
+    partners, at least two, which are fast with others.
     """
     links: dict[tuple[str, ...], float] = {}
     for distance in {rate.distance for rate in rates}:
@@ -126,7 +133,8 @@ def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]
 
 
 def rate_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
-    """Slow GPUs, links and nodes: a node's are all of its GPUs'."""
+    """Slow GPUs, links and nodes. If all GPUs of a node are slow, or all links between two nodes,
+    the nodes are named instead."""
     for kind, rates in kinds.items():
         found = slow(rates)
         gpus = Counter(map(node, {end for rate in rates for end in rate.ends}))
@@ -145,7 +153,7 @@ def rate_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
 
 
 def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
-    """Kinds whose median is far below the tables': the job as a whole."""
+    """Kinds whose median is far below the tables. These findings are about the job as a whole."""
     for kind, rates in kinds.items():
         expected, middle = rates[0].expected, median(rate.value for rate in rates)
         if expected and middle < (1 - BELOW_TABLE) * expected:
@@ -157,8 +165,9 @@ def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
 
 
 def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
-    """Findings from the driver's facts and samples under load, which are None where it does not
-    tell. Of links and limits what all GPUs share is how the cluster is, and at most a remark."""
+    """Findings from the driver's facts and from samples under load, which are None if the driver
+    does not report them. If all GPUs lack the same links or have the same low limit, the cluster is
+    built that way, and it is at most a remark."""
     keys = "nvlinks_up", "pcie_lanes", "power_limit_w"
     most = {key: usual(gpu.get(key) for gpu in gpus.values()) for key in keys}
     cut_off = median([len(gpu.get("unreached") or ()) for gpu in gpus.values()] or [0])
@@ -200,7 +209,8 @@ def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
 
 
 def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
-    """Hosts' files, clocks and settings; versions and settings that are not the other hosts'."""
+    """Findings about the hosts' files, clocks and settings, and about versions and settings that
+    differ from the other hosts."""
     for name, host in hosts.items():
         files = host.get("files", {})
         if problem := files.get("problem"):
@@ -224,13 +234,15 @@ def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
 
 
 def usual(values: Iterable[float | None]) -> float:
-    """The most frequent of some values, the greatest of several such; 0 without any."""
+    """The most frequent value; the greatest if several are equally frequent; 0 without any
+    values."""
     counts = Counter(value for value in values if value is not None)
     return max(counts, key=lambda value: (counts[value], value), default=0.0)
 
 
 def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
-    """Settings, by place, that are not those of most places; all of them where none has more."""
+    """Settings, by place, that differ from the setting of most places. If no setting is more
+    frequent than the others, all are listed."""
     for key in dict.fromkeys(key for own in settings.values() for key in own):
         places: dict[str, list[str]] = defaultdict(list)
         for where, own in settings.items():
@@ -248,10 +260,11 @@ def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
 def judge(
     rates: Iterable[Rate], hosts: Mapping[str, Mapping[str, Any]], *, comparable: bool = True
 ) -> list[Finding]:
-    """All findings: faults, one for each place; then remarks, each with its places. Rates of
-    devices that are not `comparable`, as they share a CPU, are not judged.
+    """All findings: first the faults, one for each place, then the remarks, each with its places.
+    If the devices are not `comparable`, because they share a CPU, their rates are not judged.
 
-    A node's collectives are slow because of any of its GPUs: they are found where these are not.
+    Any slow GPU makes the collectives of its node slow. A node's collectives therefore count only
+    if no GPU of the node is at fault.
     """
     kinds = by_kind(rates) if comparable else {}
     found = [*rate_findings(kinds)]

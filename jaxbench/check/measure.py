@@ -1,4 +1,4 @@
-"""Times of each GPU and link of the job, all at once where they do not disturb each other."""
+"""Times each GPU and link of the job, all at once if they do not disturb each other."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ from jaxbench.hardware import Gpu
 from jaxbench.xla import flags
 
 PRODUCTS = "bf16 products", "fp8 products"
-"""Kinds of rates while which GPUs take the most power."""
+"""Kinds of rates during which GPUs take the most power."""
 
 Seconds = dict[jax.Device, float]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Sizes: of a square product, bytes that a kernel moves, bytes of a collective's whole buffer
-    and of an exchange; and how often each is repeated in a row: products, copies in a GPU's memory,
-    links inside of a node, those outside of it."""
+    """Sizes and repetitions. `product` is the side of a square matmul, `moved` the bytes that a
+    kernel moves, and `sent` the bytes of an exchange or of a collective's whole buffer. The others
+    say how often something is repeated in a row: matmuls, copies in a GPU's memory, links inside a
+    node, and links outside of it."""
 
     product: int
     moved: int
@@ -42,16 +43,17 @@ class Sample:
 GPU_SAMPLE = Sample(
     product=8192, moved=2**30, sent=2**28, products=300, copies=200, inside=20, outside=20
 )
-"""Products of more than 200 ms in bf16, since the power limit acts after 50 ms or so, at a size
-that the tables have. Copies in memory take 80 ms on an H100, others 14 to 110 ms, so that a host
-that starts the last of eight GPUs, or sees its end, a millisecond late does not make it slow."""
+"""The matmuls take more than 200 ms in bf16, since the power limit acts only after about 50 ms, and
+have a size that the tables have. Copies in memory take 80 ms on an H100, other kinds 14 to 110 ms.
+A host may start the last of eight GPUs, or see its end, a millisecond late; at these durations that
+does not make the GPU look slow."""
 
 CPU_SAMPLE = Sample(product=128, moved=2**16, sent=2**16, products=2, copies=2, inside=2, outside=2)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices of a job by node, `[nodes, GPUs]`, with their names by device."""
+    """The devices of a job by node, `[nodes, GPUs]`, and the name of each device."""
 
     devices: np.ndarray
     names: Mapping[jax.Device, str]
@@ -63,17 +65,17 @@ class Cluster:
 
     @property
     def split(self) -> jax.P:
-        """Sharding of arrays, a part of the first dimension on each device."""
+        """Sharding of arrays whose first dimension is split over all devices."""
         return jax.P(("nodes", "gpus"))
 
     def place(self, device: jax.Device) -> tuple[int, int]:
-        """Numbers of a device's node and of the device in it."""
+        """The number of a device's node, and the number of the device in that node."""
         node, number = np.argwhere(self.devices == device)[0]
         return int(node), int(number)
 
     def seconds(self, local: Callable[..., Any], times: int, *shapes: Any) -> Seconds:
         """Seconds of one run of a function of local arrays (shape, dtype) on each device of this
-        process. Values are sines: zeros take less power."""
+        process. The values are sines, because zeros take less power."""
 
         def filled(shape: tuple[int, ...], dtype: Any) -> jax.Array:
             index = jax.lax.iota(jnp.float32, shape[-1])
@@ -91,24 +93,25 @@ class Cluster:
         return {d: s / times for d, s in self.timed(program, *arrays).items()}
 
     def timed(self, program: Callable[..., Any], *arrays: jax.Array) -> Seconds:
-        """Seconds of a program on each device of this process; all processes begin together."""
+        """Seconds of a program on each device of this process. All processes begin together."""
         job.barrier(f"check {next(NUMBERS)}", 60)
         return device_seconds(program, *arrays)
 
 
 NUMBERS = count()
-"""Each barrier has its own number, the same in every process."""
+"""Numbers of the barriers. Each barrier has its own number, which is the same in every process."""
 
 
 def single(
     cluster: Cluster, kind: str, unit: str, work: float, times: Seconds, expected: float | None
 ) -> list[Rate]:
-    """Rates of single devices, given what each has done, in the unit times seconds."""
+    """Rates of single devices: `work` divided by the seconds of each device. `work` is in the unit
+    times seconds."""
     return [Rate(kind, unit, (cluster.names[d],), work / s, expected) for d, s in times.items()]
 
 
 def products(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
-    """Matrix products in bf16 or FP8, at the rate that is kept under the power limit."""
+    """Matmuls in bf16 or FP8, at the rate that a GPU sustains under its power limit."""
     n, name = cluster.sample.product, kind.partition(" ")[0]
     teraflop, expected = 2 * n**3 / 1e12, None
     if tables:
@@ -163,7 +166,8 @@ def from_host(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
 
 
 def collectives(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
-    """A collective inside each node, all nodes at once; bytes that a GPU sends."""
+    """A collective inside each node, in all nodes at once. The rate counts the bytes that one GPU
+    sends."""
     n, size, name = cluster.devices.shape[1], cluster.sample.sent, kind.partition(" ")[0]
     if n == 1:
         return []
@@ -180,15 +184,18 @@ def collectives(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | N
 
 
 def pairs(number: int, distance: int) -> list[tuple[int, int]]:
-    """Who sends to whom where each of `number` exchanges with the one whose number differs by the
-    bits of `distance`; those without a partner rest."""
+    """Who sends to whom if each of `number` participants exchanges with the one whose number
+    differs by the bits of `distance`. Participants without a partner rest."""
     return [(n, n ^ distance) for n in range(number) if n ^ distance < number]
 
 
 def distances(kind: str, number: int) -> list[int]:
-    """Distances of the rounds of exchanges of a kind: in a node all; between nodes 1, 2, 4 .., and
-    3, without which there were two groups of nodes, each with partners in the other alone, and no
-    telling which side is slow."""
+    """The distances of the rounds of exchanges of a kind.
+
+    In a node all distances are used. Between nodes they are 1, 2, 4 .., and 3. Without 3 the nodes
+    would form two groups whose members have partners only in the other group, and we could not tell
+    which group is slow.
+    """
     bits = (number - 1).bit_length()
     if kind == IN_NODE:
         return [*range(1, 1 << bits)]
@@ -196,8 +203,8 @@ def distances(kind: str, number: int) -> list[int]:
 
 
 def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
-    """Each GPU with others of its node, or with those of the same number in other nodes, in rounds
-    at the `distances`."""
+    """Exchanges of each GPU with others of its node, or with GPUs of the same number in other
+    nodes, in rounds at the `distances`."""
     along = 0 if kind == BETWEEN_NODES else 1
     axis, number = ("nodes", "gpus")[along], cluster.devices.shape[along]
     size = cluster.sample.sent
@@ -229,7 +236,7 @@ KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]
     IN_NODE: exchanges,
     BETWEEN_NODES: exchanges,
 }
-"""Rates at the devices of this process by kind. GPU and tables say what is expected; None where
-nothing is."""
+"""Functions that measure the rates of each kind at the devices of this process. The GPU and the
+tables say what is expected; without an expected rate it is None."""
 
 OTHERS = [kind for kind in KINDS if kind not in PRODUCTS]

@@ -1,5 +1,5 @@
-"""A mixture of experts around its products: the choice of experts (`routing`), and the exchange of
-tokens between their ranks and those of their experts (`dispatch`).
+"""A mixture of experts, except its matmuls: `routing` chooses experts, and `dispatch` exchanges
+tokens between their own ranks and the ranks of their experts.
 
-Imports `ops`, `mesh` and `recipe`. Dimension letters as in `ops`.
+Imports `ops`, `mesh` and `recipe`. Dimension letters are as in `ops`.
 """

@@ -1,24 +1,24 @@
-"""Dispatch of tokens to the ranks of their experts, and combine: exchanges of static size, by
-indices.
+"""Dispatch of tokens to the ranks of their experts, and combine. Both are exchanges of static size
+that use index maps.
 
-The tokens that a device sends, permuted by expert, fill *slots*, some of which stay empty. Two
-index maps are each other's inverse: from a slot to its assignment and from an assignment to its
-slot. So dispatch and combine are gathers, forward and backward: no one-hot products, no scatter,
-the same order of sums in every run.
+The tokens that a device sends are permuted by expert and fill *slots*; some slots stay empty. There
+are two index maps, each the inverse of the other: from a slot to its assignment, and from an
+assignment to its slot. Dispatch and combine are therefore gathers, forward and backward. They need
+no one-hot matmuls and no scatter, and they sum in the same order in every run.
 
-Four tokens a, b, c, d with k = 1, two experts with capacity 2 each; a, b and c are assigned to
-expert 0, with gates 0.9, 0.5 and 0.7; d to expert 1. Expert 0 takes its two largest gates and b is
-dropped:
+Example with a capacity: four tokens a, b, c, d with k = 1, and two experts with capacity 2 each.
+Tokens a, b and c are assigned to expert 0, with gates 0.9, 0.5 and 0.7, and d to expert 1. Expert 0
+takes the two largest gates, so b is dropped:
 
     slot                  0  1  2  3          assignment        a     b     c     d
     assignment of slot    a  c  d  NONE       slot of it        0     NONE  1     2
 
-Dropless, with two ranks that hold an expert each and 3 slots for each rank:
+The same tokens dropless, with two ranks that hold one expert each, and 3 slots for each rank:
 
     slot                  0  1  2  3  4     5          assignment   a  b  c  d
     assignment of slot    a  b  c  d  NONE  NONE       slot of it   0  1  2  3
 
-Dimension letters as in `ops`; T tokens of one device, C its assignments (T k), R its slots.
+Dimension letters are as in `ops`; T tokens of one device, C its assignments (T k), R its slots.
 """
 
 import math
@@ -37,10 +37,11 @@ from jaxbench.recipe.model import ExpertsConfig
 
 
 class Routes(NamedTuple):
-    """The slot of each assignment, and the assignment of each slot; `NONE` where there is none.
+    """The slot of each assignment, and the assignment of each slot. `NONE` means that there is
+    none.
 
-    `slot` is `"batch shard_seq assignment"`; `assignment` is `"slots"` and counts a device's local
-    assignments. In dropless mode `groups` are the tokens that arrive, by local expert.
+    `slot` is `"batch shard_seq assignment"`. `assignment` is `"slots"` and counts a device's local
+    assignments. In dropless mode `groups` are the arriving tokens, by local expert.
     """
 
     slot: Any
@@ -54,11 +55,12 @@ def dispatch(
     experts: Int[Array, "B S k"],
     cfg: ExpertsConfig,
 ) -> tuple[Array, Array, Routes]:
-    """(tokens at the ranks of their experts, their gates, routes).
+    """Sends tokens to the ranks of their experts. Returns (arrived tokens, their gates, routes).
 
-    With a capacity both are `"experts capacity .."`; empty slots are zero. Dropless they are
-    `"slots .."`: tokens in the order in which they arrive, from each rank at most `rank_slots`,
-    and gates permuted by expert as the products are (`ops.grouped`).
+    With a capacity, tokens and gates are `"experts capacity .."`, and empty slots are zero. In
+    dropless mode both are `"slots .."`. Tokens are in the order in which they arrive, at most
+    `rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
+    (`ops.grouped`).
     """
     dropless = cfg.capacity is None
 
@@ -93,8 +95,8 @@ def dispatch(
 
 
 def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:
-    """The inverse exchange of `dispatch`, and the sum over each token's assignments; a dropped one
-    adds nothing."""
+    """Sends the outputs back, as the inverse of `dispatch`, and sums them over each token's
+    assignments. A dropped assignment adds nothing."""
 
     def local(outputs, slot, assignment):
         outputs = _exchange(outputs, outputs.ndim - 2, 0).reshape(-1, outputs.shape[-1])
@@ -106,7 +108,7 @@ def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S 
 
 
 def split_batch(arrays: Any, parts: int) -> list:
-    """`parts` trees of arrays, each with a share of every device's sequences."""
+    """Splits arrays into `parts` trees, each with a share of every device's sequences."""
     if parts == 1:
         return [arrays]
     flat, structure = jax.tree.flatten(arrays)
@@ -127,8 +129,8 @@ def join_batch(parts: list) -> Any:
 
 
 def _exchange(arrays: Any, split: int, joined: int) -> Any:
-    """Arrays whose parts along dimension `split` are sent to the ranks of the experts, those that
-    arrive joined along another one."""
+    """Splits arrays along dimension `split`, sends the parts to the ranks of the experts, and joins
+    what arrives along dimension `joined`."""
     if not (axes := mesh.used(*mesh.EXPERTS)):
         return arrays
     exchange = partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
@@ -139,7 +141,7 @@ def _exchange(arrays: Any, split: int, joined: int) -> Any:
 def permute(
     x: Float[Array, "T D"], slot: Int[Array, "T k"], assignment: Int[Array, " R"]
 ) -> Float[Array, "R D"]:
-    """The token of each slot, zeros in empty ones; the transpose of `unpermute`."""
+    """The token of each slot; empty slots are zero. This is the transpose of `unpermute`."""
     return jnp.take(x, assignment // slot.shape[1], axis=0, mode="fill", fill_value=0)
 
 
@@ -147,7 +149,7 @@ def permute(
 def unpermute(
     permuted: Float[Array, "R D"], slot: Int[Array, "T k"], assignment: Int[Array, " R"]
 ) -> Float[Array, "T D"]:
-    """The sum over each token's slots, in fp32; the transpose of `permute`."""
+    """The sum over each token's slots, in fp32. This is the transpose of `permute`."""
     parts = jnp.take(permuted, slot, axis=0, mode="fill", fill_value=0)
     return jnp.sum(parts.astype(jnp.float32), axis=1).astype(permuted.dtype)
 
@@ -165,10 +167,11 @@ unpermute.defvjp(
 def capacity_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Routes, None]:
-    """(a device's routes with a capacity, None): of every group of `capacity_tokens` tokens, each
-    expert takes those with the largest gates (Megatron's policy `probs`); of equal gates the first.
+    """The routes of a device with a capacity. Returns (routes, None).
 
-    Slots are ordered by expert, group of tokens, and gate.
+    From every group of `capacity_tokens` tokens, each expert takes the tokens with the largest
+    gates (Megatron's policy `probs`). Of equal gates the first wins. Slots are ordered by expert,
+    group of tokens, and gate.
     """
     capacity = cfg.capacity
     assert capacity is not None
@@ -196,10 +199,13 @@ def capacity_routes(
 def dropless_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Routes, Int[Array, "n e"]]:
-    """(a device's routes without a capacity, the number of tokens that each of n ranks gets for
-    each of its e experts). Slots are ordered by rank, expert, and token; what a rank has no slots
-    for is dropped: tokens of its last experts first, which biases the run (a run that dropped any
-    is not comparable)."""
+    """The routes of a device without a capacity. Returns (routes, the number of tokens that each of
+    n ranks gets for each of its e experts).
+
+    Slots are ordered by rank, expert, and token. If a rank has too few slots, the tokens of its
+    last experts are dropped first. That biases the run, so a run that dropped any tokens is not
+    comparable.
+    """
     ranks = mesh.ranks("experts")
     slots = rank_slots(experts.size // cfg.top_k, cfg, ranks)
     expert = experts.reshape(-1)
@@ -220,8 +226,9 @@ def dropless_routes(
 
 
 def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:
-    """Slots that a device with a number of tokens has for each rank without a capacity:
-    `rank_capacity_factor` times a fair share, or the most that any choice needs."""
+    """Without a capacity: the slots that a device with this number of tokens has for each rank. It
+    is `rank_capacity_factor` times a fair share, but at most what any choice of experts can
+    need."""
     share = tokens * cfg.top_k / ranks
     most = tokens * min(cfg.top_k, cfg.count // ranks)
     return min(math.ceil(share * cfg.rank_capacity_factor), most)

@@ -1,7 +1,7 @@
 """Routing of tokens to experts: the choice, the load-balance loss, and the figures of a step.
 
 An *assignment* is one of the k experts that a token is sent to; `experts.dispatch` sends it.
-Dimension letters as in `ops`.
+Dimension letters are as in `ops`.
 """
 
 import jax
@@ -14,18 +14,19 @@ from jaxbench.ops import dense
 from jaxbench.recipe.model import ExpertsConfig
 
 SMALLEST_SUM = 1e-20
-"""Added to a sum of sigmoids before it divides (DeepSeek-V3)."""
+"""We add this to a sum of sigmoids before we divide by it (DeepSeek-V3)."""
 
 
 def choose(
     logits: Float[Array, "B S E"], cfg: ExpertsConfig, bias: Float[Array, " E"] | None = None
 ) -> tuple[Float[Array, "B S k"], Int[Array, "B S k"]]:
-    """(gates, experts) of each token's assignments; the gates are fp32 and carry the gradient.
+    """(gates, experts) of each token's assignments. The gates are fp32 and carry the gradient.
 
-    `topk_softmax`: softmax over the largest logits (Megatron). `softmax_topk`: the largest of the
-    softmax over all, not normalised again (Grok-1). `sigmoid`: the sigmoids of the chosen logits
-    over their sum (DeepSeek-V3); the largest are chosen after `bias` is added, whose gradient is
-    the number of assignments (`count_loads`). All are multiplied by `gate_scale`.
+    `topk_softmax` takes the softmax over the largest logits (Megatron). `softmax_topk` takes the
+    largest values of the softmax over all logits and does not normalise them again (Grok-1).
+    `sigmoid` takes the sigmoids of the chosen logits divided by their sum (DeepSeek-V3); it chooses
+    the largest after it has added `bias`. The gradient of the bias is the number of assignments
+    (`count_loads`). All gates are multiplied by `gate_scale`.
 
     Of equal scores the first expert wins. Balanced routing assigns experts in turn.
     """
@@ -55,7 +56,8 @@ def choose(
 
 
 def _in_best_groups(scores: Float[Array, "B S E"], cfg: ExpertsConfig) -> Float[Array, "B S E"]:
-    """The scores of experts in a token's best groups; of others the least possible."""
+    """Keeps the scores of experts in a token's best groups and sets all other scores to the
+    smallest possible one."""
     if cfg.groups == cfg.top_groups:
         return scores
     groups = scores.reshape(*scores.shape[:2], cfg.groups, -1)
@@ -69,8 +71,9 @@ def _in_best_groups(scores: Float[Array, "B S E"], cfg: ExpertsConfig) -> Float[
 def count_loads(
     gates: Float[Array, "B S k"], biases: Float[Array, "B S k"]
 ) -> Float[Array, "B S k"]:
-    """The gates. The gradient of each assignment's bias is 1, so that the sum that reaches a bias,
-    over microbatches and devices as any gradient, is the number of its expert's assignments."""
+    """Returns the gates. The gradient of each assignment's bias is 1. It is summed over
+    microbatches and devices like any gradient, so the sum that reaches a bias is the number of its
+    expert's assignments."""
     return gates
 
 
@@ -82,9 +85,9 @@ count_loads.defvjp(
 def balance_shares(
     logits: Float[Array, "B S E"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Float[Array, "B S E"], Int[Array, "B S k"]]:
-    """(probability of each expert, assignments) as the load-balance loss takes them: the softmax
-    and the choice; with router `sigmoid` the shares of the sigmoids, and the choice by them alone,
-    without bias and groups."""
+    """(probability of each expert, assignments) as the load-balance loss uses them. They are the
+    softmax and the choice. With router `sigmoid` they are the shares of the sigmoids, and the
+    choice that the sigmoids alone would make, without bias and groups."""
     if cfg.router != "sigmoid":
         return jax.nn.softmax(logits), experts
     scores = jax.nn.sigmoid(logits)
@@ -100,15 +103,15 @@ def random_logits(
     layer: Int[Array, ""] | int,
     depth: int = 0,
 ) -> Float[Array, "B S E"]:
-    """Standard normal numbers in place of the logits, with the gradient of the logits: what
-    Megatron calls forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py).
-    The loads of experts are multinomial.
+    """Replaces the logits by standard normal numbers but keeps the gradient of the logits. Megatron
+    calls this forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py). The
+    loads of experts are then multinomial.
 
-    The numbers depend on counters alone, so that any mesh and any division into microbatches has
-    the same at every step: the token's position, the number of its sequence, which counts from
-    `first_sequence` over all steps, the number of the `layer`, and `depth`, which counts the
-    applications of the layer before. Weights are no key: after an update their last bits differ
-    between meshes.
+    The numbers depend only on counters, so that they are the same at every step for any mesh and
+    any division into microbatches. The counters are the token's position; the number of its
+    sequence, which counts from `first_sequence` over all steps; the number of the `layer`; and
+    `depth`, which counts the earlier applications of the layer. The numbers do not depend on
+    weights, because after an update the last bits of weights differ between meshes.
     """
 
     def local(logits, first, layer):
@@ -133,10 +136,10 @@ def balance_loss(
 ) -> tuple[Float[Array, " B"], Int[Array, "B E"]]:
     """(load-balance loss, assignments of each expert) of each sequence, before any are dropped.
 
-    The loss is E sum_e F_e P_e, with F_e expert e's share of the assignments and P_e the mean of
-    its probability (`balance_shares`; Fedus et al. 2021), both over the sequence or, with `balance:
-    microbatch`, over the sequences of its data-parallel rank. It is 1 when both are uniform; only P
-    carries a gradient.
+    The loss is E sum_e F_e P_e. F_e is expert e's share of the assignments, and P_e is the mean of
+    its probability (`balance_shares`; Fedus et al. 2021). Both are taken over the sequence or, with
+    `balance: microbatch`, over the sequences of its data-parallel rank. The loss is 1 if both are
+    uniform. Only P carries a gradient.
     """
     length = mesh.whole_seq(experts.shape[1])
 
@@ -154,7 +157,7 @@ def balance_loss(
 
 
 def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
-    """The mean over the sequences of a device, for each of them."""
+    """Replaces the value of each sequence by the mean over the sequences of its device."""
 
     def local(x):
         return jnp.broadcast_to(jnp.mean(x, axis=0), x.shape)
@@ -163,17 +166,19 @@ def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
 
 
 Figures = dict[str, Array]
-"""Routing figures of a step: mean balance loss; load of each expert over a fair share, and that of
-the busiest expert of any layer; share of assignments dropped. Empty without experts."""
+"""Routing figures of a step: the mean balance loss; the load of each expert, and of the busiest
+expert of any layer, both relative to a fair share; and the share of dropped assignments. Empty
+without experts."""
 
 
 def with_balance_loss(
     loss: Array, segments: list, coefficient: float
 ) -> tuple[Float[Array, ""], Figures]:
-    """(the loss with the gradient, but not the value, of all layers' load-balance losses, figures).
+    """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
+    (loss, figures).
 
-    `segments` has for each segment of layers (balance loss `"L B"`, load `"L B E"`, dropped
-    assignments `"L B"`).
+    `segments` has one entry for each segment of layers: (balance loss `"L B"`, load `"L B E"`,
+    dropped assignments `"L B"`).
     """
     layers = [figures for segment in segments for figures in segment]
     if not layers:
@@ -187,7 +192,7 @@ def with_balance_loss(
 def figures(
     losses: Float[Array, "L B"], load: Num[Array, "L B E"], dropped: Num[Array, "L B"]
 ) -> Figures:
-    """`Figures` of one forward pass."""
+    """The `Figures` of one forward pass."""
     load = jnp.sum(load, axis=1)
     share = load / jnp.mean(load, axis=1, keepdims=True)
     return {

@@ -1,8 +1,8 @@
-"""Operators: functions of arrays on the current mesh, of which models consist.
+"""Operators: functions of arrays on the current mesh. Models are built from them.
 
-Only this package and `ssd` name kernel libraries. Start with `dense.dot`; `attention`, `quantized`
-and `grouped` are registries of implementations; `blocks` applies repeated layers with an activation
-stash.
+Only this package and `ssd` name kernel libraries. Start with `dense.dot`. `attention`, `quantized`
+and `grouped` each hold a registry of implementations. `blocks` applies repeated layers and keeps
+their activations in a stash.
 
 Imports `mesh`, `recipe`, `hardware`, `errors`, `jax_internals`.
 

@@ -1,12 +1,14 @@
-"""Blocks of layers applied over stacked weights, with a stash of residuals.
+"""Applies a block of layers over stacked weights, with a stash of residuals.
 
-`jax.lax.scan` of a `jax.checkpoint` computes the same, but allocates, zeroes and copies its stack
-of residuals for each microbatch. Here the stash is passed in and out, and every microbatch writes
-into the same memory. Without remat nothing is stacked: blocks are unrolled in the program.
+`jax.lax.scan` of a `jax.checkpoint` computes the same, but it allocates, zeroes and copies its
+stack of residuals for each microbatch. Here the caller passes the stash in and gets it back, and
+every microbatch writes into the same memory. Without remat nothing is stacked: the blocks are
+unrolled in the program.
 
-Residuals that wait in the host's memory are written a block later than they arise and read a block
-earlier than they are needed, so that the copies run beside the products. Indices are those of the
-loop: others would have kernels read and write the host's memory, where now copy engines do.
+Residuals can also wait in host memory. They are written one block after they are computed and read
+one block before they are needed, so that the copies overlap with the matmuls. The copies use the
+loop's own index. With any other index XLA would let kernels read and write host memory; now copy
+engines do it.
 """
 
 from collections.abc import Callable
@@ -29,21 +31,23 @@ from jaxbench.ops.stash import (
 )
 
 Stash = list[jax.Array]
-"""Residuals of every block in device memory, without its weights, each leaf `[blocks, ..]`."""
+"""The residuals of every block that stay in device memory, without its weights. Each leaf is
+`[blocks, ..]`."""
 
 HostTypes = tuple[jax.ShapeDtypeStruct | None, ...]
-"""For each residual of a block its type where it waits in the host's memory, else None."""
+"""For each residual of a block: its type if it waits in host memory, else None."""
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-"""One block: (x, its weights, its constants, arguments of all blocks) to (the next x, aux)."""
+"""Applies one block. It maps (x, the block's weights, its constants, the arguments of all blocks)
+to (the next x, aux)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A block that is looped over: what it applies, its VJP with types in place of residuals, and
-    which residuals wait in the host's memory."""
+    """A block that is looped over: the function that applies it, its VJP with types in place of
+    residuals, and which residuals wait in host memory."""
 
     apply: Apply
     vjp: Any
@@ -51,7 +55,8 @@ class Block:
 
 
 def can_offload() -> bool:
-    """True where arrays in the host's memory are read back from where they were written."""
+    """True if the backward pass reads arrays in host memory at the places where they were written.
+    See `jax_internals.READS_HOST` for the compilers that do not."""
     return READS_HOST or mesh.platform() != "gpu"
 
 
@@ -67,14 +72,19 @@ def apply_blocks(
     offloading: Apply | None = None,
     input_on_host: bool = False,
 ) -> tuple[jax.Array, Any, Stash]:
-    """(output of the last block, aux of all blocks stacked `[blocks, ..]`, the stash as written).
+    """Applies all blocks in order. Returns (output of the last block, aux of all blocks stacked
+    `[blocks, ..]`, the written stash).
 
-    Leaves of `weights` and `constants` are `[blocks, ..]`; `common` is passed to every block.
-    Gradients are those of `x` and `weights`. `apply` recomputes what it does not save
-    (`remat.recomputed`). Without `stash` a new one is allocated. With `unrolled` the stash is
-    empty, and gathered weights are residuals too, where a stash would have the backward pass gather
-    them again. `offloading` is the same block whose residuals have the types of the memory in which
-    they wait (`remat.recomputed`); with `input_on_host` a block's input waits in the host's too.
+    Leaves of `weights` and `constants` are `[blocks, ..]`; every block also gets `common`. Only `x`
+    and `weights` have gradients. `apply` recomputes what it does not save (`remat.recomputed`).
+    Without `stash` a new one is allocated.
+
+    With `unrolled` the stash is empty, and gathered weights are residuals too. With a stash the
+    backward pass would gather them again.
+
+    `offloading` is the same block, but its residuals have the types of the memory in which they
+    wait (`remat.recomputed`). With `input_on_host` the input of each block waits in host memory
+    too.
     """
     if unrolled:
         return *_unrolled(apply, x, weights, constants, common), []
@@ -118,7 +128,7 @@ def _forward(block, x, weights, constants, common, stash):
         x, stash, waiting, late = carry
         (y, aux), vjp = jax.vjp(block.apply, x, *operands, common)
         now, here = _split([x, *residuals(vjp)], block.host)
-        # Entry i has the residuals of the block before, `late`; entry 0 none.
+        # Entry i holds `late`, the residuals of the block before; entry 0 holds none.
         waiting = write(waiting, jax.device_put(late, HOST), index)
         return (y, write(stash, now, index), waiting, here), aux
 
@@ -152,8 +162,9 @@ _looped.defvjp(_forward, _backward)
 
 
 def _linearized(apply, x, weights, constants, common) -> tuple[list, Any, list]:
-    """(types of a block's input and residuals, its VJP with types in place of residuals, their
-    memory spaces, which types do not tell)."""
+    """Traces one block. Returns (types of its input and residuals, its VJP with types in place of
+    residuals, their memory spaces). The spaces are separate because the types do not include
+    them."""
     spaces = []
 
     def linearized(x, *arguments):
@@ -166,10 +177,10 @@ def _linearized(apply, x, weights, constants, common) -> tuple[list, Any, list]:
 
 
 def _split(values: list, host: HostTypes) -> tuple[list, list]:
-    """The values that stay on the device, and those that wait in the host's memory."""
+    """Splits the values into those that stay on the device and those that wait in host memory."""
     pairs = list(zip(values, host, strict=True))
     waiting = [value for value, like in pairs if like is not None]
-    # `host` was read off the same block under another policy, whose residuals have this order.
+    # `host` comes from the same block under another policy, whose residuals have the same order.
     assert [a.shape for a in waiting] == [like.shape for like in host if like is not None]
     return [value for value, like in pairs if like is None], waiting
 

@@ -1,4 +1,4 @@
-"""Einsum of two arrays as one matrix product without a transposed copy."""
+"""Einsum of two arrays as one matmul, without a transposed copy of an operand."""
 
 from typing import Any
 
@@ -9,18 +9,20 @@ from jaxbench import mesh
 
 
 def einsum_dims(equation: str) -> tuple[str, str, str]:
-    """Dimensions of both operands and of the result of an einsum, one letter each."""
+    """The dimensions of both operands and of the result of an einsum, one letter each."""
     operands, result = equation.split("->")
     a, b = operands.split(",")
     return a, b, result
 
 
 def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
-    """`jnp.einsum` of two arrays whose result has the batch dimensions first, then the remaining
-    ones of one array, then those of the other; `options` are those of `jax.lax.dot_general`.
+    """`jnp.einsum` of two arrays. The result must have the batch dimensions first, then the
+    remaining dimensions of one array, then the remaining dimensions of the other. `options` go to
+    `jax.lax.dot_general`.
 
-    Several summed dimensions keep their order in `a`. `einsum` sorts them by their letters, and XLA
-    then transposes an operand in memory. Raises ValueError for another order of the result.
+    If several dimensions are summed, they keep their order in `a`. `einsum` sorts them by their
+    letters, and XLA then transposes an operand in memory. Raises ValueError for any other order of
+    the result.
     """
     a_dims, b_dims, out = einsum_dims(equation)
     batch = [d for d in a_dims if d in b_dims and d in out]
@@ -37,7 +39,7 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
 
     dimension_numbers = positions(summed), positions(batch)
     if batch and mesh.platform() == "cpu":
-        # On a CPU XLA adds up in bf16 if the sum is not over the last dimension of `a`.
+        # On a CPU XLA accumulates in bf16 if the sum is not over the last dimension of `a`.
         wide = [x.astype(jnp.float32) for x in (a, b)]
         return jax.lax.dot_general(wide[0], wide[1], dimension_numbers, **options).astype(a.dtype)
     return jax.lax.dot_general(a, b, dimension_numbers, **options)

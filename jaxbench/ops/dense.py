@@ -1,4 +1,5 @@
-"""Products of activations with weights that are sharded at rest, and elementwise vectors."""
+"""Matmuls of activations with weights that are sharded at rest, and elementwise operations with
+vectors."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,13 +16,13 @@ from jaxbench.ops.duplicated import Duplicated, single
 
 
 def dot(equation: str, x: jax.Array, w: nnx.Variable | quantized.Operand, dims: str) -> jax.Array:
-    """Einsum of an activation with a weight that is sharded at rest: all-gather the weight, then
-    multiply, in FP8 where the weight is an `quantized.Operand`.
+    """Einsum of an activation with a weight that is sharded at rest. It all-gathers the weight and
+    then multiplies, in a quantized format if the weight is a `quantized.Operand`.
 
-    `dims` are the logical dimensions of the result. Where the product sums over a dimension that is
+    `dims` are the logical dimensions of the result. If the matmul sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
-    `mesh.scatter_seq` sums it. In the backward pass the gradient of the weight is
-    reduce-scattered. A dimension of experts, the letter E, is a batch of products.
+    `mesh.scatter_seq` sums it. In the backward pass the weight's gradient is reduce-scattered. A
+    dimension of experts, the letter E, makes a batch of matmuls.
     """
     return single(dot_duplicated(equation, Duplicated.of(x), w, dims))
 
@@ -29,8 +30,8 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | quantized.Operand, dims: 
 def dot_duplicated(
     equation: str, x: Duplicated, w: nnx.Variable | quantized.Operand, dims: str
 ) -> Duplicated:
-    """`dot` with a duplicated producer of its input and of its result's gradient; bf16 products use
-    `value` only."""
+    """`dot` for an input whose producer is duplicated; the producer of the result's gradient is
+    duplicated too. Matmuls in bf16 use only `value`."""
     x_dims, w_dims, out = einsum_dims(equation)
     split_sum = mesh.contracts_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
@@ -44,8 +45,8 @@ def dot_duplicated(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
     """Einsum whose gradients are computed in the dimension order of their operands. JAX's own rule
-    swaps the operands of the weight gradient, which XLA then transposes in memory before it is
-    scattered."""
+    swaps the operands of the weight gradient, and XLA then transposes the gradient in memory before
+    it scatters it."""
     return contract(equation, x, w, out_sharding=spec)
 
 
@@ -61,7 +62,7 @@ _product.defvjp(lambda equation, spec, x, w: (_product(equation, spec, x, w), (x
 
 
 def scale(x: jax.Array, gain: jax.Array) -> jax.Array:
-    """`x` times a vector along its last dimension; the vector's gradient stays local to each
+    """`x` times a vector along its last dimension. The vector's gradient stays local to each
     rank."""
     return x * along(gain, x)
 
@@ -72,22 +73,23 @@ def shift(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Features of all heads, `"batch seq head_dim"`, for each head of another array; the gradient
-    is the sum over a device's own heads."""
+    """Repeats features that all heads share, `"batch seq head_dim"`, for each head of the array
+    `like`. The gradient is the sum over a device's own heads."""
     shape, (batch, seq, heads, _) = (*like.shape[:3], x.shape[-1]), mesh.partition(like)
     sharding = PartitionSpec(batch, seq, heads, None)
     return jax.lax.broadcast_in_dim(x, shape, (0, 1, 3), out_sharding=sharding)
 
 
 def biased(x: jax.Array, bias: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
-    """`x` plus a bias along the dimensions `dims` of `x`, its last ones by default; in fp32,
-    returned in the dtype of `x`, with gradients as in `scale`."""
+    """`x` plus a bias along the dimensions `dims` of `x`, by default its last ones. The sum is
+    computed in fp32 and returned in the dtype of `x`. Gradients are as in `scale`."""
     wide = x.astype(jnp.float32)
     return (wide + along(bias, x, dims)).astype(x.dtype)
 
 
 def along(vector: jax.Array, x: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
-    """A vector along the dimensions `dims` of an array like `x`, its last ones by default."""
+    """Broadcasts a vector to the shape of `x`, along the dimensions `dims` of `x`, by default its
+    last ones."""
     sharding = PartitionSpec(*mesh.partition(x))
     dims = range(x.ndim - vector.ndim, x.ndim) if dims is None else dims
     return jax.lax.broadcast_in_dim(vector, x.shape, dims, out_sharding=sharding)

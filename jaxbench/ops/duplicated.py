@@ -1,10 +1,11 @@
-"""Producers duplicated so that XLA fuses the cast and the amax of an FP8 operand.
+"""Duplicated producers, so that XLA fuses both the cast and the amax of an FP8 operand with its
+producer.
 
-An FP8 product casts its operand and takes its amax (largest absolute value). When the producer of
-the operand is expensive, such as a gated activation with an exponential per element, XLA does not
-fuse it into both consumers: it writes the operand to memory in bf16 and reads it back. Given a
-second copy of the producer that XLA cannot recognise as equal (`opaque_copy`), it computes cast and
-amax in one kernel from the producer's inputs, and writes FP8 alone.
+An FP8 matmul casts its operand and takes its amax (largest absolute value). If the producer of the
+operand is expensive, such as a gated activation with an exponential per element, XLA does not fuse
+it into both consumers: it writes the operand to memory in bf16 and reads it back. We therefore give
+XLA a second copy of the producer that it cannot recognise as equal (`opaque_copy`). It then
+computes the cast and the amax in one kernel from the producer's inputs, and writes only FP8.
 """
 
 from typing import NamedTuple
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 
 
 class Duplicated(NamedTuple):
-    """An array `value`, which a product casts, and an equal one `for_amax`, whose amax it takes.
+    """An array twice: the matmul casts `value` and takes the amax of `for_amax`, which is equal.
 
-    The cotangents of a product's `Duplicated` result are two copies of one gradient likewise.
+    In the same way, the cotangents of a matmul's `Duplicated` result are two copies of one
+    gradient.
     """
 
     value: jax.Array
@@ -24,13 +26,15 @@ class Duplicated(NamedTuple):
 
     @classmethod
     def of(cls, x: jax.Array) -> "Duplicated":
-        """One array as both copies, where its producer is cheap or its value already in memory."""
+        """Uses one array as both copies. Its producer is cheap, or its value is already in
+        memory."""
         return cls(x, jax.lax.stop_gradient(x))
 
 
 @jax.custom_vjp
 def single(x: Duplicated) -> jax.Array:
-    """The value of a product's result, for a consumer whose gradient is cheap or in memory."""
+    """The value of a matmul's result, for a consumer whose gradient is cheap or already in
+    memory."""
     return x.value
 
 
@@ -40,7 +44,7 @@ single.defvjp(lambda x: (x.value, None), lambda _, dy: (Duplicated(dy, dy),))
 def opaque_copy(x: jax.Array, index: int) -> jax.Array:
     """`x`, bit for bit, as a copy that XLA cannot merge with a copy of another `index`.
 
-    It is x 2^index 2^-index, of which the compiler sees the second factor only.
+    It is x 2^index 2^-index, and the compiler sees only the second factor.
     """
     factor = jax.lax.optimization_barrier(jnp.array(2.0**index, x.dtype))
     return x * factor * jnp.array(2.0**-index, x.dtype)

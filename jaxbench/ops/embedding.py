@@ -9,10 +9,10 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
     """The rows of `table` (`"vocab embed"`) for `tokens` (`"batch seq"`), as `"batch shard_seq
     embed"` of `dtype`.
 
-    The table is split over `embed`. Each rank looks up the tokens of all ranks in its columns; an
-    all-to-all then exchanges some columns of all tokens for all columns of its own tokens. That
-    moves activations instead of the table, and its transpose brings every token's gradient to the
-    rank that holds the columns, with nothing left to reduce.
+    The table is split over `embed`. Each rank looks up the tokens of all ranks in its own columns.
+    An all-to-all then exchanges some columns of all tokens for all columns of the rank's own
+    tokens. This moves activations instead of the table. Its transpose brings every token's gradient
+    to the rank that holds the columns, so nothing is left to reduce.
     """
     seq, shard_seq = (mesh.axes(dim) for dim in ("seq", "shard_seq"))
     batch = mesh.used(*(axis for axis in mesh.TABLE_EMBED if axis in mesh.SEQUENCES))

@@ -1,4 +1,4 @@
-"""Gated activations between the two products of an MLP or an expert."""
+"""Gated activations between the two matmuls of an MLP or an expert."""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -12,11 +12,12 @@ from jaxbench.ops.duplicated import Duplicated, opaque_copy
 from jaxbench.ops.remat import save
 
 CLAMP = 7.0
-"""Bound of the inputs of `swiglu_clamped`."""
+"""Bound on the inputs of `swiglu_clamped`."""
 
 
 def swiglu_clamped(gate: Array, up: Array) -> Array:
-    """g sigmoid(1.702 g) (u + 1), with g at most 7 and u from -7 to 7 (GPT-OSS)."""
+    """g sigmoid(1.702 g) (u + 1), with g clamped to at most 7 and u to the range -7 to 7
+    (GPT-OSS)."""
     gate = jnp.minimum(gate, CLAMP)
     return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(up, -CLAMP, CLAMP) + 1)
 
@@ -26,12 +27,12 @@ GATES: dict[str, Callable[[Array, Array], Array]] = {
     "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
     "swiglu_clamped": swiglu_clamped,
 }
-"""Activations of gate and up projection, by their names in recipes."""
+"""Activations of the gate and up projections, by their names in recipes."""
 
 
 class Copy(IntEnum):
-    """Indices of `opaque_copy`: each is one recomputation from `gate` that XLA must not merge with
-    another one, since it would write the merged result to memory. Each gradient has one copy to be
+    """Indices of `opaque_copy`. Each index is one recomputation from `gate`. XLA must not merge two
+    of them, since it would write the merged result to memory. Each gradient has one copy for the
     cast and one for its amax."""
 
     HIDDEN_AMAX = 1
@@ -43,8 +44,8 @@ class Copy(IntEnum):
 
 
 def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = None) -> Array:
-    """An activation of `GATES`, times one weight per token where given; computed in fp32, returned
-    in the dtype of `gate`."""
+    """Applies an activation of `GATES` and multiplies by one weight per token, if `weights` are
+    given. It computes in fp32 and returns the dtype of `gate`."""
     f32 = jnp.float32
     hidden = activation(gate.astype(f32), up.astype(f32))
     if weights is not None:
@@ -53,8 +54,8 @@ def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = N
 
 
 def squared_relu(up: Float[Array, "*T F"], weights: Float[Array, "*T"]) -> Float[Array, "*T F"]:
-    """relu(up)^2 times one weight per token; computed in fp32, returned in the dtype of `up`, which
-    remat policies save."""
+    """relu(up)^2 times one weight per token. It computes in fp32 and returns the dtype of `up`,
+    which remat policies save."""
     wide = save(up, "up").astype(jnp.float32)
     return (jnp.square(jax.nn.relu(wide)) * weights[..., None]).astype(up.dtype)
 
@@ -63,10 +64,10 @@ def squared_relu(up: Float[Array, "*T F"], weights: Float[Array, "*T"]) -> Float
 def gated(
     activation: Callable, gate_up: Duplicated, weights: Float[Array, "*T"] | None = None
 ) -> Duplicated:
-    """`gate` of the two halves of `[*T, 2, F]`, as `[*T, F]`, between two products.
+    """Applies `gate` to the two halves of `[*T, 2, F]`. The result is `[*T, F]`.
 
-    Its residuals are the halves, which remat policies save as `gate` and `up`; the backward pass
-    recomputes the rest.
+    Its residuals are the two halves, which remat policies save as `gate` and `up`. The backward
+    pass recomputes the rest.
     """
     return _forward(activation, gate_up, weights)[0]
 
@@ -87,7 +88,7 @@ def _backward(activation, residuals, d_hidden):
         return jax.vjp(partial(gate, activation), *inputs)[1](d_hidden.value)[argument]
 
     def gradients(gate_copy: Copy, up_copy: Copy) -> Array:
-        # Padded and added, not stacked: XLA fuses no concatenation with a reduction.
+        # We pad and add instead of stacking: XLA does not fuse a concatenation with a reduction.
         return _half(gradient(gate_copy, 0), 0) + _half(gradient(up_copy, 1), 1)
 
     d_weights = None if weights is None else gradient(Copy.WEIGHTS, 2)
@@ -96,7 +97,7 @@ def _backward(activation, residuals, d_hidden):
 
 
 def _half(x: Array, index: int) -> Array:
-    """`[*T, F]` as half `index` of `[*T, 2, F]`; the other half is zeros."""
+    """Puts `[*T, F]` into half `index` of `[*T, 2, F]`; the other half is zero."""
     unchanged = [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x[..., None, :], [*unchanged, (index, 1 - index), (0, 0)])
 

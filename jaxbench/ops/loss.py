@@ -1,15 +1,16 @@
-"""Cross entropy over a vocabulary that may be sharded, fused with the head's matrix product.
+"""Cross entropy over a vocabulary that may be sharded, fused with the head's matmul.
 
 The head is the widest layer (128k columns), and the fp32 logits of all tokens would be the largest
-array of the step. So tokens are processed in chunks (`chunk_tokens`): the fp32 logits of a chunk,
-its loss, and at once the gradient of its logits. The forward pass thus computes all gradients,
-logits are computed once, and the backward pass only scales the gradients.
+array of the step. We therefore process the tokens in chunks (`chunk_tokens`). For each chunk the
+forward pass computes the fp32 logits, the loss and at once the gradient of the logits. So logits
+are computed only once, the forward pass computes all gradients, and the backward pass only scales
+them.
 
 The logit gradients of all chunks are stacked in bf16 (4.2 GB for Grok-1 on 8 GPUs), and the head's
-gradient is one product over the stack. The alternative, an fp32 sum `[D, V]` over chunks, would
-read and write 8 D V bytes per chunk of 2048 tokens; the stack costs 4 V bytes per token, 1024 / D
-of that. A stack larger than `STACK_BYTES` is made and multiplied in parts, and the head's gradient
-is the fp32 sum over the parts.
+gradient is one matmul over the stack. The alternative is an fp32 sum `[D, V]` over chunks. It would
+read and write 8 D V bytes per chunk of 2048 tokens. The stack costs 4 V bytes per token, which is
+1024 / D of that. If the stack would be larger than `STACK_BYTES`, we make and multiply it in parts;
+the head's gradient is then the fp32 sum over the parts.
 """
 
 from functools import partial
@@ -23,13 +24,13 @@ from jaxbench import mesh
 from jaxbench.ops.stash import scan_allocated
 
 MASKED = -1
-"""Target of a token that is left out of the loss."""
+"""The target of a token that is left out of the loss."""
 
 CHUNK_TOKENS = 2048
-"""Tokens per chunk: enough for an efficient product, 1 GB of fp32 logits at 128k columns."""
+"""Tokens per chunk: enough for an efficient matmul. At 128k columns the fp32 logits take 1 GB."""
 
 STACK_BYTES = 8 * 2**30
-"""Most bytes of a stack of logit gradients."""
+"""The largest size in bytes of a stack of logit gradients."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -41,12 +42,13 @@ def cross_entropy(
     in_order: bool = False,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32.
-    With `masked` the mean is over tokens whose target is not `MASKED`. With `in_order` the loss is
-    available only once both gradients are: XLA may otherwise compute them at the end of the step,
-    and keep the stack until then.
 
-    `hidden` is `"batch seq embed"`, `head` a weight at rest `"embed vocab"`, `targets` `"batch
-    seq"`, other sequences on each rank of `SEQUENCES`.
+    `hidden` is `"batch seq embed"`, `head` is a weight at rest `"embed vocab"`, and `targets` is
+    `"batch seq"`. Each rank of `SEQUENCES` has other sequences.
+
+    With `masked` the mean is over the tokens whose target is not `MASKED`. With `in_order` the loss
+    is available only after both gradients are. Otherwise XLA may compute the gradients at the end
+    of the step and keep the stack until then.
     """
     return _sharded(hidden, head, targets, masked, in_order, gradients=False)[0]
 
@@ -70,8 +72,9 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def _sharded(hidden, head, targets, masked: bool, in_order: bool, *, gradients: bool):
-    """(loss, d hidden, d head) on the current mesh; without `gradients` only (loss,)."""
-    # Gradients are unreduced over the axes over which their arrays are reduced: no sum over these.
+    """(loss, d hidden, d head) on the current mesh; only (loss,) without `gradients`."""
+    # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
+    # these axes is needed.
     for x, axes in ((hidden, {mesh.TENSOR}), (head, set(mesh.REPLICAS))):
         assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
@@ -85,8 +88,8 @@ def _sharded(hidden, head, targets, masked: bool, in_order: bool, *, gradients: 
 def _local(
     hidden, head, targets, *, shards: tuple[str, ...], masked: bool, in_order: bool, gradients: bool
 ):
-    """One device's tokens with its columns of the vocabulary; `embed` of the head is split over the
-    axes `shards`."""
+    """Computes one device's tokens with its columns of the vocabulary. The `embed` dimension of the
+    head is split over the axes `shards`."""
     token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)
     total = targets.size * jax.lax.axis_size(token_axes)
     if masked:
@@ -146,8 +149,12 @@ def _local(
 
 
 def chunk_tokens(tokens: int) -> int:
-    """Tokens per chunk: the largest divisor of at most `CHUNK_TOKENS`. Where that is less than half
-    as many, the tokens of the fewest chunks, in a multiple of 8, of which the last is padded."""
+    """Tokens per chunk for this number of tokens.
+
+    It is the largest divisor of `tokens` that is at most `CHUNK_TOKENS`. If that divisor is less
+    than half of `CHUNK_TOKENS`, we use the fewest possible chunks instead; their size is a multiple
+    of 8 and the last one is padded.
+    """
     divisor = next(d for d in range(min(tokens, CHUNK_TOKENS), 0, -1) if tokens % d == 0)
     if tokens <= CHUNK_TOKENS or 2 * divisor >= CHUNK_TOKENS:
         return divisor
@@ -156,7 +163,7 @@ def chunk_tokens(tokens: int) -> int:
 
 
 def _chunks(x: Array, chunk: int, padding: int) -> Array:
-    """The tokens of `[B, S, ..]` in chunks, `[C, T, ..]`, the last one padded."""
+    """The tokens of `[B, S, ..]` in chunks `[C, T, ..]`, with padding in the last chunk."""
     rest = x.shape[2:]
     if missing := -(x.shape[0] * x.shape[1]) % chunk:
         widths = (0, missing), *((0, 0) for _ in rest)
@@ -165,17 +172,17 @@ def _chunks(x: Array, chunk: int, padding: int) -> Array:
 
 
 def _picked(logits, column, largest):
-    """Each token's logit of its column less the largest, zero where another device has the column.
-    Taken by index, not as a masked sum: XLA fuses a sum with the gradient, and then does not write
-    the gradient into its stack."""
+    """The logit of each token's target column minus the largest logit; zero if another device has
+    the column. We take it by index and not as a masked sum: XLA would fuse a sum with the gradient,
+    and would then not write the gradient into its stack."""
     last = logits.shape[1] - 1
     picked = jnp.take_along_axis(logits, jnp.clip(column, 0, last), axis=-1)
     return jnp.where((column >= 0) & (column <= last), picked - largest, 0.0)
 
 
 def _parts(chunks: int, size: int) -> int:
-    """The least number of parts, each of equally many chunks, such that each has at most
-    `STACK_BYTES` of the stack's `size` bytes; at most the number of chunks."""
+    """The smallest number of parts, each with equally many chunks, such that no part has more than
+    `STACK_BYTES` of the stack's `size` bytes. It is at most the number of chunks."""
     least = min(-(-size // STACK_BYTES), chunks)
     return next(n for n in range(max(least, 1), chunks + 1) if chunks % n == 0)
 
@@ -191,7 +198,7 @@ def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         joined = jnp.where(a_larger, sum_a + sum_b * smaller, sum_a * smaller + sum_b)
         return jnp.where(a_larger, largest_a, largest_b), joined
 
-    # Finite, since the compiler may join two initial values.
+    # The initial value is finite, since the compiler may join two initial values.
     initial = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
     largest, partition = jax.lax.reduce((logits, jnp.ones_like(logits)), initial, join, (1,))
     return largest[:, None], partition[:, None]

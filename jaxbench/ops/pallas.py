@@ -1,13 +1,15 @@
-"""Calls of kernels: arrays by name, their cost, and differences of Pallas between versions of JAX.
+"""Calls Pallas kernels with arrays by name and with their cost, and hides differences of Pallas
+between versions of JAX.
 
-The kernels are written for Pallas's Triton backend, which JAX announces to remove in favour of
-Mosaic GPU. In a port each kernel becomes a `pl.kernel` over `plgpu.Mesh` with the same grid. Its
-loads and stores become copies between slices of arrays and shared memory, its products
-`plgpu.wgmma` on Hopper and `plgpu.tcgen05_mma` on Blackwell, whose accumulators of 64 rows can have
-the same layout. An array that it fills in part is passed as a `Ref`. `lax.cumsum` has no lowering:
-a masked sum over a square replaces it. Mosaic drops `metadata=`, so the cost would be a frontend
-attribute (`set_xla_metadata`). The mathematics, the order of kernels and all code outside of them
-stay. `docs/design/scan.md` says what was tried, and why the kernels stay here for now.
+The kernels are written for Pallas's Triton backend. JAX has announced that it will remove this
+backend in favour of Mosaic GPU. In a port each kernel becomes a `pl.kernel` over `plgpu.Mesh` with
+the same grid. Its loads and stores become copies between slices of arrays and shared memory. Its
+matmuls become `plgpu.wgmma` on Hopper and `plgpu.tcgen05_mma` on Blackwell, whose accumulators of
+64 rows can have the same layout. An array that the kernel fills only in part is passed as a `Ref`.
+`lax.cumsum` has no lowering; a masked sum over a square replaces it. Mosaic drops `metadata=`, so
+the cost would become a frontend attribute (`set_xla_metadata`). The mathematics, the order of
+kernels and all code outside of them stay. `docs/design/scan.md` says what was tried and why the
+kernels stay here for now.
 """
 
 import json
@@ -37,20 +39,20 @@ HLO_DTYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """num_warps and num_stages of a Triton kernel."""
+    """The `num_warps` and `num_stages` of a Triton kernel."""
 
     warps: int
     stages: int = 1
 
 
 Inputs = dict[str, tuple[Array, pl.BlockSpec]]
-"""Arrays that a kernel reads, by name, each with the block of a program."""
+"""The arrays that a kernel reads, by name, each with the block that one program sees."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """An array that a kernel writes, and the block of a program. `into` names the input whose
-    memory it takes: elements that no block writes stay."""
+    """An array that a kernel writes, with the block that one program writes. `into` names the input
+    whose memory the output takes over; elements that no block writes keep their value."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -72,13 +74,14 @@ def call(
     touched: Mapping[str, int] | None = None,
     interpret: bool,
 ) -> dict[str, Array]:
-    """The outputs of a kernel by name. The kernel gets all blocks as attributes of one object.
+    """Runs a kernel and returns its outputs by name. The kernel gets all blocks as attributes of
+    one object.
 
-    `flops` are those of the kernel's products over all programs. Memory traffic counts each array
-    once, since repeated reads hit the cache; `touched` gives the bytes of arrays accessed only in
-    part. A kernel whose work is a product has its `sizes` (`xla.hlo.Work`), and the HLO dtype of
-    block-scaled operands, `blocks`. All are stored in the compiled call, for plans
-    (`xla.custom_calls`).
+    `flops` are the FLOPs of the kernel's matmuls over all programs. Memory traffic counts each
+    array once, since repeated reads hit the cache. `touched` gives the bytes of arrays that are
+    accessed only in part. If the kernel's work is a matmul, `sizes` are its sizes (`xla.hlo.Work`)
+    and `blocks` is the HLO dtype of block-scaled operands. All of these are stored in the compiled
+    call, so that plans can read them (`xla.custom_calls`).
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
@@ -109,7 +112,7 @@ def call(
 
 
 def _shape(output: Output, like: Array) -> jax.ShapeDtypeStruct:
-    """The type of an output, which varies over the same mesh axes as an input."""
+    """The type of an output. It varies over the same mesh axes as the input `like`."""
     kind = jax.typeof(like)
     varying = (
         {"vma": kind.vma} if hasattr(kind, "vma") else {"manual_axis_type": kind.manual_axis_type}
@@ -123,8 +126,8 @@ def _bytes(array: Array | Output) -> int:
 
 @contextmanager
 def undeprecated() -> Iterator[None]:
-    """Ignores JAX's warning that Pallas's Triton backend is to be removed (see above), while a
-    program is lowered."""
+    """While a program is lowered, ignores JAX's warning that Pallas's Triton backend will be
+    removed (see above)."""
     with warnings.catch_warnings():
         message = "The Pallas Triton backend is deprecated"
         warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
@@ -132,7 +135,7 @@ def undeprecated() -> Iterator[None]:
 
 
 def product(a: Array, b: Array) -> Array:
-    """The fp32 product of two matrices, inside a kernel."""
+    """Matmul of two matrices with an fp32 result, inside a kernel."""
     dims = (((1,), (0,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
@@ -143,14 +146,14 @@ def _add_fp8_product(total: Array, a: Array, b: Array) -> Array:
 
 
 def add_product(total: Array, a: Array, b: Array) -> Array:
-    """The fp32 sum plus the product of two matrices, inside a kernel: both in bf16, or each in a
-    type of FP8."""
+    """Adds the matmul of two matrices to an fp32 sum, inside a kernel. The matrices are both in
+    bf16, or each is in an FP8 type."""
     return _add_fp8_product(total, a, b) if a.itemsize == 1 else total + product(a, b)
 
 
 def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:
-    """(features `first` to `first` + `width` of rows by their indices; which of the rows are not
-    beyond the array), inside a kernel."""
+    """Selects a tile by row indices, inside a kernel. Returns (features `first` to `first` +
+    `width` of these rows, a mask of the rows that lie inside the array)."""
     shape = (rows.size, width)
     index = jnp.broadcast_to(rows[:, None], shape)
     features = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -158,16 +161,16 @@ def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, A
 
 
 def gathered(x: Any, rows: Array, first: Array | int, width: int) -> Array:
-    """A tile of rows by their indices, inside a kernel; zeros for those beyond the array."""
+    """Loads a tile by row indices, inside a kernel. Rows that lie beyond the array are zero."""
     tile, filled = tile_at(x, rows, first, width)
     return triton.load(tile, mask=filled, other=jnp.zeros((), x.dtype))
 
 
 def whole(x: Array) -> pl.BlockSpec:
-    """The block of a kernel that sees all of an array."""
+    """The block of a kernel whose programs all see the whole array."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def largest(size: int, *widths: int) -> int:
-    """The largest of some widths, in falling order, that divides a size."""
+    """The first of some widths, which are in falling order, that divides a size."""
     return next(width for width in widths if size % width == 0)

@@ -1,4 +1,4 @@
-"""Remat policies: activations that are saved for the backward pass; the others are recomputed."""
+"""Remat policies: which activations are saved for the backward pass. The others are recomputed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,13 @@ from jaxtyping import Array
 from jaxbench.ops.attention import KERNELS
 
 SMALL = "small"
-"""Name of activations that every policy saves: routing decisions, which could differ when they are
-recomputed with another rounding, and statistics, one number per token or tensor."""
+"""Name of activations that every policy saves: routing decisions, which could differ if they were
+recomputed with another rounding, and statistics with one number per token or tensor."""
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation for remat policies: one of `execution.SAVEABLE`, or `SMALL`."""
+    """Names an activation for remat policies. The name is one of `execution.SAVEABLE`, or
+    `SMALL`."""
     return checkpoint_name(x, name)
 
 
@@ -26,17 +27,18 @@ def recomputed(
     in_order: bool = False,
     offloaded: frozenset[str] = frozenset(),
 ) -> Callable:
-    """`body(x, operands)` under `jax.checkpoint`: the activations in `saved` are kept for the
-    backward pass, the others recomputed; None keeps everything.
+    """`body(x, operands)` under `jax.checkpoint`. The activations in `saved` are kept for the
+    backward pass and the others are recomputed; None keeps everything.
 
     With `in_order` an optimization barrier on `x` delays the recomputation until the cotangent of
-    the output is known. Without it XLA merges forward pass and recomputation where both are in one
-    loop body, or recomputes several bodies ahead of their backward passes; either keeps activations
-    in memory. The `operands`, weights, have no barrier, so that they can be gathered early.
+    the output is known. Without it XLA merges the forward pass and the recomputation if both are in
+    one loop body, or it recomputes several bodies ahead of their backward passes. Either keeps
+    activations in memory. The `operands`, which are weights, have no barrier, so that they can be
+    gathered early.
 
-    `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`), which
-    its backward kernel needs. Those of `saved` that are `offloaded` have the type of an array in
-    the host's memory; `ops.blocks` moves them there.
+    The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`),
+    because its backward kernel needs them. Activations that are in both `saved` and `offloaded` get
+    the type of an array in host memory; `ops.blocks` moves them there.
     """
     if saved is None:
         return body
@@ -58,16 +60,17 @@ def recomputed(
 
 @jax.custom_vjp
 def signal_gradients(weights: Any, x: Array) -> tuple[Any, Array]:
-    """The identity. In the backward pass the gradient of `x`, any array, is available only once
-    those of the weights are."""
+    """The identity. In the backward pass the gradient of `x`, which may be any array, is available
+    only once the gradients of the weights are."""
     return weights, x
 
 
 @jax.custom_vjp
 def await_gradients(x: Array, signal: Array) -> tuple[Array, Array]:
-    """The identity. In the backward pass the gradient of `x` waits for that of `signal`, a scalar
-    from `signal_gradients`, which is zero and is added to it: an optimization barrier would not do,
-    since XLA drops its operands whose results are unused."""
+    """The identity. In the backward pass the gradient of `x` waits for the gradient of `signal`, a
+    scalar from `signal_gradients`. That gradient is zero, and we add it to the gradient of `x`. An
+    optimization barrier would not work here, since XLA drops barrier operands whose results are
+    unused."""
     return x, signal
 
 

@@ -1,8 +1,9 @@
-"""The activation stash: stacked arrays that hold residuals between forward and backward pass.
+"""The activation stash: stacked arrays that hold residuals between the forward and the backward
+pass.
 
-A stash is a pytree of arrays with a leading slot dimension, or several. It is allocated once
-(`allocate`), written in the forward pass and read in the backward pass, by a loop over layers
-(`ops.blocks`) as by a pipeline schedule (`train.pipeline_rank`).
+A stash is a pytree of arrays with one or several leading slot dimensions. It is allocated once
+(`allocate`), written in the forward pass and read in the backward pass. Two callers use it: a loop
+over layers (`ops.blocks`) and a pipeline schedule (`train.pipeline_rank`).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from jaxbench import mesh
 
 
 def read(tree: Any, *index: Any) -> Any:
-    """The entry at `index` of every leaf `[slots, ..]`, one index per leading dimension."""
+    """The entry at `index` of every leaf `[slots, ..]`. `index` has one number per leading
+    dimension."""
 
     def entry(a: jax.Array) -> jax.Array:
         shape = a.shape[len(index) :]
@@ -28,8 +30,8 @@ def read(tree: Any, *index: Any) -> Any:
 
 
 def write(tree: Any, values: Any, *index: Any) -> Any:
-    """The leaves `[slots, ..]` with the entry at `index` replaced by `values`; in place when
-    compiled."""
+    """Replaces the entry at `index` of the leaves `[slots, ..]` by `values`. In a compiled program
+    this happens in place."""
 
     def replaced(a: jax.Array, value: Any) -> jax.Array:  # a residual may be a constant
         start = (*index, *(0 for _ in value.shape))
@@ -40,8 +42,9 @@ def write(tree: Any, values: Any, *index: Any) -> Any:
 
 
 def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
-    """The leaves with `values` combined into the entry at `index`; in place when compiled, since
-    the entry keeps its leading dimensions: XLA fuses only slices and updates of equal shapes."""
+    """Combines `values` into the entry at `index` of the leaves. In a compiled program this happens
+    in place, because the entry keeps its leading dimensions: XLA fuses only slices and updates of
+    equal shapes."""
 
     def merged(a: jax.Array, value: Any) -> jax.Array:
         start = (*index, *(0 for _ in value.shape))
@@ -59,8 +62,8 @@ maximum = partial(merge, jnp.maximum)
 def allocate(types: Any, *slots: int) -> Any:
     """Uninitialised arrays `[*slots, ..]` for a tree of `jax.ShapeDtypeStruct`.
 
-    Each device allocates its own part, since XLA does not partition an allocation. Zeros instead
-    would have to be written, and XLA would make zeros of equal shape one constant and copy it.
+    Each device allocates its own part, since XLA does not partition an allocation. Zeros would have
+    to be written, and XLA would turn zeros of equal shape into one constant and copy it.
     """
 
     def allocated(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -81,24 +84,24 @@ def allocate(types: Any, *slots: int) -> Any:
 def read_isolated(tree: Any, index: int) -> Any:
     """`read` behind an optimization barrier.
 
-    XLA would otherwise apply an entry's consumers, a cast from FP8 among them, to the whole stack,
-    and would then recognise no FP8 product.
+    Otherwise XLA would apply the consumers of an entry, such as a cast from FP8, to the whole
+    stack, and would then recognise no FP8 matmul.
     """
     return jax.lax.optimization_barrier(read(tree, index))
 
 
 @jax.custom_vjp
 def unstack(tree: Any) -> list:
-    """All entries of leaves `[slots, ..]`, each by `read_isolated`.
+    """All entries of the leaves `[slots, ..]`, each read by `read_isolated`.
 
-    The backward pass stacks the gradients of the entries. JAX's own rule would make a stack of
-    each, zero but for one entry, and add these up.
+    The backward pass stacks the gradients of the entries. JAX's own rule would make a stack for
+    each entry, zero except for that entry, and add these stacks up.
     """
     return [read_isolated(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
 
 
 def stack(entries: list) -> Any:
-    """The entries stacked on a new first dimension, each written into allocated memory.
+    """Stacks the entries along a new first dimension. Each is written into allocated memory.
 
     A concatenation of arrays that are unreduced over ranks would sum them over these ranks.
     """
@@ -118,8 +121,8 @@ def scan_allocated(
     *,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` without a gradient rule, whose stacked results start as allocated memory
-    instead of zeros.
+    """`jax.lax.scan` without a gradient rule. Its stacked results start as allocated memory instead
+    of zeros.
 
     `step(index, carry, x)` returns (carry, y); the result is (last carry, stacked ys).
     """
@@ -136,7 +139,7 @@ def scan_allocated(
         return done + 1, carry, write(ys, y, index)
 
     def result(done, entry):
-        # As an argument of eval_shape, an array in the host's memory would have another type.
+        # As an argument of eval_shape, an array in host memory would have another type.
         return traced_once(index_of(done), carry, entry)
 
     first = jnp.int32(0)

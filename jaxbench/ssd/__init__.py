@@ -1,11 +1,12 @@
-"""State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections, that is causal
-convolution with SiLU, selective scan, gate with RMSNorm.
+"""State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections. It consists of a
+causal convolution with SiLU, a selective scan, and a gate with RMSNorm.
 
-Imports `ops`, `recipe` and `errors`. One file for each implementation; the
-registry here chooses among them, and the check of compiled programs and the plan read its entries.
+Imports `ops`, `recipe` and `errors`. There is one file for each implementation. The registry here
+chooses among them; the check of compiled programs and the plan read its entries.
 
-Pure functions of one device's arrays. `context` names the mesh axes over which the sequence is
-split into consecutive shards, which exchange one state per head and the last few tokens.
+The functions are pure functions of one device's arrays. `context` names the mesh axes over which
+the sequence is split into consecutive shards. The shards exchange one state per head and the last
+few tokens.
 
 Dimension letters: B batch, S sequence, G groups, K chunks, Q and R tokens of a chunk, H heads of a
 group (which share b and c), P head dim, N state, W taps, C convolved channels, I columns of the
@@ -32,9 +33,9 @@ class Implementation:
     """An implementation of mixers between their projections.
 
     `mixer` maps the input projection of a device's groups to the input of the output projection.
-    `platforms` are those on which it runs (None: all). `refusal` returns why it cannot compute a
-    model in a dtype with a number of tokens on a rank, or None. `calls` are the custom calls
-    that a compiled step must contain.
+    `platforms` are the platforms on which it runs (None: all). `refusal` returns why it cannot
+    compute a model in a dtype with a number of tokens on a rank, or None. `calls` are the custom
+    calls that a compiled step must contain.
     """
 
     mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
@@ -49,12 +50,13 @@ IMPLEMENTATIONS = {
     ),
     "xla": Implementation(mixer=xla.mixer),
 }
-"""By name; `auto` takes the first that can."""
+"""The implementations by name; `auto` takes the first one that does not refuse."""
 
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
     """The name of the implementation that computes a model's mixers, with `length` tokens of a
-    sequence on each rank; any without mixers. Raises RecipeError where the requested one cannot."""
+    sequence on each rank. Without mixers it is the first candidate. Raises RecipeError if the
+    requested implementation cannot do it."""
     requested = execution.ssd
     if requested != "auto" and (refused := refusal(requested, cfg, dtype, length, platform)):
         raise RecipeError(f"execution.ssd = {requested} {refused}; expected auto or xla")
@@ -63,7 +65,7 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, plat
 
 
 def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:
-    """Reason why an implementation cannot compute a model's mixers; None if it can."""
+    """Why an implementation cannot compute a model's mixers; None if it can."""
     implementation = IMPLEMENTATIONS[name]
     if cfg.mamba is None:
         return None

@@ -1,5 +1,5 @@
-"""Exchange between ranks that hold consecutive shards of a sequence: the last tokens before a
-convolution, and one state per head."""
+"""Exchange between ranks that hold consecutive shards of a sequence. They exchange the last tokens
+before a convolution, and one state per head."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxbench.ssd.parts import Axes
 
 
 def tokens_before(x: Float[Array, "B S C"], count: int, context: Axes) -> Float[Array, "B s C"]:
-    """The last `count` tokens of the shard before this one; zeros before the sequence."""
+    """The last `count` tokens of the shard before this one. Before the sequence they are zeros."""
     last = x[:, x.shape[1] - count :]
     if not context:
         return jnp.zeros_like(last)
@@ -20,8 +20,8 @@ def tokens_before(x: Float[Array, "B S C"], count: int, context: Axes) -> Float[
 def entering(
     log: Float[Array, "B H"], left: Float[Array, "B H P N"], context: Axes
 ) -> Float[Array, "B H P N"]:
-    """The state before the first token of this rank's shard. `left` is the state at the shard's end
-    if it were zero at its start, `log` the logarithm of the shard's total decay."""
+    """The state before the first token of this rank's shard. `left` is the state at the end of the
+    shard if the shard started from zero. `log` is the logarithm of the shard's total decay."""
     shards = (jax.lax.all_gather(z, context, axis=1) for z in (log, left))
     rank = jax.lax.axis_index(context)
     return jax.lax.dynamic_index_in_dim(scan_states(*shards), rank, axis=1, keepdims=False)
@@ -30,11 +30,11 @@ def entering(
 def scan_states(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> Float[Array, "B K H P N"]:
-    """The state before each of K consecutive parts of a sequence, zero before the first; `log` and
-    `left` of each part as in `entering`.
+    """The state before each of K consecutive parts of a sequence; it is zero before the first part.
+    `log` and `left` of each part are as in `entering`.
 
-    A single product with the decays between parts: K dependent steps would take longer to launch.
-    Each part's contribution to a state is rounded once, however far apart they are.
+    This is a single matmul with the decays between parts. K dependent steps would take longer to
+    launch. Each part's contribution to a state is rounded once, however far apart they are.
     """
     padded = jnp.pad(jnp.moveaxis(log, 1, 2), ((0, 0), (0, 0), (1, 0)))
     decay = segment_decay(padded)[..., :-1, 1:].astype(left.dtype)
@@ -45,7 +45,7 @@ def scan_states(
 def end_state(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> tuple[Float[Array, "B H"], Float[Array, "B H P N"]]:
-    """(logarithm of the total decay, end state) of K parts, if the state is zero at their start."""
+    """(logarithm of the total decay, end state) of K parts that start from a zero state."""
     total = jnp.cumsum(log, axis=1)
     to_end = jnp.exp(total[:, -1:] - total).astype(left.dtype)
     exact = jax.lax.Precision.HIGHEST
@@ -55,7 +55,7 @@ def end_state(
 def segment_decay(log: Float[Array, "*A Q"]) -> Float[Array, "*A Q Q"]:
     """exp of the sum of `log` over the steps after r up to t, for each pair (t, r); 0 where t < r.
 
-    The difference of sums is masked before exp: a ratio of exponentials would overflow.
+    The difference of sums is masked before exp, because a ratio of exponentials would overflow.
     """
     total = jnp.cumsum(log, axis=-1)
     steps = jnp.arange(log.shape[-1])

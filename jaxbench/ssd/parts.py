@@ -11,7 +11,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """Dimensions of a group: heads, features per head, state size per feature; and the epsilon of
+    """Dimensions of a group (heads, features per head, state size per feature), and the epsilon of
     the norm."""
 
     heads: int
@@ -26,18 +26,19 @@ class Dims:
 
     @property
     def channels(self) -> int:
-        """Channels that are convolved: x, b and c."""
+        """Number of channels that are convolved: x, b and c."""
         return self.inner + 2 * self.state
 
     @property
     def columns(self) -> int:
-        """Columns of the input projection: gate z, then x, b and c, then one time step per head."""
+        """Columns of the input projection: first gate z, then x, b and c, then one time step per
+        head."""
         return self.inner + self.channels + self.heads
 
 
 class Parameters(NamedTuple):
-    """Parameters of groups besides the projections, in fp32: convolution, per-head scalars (time
-    step before softplus, logarithm of the decay rate, skip), norm gain."""
+    """Parameters of groups besides the projections, in fp32: the convolution, scalars per head
+    (time step before softplus, logarithm of the decay rate, skip), and the gain of the norm."""
 
     taps: Float[Array, "G W C"]
     bias: Float[Array, "G C"]
@@ -48,5 +49,5 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, groups: Any) -> "Parameters":
-        """The parameters of a module with variables of these names."""
+        """Reads the parameters from a module whose variables have these names."""
         return cls(*(getattr(groups, name)[...] for name in cls._fields))

@@ -1,4 +1,5 @@
-"""The mixer in plain JAX, for any hardware and shape: the reference of other implementations."""
+"""The mixer in plain JAX, for any hardware and shape. It is the reference for the other
+implementations."""
 
 from functools import partial
 
@@ -16,8 +17,8 @@ def mixer(
 ) -> Float[Array, "B S G F"]:
     """`ssd.Implementation.mixer`, vectorised over groups, so that each kernel computes all of them.
 
-    Only the inputs are saved for the backward pass, which recomputes the rest: the square matrices
-    and states of the scan exist for one layer at a time.
+    Only the inputs are saved for the backward pass, which recomputes the rest. The square matrices
+    and states of the scan therefore exist for only one layer at a time.
     """
 
     groups = jax.vmap(partial(group, dims, context), in_axes=(2, 0), out_axes=2)
@@ -27,7 +28,8 @@ def mixer(
 def group(
     dims: Dims, context: Axes, projected: Float[Array, "B S I"], parameters: Parameters
 ) -> Float[Array, "B S F"]:
-    """One group's features. Gate before norm; all but the products of the scan in fp32."""
+    """The features of one group. The gate comes before the norm. Everything except the matmuls of
+    the scan is in fp32."""
     z, dt = projected[..., : dims.inner], projected[..., -dims.heads :]
     convolved = conv_silu(dims, context, projected, parameters)
     x, b, c = jnp.split(convolved, [dims.inner, dims.inner + dims.state], axis=-1)
@@ -44,7 +46,7 @@ def group(
 def conv_silu(
     dims: Dims, context: Axes, projected: Float[Array, "B S I"], parameters: Parameters
 ) -> Float[Array, "B S C"]:
-    """The inputs x, b and c of the scan, convolved and activated in fp32."""
+    """The inputs x, b and c of the scan: convolved and activated in fp32."""
     columns = projected[..., dims.inner : dims.inner + dims.channels]
     convolved = causal_conv(columns, parameters.taps, parameters.bias, context)
     return jax.nn.silu(convolved).astype(projected.dtype)
@@ -58,7 +60,8 @@ def causal_conv(
 ) -> Float[Array, "B S C"]:
     """Depthwise causal convolution in fp32: y[t] = bias + sum over w of taps[w] x[t - W + 1 + w].
 
-    Before the sequence there are zeros, before a shard the last W - 1 tokens of the one before it.
+    The tokens before the sequence are zeros. The tokens before a shard are the last W - 1 tokens of
+    the previous shard.
     """
     width, length = len(taps), x.shape[1]
     before = tokens_before(x, width - 1, context)
@@ -74,14 +77,17 @@ def scan(
     c: Float[Array, "B S N"],
     context: Axes = (),
 ) -> Float[Array, "B S H P"]:
-    """y_t = c_t . s_t with the state s_t = exp(dt_t a) s_(t-1) + dt_t x_t (x) b_t, of one group.
+    """Scan of one group: y_t = c_t . s_t with the state s_t = exp(dt_t a) s_(t-1) + dt_t x_t (x)
+    b_t.
 
-    Four products per chunk, with operands in the dtype of `x` and sums in fp32 (Dao and Gu 2024,
-    section 6): c b^T under the decay between its tokens; that times x; the state at the end of a
-    chunk that starts from zero; and the contribution of the state before a chunk to its tokens.
-    Their results, states included, are in the dtype of `x` too, except c b^T, which is fp32. In
-    bf16 that halves their bytes; they are rounded once more, as operands of the next product would
-    be (errors: `docs/design/scan.md`). `dt` and `a` are fp32, `a` is negative.
+    Each chunk takes four matmuls, with operands in the dtype of `x` and sums in fp32 (Dao and Gu
+    2024, section 6). The first is c b^T, which we multiply by the decay between its tokens. The
+    second multiplies the result by x. The third gives the state at the end of a chunk that starts
+    from zero. The fourth gives the contribution of the state before a chunk to its tokens.
+
+    Their results, including the states, are in the dtype of `x` too, except c b^T, which is fp32.
+    In bf16 that halves their bytes. They are rounded once more, as the operands of the next matmul
+    would be (errors: `docs/design/scan.md`). `dt` and `a` are fp32, and `a` is negative.
     """
     batch, length = dt.shape[:2]
     size = min(SSD_CHUNK, length)
@@ -104,10 +110,10 @@ def scan(
 def states_before(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"], context: Axes
 ) -> Float[Array, "B K H P N"]:
-    """The state before each chunk; `log` and `left` of each as in `context.entering`.
+    """The state before each chunk. `log` and `left` of each chunk are as in `context.entering`.
 
-    The sum of the states of a shard that starts from zero, and of the state before the shard,
-    decayed up to each chunk.
+    It is a sum of two states: the state if the shard starts from zero, and the state before the
+    shard, decayed up to each chunk.
     """
     states = scan_states(log, left)
     if not context:
@@ -119,9 +125,9 @@ def states_before(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(equation: str, a: Array, b: Array) -> Array:
-    """Einsum of two arrays of one dtype with its sums and result in fp32.
+    """Einsum of two arrays of one dtype, with its sums and result in fp32.
 
-    Its gradients are products in that dtype too; JAX's own rule would multiply fp32 by bf16.
+    Its gradients are matmuls in that dtype too. JAX's own rule would multiply fp32 by bf16.
     """
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 

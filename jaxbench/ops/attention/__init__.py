@@ -23,14 +23,15 @@ from jaxbench.recipe.model import ModelConfig
 class Kernel:
     """One way to compute attention.
 
-    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and,
-    if not `capped`, optional sinks (`N`). `platforms` are those on which it runs (None: all);
-    `fp32` is false for a kernel that takes no fp32 operands, `capped` true for one of soft-capped
-    scores. `calls` are the custom calls that a compiled step must contain; a kernel without any
-    compiles to plain matmuls. `refusal` returns why it cannot
-    compute a model at a sequence length on GPUs of a compute capability, or None. `saved` is the
-    primitive whose results a remat policy saves as `attention`; if None, `call` names the
-    results itself by `checkpoint_name`.
+    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`) and `Scores`. A
+    kernel that is not `capped` also takes optional sinks (`N`). `capped` is true for a kernel that
+    computes soft-capped scores, `fp32` is false for a kernel that takes no fp32 operands, and
+    `platforms` are the platforms on which the kernel runs (None: all).
+
+    `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
+    plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
+    GPUs of a compute capability, or None. `saved` is the primitive whose results a remat policy
+    saves as `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
@@ -54,7 +55,7 @@ KERNELS = {
     "xla": Kernel(call=plain.call),
     "blocks": Kernel(call=blocks.call, capped=True),
 }
-"""By name; `auto` takes the first that runs."""
+"""The kernels by name; `auto` takes the first one that runs."""
 
 
 def choose(
@@ -67,7 +68,8 @@ def choose(
 ) -> str:
     """The name of the kernel that computes a model's attention in a dtype.
 
-    Raises RecipeError where the one that is asked for cannot.
+    Raises RecipeError if the requested kernel does not fit, or if the chosen one cannot compute the
+    model's attention.
     """
     requested, capped = execution.attention, cfg.softcap is not None
     if requested != "auto" and (reason := _mismatch(requested, capped, dtype, platform)):
@@ -81,7 +83,7 @@ def choose(
 
 
 def _mismatch(name: str, capped: bool, dtype: str, platform: str) -> str | None:
-    """Reason why a kernel is none for these scores, this dtype or this platform; None if it is."""
+    """Why a kernel does not fit these scores, this dtype or this platform; None if it fits."""
     kernel = KERNELS[name]
     if kernel.capped != capped:
         return f"is for {'soft-capped' if kernel.capped else 'plain'} scores"
@@ -100,12 +102,12 @@ def attend(
     scores: Scores,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal grouped-query attention by one of `KERNELS`, `"batch seq heads head_dim"` in and out;
-    `sinks`, `"heads"`, are a further logit of each head's softmax.
+    """Causal grouped-query attention by one of `KERNELS`. Arrays are `"batch seq heads head_dim"`,
+    both in and out; `sinks`, `"heads"`, are an additional logit in each head's softmax.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
-    kernel's own causal mask: the work is balanced by construction, and sequences stay in their
+    kernel's own causal mask. The work is balanced by construction, and sequences stay in their
     natural order.
     """
     context = mesh.axes("seq")
@@ -123,7 +125,8 @@ def attend(
 
 
 def _own_heads(sinks: jax.Array, count: int) -> jax.Array:
-    """The sinks of the `count` heads that a device computes, from those of its tensor rank."""
+    """Selects the sinks of the `count` heads that a device computes from the sinks of its tensor
+    rank."""
     sinks = mesh.varying(sinks)
     if not (context := mesh.axes("seq")):
         return sinks

@@ -1,10 +1,10 @@
-"""Causal attention with soft-capped scores, a pair of blocks at a time: memory linear in the
-sequence.
+"""Causal attention with soft-capped scores, computed for one pair of blocks at a time, so that
+memory is linear in the sequence.
 
-Grok-1 bounds each score z to c tanh(z/c), which no fused kernel at hand computes. Since that bounds
-every exponential too, the softmax needs no running maximum (compare Dao et al. 2022): numerators
-and denominators are plain sums over blocks. Pairs of blocks above the diagonal are never visited.
-The backward pass makes the scores again, block by block.
+Grok-1 bounds each score z to c tanh(z/c). None of the fused kernels that we have computes this. The
+bound also bounds every exponential, so the softmax needs no running maximum (compare Dao et al.
+2022): numerators and denominators are plain sums over blocks. Pairs of blocks above the diagonal
+are never visited. The backward pass computes the scores again, block by block.
 """
 
 import math
@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 from jaxbench.ops.attention.scores import Scores
 
 BLOCK = 512
-"""Positions of a block: products of an efficient size, 48 MiB of fp32 scores for a sequence with
-Grok-1's 48 heads."""
+"""Positions of a block. This size makes the matmuls efficient. For a sequence with Grok-1's 48
+heads a block pair has 48 MiB of fp32 scores."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -29,10 +29,10 @@ def call(
     value: Float[Array, "B S K H"],
     scores: Scores,
 ) -> Float[Array, "B S N H"]:
-    """softmax(c tanh(z/c)) value with z = scale query key over positions up to the query's own.
+    """softmax(c tanh(z/c)) value with z = scale query key, over positions up to the query's own.
 
-    Scores, exponentials and sums are fp32; the operands of products keep their dtype. The output
-    and its denominators are named `attention` for remat policies.
+    Scores, exponentials and sums are fp32; the operands of matmuls keep their dtype. Remat policies
+    save the output and its denominators under the name `attention`.
     """
     return _forward(query, key, value, scores)[0]
 
@@ -58,7 +58,7 @@ def _forward(query, key, value, scores):
 def _backward(scores, residuals, cotangent):
     query, key, value, out, denominator = residuals
     q, d_out = _grouped(query, key), _grouped(cotangent, key)
-    # sum_s p_s dp_s, the same for all keys of a query.
+    # sum_s p_s dp_s, which is the same for all keys of a query.
     mean = jnp.sum(d_out.astype(jnp.float32) * _grouped(out, key).astype(jnp.float32), axis=-1)
     dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -88,8 +88,8 @@ call.defvjp(_forward, _backward)
 
 
 def _exponentials(q, key, i, j, scores):
-    """exp of the capped scores of query block i and key block j (`"B K G Q S"`), zero above the
-    diagonal; and the slope of the cap."""
+    """Returns exp of the capped scores of query block i and key block j (`"B K G Q S"`), which is
+    zero above the diagonal, and the slope of the cap."""
     score = jnp.einsum("BQKGH,BSKH->BKGQS", _block(q, i), _block(key, j),
                        preferred_element_type=jnp.float32)  # fmt: skip
     tanh = jnp.tanh(score * (scores.scale / scores.cap))
@@ -99,11 +99,12 @@ def _exponentials(q, key, i, j, scores):
 
 
 def _pairs(length: int) -> tuple[Array, Array]:
-    """(query block, key block) on and below the diagonal, by rows."""
+    """All pairs (query block, key block) on and below the diagonal, row by row."""
     rows = jnp.arange(length // _block_size(length))
     pair = jnp.arange(rows.size * (rows.size + 1) // 2)
-    # No constant array: JAX miscounts those in the derivative of a `jax.checkpoint` that prevents
-    # the common subexpressions of some arguments (`remat.recomputed`).
+    # We compute the indices instead of using constant arrays: JAX miscounts constants in the
+    # derivative of a `jax.checkpoint` that prevents the common subexpressions of some arguments
+    # (`remat.recomputed`).
     i = jnp.sum(pair[:, None] >= (rows + 1) * (rows + 2) // 2, axis=1, dtype=jnp.int32)
     return i, pair - i * (i + 1) // 2
 

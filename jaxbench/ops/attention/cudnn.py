@@ -1,4 +1,4 @@
-"""Attention by cuDNN's fused kernels, through JAX."""
+"""Attention by cuDNN's fused kernels, called through JAX."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,21 +20,21 @@ from jaxbench.recipe.attention import Attention
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
-statistics: saved, the backward kernel needs no second forward pass."""
+statistics. If both are saved, the backward kernel needs no second forward pass."""
 
 HEAD_DIM_STEP = 8
-"""Head dims are multiples of it."""
+"""Head dims must be multiples of this."""
 
 HEAD_DIMS = {9: 256, 10: 192}
-"""The largest head dim with kernels forward and backward, by major compute capability: 128 on
-others (cuDNN 9.28)."""
+"""The largest head dim for which there are forward and backward kernels, by major compute
+capability; 128 for all others (cuDNN 9.28)."""
 
 WIDE, NARROW = 192, 128
-"""The only head dims above 128 for which there is a backward kernel on compute capability 10.x:
-those of queries and keys, and of values."""
+"""The head dim of queries and keys, and the head dim of values. On compute capability 10.x there is
+no backward kernel for any other head dims above 128."""
 
 CALLS = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-"""Targets of the custom calls, forward and backward."""
+"""The targets of the custom calls, forward and backward."""
 
 
 def call(
@@ -65,11 +65,12 @@ def by_parts(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
 ) -> Float[Array, "B S N V"]:
-    """Attention by calls of `attend` for queries and keys of `WIDE` features and values of
-    `NARROW`.
+    """Attention by several calls of `attend`, each with queries and keys of `WIDE` features and
+    values of `NARROW` features.
 
-    Each call has all queries and keys, padded with zeros, and a part of the values' features:
-    output features do not depend on one another. The calls' gradients of queries and keys add up.
+    Each call gets all queries and keys, padded with zeros, and a part of the values' features. This
+    is possible because output features do not depend on one another. The gradients of queries and
+    keys from all calls add up.
     """
     width = value.shape[-1]
     query, key = (_padded(x, WIDE) for x in (query, key))
@@ -83,11 +84,11 @@ def _padded(x: Array, width: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _with_sinks(query, key, value, sinks, scale, window):
-    """Attention with sinks, which the kernels do not have.
+    """Attention with sinks. The kernels have no sinks, so we add them to their results.
 
-    With l the log-sum-exp of a query's scores, a sink s scales the output by
-    exp(l) / (exp(l) + exp(s)) = sigmoid(l - s). The backward kernel is given log(exp(l) + exp(s))
-    and the scaled output in place of the results of the forward kernel.
+    Let l be the log-sum-exp of a query's scores. Then a sink s scales the output by exp(l) /
+    (exp(l) + exp(s)) = sigmoid(l - s). In place of the results of the forward kernel, the backward
+    kernel gets log(exp(l) + exp(s)) and the scaled output.
     """
     return _forward_with_sinks(query, key, value, sinks, scale, window)[0]
 
@@ -110,7 +111,8 @@ _with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
 def add_sinks(
     out: Float[Array, "B S N H"], statistics: Float[Array, "B N S"], sinks: Float[Array, " N"]
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
-    """(output, log-sum-exp) of a softmax over the scores and a sink, from those without sinks."""
+    """Adds a sink to a softmax without one. Takes the output and the log-sum-exp without sinks and
+    returns (output, log-sum-exp) with the sink."""
     share = jax.nn.sigmoid(statistics - sinks[:, None]).swapaxes(1, 2)
     scaled = (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
     return scaled, jnp.logaddexp(statistics, sinks[:, None])
@@ -123,14 +125,14 @@ def gradient_of_sinks(
     d_out: Float[Array, "B S N H"],
 ) -> Float[Array, " N"]:
     """The gradient of each sink: minus the sum over queries of the sink's softmax weight times
-    (d_out . out). `out` and `statistics` are results of `add_sinks`."""
+    (d_out . out). `out` and `statistics` are the results of `add_sinks`."""
     weight = jnp.exp(sinks[:, None] - statistics).swapaxes(1, 2)
     products = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     return -jnp.sum(weight * products, axis=(0, 1))
 
 
 def refusal(cfg: Attention, length: int, capability: Capability | None) -> str | None:
-    """Reason why the kernels cannot compute an attention mixer; None if they can."""
+    """Why the kernels cannot compute an attention mixer; None if they can."""
     most = HEAD_DIMS.get(capability[0], 128) if capability else max(HEAD_DIMS.values())
     on = f" on compute capability {capability[0]}.{capability[1]}" if capability else ""
     for width in cfg.score_widths:

@@ -1,4 +1,5 @@
-"""Attention in plain JAX: the reference for every other kernel, with scores for all pairs."""
+"""Attention in plain JAX, which computes the scores of all pairs. It is the reference for every
+other kernel."""
 
 from functools import partial
 
@@ -16,8 +17,8 @@ def call(
     scores: Scores,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of one device's heads over whole sequences. Values narrower than keys are padded,
-    which JAX asks for."""
+    """Attention of one device's heads over whole sequences. Values that are narrower than keys are
+    padded, since JAX requires equal widths."""
     width = value.shape[-1]
     value = jnp.pad(value, [*[(0, 0)] * 3, (0, key.shape[-1] - width)])
     attention = partial(jax.nn.dot_product_attention, scale=scores.scale, implementation="xla")
@@ -30,8 +31,8 @@ def call(
 
 
 def _with_sinks(key, value, window, sinks):
-    """(keys, values, bias, mask) with a further key before the others, whose score is the sink and
-    whose value is zero."""
+    """Adds a key before the others; its score is the sink and its value is zero. Returns (keys,
+    values, bias, mask)."""
     length, before = key.shape[1], [(0, 0), (1, 0), (0, 0), (0, 0)]
     at, of = jnp.arange(length)[:, None], jnp.arange(-1, length)
     visible = (of == -1) | (of <= at) & (of > at - (window or length))

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The scores of query and key, and the keys that a query sees apart from the causal mask.
+    """How scores are computed from query and key, and which keys a query sees in addition to the
+    causal mask.
 
-    `scale` is the factor of their product; a `cap` c then bounds a score z to c tanh(z / c).
-    With a `window` a query sees that many positions at most, its own included.
+    A score is `scale` times query . key. A `cap` c then bounds a score z to c tanh(z / c). With a
+    `window` a query sees at most that many positions, including its own.
     """
 
     scale: float
@@ -17,5 +18,6 @@ class Scores:
 
     @property
     def local_window(self) -> tuple[int, int] | None:
-        """The positions that a query sees to its left and to its right, as JAX takes them."""
+        """The number of positions that a query sees to its left and to its right, as JAX takes
+        them; None without a window."""
         return None if self.window is None else (self.window - 1, 0)

@@ -1,14 +1,15 @@
-"""Grouped matmuls: each row times the weight of its group, an expert, whose number of rows is known
-only at run time. Work follows the rows, not the memory that is kept for them.
+"""Grouped matmuls: each row is multiplied by the weight of its group. A group is an expert, and its
+number of rows is known only at run time. The work depends on the rows, not on the memory that is
+reserved for them.
 
-Rows *arrive* on a device in the order in which other ranks sent them, with gaps. *Permuted* by
-group, each group padded to whole blocks of `BLOCK` rows, they are what a product can work on. No
-permuted copy of what arrives is written: the products into the permuted order gather their rows,
-those out of it scatter theirs.
+Rows *arrive* on a device in the order in which other ranks sent them, with gaps. A matmul can work
+on *permuted* rows: sorted by group, with each group padded to whole blocks of `BLOCK` rows. We
+write no permuted copy of the arriving rows. A matmul into the permuted order gathers its rows, and
+a matmul out of it scatters its rows.
 
-Letters: A rows that arrive, R permuted rows, E groups, D and N the features of arriving and of
-permuted rows. One file for each implementation; the registry here chooses among them, and the check
-of compiled programs and the plan read its entries.
+Letters: A rows that arrive, R permuted rows, E groups, D features of arriving rows, N features of
+permuted rows. There is one file for each implementation. The registry here chooses among them; the
+check of compiled programs and the plan read its entries.
 """
 
 from collections.abc import Callable
@@ -45,14 +46,17 @@ Weight = nnx.Variable | quantized.Operand
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """The three products of one device's rows and groups, all with weights `[E, D, N]`: of arriving
-    rows with weights, as permuted ones; of permuted rows with transposed weights, as arriving ones;
-    and of both kinds of rows, summed over each group, as the gradient of the weights.
+    """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
-    The product of FP8 operands is multiplied by a `scale`. Rows of padding are zeros in permuted
-    results; among arriving ones they are undefined. Products of block-scaled operands are `scaled`.
-    `refusal` returns why it cannot multiply by a model's experts in a dtype on a platform, or None.
-    `calls` are the custom calls that a compiled step must contain.
+    `to_permuted` multiplies arriving rows by the weights; its result is permuted rows.
+    `from_permuted` multiplies permuted rows by the transposed weights; its result is arriving rows.
+    `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
+    the weights.
+
+    A matmul of FP8 operands multiplies its result by a `scale`. Rows of padding are zero in
+    permuted results and undefined among arriving rows. `scaled` holds the matmuls of block-scaled
+    operands. `refusal` returns why the implementation cannot multiply by a model's experts in a
+    dtype on a platform, or None. `calls` are the custom calls that a compiled step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
@@ -80,13 +84,13 @@ IMPLEMENTATIONS = {
         refusal=xla.refusal,
     ),
 }
-"""By name; `auto` takes the first that can."""
+"""The implementations by name; `auto` takes the first one that does not refuse."""
 
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) -> str:
     """The name of the implementation that multiplies by a model's dropless experts in a dtype on a
-    platform; any without such experts. Raises RecipeError where the requested one, or every one,
-    cannot."""
+    platform. Without such experts it is the first candidate. Raises RecipeError if the requested
+    implementation cannot do it, or with `auto` if none can."""
     requested, refusals = execution.grouped_matmul, []
     for name in IMPLEMENTATIONS if requested == "auto" else (requested,):
         refused = cfg.dropless and IMPLEMENTATIONS[name].refusal(cfg, dtype, platform)
@@ -97,25 +101,26 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
 
 
 def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
-    """Arriving rows times the weights of their groups, `[E, D, *N]`, permuted by group. The weights
-    are gathered, but for E; products are quantized where they are a `quantized.Operand`."""
+    """Multiplies arriving rows by the weights of their groups, `[E, D, *N]`; the result is permuted
+    by group. The weights are gathered along all dimensions except E. If `w` is a
+    `quantized.Operand`, the matmuls are quantized."""
     return _dot(_Products(implementation, into=True), x, w, groups)
 
 
 def from_permuted(implementation: str, y: Duplicated, w: Weight, groups: Groups) -> Duplicated:
-    """Permuted rows times the transposed weights of their groups, `[E, D, *N]`, in their order of
-    arrival; else as `to_permuted`."""
+    """Multiplies permuted rows by the transposed weights of their groups, `[E, D, *N]`; the result
+    is in the order of arrival. Everything else is as in `to_permuted`."""
     return _dot(_Products(implementation, into=False), y, w, groups)
 
 
 def biased(
     y: Float[Array, "R *N"], bias: Float[Array, "E *N"], groups: Groups
 ) -> Float[Array, "R *N"]:
-    """Permuted rows plus the biases of their groups, in fp32, returned in the dtype of `y`. Rows of
-    padding get them too.
+    """Adds the bias of its group to each permuted row, in fp32, and returns the dtype of `y`. Rows
+    of padding get a bias too.
 
-    Biases of blocks are a product with their groups, not a gather: its gradient is another one,
-    with the same order of sums in every run.
+    We compute the biases of blocks as a matmul with a one-hot matrix of groups, not as a gather.
+    Its gradient is a matmul too, which sums in the same order in every run.
     """
 
     def local(y, bias, of_block):
@@ -131,8 +136,8 @@ def biased(
 
 @dataclass(frozen=True)
 class _Products:
-    """A product of one device's rows, into the permuted order or out of it, and its gradients.
-    `scale` is that of FP8 operands."""
+    """A matmul of one device's rows, into the permuted order or out of it, and its gradients.
+    `scale` is the scale of FP8 operands."""
 
     implementation: str
     into: bool
@@ -174,7 +179,8 @@ def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Dupli
     if not isinstance(w, quantized.Operand):
         weight = mesh.gather_weight(w[...], 0)
         return Duplicated.of(_product(products, x.value, weight, groups))
-    # Dimensions of rows: A arriving, R permuted. Those of the weight behind D are permuted rows'.
+    # Rows have the dimension A (arriving) or R (permuted). The dimensions of the weight after D are
+    # features of permuted rows.
     dims = "EDPF" if w.weight.ndim == 4 else "EDF"
     inputs, outputs = ("AD", f"R{dims[2:]}") if products.into else (f"R{dims[2:]}", "AD")
     equation, spec = f"{inputs},{dims}->{outputs}", _spec(products, x.value, w.weight)
@@ -186,7 +192,7 @@ def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Dupli
 
 
 def _spec(products: _Products, x: Array, w: Array) -> PartitionSpec:
-    """The partition of a result: of its rows alone."""
+    """The partition of a result: only its rows are split."""
     features = w.ndim - 2 if products.into else 1
     return PartitionSpec(mesh.partition(x)[0], *(None,) * features)
 
@@ -207,10 +213,10 @@ _product.defvjp(lambda products, *operands: (_product(products, *operands), oper
 
 
 def _on_each_device(local: Callable, spec: PartitionSpec) -> Callable:
-    # Kernels know no types of Explicit axes.
+    # Kernels do not know the types of Explicit axes.
     return mesh.on_each_device(local, spec, check_vma=False)
 
 
 def _flat(x: Array, kept: int) -> Array:
-    """An array whose dimensions after the first `kept` are one."""
+    """Merges all dimensions of an array after the first `kept` into one."""
     return x.reshape(*x.shape[:kept], -1)

@@ -1,5 +1,5 @@
-"""The order of rows by group, as index maps from counts alone, without a sort; and the dtype of
-results: shared by all implementations."""
+"""The order of rows by group, and the dtype of results, which all implementations share. The order
+is a pair of index maps, computed from counts alone, without a sort."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 BLOCK = 128
-"""Rows of a block, all of one group: enough for an efficient product, few to pad."""
+"""Rows of a block, all of one group. The size is large enough for an efficient matmul and small
+enough that little is padded."""
 
 NONE = 2**31 - 1
-"""Index of a row of padding, beyond every array: gathers fill in zeros."""
+"""Index of a row of padding. It lies beyond every array, so gathers fill in zeros."""
 
 
 @partial(
@@ -23,13 +24,13 @@ NONE = 2**31 - 1
 )
 @dataclass(frozen=True)
 class Groups:
-    """Assignment of rows: which belong to which group.
+    """Which rows belong to which group.
 
-    `row` (`"R"`) is the arriving row of each permuted one and `place` (`"A"`) its inverse, `NONE`
-    for padding; `group` (`"blocks"`) is the group of each block of permuted rows, the number of
-    groups for blocks without rows, which are the last; `ends` (`"E"`) is the number of blocks up to
-    the end of each group. `expected` is the number of rows when all ranks have equally many, for
-    plans.
+    `row` (`"R"`) is the arriving row of each permuted row, and `place` (`"A"`) is its inverse; both
+    are `NONE` for padding. `group` (`"blocks"`) is the group of each block of permuted rows. Blocks
+    without rows come last; their `group` is the number of groups. `ends` (`"E"`) is the number of
+    blocks up to the end of each group. `expected` is the number of rows if all ranks have equally
+    many; plans use it.
     """
 
     row: Any
@@ -40,11 +41,11 @@ class Groups:
 
 
 def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
-    """The groups of rows that arrive from n ranks. Each sends at most `slots` rows, sorted by
-    group, in a part of its own: `received` of each group.
+    """The groups of rows that arrive from n ranks. Each rank sends at most `slots` rows, in a part
+    of its own and sorted by group; `received` counts the rows of each rank and group.
 
-    The number of permuted rows is static, the most that any counts need: n slots + E (BLOCK - 1),
-    in whole blocks.
+    The number of permuted rows is static. It is the most that any counts can need: n slots + E
+    (BLOCK - 1), in whole blocks.
     """
     ranks, count = received.shape
     blocks = (ranks * slots + count * (BLOCK - 1)) // BLOCK
@@ -71,5 +72,5 @@ def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
 
 
 def result_dtype(x: Array) -> Any:
-    """The dtype of a result: that of the operands, or bf16 of FP8 ones."""
+    """The dtype of a result: the dtype of the operands, or bf16 for FP8 operands."""
     return jnp.bfloat16 if x.itemsize == 1 else x.dtype

@@ -1,9 +1,9 @@
-"""Grouped matmuls in Pallas kernels for NVIDIA GPUs from Hopper on. A program makes one tile of a
-result; blocks without rows cost next to nothing.
+"""Grouped matmuls in Pallas kernels for NVIDIA GPUs, Hopper and later. A program computes one tile
+of a result; blocks without rows cost almost nothing.
 
-Hopper's tensor cores read FP8 operands only with the dimension of the sum last. Where an operand
-has it first, it is transposed in memory beforehand: a kernel that transposes its tiles reaches a
-fifth of the rate.
+Hopper's tensor cores read FP8 operands only if the summed dimension comes last. An operand that has
+it first is transposed in memory before the kernel runs: a kernel that transposes its own tiles
+reaches only a fifth of the rate.
 """
 
 from collections.abc import Callable
@@ -33,16 +33,17 @@ from jaxbench.ops.pallas import (
 from jaxbench.recipe.model import ModelConfig
 
 TILES = 128, 64
-"""Widths of a tile of block-scaled operands, the largest that divides the features is taken."""
+"""Widths of a tile of block-scaled operands. We take the largest that divides the features."""
 
 LAUNCH = Launch(warps=8, stages=3)
-"""Of block-scaled operands not yet chosen by measurement: no Blackwell GPU was at hand."""
+"""For block-scaled operands these numbers were not chosen by measurement, since no Blackwell GPU
+was available."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a kernel. Of the `widths` of a tile, and of the `depths` of a step of its sum, the
-    largest that divides is taken."""
+    """Sizes of a kernel. `widths` are widths of a tile and `depths` are depths of one step of its
+    sum. We take the largest of each that divides the features."""
 
     widths: tuple[int, ...]
     depths: tuple[int, ...]
@@ -63,12 +64,12 @@ SIZES = {
         1: Sizes((128, 64), (128,), LAUNCH),
     },
 }
-"""By the matmul and the bytes of an element: the fastest on an H100 over the experts of Qwen3 30B,
-GPT-OSS and DeepSeek-V3 (`benchmarks/gpu.py --only tiles`)."""
+"""Sizes by matmul and by bytes of an element. They were the fastest on an H100 for the experts of
+Qwen3 30B, GPT-OSS and DeepSeek-V3 (`benchmarks/gpu.py --only tiles`)."""
 
 
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
-    """Reason why the kernels cannot multiply; None if they can."""
+    """Why the kernels cannot multiply; None if they can."""
     if platform != "gpu":
         return f"does not run on a {platform}"
     if dtype == "fp32":
@@ -207,8 +208,9 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "R D"]:
-    """FP8 rows in their permuted order, gathered four elements at a time. Of single elements XLA
-    would make one kernel with the transpose that follows, ten times slower than memory."""
+    """FP8 rows in their permuted order, gathered four elements at a time. If we gathered single
+    elements, XLA would fuse the gather with the transpose that follows into one kernel that is ten
+    times slower than memory."""
     words = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 4), jnp.uint32)
     words = jnp.take(words, groups.row, axis=0, mode="fill", fill_value=0)
     return jax.lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
@@ -230,21 +232,21 @@ def _weights(r: SimpleNamespace, *, depth: int) -> None:
 
 
 def scaled_sum(step: Callable, first, last, shape: tuple[int, ...], r: SimpleNamespace) -> Array:
-    """The fp32 sum of all steps, times the scale of the operands where they have one."""
+    """The fp32 sum of all steps, multiplied by the scale of the operands if they have one."""
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(shape, jnp.float32))
     return total * r.scale[0] if hasattr(r, "scale") else total
 
 
 def scale_input(scale: Array | None) -> Inputs:
-    """The scale of a product as an input of its kernel, `scale`; none without one."""
+    """The scale of a matmul as an input `scale` of its kernel; no input if it has no scale."""
     return (
         {} if scale is None else {"scale": (scale.reshape(1), pl.BlockSpec((1,), lambda *_: (0,)))}
     )
 
 
 def _cost(w: tuple[int, ...], groups: Groups, itemsizes: tuple[int, int]) -> dict[str, Any]:
-    """FLOPs and bytes of a product for the number of rows that is expected; the item sizes are
-    those of arriving and of permuted rows."""
+    """FLOPs and bytes of a matmul for the expected number of rows. `itemsizes` are the item sizes
+    of arriving and of permuted rows."""
     rows, (count, d, n) = groups.expected, w
     return {
         "flops": 2 * rows * d * n,

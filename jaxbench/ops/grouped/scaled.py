@@ -1,6 +1,9 @@
-"""Grouped matmuls of block-scaled operands. Rows are quantized in their permuted order, so that a
-block of 32 or 16 of them is of one group, and no product gathers: in Pallas kernels for Blackwell,
-whose tensor cores multiply by the scales, and in plain XLA, which dequantizes, for CPUs."""
+"""Grouped matmuls of block-scaled operands.
+
+Rows are quantized in their permuted order. A block of 32 or 16 rows then belongs to one group, and
+no matmul gathers. There are two implementations: Pallas kernels for Blackwell, whose tensor cores
+multiply by the scales, and plain XLA for CPUs, which dequantizes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +25,12 @@ from jaxbench.ops.quantized.blocks import MXFP8, NVFP4, Blocks, as_bytes, dequan
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
 
 DEPTHS = 128, 64
-"""Features of a step of the sums over features, the largest that divides them."""
+"""Numbers of features in one step of a sum over features. We take the largest that divides the
+features."""
 
 
 def rows(side: str, groups: Groups) -> Rows:
-    """`Products.rows`: those that arrive are gathered into the permuted order."""
+    """`Products.rows`. Arriving rows are gathered into the permuted order."""
     filled = (groups.group < groups.ends.size).astype(jnp.int32)
     index = groups.row if side == "first" else None
     return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.expected)
@@ -35,8 +39,8 @@ def rows(side: str, groups: Groups) -> Rows:
 def by_weight(
     x: Blocks, w: Blocks, side: str, groups: Groups, *, interpret: bool = False
 ) -> Float[Array, "R U"]:
-    """`Products.by_weight` by a kernel: permuted rows if the copy is the `first`, else arriving
-    ones."""
+    """`Products.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
+    arriving rows."""
     count, kept, summed = w.values.shape
     width, into = largest(kept, *TILES), side == "first"
     y = (groups.row.size if into else groups.place.size), kept
@@ -117,8 +121,8 @@ def _of_weight(r: SimpleNamespace, *, step: Callable) -> None:
 
 
 def _step(x: Blocks, depth: int) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns a function of a step of the sum: its spans of values, as they are in memory, and of
-    scales."""
+    """Returns a function that maps a step of the sum to its spans of values, as they are in memory,
+    and of scales."""
     four = jnp.finfo(x.values.dtype).bits == 4
     of, packed = (NVFP4, 2) if four else (MXFP8, 1)
     spans = depth // packed, depth // of.size
@@ -126,8 +130,9 @@ def _step(x: Blocks, depth: int) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> Inputs:
-    """Values and scales of an operand, `[rows, summed]` or `[E, rows, summed]` with blocks of these
-    rows: 4-bit values in pairs and e8m0 scales as bytes."""
+    """Values and scales of an operand as inputs of a kernel. They are `[rows, summed]` or `[E,
+    rows, summed]`, with blocks of the given `rows`. 4-bit values are bytes that hold pairs, and
+    e8m0 scales are bytes."""
     values, scales = x.values, x.scales
     if values.dtype == NVFP4.values:
         values = as_bytes(values)
@@ -142,15 +147,15 @@ def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> In
 
 
 def _scale(a: Blocks, b: Blocks) -> Inputs:
-    """The scale of both tensors in NVFP4."""
+    """The scale of both tensors together, in NVFP4."""
     return scale_input(None if a.inverse is None else a.inverse * b.inverse)
 
 
 def _cost(
     groups: Groups, w: tuple[int, int, int], x: Blocks, operands: Inputs, of_row: dict | None = None
 ) -> dict[str, Any]:
-    """FLOPs and bytes of a product with weights `[E, m, k]` for the number of rows that is
-    expected, a share of those of `operands`; `of_row` are the bytes of a row of others."""
+    """FLOPs and bytes of a matmul with weights `[E, m, k]` for the expected number of rows, which
+    are a share of the rows of `operands`. `of_row` gives the bytes per row of other arrays."""
     expected, (count, m, k) = groups.expected, w
     share = expected / groups.row.size
     touched = {name: round(share * part.nbytes) for name, (part, _) in operands.items()}
@@ -177,8 +182,8 @@ def _dequantized_of_weight(first: Blocks, last: Blocks, groups: Groups) -> Array
 
 
 def _in_order(groups: Groups) -> Groups:
-    """Groups of rows that are permuted already. Padding is zeros, or what a Hadamard transform
-    makes of a block with some, which belongs to its product."""
+    """Groups for rows that are already permuted. Padding is zero, or it is what a Hadamard
+    transform makes of a block that contains padding; the matmul has to include it then."""
     return replace(groups, row=jnp.arange(groups.row.size))
 
 

@@ -1,8 +1,8 @@
-"""Grouped matmuls in plain XLA: a batch of products, one for each block of rows, with a copy of its
-weight. The reference, and what CPUs run.
+"""Grouped matmuls in plain XLA: a batch of matmuls, one for each block of rows, each with a copy of
+its weight. This is the reference, and CPUs use it.
 
-(`jax.lax.ragged_dot` multiplies every row with the weights of all groups: 12 times the FLOPs for 8
-groups on H100 and B200.)
+(`jax.lax.ragged_dot` multiplies every row by the weights of all groups. For 8 groups that is 12
+times the FLOPs on H100 and B200.)
 """
 
 import jax
@@ -15,7 +15,7 @@ from jaxbench.recipe.settings import BLOCKS
 
 
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
-    """Reason why it cannot multiply; None if it can."""
+    """Why this implementation cannot multiply; None if it can."""
     if platform == "gpu" and dtype in ("fp8", *BLOCKS):
         return f"multiplies in bf16 there, not in {dtype.upper()}"
     return None
@@ -45,7 +45,7 @@ def weights(
 
 
 def _product(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
-    """A product in fp32; FP8 operands are converted, exactly, to bf16."""
+    """A matmul in fp32. FP8 operands are first converted to bf16, which is exact."""
     a, b = (x.astype(result_dtype(x)) for x in (a, b))
     y = jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
     return y if scale is None else y * scale

@@ -1,8 +1,8 @@
-"""Quantized matrix products: FP8 (`per_tensor`), block-scaled formats (`blocks`), the scales of a
-step (`scaling`), and files of each implementation of the product.
+"""Quantized matmuls: the FP8 format (`per_tensor`), block-scaled formats (`blocks`), the scales of
+a step (`scaling`), and one or two files for each implementation of the matmul.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
-`settings.Precision.implementation`). `dense.dot` multiplies in FP8 where a weight is an `Operand`.
+`settings.Precision.implementation`). `dense.dot` calls `dot` if a weight is an `Operand`.
 """
 
 from collections.abc import Callable
@@ -41,11 +41,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """An implementation of quantized products.
+    """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, `blocks` in block-scaled formats. `takes` is true for the products that
-    it has; XLA multiplies the others. `refusal` returns why it cannot do what a recipe requests on
-    a platform, or None. `mode` returns the scaling mode that its custom calls must have, or None.
+    `dot` multiplies in FP8, `blocks` in block-scaled formats. `takes` is true for the matmuls that
+    it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
+    requests on a platform, or None. `mode` returns the scaling mode that its custom calls must
+    have, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
@@ -72,13 +73,13 @@ IMPLEMENTATIONS: dict[Name, Implementation] = {
 }
 
 AUTO: Name = "xla"
-"""The implementation of `auto`, whatever is installed, so that the program that was planned runs.
-Plans of Transformer Engine launch more kernels, and no GPU has measured it yet."""
+"""What `auto` means. It does not depend on what is installed, so that the program that was planned
+also runs. Plans with Transformer Engine launch more kernels, and no GPU has measured it yet."""
 
 
 def choose(precision: Precision, platform: str) -> Name:
-    """The name of the implementation of quantized products. Raises RecipeError where the requested
-    one cannot."""
+    """The name of the implementation of quantized matmuls. Raises RecipeError if the requested one
+    cannot do what the recipe asks for."""
     name = AUTO if precision.implementation == "auto" else precision.implementation
     if not precision.quantized:
         return "xla"
@@ -88,8 +89,8 @@ def choose(precision: Precision, platform: str) -> Name:
 
 
 def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
-    """Einsum of a bf16 activation with a weight at rest, partitioned by `spec`: this product and
-    both of its gradients in the quantized format of the weight."""
+    """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
+    This matmul and both of its gradients run in the quantized format of the weight."""
     product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin)
     assert w.precision.implementation != "auto"
     chosen = IMPLEMENTATIONS[w.precision.implementation]

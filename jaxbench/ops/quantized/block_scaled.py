@@ -1,12 +1,14 @@
-"""Products in MXFP8 and NVFP4: weights quantized at rest, and the three products of a step.
+"""Matmuls in MXFP8 and NVFP4: how weights are quantized at rest, and the three matmuls of a step.
 
-Blocks run along the contraction, so each of the three products has operands of its own, quantized
-from the tensors in high precision: forward from input and weight, the input's gradient from output
-gradient and weight, the weight's from input and output gradient, along the tokens. The input's copy
-for the last is made in the forward pass and is its residual.
+Blocks run along the contraction, so each of the three matmuls needs its own operands, quantized
+from the tensors in high precision. The forward matmul takes the input and the weight. The input's
+gradient takes the output gradient and the weight. The weight's gradient takes the input and the
+output gradient, both along the tokens. The forward pass already makes the copy of the input for the
+weight's gradient and keeps it as its residual.
 
-Here a device's tensors are matrices, for each expert: activations `[E, T, I]` and `[E, T, U]` of
-tokens by features, weights `[E, D, O]`; E is 1 without experts. A product contracts D or O.
+Here the tensors of a device are matrices, one for each expert: activations are `[E, T, I]` and `[E,
+T, U]`, tokens by features, and weights are `[E, D, O]`. E is 1 without experts. A matmul contracts
+D or O.
 """
 
 from collections.abc import Callable
@@ -30,28 +32,31 @@ from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import AXES, BLOCKS, Precision
 
 Copies = dict[str, Blocks | Array]
-"""The quantized copies of a weight `[.., D, O]`, `Blocks.packed`, by the names of `copies`; in the
-place of one that cannot be quantized at rest the weight itself."""
+"""The quantized copies (`Blocks.packed`) of a weight `[.., D, O]`, by the names of `copies`. A copy
+that cannot be quantized at rest is replaced by the weight itself."""
 
 
 def copies(precision: Precision, experts: bool) -> tuple[str, ...]:
-    """Names of a weight's copies: `first`, for products that contract its first dimension (the
-    second of an expert's), and `last`, for those that contract the others, with blocks along the
-    last; one that is both where blocks are `square`. An expert's `first` copy is transposed,
-    `[E, O, D]`, so that kernels read both along the contraction."""
+    """The names of a weight's copies.
+
+    `first` is for matmuls that contract the weight's first dimension (after the experts). `last` is
+    for matmuls that contract the other dimensions; its blocks run along the last dimension. If
+    blocks are square and there are no experts, one copy, `square`, serves both. The `first` copy of
+    experts is transposed, `[E, O, D]`, so that kernels read both copies along the contraction.
+    """
     square = precision.dtype == "nvfp4" and precision.square_blocks
     return ("square",) if square and not experts else ("first", "last")
 
 
 def at_rest(rows: int, name: str, precision: Precision) -> bool:
-    """True if a copy is quantized before it is gathered, given the rows of a device's part of the
-    weight: blocks along rows must not lie on two devices."""
+    """True if a copy is quantized before it is gathered. `rows` are the rows of a device's part of
+    the weight. Blocks along rows must not be spread over two devices."""
     return name == "last" or rows % BLOCKS[precision.dtype] == 0
 
 
 def quantize_weight(w: Array, amax: Array, precision: Precision, experts: bool) -> Copies:
-    """The copies of a device's part of a weight, as matrices `[.., D, O]`; `amax` is that of the
-    whole weight."""
+    """The copies of a device's part of a weight, as matrices `[.., D, O]`. `amax` is the amax of
+    the whole weight."""
     w = w.reshape(*w.shape[: int(experts) + 1], -1)
     check(precision, {"columns of a weight": w.shape[-1]})
     return {
@@ -63,7 +68,7 @@ def quantize_weight(w: Array, amax: Array, precision: Precision, experts: bool) 
 
 
 def _quantized(w: Array, name: str, amax: Array, precision: Precision) -> Blocks:
-    """A copy of a weight, `[D, O]` or of experts."""
+    """One copy of a weight `[D, O]`, or of the weights of experts `[E, D, O]`."""
     experts, square = w.ndim == 3, precision.dtype == "nvfp4" and precision.square_blocks
     turned = experts and name == "first"
     matrix = w.swapaxes(1, 2) if turned else w
@@ -75,13 +80,13 @@ def _quantized(w: Array, name: str, amax: Array, precision: Precision) -> Blocks
 
 
 def _of_each_row(w: Blocks) -> Blocks:
-    """Blocks `[E, rows, columns]` with scales of every row."""
+    """Blocks `[E, rows, columns]` with a scale for every row."""
     in_block = w.values.shape[1] // w.scales.shape[1]
     return Blocks(w.values, jnp.repeat(w.scales, in_block, 1), w.inverse)
 
 
 def check(precision: Precision, sizes: dict[str, int]) -> None:
-    """Raises RecipeError unless blocks divide a device's sizes of what is quantized."""
+    """Raises RecipeError if blocks do not divide the sizes that a device quantizes."""
     block = BLOCKS[precision.dtype]
     for what, size in sizes.items():
         require(
@@ -97,10 +102,13 @@ def quantize_activation(
     of: kernels.Rows | None,
     draw: UInt32[Array, ""] | None = None,
 ) -> tuple[Blocks, ...]:
-    """(`[E, T, F]` in blocks along features, `[E, F, T]` along tokens), packed, of a device's part
-    of an activation or of its gradient, or of some rows. NVFP4 takes one fp32 scale of this part
-    for each; rounds gradients, which have a `draw`, stochastically; and transforms what is for a
-    weight's gradient."""
+    """Quantizes a device's part of an activation or of its gradient, or some of its rows. Returns
+    (`[E, T, F]` in blocks along features, `[E, F, T]` in blocks along tokens), both packed.
+
+    In NVFP4 each of the two has one fp32 scale for this part. Gradients, which have a `draw`, are
+    rounded stochastically. With `precision.hadamard` the operand of a weight's gradient is
+    transformed.
+    """
     tokens = {} if of else {"tokens of a microbatch": x.shape[1]}
     check(precision, tokens | {"features": x.shape[2]})
     seeds = None if draw is None else jnp.stack([draws.fold(draw, n) for n in range(2)])
@@ -124,13 +132,17 @@ def _packed(*both: Blocks) -> tuple[Blocks, ...]:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of one device, for `dot` with dense or with grouped weights.
+    """The matmuls of one device, which `dot` uses with dense or with grouped weights.
 
-    `quantize` quantizes an activation, as `quantize_activation`.
-    `by_weight(rows, w, side, groups)`: the product of its first result and a gathered weight, which
-    has the copy `side`. `of_weight(first, last, groups)`: the gradient of `[E, D, O]` from second
-    results for activations of D and of O. `rows(side, groups)`: the rows of an activation that are
-    quantized, None for all.
+    `quantize` quantizes an activation, as `quantize_activation` does; it has two results.
+
+    `by_weight(rows, w, side, groups)` multiplies the first result by a gathered weight, which is
+    the copy `side`.
+
+    `of_weight(first, last, groups)` computes the gradient of `[E, D, O]` from the second results
+    for the activation with the features D and the activation with the features O.
+
+    `rows(side, groups)` are the rows of an activation that are quantized; None for all.
     """
 
     by_weight: Callable[[Blocks, Blocks, str, Any], Array]
@@ -142,8 +154,8 @@ class Products:
 def dot(
     product: Product, x: Duplicated, w: Operand, by: Products, groups: Any = None
 ) -> Duplicated:
-    """Product of a bf16 activation with a weight at rest; it and both gradients are in the format
-    of the recipe. `groups` are those of a grouped matmul."""
+    """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients run
+    in the recipe's format. `groups` are the groups of a grouped matmul."""
     return Duplicated.of(
         _dot(product, w.precision, by, x.value, w.weight, w.stored, w.seed, groups)
     )
@@ -166,7 +178,7 @@ def _forward(product, precision, by, x, weight, stored, seed, groups):
             rows, columns = by.quantize(matrix, precision, by.rows(side, groups), None)
             y = by.by_weight(rows.unpacked(of), w, side, groups)
         sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, product, weight), strict=True))
-        # A residual has no logical dimensions: it is one matrix of each device.
+        # A residual has no logical dimensions: it is one matrix on each device.
         columns = jax.tree.map(lambda part: part[None], columns)
         return y.reshape([sizes.get(d, -1) for d in y_dims]), columns
 
@@ -207,7 +219,7 @@ _dot.defvjp(_forward, _backward)
 
 
 def _sums_first(product: Product) -> bool:
-    """True if the product contracts the first dimension of its weight, after experts."""
+    """True if the matmul contracts the first dimension of its weight (after the experts)."""
     x, w, _ = product.dims
     return w[int(product.experts is not None)] in x
 
@@ -215,8 +227,9 @@ def _sums_first(product: Product) -> bool:
 def _copy(
     stored: Copies, side: str, product: Product, precision: Precision
 ) -> tuple[Blocks | Array, Callable[[Any], Blocks]]:
-    """(the copy of a weight for products that contract its `first` dimension or the `last` ones;
-    what gathers it, inside a `shard_map`, and quantizes it where it is not yet)."""
+    """The copy of a weight for matmuls that contract its `first` dimension or its `last` ones.
+    Returns (the copy, a function that gathers it inside a `shard_map` and quantizes it if
+    necessary)."""
     name = side if side in stored else "square"
     copy = stored[name]
     split = mesh.gathered_dims(copy.values if isinstance(copy, Blocks) else copy, product.experts)
@@ -232,12 +245,13 @@ def _copy(
 
 
 def _place() -> list[Array]:
-    """The indices of this device on the axes of the mesh, inside a `shard_map`."""
+    """The indices of this device on the axes of the mesh. Called inside a `shard_map`."""
     return [jax.lax.axis_index(axis) for axis in mesh.used(*AXES)]
 
 
 def _matrix(x: Array, dims: str, w_dims: str) -> Float[Array, "E T F"]:
-    """An activation whose dimensions are experts, if any, then tokens, then features."""
+    """Reshapes an activation to a matrix for each expert. Its dimensions are experts, if any, then
+    tokens, then features."""
     experts = int(dims[0] in w_dims)
     tokens = sum(dim not in w_dims for dim in dims)
     features = prod(x.shape[experts + tokens :])
@@ -245,7 +259,7 @@ def _matrix(x: Array, dims: str, w_dims: str) -> Float[Array, "E T F"]:
 
 
 def _shape(w: Blocks, side: str, product: Product, weight: Array) -> tuple[int, ...]:
-    """Shape of a gathered weight with all of its dimensions; `weight` is its part at rest."""
+    """The shape of a gathered weight with all of its dimensions. `weight` is the part at rest."""
     rows = w.values.shape[:-1]
     if product.experts is not None and side == "first":
         rows = rows[0], w.values.shape[-1]
@@ -264,8 +278,8 @@ def operand(w: Blocks, side: str) -> Blocks:
 
 
 def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
-    """`[E, m, k]` times the transpose of `[E, n, k]`, in bf16; blocks run along k."""
-    if mesh.platform() != "gpu":  # jax 0.10 has no such product on a CPU
+    """`[E, m, k]` times the transpose of `[E, n, k]`, in bf16. Blocks run along k."""
+    if mesh.platform() != "gpu":  # jax 0.10 has no such matmul on a CPU
         wide = jnp.einsum("emk,enk->emn", dequantized(a), dequantized(b))
         return wide.astype(jnp.bfloat16)
     (experts, m, k), n = a.values.shape, b.values.shape[1]

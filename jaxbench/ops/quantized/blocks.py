@@ -1,9 +1,9 @@
-"""Block-scaled formats: one scale for each block of consecutive elements along the contraction.
+"""Block-scaled formats: each block of consecutive elements along the contraction has one scale.
 
-MXFP8 (OCP Microscaling 1.0, with scales rounded up as by NVIDIA's Transformer Engine): 32 e4m3
-values and one power of two, e8m0. NVFP4 (NVIDIA 2025, arXiv 2509.25149): 16 e2m1 values, an e4m3
-scale, and one fp32 scale for the tensor. Both definitions are those of NVIDIA/TransformerEngine
-(common/cast/mxfp8, common/cast/nvfp4).
+MXFP8 (OCP Microscaling 1.0, but scales are rounded up as in NVIDIA's Transformer Engine): a block
+is 32 e4m3 values with one e8m0 scale, a power of two. NVFP4 (NVIDIA 2025, arXiv 2509.25149): a
+block is 16 e2m1 values with an e4m3 scale, and the whole tensor has one fp32 scale. Both follow the
+definitions of NVIDIA/TransformerEngine (common/cast/mxfp8, common/cast/nvfp4).
 """
 
 from collections.abc import Callable
@@ -23,9 +23,11 @@ F32, U32 = jnp.float32, jnp.uint32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Blocks:
-    """A quantized tensor: `values` of the tensor's shape; `scales` of the same shape, but for
-    quantized dimensions, which count blocks; and the `inverse` scale of the whole tensor, fp32,
-    None in MXFP8. An element is value x scale x inverse."""
+    """A quantized tensor. An element is value x scale x inverse.
+
+    `values` have the shape of the tensor. `scales` have the same shape, except that quantized
+    dimensions count blocks. `inverse` is the fp32 scale of the whole tensor; it is None in MXFP8.
+    """
 
     values: Any
     scales: Any
@@ -33,16 +35,16 @@ class Blocks:
 
     @property
     def format(self) -> str:
-        """The name of its format, not packed, in `FORMATS`."""
+        """The name of its format in `FORMATS`. The tensor must not be packed."""
         return next(name for name, of in FORMATS.items() if of.values == self.values.dtype)
 
     def map(self, function: Callable[[Array], Array]) -> "Blocks":
-        """Values and scales through a function of both, such as a gather or a transposition."""
+        """Applies a function, such as a gather or a transposition, to both values and scales."""
         return Blocks(function(self.values), function(self.scales), self.inverse)
 
     def packed(self) -> "Blocks":
-        """The tensor as bytes, which every collective and slice can move: 4-bit values in pairs
-        along the last dimension."""
+        """The tensor as bytes, which every collective and slice can move. Pairs of 4-bit values
+        along the last dimension share a byte."""
         four = jnp.finfo(self.values.dtype).bits == 4
         return Blocks(
             (_pairs if four else as_bytes)(self.values), as_bytes(self.scales), self.inverse
@@ -57,7 +59,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Format:
-    """A block-scaled format: its elements of a block, and the dtypes of values and scales."""
+    """A block-scaled format: the number of elements in a block, and the dtypes of values and
+    scales."""
 
     size: int
     values: Any
@@ -67,22 +70,22 @@ class Format:
 MXFP8 = Format(BLOCKS["mxfp8"], jnp.float8_e4m3fn, jnp.float8_e8m0fnu)
 NVFP4 = Format(BLOCKS["nvfp4"], jnp.float4_e2m1fn, jnp.float8_e4m3fn)
 FORMATS = {"mxfp8": MXFP8, "nvfp4": NVFP4}
-"""By the name of `settings.Precision.dtype`."""
+"""The formats, by their names in `settings.Precision.dtype`."""
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
 
 def mxfp8(x: Array, axis: int) -> Blocks:
-    """`x` in MXFP8, blocks along `axis`, a multiple of 32."""
+    """Quantizes `x` to MXFP8 with blocks along `axis`, whose size is a multiple of 32."""
     values, exponents = mxfp8_parts(x, axis)
     return Blocks(values, _as(exponents, MXFP8.scales))
 
 
 def mxfp8_parts(x: Array, axis: int) -> tuple[Array, Array]:
-    """(values, biased exponents of the scales) of `mxfp8`; kernels compute it too."""
+    """(values, biased exponents of the scales) of `mxfp8`. Kernels call it too."""
     wide = split(x.astype(F32), axis, MXFP8.size)
     exponents = exponents_of(jnp.max(jnp.abs(wide), axis + 1))
-    # 2^(127 - e) by its bits; e is at most 247, or 255 for what is not finite.
+    # We make 2^(127 - e) from its bits. e is at most 247, or 255 if the amax is not finite.
     factor = jax.lax.bitcast_convert_type((254 - exponents).astype(U32) << 23, F32)
     factor = jnp.where(exponents == 255, jnp.nan, factor)
     values = jnp.clip(wide * jnp.expand_dims(factor, axis + 1), -E4M3_MAX, E4M3_MAX)
@@ -90,10 +93,11 @@ def mxfp8_parts(x: Array, axis: int) -> tuple[Array, Array]:
 
 
 def exponents_of(amax: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """The biased exponents of MXFP8's scales: amax / 448 rounded up to a power of two, 0 for zeros,
-    255 where the amax is not finite.
+    """The biased exponents of MXFP8's scales: amax / 448 rounded up to a power of two. The exponent
+    is 0 for zeros and 255 if the amax is not finite.
 
-    By the bits of the amax, since CPUs flush a subnormal quotient to zero: 448 is 1.75 x 2^8.
+    We work on the bits of the amax, since CPUs flush a subnormal quotient to zero. 448 is 1.75 x
+    2^8.
     """
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32)  # not negative
     exponent, above = bits >> 23, ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
@@ -106,24 +110,26 @@ def nvfp4(
     amax: Float[Array, ""],
     uniform: Callable[[tuple[int, ...]], Array] | None = None,
 ) -> Blocks:
-    """`x` in NVFP4 by the amax of the whole tensor; blocks of 16 along one axis, or of 16 x 16
-    along two. Rounded to nearest even, or stochastically by `uniform`, which draws from [0, 1)."""
+    """Quantizes `x` to NVFP4 with the `amax` of the whole tensor. Blocks have 16 elements along one
+    axis, or 16 x 16 along two. Values are rounded to nearest even, or stochastically if `uniform`
+    is given, which draws from [0, 1)."""
     encode = encode_of(amax)
     values, scales = nvfp4_parts(x, axes, encode, uniform and uniform(x.shape))
     return Blocks(values.astype(NVFP4.values), scales, 1 / encode)
 
 
 def encode_of(amax: Array) -> Array:
-    """The factor of a tensor in NVFP4, by its amax."""
+    """The factor that a tensor in NVFP4 is multiplied by, given its amax."""
     encode = jnp.where(amax == 0, 1.0, E4M3_MAX * E2M1_MAX / amax)
-    # The barrier: XLA would divide by a product instead of twice, and round otherwise.
+    # Without the barrier XLA would divide once by a product instead of twice, which rounds
+    # differently.
     return jax.lax.optimization_barrier(encode)
 
 
 def nvfp4_parts(
     x: Array, axes: tuple[int, ...], encode: Array, uniform: Array | None
 ) -> tuple[Array, Array]:
-    """(values in fp32, scales in e4m3) of `nvfp4`; kernels compute it too."""
+    """(values in fp32, scales in e4m3) of `nvfp4`. Kernels call it too."""
     wide = x.astype(F32)
     in_block: list[int] = []
     for axis in sorted(axes):
@@ -141,15 +147,16 @@ def nvfp4_parts(
 
 
 def rounded_e2m1(x: Array, uniform: Array | None = None) -> Array:
-    """Values rounded to e2m1, in their dtype, at most 6: to nearest even; or to one of the two
-    neighbours by `uniform` from [0, 1), the nearer one more often, so that the mean is x.
+    """Rounds values to e2m1 and keeps their dtype. Absolute values are at most 6. Without `uniform`
+    it rounds to nearest even. With `uniform`, from [0, 1), it rounds to one of the two neighbours,
+    to the nearer one more often, so that the mean is x.
 
-    In fp32: XLA's own conversion rounds to fp16 before.
+    It computes in fp32, because XLA's own conversion first rounds to fp16.
     """
     size = jnp.minimum(jnp.abs(x), E2M1_MAX)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     exact = size / step
-    if uniform is None:  # Pallas's kernels have no rounding to even
+    if uniform is None:  # kernels in Pallas cannot round to even
         steps = jnp.floor(exact + 0.5)
         odd = steps - 2 * jnp.floor(steps / 2)
         steps -= jnp.where(steps - exact == 0.5, odd, 0.0)
@@ -159,7 +166,7 @@ def rounded_e2m1(x: Array, uniform: Array | None = None) -> Array:
 
 
 def e2m1_bits(x: Array) -> Int[Array, "*D"]:
-    """The bits of fp32 values that e2m1 has."""
+    """The bits of fp32 values that e2m1 can represent."""
     size = jnp.abs(x)
     steps = jnp.where(size < 2, 2 * size, jnp.where(size < 4, size + 2, size / 2 + 4))
     negative = jax.lax.bitcast_convert_type(x, jnp.int32) < 0  # of zeros too
@@ -167,7 +174,7 @@ def e2m1_bits(x: Array) -> Int[Array, "*D"]:
 
 
 def dequantized(x: Blocks) -> Array:
-    """The tensor that is represented, in fp32."""
+    """The represented tensor, in fp32."""
     scales = x.scales.astype(F32)
     for axis, (whole, blocks) in enumerate(zip(x.values.shape, x.scales.shape, strict=True)):
         scales = jnp.repeat(scales, whole // blocks, axis)
@@ -180,20 +187,21 @@ def _as(x: Array, dtype: Any) -> Array:
 
 
 def as_bytes(x: Array) -> Array:
-    """The bytes of an array of 8-bit numbers or, on a GPU, of pairs of 4-bit ones."""
+    """The bytes of an array of 8-bit numbers. On a GPU it also takes 4-bit numbers, two per
+    byte."""
     return _as(x.reshape(*x.shape[:-1], -1, 2) if x.dtype == NVFP4.values else x, jnp.uint8)
 
 
 def _pairs(x: Array) -> Array:
-    """4-bit values in bytes, the first of a pair in the low bits. On a GPU too: XLA fuses it with
-    what makes the values, and not a bitcast."""
+    """Packs pairs of 4-bit values into bytes, with the first of a pair in the low bits. A GPU uses
+    this too, because XLA fuses it with whatever computes the values; it does not fuse a bitcast."""
     bits = e2m1_bits(x.astype(F32)).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
     return bits[..., 0] | bits[..., 1] << 4
 
 
 def _unpaired(x: Array) -> Array:
-    """The inverse of `_pairs`. On a GPU a bitcast, which moves nothing; XLA's compiler for CPUs has
-    none between bytes and 4 bits."""
+    """The inverse of `_pairs`. On a GPU this is a bitcast, which moves nothing. XLA's compiler for
+    CPUs has no bitcast between bytes and 4-bit types."""
     shape = *x.shape[:-1], 2 * x.shape[-1]
     if mesh.platform() == "gpu":
         return _as(x, NVFP4.values).reshape(shape)
@@ -204,5 +212,5 @@ def _unpaired(x: Array) -> Array:
 
 
 def split(x: Array, axis: int, size: int) -> Array:
-    """The dimension `axis` as two: blocks, and elements of each."""
+    """Splits the dimension `axis` into two: blocks, and the elements of each block."""
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])

@@ -1,5 +1,6 @@
-"""Uniform numbers for stochastic rounding: a hash of the element's index and of a seed, so that XLA
-computes them where they are used, and a run that goes on draws what it would have drawn."""
+"""Uniform numbers for stochastic rounding. A number is a hash of the element's index and a seed. So
+XLA computes the numbers where they are used, and a resumed run draws the same numbers as one that
+was never interrupted."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ U32 = jnp.uint32
 
 
 def mix(x: Any) -> UInt32[Array, "*D"]:
-    """A bijection of 32-bit numbers in which each bit depends on all others: Wellons's lowbias32
+    """A bijection of 32-bit numbers in which each bit depends on all others: lowbias32 by Wellons
     (skeeto/hash-prospector)."""
     x = jnp.asarray(x, U32)
     x = (x ^ (x >> 16)) * U32(0x7FEB352D)
@@ -20,14 +21,15 @@ def mix(x: Any) -> UInt32[Array, "*D"]:
 
 
 def fold(seed: Any, *numbers: Any) -> UInt32[Array, "*D"]:
-    """A seed that depends on further numbers."""
+    """Derives a seed from a seed and further numbers."""
     for number in numbers:
         seed = mix(jnp.asarray(seed, U32) + mix(jnp.asarray(number, U32) ^ U32(0x9E3779B9)))
     return jnp.asarray(seed, U32)
 
 
 def uniform(seed: UInt32[Array, ""], shape: tuple[int, ...]) -> Array:
-    """Multiples of 2^-24 in [0, 1), fp32, by the row-major index of each element."""
+    """Numbers in [0, 1), fp32, which are multiples of 2^-24. Each depends on the row-major index of
+    its element."""
     index, stride = jnp.zeros(shape, U32), 1
     for axis in reversed(range(len(shape))):
         index += jax.lax.broadcasted_iota(U32, shape, axis) * U32(stride % 2**32)
@@ -36,5 +38,5 @@ def uniform(seed: UInt32[Array, ""], shape: tuple[int, ...]) -> Array:
 
 
 def uniform_at(seed: UInt32[Array, ""], index: UInt32[Array, "*D"]) -> Array:
-    """`uniform` of elements by their indices."""
+    """The numbers of `uniform` for elements with these indices."""
     return (mix(mix(index + seed) ^ seed) >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24

@@ -1,5 +1,6 @@
-"""The random Hadamard transform of NVFP4's weight gradients: it spreads outliers over 16 elements
-of the contraction, and cancels between both operands (NVIDIA 2025, arXiv 2509.25149)."""
+"""The random Hadamard transform of NVFP4's weight gradients. It spreads outliers over 16 elements
+of the contraction. Both operands are transformed, so the transform cancels (NVIDIA 2025, arXiv
+2509.25149)."""
 
 from typing import Any
 
@@ -12,17 +13,18 @@ from jaxbench.ops.quantized.blocks import split
 SIZE = 16
 
 SCOPE = "hadamard"
-"""The scope of its operations, which are not those of a quantized product."""
+"""The scope of the transform's operations, which are not part of a quantized matmul."""
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs, fixed (NVIDIA/TransformerEngine jax/quantize/hadamard.py)."""
+"""The signs, which are fixed (NVIDIA/TransformerEngine jax/quantize/hadamard.py)."""
 
 
 def matrix(dtype: Any = jnp.float32) -> Float[Array, "16 16"]:
-    """diag(signs) H / 4 with Sylvester's H of order 16: orthogonal, and exact in every dtype of
-    activations. H is -1 where the indices have an odd number of common bits.
+    """diag(signs) H / 4 with Sylvester's H of order 16. It is orthogonal, and exact in every dtype
+    of activations. H is -1 where the two indices have an odd number of common bits.
 
-    Computed, not a constant: `jax.checkpoint` counts constants of its function as arguments.
+    It is computed and not a constant, because `jax.checkpoint` counts constants of its function as
+    arguments.
     """
     i, j = (jax.lax.broadcasted_iota(jnp.uint32, (SIZE, SIZE), axis) for axis in (0, 1))
     negative = sum((sign < 0) << n for n, sign in enumerate(SIGNS))
@@ -31,7 +33,8 @@ def matrix(dtype: Any = jnp.float32) -> Float[Array, "16 16"]:
 
 
 def transformed(x: Array, axis: int) -> Array:
-    """`x` with each 16 consecutive elements along `axis` multiplied by `matrix`, in its dtype."""
+    """Multiplies each 16 consecutive elements of `x` along `axis` by `matrix`, and returns the
+    dtype of `x`."""
     summed = ((axis + 1,), (0,)), ((), ())
     with jax.named_scope(SCOPE):
         turned = jax.lax.dot_general(split(x, axis, SIZE), matrix(x.dtype), summed)

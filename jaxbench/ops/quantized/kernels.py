@@ -1,6 +1,9 @@
-"""Quantization of an activation for both of its products in one Pallas kernel: each element is read
-once. XLA reads it twice for each, for the amax of a block and for the values. And the product of
-block-scaled tiles, for kernels."""
+"""Pallas kernels for block-scaled formats.
+
+One kernel quantizes an activation for both of its matmuls and reads each element once. XLA would
+read it twice for each matmul: for the amax of a block and for the values. `multiplied` is the
+matmul of block-scaled tiles, for other kernels.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,18 +33,21 @@ from jaxbench.ops.quantized.blocks import (
 )
 
 TILES = 64, 128
-"""Rows and columns of a program's tile, at most."""
+"""The largest number of rows and of columns in the tile of a program."""
 
 LAUNCH = Launch(warps=8)
-"""Not yet chosen by measurement."""
+"""These numbers were not chosen by measurement."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a quantized activation `[1, T, F]`: `index` is that of the activation's row for
-    each of them, zeros for those beyond it; None if they are the same. `filled` is 0 for spans of
-    `SPAN` rows that are left out, whose results are undefined. `expected` is the number of rows in
-    the others, for plans."""
+    """The rows of a quantized activation `[1, T, F]`.
+
+    `index` gives, for each of them, the row of the activation that it is taken from. An index
+    beyond the activation makes a row of zeros. With None all rows stay in their places. `filled` is
+    0 for each span of `SPAN` rows that is left out; the results of such rows are undefined.
+    `expected` is the number of rows in the other spans; plans use it.
+    """
 
     index: Int[Array, " T"] | None
     filled: Int[Array, " spans"]
@@ -52,13 +58,13 @@ SPAN = TILES[0]
 
 
 def takes(x: Float[Array, "E T F"], rows: Rows | None) -> bool:
-    """True for sizes that fill tiles."""
+    """True if the sizes fill whole tiles."""
     return all(size % MXFP8.size == 0 for size in x.shape[2 if rows else 1 :])
 
 
 class _Tiles:
-    """Tiles of an activation, and of arrays that have blocks of its features or, transposed, of its
-    tokens."""
+    """The tiles of an activation, and of arrays with blocks along its features or, transposed,
+    along its tokens."""
 
     def __init__(self, x: Float[Array, "E T F"], rows: Rows | None):
         self.experts, self.tokens, self.features = x.shape
@@ -75,7 +81,7 @@ class _Tiles:
                 self.inputs["index"] = rows.index, pl.BlockSpec((SPAN,), lambda e, t, f: (t,))
 
     def touched(self, outputs: dict[str, Output]) -> dict[str, int]:
-        """Bytes of the arrays of which the expected rows are a part."""
+        """Bytes of the arrays, reduced to the share of the expected rows."""
         read = self.tokens * self.features * self.inputs["x"][0].dtype.itemsize
         sizes = {"x": self.experts * read}
         sizes |= {name: prod(o.shape) * jnp.dtype(o.dtype).itemsize for name, o in outputs.items()}
@@ -92,7 +98,8 @@ class _Tiles:
         return Output(shape, dtype, pl.BlockSpec(block, lambda e, t, f: (e, f, t)))
 
     def both(self, size: int, values: Any, scales: Any, packed: int = 1) -> dict[str, Output]:
-        """The four results of a quantization; `packed` values take one element."""
+        """The four results of a quantization. `packed` is how many values share one element of an
+        array."""
         return {
             "rows": self.rows(packed, values), "row_scales": self.rows(size, scales),
             "columns": self.columns(packed, values), "column_scales": self.columns(size, scales),
@@ -102,8 +109,8 @@ class _Tiles:
 def mxfp8_both(
     x: Float[Array, "E T F"], rows: Rows | None = None, *, interpret: bool = False
 ) -> tuple[Blocks, Blocks]:
-    """`x`, or `rows` of it, in MXFP8 with blocks along features, and its transpose, `[E, F, T]`,
-    with blocks along tokens; packed."""
+    """Quantizes `x`, or `rows` of it, to MXFP8 with blocks along features, and its transpose `[E,
+    F, T]` with blocks along tokens. Both results are packed."""
     tiles = _Tiles(x, rows)
     outputs = tiles.both(MXFP8.size, MXFP8.values, jnp.uint8)
     y = call(
@@ -123,8 +130,9 @@ def nvfp4_both(
     turn: bool,
     interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """`x` in NVFP4, as `mxfp8_both`, each with the fp32 scale of its amax; the transpose after the
-    Hadamard transform of the tokens with `turn`. Rounded stochastically by `seeds`."""
+    """Quantizes `x` and its transpose to NVFP4, as `mxfp8_both` does to MXFP8. Each result has an
+    fp32 scale from its own amax. With `turn` the tokens go through the Hadamard transform before
+    the transpose is quantized. With `seeds` both are rounded stochastically."""
     tiles, f32 = _Tiles(x, rows), jnp.float32
     square = pl.BlockSpec((hadamard.SIZE, hadamard.SIZE), lambda *_: (0, 0))
     two = pl.BlockSpec((2,), lambda *_: (0,))
@@ -153,17 +161,17 @@ def nvfp4_both(
 
 
 def _x(r: SimpleNamespace, first: Array, width: int) -> Array:
-    """The tile of a program, whose features start at `first`."""
+    """A program's tile, whose features start at `first`."""
     return gathered(r.x, r.index[...], first, width) if hasattr(r, "index") else r.x[...]
 
 
 def _where_filled(r: SimpleNamespace, body: Callable[[], None]) -> None:
-    """Runs a kernel's body unless its rows are left out."""
+    """Runs a kernel's body, unless its rows are left out."""
     pl.when(r.filled[0] != 0)(body) if hasattr(r, "filled") else body()
 
 
 def _mxfp8(r: SimpleNamespace, *, width: int) -> None:
-    first = pl.program_id(2) * width  # the interpreter knows it outside of conditions alone
+    first = pl.program_id(2) * width  # the interpreter knows it only outside of conditions
 
     def body() -> None:
         x = _x(r, first, width)
@@ -184,7 +192,8 @@ def _nvfp4(r: SimpleNamespace, *, width: int, tokens: int, features: int) -> Non
     e, first_t, first_f = pl.program_id(0), pl.program_id(1), pl.program_id(2) * width
 
     def quantized(x: Array, n: int, row: Array, width: int, column: Array):
-        """(packed values, scales) of a tile at a row and a column of an array of this width."""
+        """(packed values, scales) of a tile, which starts at `row` and `column` of an array of this
+        width."""
         draw = None
         if hasattr(r, "seeds"):
             rows = (row + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)).astype(jnp.uint32)
@@ -208,7 +217,7 @@ def _nvfp4(r: SimpleNamespace, *, width: int, tokens: int, features: int) -> Non
 
 
 def _turned(r: SimpleNamespace, x: Array) -> Array:
-    """The transposed tile, after the Hadamard transform of its tokens where there is a matrix."""
+    """The transposed tile, after the Hadamard transform of its tokens if there is a matrix."""
     x = x.T
     if not hasattr(r, "h"):
         return x
@@ -217,7 +226,7 @@ def _turned(r: SimpleNamespace, x: Array) -> Array:
 
 
 def _largest(size: int, most: int) -> int:
-    """The largest power of two that divides a size, `most` at most."""
+    """The largest power of two that divides `size`, but at most `most`."""
     return min(size & -size, most)
 
 

@@ -1,4 +1,4 @@
-"""Operands of FP8 products, and the names of products in the compiled program."""
+"""Operands of quantized matmuls, and the description and names of these matmuls."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,20 +13,24 @@ from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 
 QUANTIZED = "quantized."
-"""Beginning of the scope of a product and of what makes its operands (`xla.timeline` reads it)."""
+"""The scope of a quantized matmul, and of what makes its operands, starts with this (`xla.timeline`
+reads it)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A weight whose product runs in a quantized format; it replaces the weight in its layer.
+    """A weight whose matmul runs in a quantized format. It replaces the weight in its layer.
 
     `weight` is in bf16 at rest and receives the gradient. `stored` is what is gathered: in FP8 the
-    quantized array, or `weight` itself; in block-scaled formats `block_scaled.Copies`.
-    In FP8 `scale_inv` `[3]` are the inverse scales of input, weight and output gradient, of which
-    current scaling uses the second only; `observed` is zeros `[2, devices]` whose cotangent is the
-    amax of input and gradient on each device, None under current scaling. `seed` is that of
-    stochastic rounding. Other formats have None.
+    quantized array or `weight` itself, in block-scaled formats `block_scaled.Copies`.
+
+    Only FP8 has the next two; other formats have None. `scale_inv` `[3]` are the inverse scales of
+    input, weight and output gradient. Current scaling uses only the second of them. `observed` is
+    zeros `[2, devices]`; its cotangent is the amax of input and gradient on each device. It is None
+    under current scaling.
+
+    `seed` is the seed of stochastic rounding; None if nothing is rounded stochastically.
     """
 
     weight: jax.Array
@@ -40,8 +44,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """Static description of a product for its forward and backward pass: einsum, partitions of the
-    result and of the input's gradient, name, and margin of the scales in powers of two."""
+    """Static description of a matmul for its forward and backward pass: the einsum, the partitions
+    of the result and of the input's gradient, the name, and the margin of the scales in powers of
+    two."""
 
     equation: str
     y_spec: PartitionSpec
@@ -51,7 +56,7 @@ class Product:
 
     @property
     def dims(self) -> tuple[str, str, str]:
-        """Dimensions of input, weight and result."""
+        """The dimensions of input, weight and result."""
         return einsum_dims(self.equation)
 
     @property
@@ -61,16 +66,16 @@ class Product:
         return w.index("E") if "E" in w else None
 
     def result(self, x, scale_inv_x, w, scale_inv_w, groups) -> jax.Array:
-        """The product of input and weight, in bf16; operands come with their inverse scales."""
+        """The matmul of input and weight, in bf16. Each operand comes with its inverse scale."""
         return multiply(self.equation, x, scale_inv_x, w, scale_inv_w)
 
     def of_input(self, dy, scale_inv_dy, w, scale_inv_w, groups) -> jax.Array:
-        """The gradient of the input, as `result`."""
+        """The gradient of the input. Arguments are as in `result`."""
         x, weight, y = self.dims
         return multiply(f"{y},{weight}->{x}", dy, scale_inv_dy, w, scale_inv_w)
 
     def of_weight(self, x, scale_inv_x, dy, scale_inv_dy, groups) -> jax.Array:
-        """The gradient of the weight, as `result`."""
+        """The gradient of the weight. Arguments are as in `result`."""
         values, w, y = self.dims
         return multiply(f"{values},{y}->{w}", x, scale_inv_x, dy, scale_inv_dy)
 
@@ -89,7 +94,7 @@ def _dequantized(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
 
 
 def gathered(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> jax.Array:
-    """The gathered FP8 weight from its stored parts, inside a `shard_map`; quantized here if it was
-    gathered in bf16."""
+    """The whole FP8 weight, gathered from its stored parts inside a `shard_map`. If it was gathered
+    in bf16, it is quantized here."""
     weight = mesh.gather(stored, dims)
     return weight if weight.dtype == VALUES else quantize(weight, scale_inv, VALUES)

@@ -1,6 +1,6 @@
 """The FP8 format: one scale for a whole tensor (Micikevicius et al. 2022).
 
-Inputs and weights are e4m3, output gradients e5m2. A tensor is stored as `x / scale_inv`.
+Inputs and weights are e4m3, and output gradients are e5m2. A tensor is stored as `x / scale_inv`.
 """
 
 from typing import Any
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 
 VALUES, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {dtype: float(jnp.finfo(dtype).max) for dtype in (VALUES, GRADIENTS)}
-"""The largest finite value: 448 for e4m3, 57344 for e5m2."""
+"""The largest finite value of each type: 448 for e4m3, 57344 for e5m2."""
 
 TENSORS = (VALUES, VALUES, GRADIENTS)
-"""Types of the three tensors of a product: input, weight, gradient of the output."""
+"""The types of the three tensors of a matmul: input, weight, gradient of the output."""
 
 
 def scale_inv_of(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
     """The inverse scale of a tensor: amax 2^margin / (largest value of `dtype`); 1 for zeros.
 
-    Rounded up to a bf16 value, since `operand.multiply` multiplies by it in bf16. An `amax` that is
-    not finite is passed on, so that the loss is not finite either.
+    It is rounded up to a bf16 value, since `operand.multiply` multiplies by it in bf16. If `amax`
+    is not finite it is returned as it is, so that the loss is not finite either.
     """
     smallest = jnp.finfo(jnp.float32).tiny
     exact = jnp.maximum(amax * (2.0**margin / LARGEST[dtype]), smallest)
@@ -30,14 +30,14 @@ def scale_inv_of(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
 
 
 def scale_invs_of(amax: jax.Array, margin: int) -> jax.Array:
-    """`scale_inv_of` of input, weight and gradient, the last dimension of `amax`."""
+    """`scale_inv_of` for input, weight and gradient, which are the last dimension of `amax`."""
     values = [scale_inv_of(amax[..., i], dtype, margin) for i, dtype in enumerate(TENSORS)]
     return jnp.stack(values, axis=-1)
 
 
 def quantize(x: jax.Array, scale_inv: jax.Array, dtype: Any) -> jax.Array:
-    """`x / scale_inv` rounded to FP8. Values out of range saturate at the largest one; NaN
-    stays."""
+    """`x / scale_inv` rounded to FP8. Values out of range saturate at the largest value; NaN stays
+    NaN."""
     limit = LARGEST[dtype]
     return jnp.clip(x.astype(jnp.float32) * (1 / scale_inv), -limit, limit).astype(dtype)
 

@@ -1,8 +1,9 @@
-"""Quantization in a training step: weights quantized once per step, scales of products, amax
+"""Quantization in a training step: weights quantized once per step, scales of the matmuls, and amax
 histories.
 
-Weights marked `Weight(value, quantized=True)` multiply in FP8 or in a block-scaled format. Those of
-a stack of blocks (`models.decoder`) are its *products*, in the order of the pytree.
+Weights that are marked `Weight(value, quantized=True)` multiply in FP8 or in a block-scaled format.
+In this file the *products* of a stack of blocks (`models.decoder`) are its marked weights, in the
+order of the pytree.
 """
 
 import math
@@ -27,18 +28,19 @@ from jaxbench.recipe.settings import Precision
 B = TypeVar("B", bound=nnx.Module)
 
 Histories = list[jax.Array]
-"""Delayed scaling: for each stack of blocks the amax of past steps, `[blocks, products, 3,
-history]`, newest first; the three tensors are input, weight and output gradient."""
+"""The amax of past steps, for delayed scaling. For each stack of blocks it is `[blocks, products,
+3, history]`, newest first. The three tensors are input, weight and output gradient."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Quantized weights and scales of a stack of blocks during a step, sliced per block.
+    """Quantized weights and scales of a stack of blocks during a step. They are sliced per block.
 
-    `stored` maps a product's name to what is gathered; in FP8 `scale_inv` is `[blocks, products,
-    3]` and `observed` zeros `[blocks, products, 2, devices]`, None under current scaling; `seeds`
-    of stochastic rounding are `[blocks, products]` (`Operand`). `stack` is the index of the stack.
+    `stored` maps the name of a product to what is gathered. In FP8 `scale_inv` is `[blocks,
+    products, 3]`, and `observed` is zeros `[blocks, products, 2, devices]`, or None under current
+    scaling. `seeds` are the seeds of stochastic rounding, `[blocks, products]` (`Operand`). `stack`
+    is the index of the stack.
     """
 
     stored: dict[str, Any]
@@ -50,14 +52,14 @@ class Scaled:
 
 
 def products(block: nnx.Module) -> dict[str, Any]:
-    """The weights of a block, or of stacked blocks, that multiply in FP8, by path; or their
-    shapes."""
+    """The marked weights of a block, or of stacked blocks, by path. Given the shapes of a block, it
+    returns shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
     return {_name(path): w.get_value() for path, w in leaves if _is_marked(w)}
 
 
 def _experts(block: nnx.Module) -> set[str]:
-    """Names of the products of `products` whose weights have a dimension of experts in front."""
+    """The names in `products` whose weights have a dimension of experts in front."""
     leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
     return {
         _name(path)
@@ -67,7 +69,7 @@ def _experts(block: nnx.Module) -> set[str]:
 
 
 def product_name(stack: int, name: str) -> str:
-    """A product's name in the whole model: `stacks.0.layers.0.mixer.qkv`."""
+    """The name of a product in the whole model: `stacks.0.layers.0.mixer.qkv`."""
     return f"stacks.{stack}.{name}"
 
 
@@ -85,12 +87,12 @@ def _name(path: tuple) -> str:
 
 
 def in_bf16(name: str, precision: Precision) -> bool:
-    """True if a product of `products` stays in bf16 by the recipe."""
+    """True if the recipe keeps this product of `products` in bf16."""
     return name.rpartition(".")[2] in precision.in_bf16
 
 
 def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histories:
-    """Zero histories of every product; none unless FP8 has delayed scaling."""
+    """Zero histories of every product. Only FP8 with delayed scaling has any."""
     if precision.dtype != "fp8" or precision.scaling == "current":
         return []
     weights = [list(products(stack).values()) for stack in stacks]
@@ -100,8 +102,9 @@ def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histor
 def scale(
     stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, seed: int = 0
 ) -> list[Scaled]:
-    """`Scaled` of every stack, the same for all microbatches of a step; empty unless products are
-    quantized. Weights are quantized here, or by the product where they are gathered in bf16."""
+    """`Scaled` of every stack, the same for all microbatches of a step. The list is empty if no
+    matmul is quantized. Weights are quantized here, except where they are gathered in bf16; the
+    matmul quantizes those."""
     if not precision.quantized:
         return []
     scaled = []
@@ -127,7 +130,7 @@ def _per_tensor(
     """(inverse scales, weights to gather) in FP8."""
     if histories:
         amax = jnp.max(histories[0], axis=-1)
-    else:  # current scaling: inputs and gradients are scaled in the product
+    else:  # current scaling: the matmul scales inputs and gradients
         of_weights = _weight_amax(stack)
         amax = jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
     scale_inv = scale_invs_of(amax, precision.margin)
@@ -139,7 +142,8 @@ def _per_tensor(
 
 
 def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
-    """Copies of all weights in a block-scaled format, each layer's with its own fp32 scale."""
+    """The copies of all weights in a block-scaled format. The weight of each layer has its own fp32
+    scale."""
     amax, of_experts = _weight_amax(stack), _experts(stack)
 
     def quantized(w: jax.Array, amax: jax.Array, name: str) -> Copies:
@@ -147,7 +151,7 @@ def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
         quantize = partial(quantize_weight, precision=precision, experts=experts)
         columns = 2 + experts  # of the matrix, after layers, experts and rows
         *before, rows = (split := mesh.partition(w))[:columns]
-        # The columns have the place of several dimensions, and the axes of all of them.
+        # The columns replace several dimensions and take the axes of all of them.
         of_columns = tuple(jax.tree.leaves(split[columns:])) or None
         inverse = PartitionSpec() if precision.dtype == "nvfp4" else None
         on_a_device = jax.typeof(w).sharding.shard_shape(w.shape)[columns - 1]
@@ -162,8 +166,8 @@ def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
                 specs[copy] = PartitionSpec(*before, rows, of_columns)
         run = mesh.on_each_device(jax.vmap(quantize), specs, check_vma=False)
         parts = run(mesh.unmarked(w), amax)
-        # Not the scale of a whole weight: XLA would merge the zero that is its gradient, and
-        # unreduced, with other zeros.
+        # We leave out the scale of a whole weight: its gradient is an unreduced zero, and XLA would
+        # merge it with other zeros.
         return jax.tree.map(lambda part: mesh.accumulating(part) if part.ndim > 1 else part, parts)
 
     return {
@@ -174,20 +178,20 @@ def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
 
 
 def _seeds(stack: nnx.Module, seed: int, number: int) -> jax.Array:
-    """Seeds of stochastic rounding, `[blocks, products]`; no two products share one."""
+    """Seeds of stochastic rounding, `[blocks, products]`. No two products share a seed."""
     weights = list(products(stack).values())
     blocks, count = jnp.arange(weights[0].shape[0]), jnp.arange(len(weights))
     return draws.fold(jnp.uint32(seed), number, blocks[:, None], count)
 
 
 def _quantized(w: jax.Array, scale_inv: jax.Array) -> jax.Array:
-    """The FP8 form of stacked weights at rest, with one scale per block."""
+    """Stacked weights at rest in FP8, with one scale per block."""
     in_layers = jax.vmap(partial(quantize, dtype=VALUES))
     return mesh.accumulating(in_layers(mesh.unmarked(w), scale_inv))
 
 
 def _weight_amax(stack: nnx.Module) -> jax.Array:
-    """Amax of every weight, `[blocks, products]`."""
+    """The amax of every weight, `[blocks, products]`."""
     amax = [
         amax_of(mesh.unmarked(w), axis=tuple(range(1, w.ndim))) for w in products(stack).values()
     ]
@@ -195,23 +199,24 @@ def _weight_amax(stack: nnx.Module) -> jax.Array:
 
 
 def zero_observed(histories: Histories) -> list[jax.Array]:
-    """Zeros `[blocks, products, 2, devices]`, whose cotangents are the observed amax."""
+    """Zeros `[blocks, products, 2, devices]`. Their cotangents are the observed amax."""
     devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
     sharding = PartitionSpec(None, None, None, *mesh.per_device())
     return [jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in histories]
 
 
 def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scaled]:
-    """`scaled` with the arrays of `zero_observed`; unchanged under current scaling."""
+    """`scaled` with the arrays of `zero_observed`. Under current scaling there are none, and
+    `scaled` is unchanged."""
     if not observed:
         return scaled
     return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
 
 
 def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
-    """One block with an `Operand` in the place of each weight whose product is quantized.
-    `microbatch` is a number that no other has, of a step or of another one; `depth` that of an
-    application of the block to it."""
+    """One block in which each weight with a quantized matmul is replaced by an `Operand`.
+    `microbatch` is a number that no other microbatch has, in this step or in another one. `depth`
+    is the number of this application of the block to the microbatch."""
     order, seeds = list(products(block)), scaled.seeds
     if seeds is not None:
         seeds = draws.fold(seeds, microbatch, depth)
@@ -237,7 +242,8 @@ def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
 def update(
     histories: Histories, stacks: Sequence[nnx.Module], observed: list[jax.Array]
 ) -> Histories:
-    """The histories with this step's amax: observed ones by maximum over devices, and weights'."""
+    """The histories with this step's amax added. For inputs and gradients it is the maximum of the
+    observed amax over devices; the amax of weights is computed here."""
 
     def push(history: jax.Array, stack: nnx.Module, amax: jax.Array) -> jax.Array:
         x, dy = jnp.moveaxis(jnp.max(amax, axis=-1), -1, 0)

@@ -1,10 +1,10 @@
-"""Products by Transformer Engine, which quantizes inputs and gradients and multiplies: FP8's, and
-what block-scaled ones (`te_blocks`) share with them.
+"""Matmuls by Transformer Engine, which quantizes inputs and gradients and multiplies. This file has
+the FP8 matmuls and what the block-scaled ones (`te_blocks`) share with them.
 
-Gathers, scatters, transposes and amax histories are ours. Its functions `quantize` and `gemm` are
-used, not its dense layer, which would quantize a weight in every pass, gather it in bf16, and save
-inputs in bf16 for the backward pass. On Hopper an FP8 product needs the summed dimension last in
-both operands: every FP8 product here is [m, k] x [n, k].
+Gathers, scatters, transposes and amax histories are ours. We use its functions `quantize` and
+`gemm`, not its dense layer. The dense layer would quantize a weight in every pass, gather it in
+bf16, and save inputs in bf16 for the backward pass. On Hopper an FP8 matmul needs the summed
+dimension last in both operands, so every FP8 matmul here is [m, k] x [n, k].
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import BLOCKS, Precision
 
 SCALING = {"delayed": "1", "current": "3", "mxfp8": "2", "nvfp4": "4"}
-"""`JAXX_Scaling_Mode` of each `precision.scaling` of FP8 and of each block-scaled format, an
-attribute of products and quantizations."""
+"""The `JAXX_Scaling_Mode` of each `precision.scaling` of FP8 and of each block-scaled format. It is
+an attribute of matmuls and quantizations."""
 
 
 @cache
@@ -41,7 +41,7 @@ def _unimportable() -> str | None:
 
 
 def refusal(precision: Precision, platform: str) -> str | None:
-    """Reason why Transformer Engine cannot multiply here; None if it can."""
+    """Why Transformer Engine cannot multiply here; None if it can."""
     if platform != "gpu":
         return "Transformer Engine needs an NVIDIA GPU"
     if _scaling(precision) == "current" and precision.margin:
@@ -52,23 +52,23 @@ def refusal(precision: Precision, platform: str) -> str | None:
 
 
 def takes(product: Product) -> bool:
-    """True for the products that it can compute: all but the batched ones of experts."""
+    """True for the matmuls that it can compute: all except the batched ones of experts."""
     return product.experts is None
 
 
 def scaling_mode(precision: Precision) -> str:
-    """The scaling mode that quantizations and products of a recipe must have."""
+    """The scaling mode that the quantizations and matmuls of a recipe must have."""
     return SCALING[_scaling(precision)]
 
 
 def _scaling(precision: Precision) -> str:
-    """The key of `SCALING`."""
+    """The key of `SCALING` for a recipe."""
     return precision.scaling if precision.dtype == "fp8" else precision.dtype
 
 
 def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
-    """Einsum of a bf16 activation with a weight at rest, as `xla.dot`. Its kernels read operands
-    from memory, so the duplicated producers are unused."""
+    """Einsum of a bf16 activation with a weight at rest, as `xla.dot`. Transformer Engine's kernels
+    read operands from memory, so the duplicated producers are not used."""
     return Duplicated.of(_dot(product, x.value, w.weight, w.observed, w.stored, w.scale_inv))
 
 
@@ -110,7 +110,7 @@ def _backward(product, residuals, dy):
             dx = _multiply(gradient, scale_inv_dy, inputs_first, scale_inv[1], scaling)
             x = shapes.flat(data).T, scale_inv_x[0]
             operands = (x, (gradient.T, scale_inv_dy))
-            # In the order of the weight's dimensions: inputs or outputs first.
+            # The order follows the weight's dimensions: inputs or outputs first.
             (a, b) = operands if shapes.summed_first else operands[::-1]
             dw = _multiply(*a, *b, scaling).reshape(weight.shape)
         return dx.reshape(data.shape), mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
@@ -125,12 +125,13 @@ _dot.defvjp(_forward, _backward)
 
 
 def _of_tensors(observed: jax.Array | None) -> str:
-    """FP8's `precision.scaling`, by the zeros whose cotangent delayed scaling observes."""
+    """The `precision.scaling` of FP8. Delayed scaling has zeros whose cotangent is `observed`;
+    current scaling has none."""
     return "current" if observed is None else "delayed"
 
 
 class _Shapes:
-    """Reshapes of a product to one of matrices, for one device's input."""
+    """Reshapes the operands of a matmul to matrices, for one device's input."""
 
     def __init__(self, product: Product, x: jax.Array):
         x_dims, w_dims, out = product.dims
@@ -150,7 +151,7 @@ class _Shapes:
         return x.reshape(prod(x.shape[: self.batch]), -1)
 
     def outputs(self, w: jax.Array) -> tuple[int, ...]:
-        """The dimensions of a weight that the product keeps."""
+        """The dimensions of a weight that the matmul keeps."""
         return w.shape[self.split :] if self.summed_first else w.shape[: self.split]
 
     def _matrix(self, w: jax.Array) -> jax.Array:
@@ -168,11 +169,11 @@ class _Shapes:
 def _quantized(
     x: jax.Array, dtype: Any, scale_inv: jax.Array, scaling: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(x in FP8, inverse scale, amax): one kernel under delayed scaling; current scaling takes the
-    scale first and returns no amax."""
+    """(x in FP8, inverse scale, amax). Under delayed scaling one kernel computes all of it. Current
+    scaling computes the scale first, and its amax is not used."""
     from transformer_engine.jax import quantize
 
-    # Without `scaling_mode` its delayed quantizer would default to current scaling.
+    # Without `scaling_mode` the delayed quantizer would default to current scaling.
     layout = {"scaling_mode": mode(scaling), "q_layout": quantize.QuantizeLayout.ROWWISE}
     quantizer: Any = quantize.CurrentScaleQuantizer(q_dtype=dtype, **layout)
     if scaling == "delayed":
@@ -180,24 +181,24 @@ def _quantized(
             q_dtype=dtype, scale=1 / scale_inv[None], amax_history=jnp.zeros(2), **layout
         )
     scaled = quantize_by(quantizer, x)
-    # Its GPU kernel returns the amax; its fallback on a CPU does not.
+    # The GPU kernel returns the amax; the fallback on a CPU does not.
     return scaled.data, scaled.scale_inv[0], scaled.amax[0] if on_gpu() else amax_of(x)
 
 
 def _multiply(a: jax.Array, scale_inv_a, b: jax.Array, scale_inv_b, scaling: str) -> jax.Array:
-    """[m, k] x [n, k] in FP8 as [m, n] in bf16."""
+    """[m, k] x [n, k] in FP8. The result is [m, n] in bf16."""
     return multiply((a, scale_inv_a[None]), (b, scale_inv_b[None]), (1, 1), scaling)
 
 
 def on_gpu() -> bool:
-    """True where its kernels quantize, not its fallback in plain JAX."""
+    """True if Transformer Engine's kernels quantize, and not its fallback in plain JAX."""
     from transformer_engine.jax.cpp_extensions import quantization
 
     return quantization.QuantizePrimitive.enabled()
 
 
 def mode(scaling: str) -> Any:
-    """Its name of a key of `SCALING`."""
+    """Transformer Engine's name for a key of `SCALING`."""
     from transformer_engine.jax.quantize import ScalingMode
     from transformer_engine_jax import JAXX_Scaling_Mode
 
@@ -206,8 +207,9 @@ def mode(scaling: str) -> Any:
 
 @contextmanager
 def _traced(x: jax.Array) -> Iterator[None]:
-    """Inside a `shard_map` its functions are traced as for one device, which has `x`. The matrix of
-    the Hadamard transform, the same as its, is no constant (`hadamard.matrix`)."""
+    """Lets us trace Transformer Engine's functions inside a `shard_map`, as for one device, which
+    holds `x`. We replace its matrix of the Hadamard transform by the same matrix that is not a
+    constant (`hadamard.matrix`)."""
     from transformer_engine.jax import sharding
     from transformer_engine.jax.cpp_extensions import quantization
 
@@ -222,7 +224,7 @@ def _traced(x: jax.Array) -> Iterator[None]:
 
 
 def quantize_by(quantizer: Any, x: jax.Array) -> Any:
-    """A matrix quantized by one of its quantizers."""
+    """Quantizes a matrix by one of Transformer Engine's quantizers."""
     from transformer_engine.jax import cpp_extensions
 
     with _traced(x):
@@ -235,8 +237,9 @@ def multiply(
     contracted: tuple[int, int],
     scaling: str,
 ) -> jax.Array:
-    """The product in bf16 of two matrices along these dimensions of them: values, inverse scales
-    and in NVFP4 the amax `[1]` of each. `scaling` is a key of `SCALING`."""
+    """The matmul of two matrices, in bf16. `contracted` is the summed dimension of each. A matrix
+    comes as values, inverse scales and, in NVFP4, its amax `[1]`. `scaling` is a key of
+    `SCALING`."""
     from transformer_engine.jax import cpp_extensions, quantize
 
     tensors = [
@@ -247,7 +250,7 @@ def multiply(
     ]
     m, n = (x[0].shape[1 - dim] for x, dim in zip((a, b), contracted, strict=True))
     flops, dtype = 2 * m * n * a[0].shape[contracted[0]], scaling if scaling in BLOCKS else "fp8"
-    # In MXFP8 it swizzles the scales of both by XLA, whose two kernels are marked too.
+    # In MXFP8 it swizzles the scales of both operands by XLA, whose two kernels are marked too.
     marked = 3 if scaling == "mxfp8" else 1
     with _traced(a[1]), latency.of_product(flops // marked, dtype):
         return cpp_extensions.gemm(*tensors, contracting_dims=tuple((dim,) for dim in contracted))

@@ -1,7 +1,7 @@
-"""Block-scaled products by Transformer Engine: `PRODUCTS`, for `block_scaled.dot`.
+"""Block-scaled matmuls by Transformer Engine: `PRODUCTS`, for `block_scaled.dot`.
 
-Weights are quantized at rest and gathered by ours: its product takes their values and scales as
-they are. It quantizes activations, once for both of their products.
+Our code quantizes weights at rest and gathers them; Transformer Engine's matmul takes their values
+and scales as they are. Transformer Engine quantizes activations, once for both of their matmuls.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import Precision
 
 TURNED, MULTIPLIED = (64, 128), (32, 32)
-"""Tokens and features of which its kernels of NVFP4 take multiples: of the Hadamard transform, and
-of products."""
+"""The numbers of tokens and of features must be multiples of these, for NVFP4's kernels: the first
+for the Hadamard transform, the second for matmuls."""
 
 LARGEST = E4M3_MAX * E2M1_MAX
 """The amax of a tensor in NVFP4 whose fp32 scale is 1."""
@@ -33,7 +33,8 @@ LARGEST = E4M3_MAX * E2M1_MAX
 def _quantize(
     x: Float[Array, "1 T F"], precision: Precision, rows: None, draw: UInt32[Array, ""] | None
 ) -> tuple[Blocks, ...]:
-    """`block_scaled.quantize_activation`, but in MXFP8 the copy along tokens is `[1, T, F]` too."""
+    """`block_scaled.quantize_activation`. In MXFP8, though, the copy along tokens is `[1, T, F]`
+    too."""
     tokens, features = x.shape[1:]
     check(precision, {"tokens of a microbatch": tokens, "features": features})
     options: dict[str, Any] = {}
@@ -60,7 +61,7 @@ def _quantize(
 
 
 def _packed(x: Any) -> Blocks:
-    """A quantized matrix of its own as bytes, `[1, ..]`."""
+    """A matrix that Transformer Engine has quantized, as bytes `[1, ..]`."""
     inverse = x.amax[0] / LARGEST if x.data.dtype == NVFP4.values else None
     blocks = Blocks(x.data[None], x.scale_inv[None], inverse)
     return blocks.map(as_bytes) if te.on_gpu() else blocks.packed()

@@ -1,7 +1,7 @@
-"""FP8 products by XLA.
+"""FP8 matmuls by XLA.
 
-XLA turns the product of two FP8 tensors and their inverse scales into one scaled cuBLASLt product
-with a bf16 result on GPUs, and computes it in bf16 elsewhere.
+On GPUs XLA turns the matmul of two FP8 tensors and their inverse scales into one scaled cuBLASLt
+matmul with a bf16 result. Elsewhere it computes the matmul in bf16.
 """
 
 from functools import partial
@@ -19,11 +19,11 @@ from jaxbench.ops.remat import SMALL, save
 
 
 def dot(product: Product, x: Duplicated, w: Operand, groups: Any = None) -> Duplicated:
-    """Product of a bf16 activation with a weight at rest; it and both gradients are in FP8.
-    `groups` are those of a grouped matmul.
+    """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients are
+    in FP8. `groups` are the groups of a grouped matmul.
 
-    Current scaling takes the scales of input and gradient from each device's local part, delayed
-    scaling from past steps on all devices.
+    Under current scaling the scales of input and gradient come from each device's local part, under
+    delayed scaling from past steps on all devices.
     """
     return _dot(product, x, w.weight, w.observed, w.stored, w.scale_inv, groups)
 
@@ -54,9 +54,9 @@ def _forward(product, x, weight, observed, stored, scale_inv, groups):
 def _backward(product, residuals, dy):
     quantized, amax, stored, scale_inv, observed, groups = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
-    # The barrier takes the amax no later than the FP8 gradient, so that the bf16 one can be freed.
-    # With tensor or context parallelism it would delay gradients that are sent to other ranks,
-    # which costs more.
+    # The barrier makes XLA compute the amax no later than the FP8 gradient, so that the bf16
+    # gradient can be freed. With tensor or context parallelism the barrier would delay gradients
+    # that are sent to other ranks, which costs more.
     together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
     def local(dy, quantized, amax, stored, scale_inv, groups):

@@ -1,8 +1,9 @@
-"""The mixer in Pallas kernels for NVIDIA GPUs from Hopper on: convolution, scan, gate and norm,
-each with a backward pass; XLA computes the time steps, which are small.
+"""The mixer in Pallas kernels for NVIDIA GPUs, Hopper and later. There are kernels for the
+convolution, the scan, and the gate with its norm, each with a backward pass. XLA computes the time
+steps, which are small.
 
-Start with `mixer`; `ops.pallas` calls kernels, `scan` and `gradients` are the two passes of the
-scan.
+Start with `mixer`. `ops.pallas` calls the kernels; `scan` and `gradients` are the forward and the
+backward pass of the scan.
 """
 
 from functools import partial
@@ -25,13 +26,14 @@ __all__ = ["Tuning", "mixer", "refusal"]
 DEFAULT = Tuning()
 
 LEAST, MOST = 16, 64 * 256
-"""Least dimension of a product in a Triton kernel; most elements of a state (head_dim x state) that
-fit a program's registers and, with its operands, shared memory (213 of 227 KiB)."""
+"""The smallest dimension of a matmul in a Triton kernel, and the largest number of elements of a
+state (head_dim x state). A larger state would not fit a program's registers and, with its operands,
+shared memory (213 of 227 KiB)."""
 
 
 def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
-    """Reason why the kernels cannot compute mixers in a dtype, on `length` tokens of a sequence;
-    None if they can."""
+    """Why the kernels cannot compute mixers in a dtype, on `length` tokens of a sequence; None if
+    they can."""
     for name in ("head_dim", "state"):
         size = getattr(mamba, name)
         if size < LEAST or not _power_of_two(size):
@@ -59,7 +61,7 @@ def mixer(
     parameters: Parameters,
     tuning: Tuning = DEFAULT,
 ) -> Float[Array, "B S G F"]:
-    """`ssd.Implementation.mixer`. Its residuals are the inputs: the backward pass recomputes the
+    """`ssd.Implementation.mixer`. Its residuals are the inputs. The backward pass recomputes the
     rest, with a scan that also writes the states that its gradients need."""
     return _mixer(dims, context, tuning, projected, parameters)
 
@@ -97,8 +99,8 @@ def _times(dims: Dims, projected, parameters: Parameters):
 
 
 def _entering(dims: Dims, context: Axes, u, dt, a) -> Float[Array, "B A N P"]:
-    """The state before the first token of this shard. The state at the end of a shard that starts
-    from zero is one product over its tokens."""
+    """The state before the first token of this shard. If a shard starts from zero, the state at its
+    end is a single matmul over its tokens."""
     batch, length, groups, _ = u.shape
     total = jnp.cumsum(dt * a[:, None], axis=-1)
     weight = dt * jnp.exp(total[..., -1:] - total)

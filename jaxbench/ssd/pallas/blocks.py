@@ -1,5 +1,5 @@
-"""Blocks of the arrays that programs of the scan's kernels read and write, and shared parts of the
-kernels."""
+"""The blocks of arrays that programs of the scan's kernels read and write, and parts that the
+kernels share."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ Columns = slice | pl.Slice
 
 
 class OfHead:
-    """Blocks of a program for one head of one sequence, in a grid `(B, A)`."""
+    """Blocks of a program for one head of one sequence. The grid is `(B, A)`."""
 
     def __init__(self, dims: Dims, length: int, chunks: int):
         self.dims, self.chunks = dims, chunks
@@ -34,14 +34,15 @@ class OfHead:
         self.states = pl.BlockSpec((None, None, chunks, *state), lambda i, h: (i, h, 0, 0, 0))
 
     def channels(self) -> tuple[Columns, Columns, Columns]:
-        """The head's columns of x, b and c among its group's; in a program, outside of loops."""
+        """The head's columns of x, b and c among the columns of its group. In a program, call this
+        outside of loops."""
         first = jax.lax.rem(pl.program_id(1), self.dims.heads) * self.dims.head_dim
         inner, state = self.dims.inner, self.dims.state
         return pl.ds(first, self.dims.head_dim), pl.ds(inner, state), pl.ds(inner + state, state)
 
 
 class OfHeadInChunk(OfHead):
-    """Blocks of a program for one head in one chunk of one sequence, in a grid `(B, A, K)`."""
+    """Blocks of a program for one head in one chunk of one sequence. The grid is `(B, A, K)`."""
 
     def __init__(self, dims: Dims, chunk: int):
         self.dims, heads = dims, dims.heads
@@ -60,8 +61,9 @@ class OfHeadInChunk(OfHead):
 
 
 class OfChunk:
-    """Blocks of a program for `rows` tokens and `columns` of the state in one chunk of one group,
-    in a grid `(K x halves x parts, G, B)`: each of the `halves` of a chunk has `parts` programs."""
+    """Blocks of a program for `rows` tokens and `columns` of the state, in one chunk of one group.
+    The grid is `(K x halves x parts, G, B)`: each of the `halves` of a chunk has `parts`
+    programs."""
 
     def __init__(self, dims: Dims, tuning: Tuning):
         self.dims, self.tuning = dims, tuning
@@ -78,8 +80,8 @@ class OfChunk:
 
         # All channels and all features of the group: `B S G C`, `B S G F`.
         self.group, self.features = of_group(dims.channels), of_group(dims.inner)
-        # A number for each token and head of the group, and such numbers from each part: `B A S`,
-        # `parts B A S`.
+        # A number for each token and head of the group: `B A S`. The same from each part: `parts B
+        # A S`.
         self.times = pl.BlockSpec((None, heads, chunk), lambda j, g, i: (i, g, j // sharing))
         self.times_of_part = pl.BlockSpec(
             (None, None, heads, self.rows), lambda j, g, i: (j % parts, i, g, j // parts)
@@ -112,15 +114,15 @@ class OfChunk:
 
 
 def sums(log: Float[Array, "Q"]) -> tuple[Float[Array, "Q"], Float[Array, ""]]:
-    """(T, the cumulative sum of `log` over a chunk; its last element)."""
+    """(T, the last element of T), where T is the cumulative sum of `log` over a chunk."""
     return jax.lax.cumsum(log), jnp.sum(log)
 
 
 def decay(
     later: Float[Array, "Q"], earlier: Float[Array, "R"], ahead: Array | int = 0
 ) -> Float[Array, "Q R"]:
-    """[t, r]: exp(T_t - T_r) where r <= t + ahead, else 0; bounded before exp, which would
-    overflow."""
+    """[t, r]: exp(T_t - T_r) where r <= t + ahead, else 0. The exponent is bounded before exp,
+    which would overflow otherwise."""
     shape = later.size, earlier.size
     t, r = (jax.lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (0, 1))
     between = jnp.exp(jnp.minimum(later[:, None] - earlier[None, :], 0.0))

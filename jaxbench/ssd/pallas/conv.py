@@ -1,7 +1,7 @@
-"""Causal convolution with SiLU, in fp32, over tiles of tokens and channels that are read in place
-among the columns of the input projection. The backward pass convolves again.
+"""Causal convolution with SiLU, in fp32. It works on tiles of tokens and channels, which it reads
+in place among the columns of the input projection. The backward pass convolves again.
 
-A program reads the tokens before its tile again: they are in a cache.
+A program reads the tokens before its tile a second time; they are in a cache by then.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ TOKENS, CHANNELS = 32, 128
 """Tokens and channels of a tile."""
 
 WALK, UNROLL = 256, 4
-"""Tokens that a program of the backward pass walks through, and those that it loads at a time."""
+"""Number of tokens that a program of the backward pass walks through, and number of tokens that it
+loads at a time."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -33,8 +34,8 @@ def conv_silu(
     taps: Float[Array, "G W C"],
     bias: Float[Array, "G C"],
 ) -> Float[Array, "B S G C"]:
-    """x, b and c: u[t] = silu(bias + sum over w of taps[w] projected[t - W + 1 + w]), zeros before
-    the sequence."""
+    """x, b and c: u[t] = silu(bias + sum over w of taps[w] projected[t - W + 1 + w]). The tokens
+    before the sequence are zeros."""
     batch, length, groups, _ = projected.shape
     width = taps.shape[1]
     blocks = _Blocks(dims, length, width, TOKENS)
@@ -72,7 +73,7 @@ conv_silu.defvjp(
 
 
 class _Blocks:
-    """Blocks of a program for some `tokens` and a tile of channels, in a grid `(blocks of tokens,
+    """Blocks of a program for some `tokens` and a tile of channels. The grid is `(blocks of tokens,
     G x tiles of channels, B)`."""
 
     def __init__(self, dims: Dims, length: int, width: int, tokens: int):
@@ -113,7 +114,8 @@ def _bytes(projected, dims: Dims) -> int:
 
 
 def _at(x, rows):
-    """Tokens at positions `rows`, or one at a position, zeros before the sequence."""
+    """The tokens at positions `rows`, or one token at one position. Positions before the sequence
+    are zero."""
     return jnp.where(rows[..., None] >= 0, x[jnp.maximum(rows, 0), :].astype(F32), 0.0)
 
 
@@ -131,14 +133,14 @@ def _kernel(r, *, width: int):
 
 
 def _back_kernel(r, *, width: int, length: int, tokens: int):
-    """Walks through the tokens with the last `width` inputs and slopes in registers: each input is
-    read once, and its slope computed once."""
+    """Walks through the tokens and keeps the last `width` inputs and slopes in registers. So each
+    input is read once, and each slope is computed once."""
     first, before = pl.program_id(0) * tokens, width - 1
     taps, bias = [r.taps[w] for w in range(width)], r.bias[...]
 
     def read(token):
-        """The input, and the gradient of the result, of a token. After the sequence memory is
-        another array's, and may be NaN."""
+        """The input of a token and the gradient of its result. Memory after the sequence belongs to
+        another array and may hold NaN, so we do not read it."""
         inside = jnp.minimum(token, length - 1)
         return _at(r.x, inside), r.du[inside, :].astype(F32)
 
@@ -155,7 +157,7 @@ def _back_kernel(r, *, width: int, length: int, tokens: int):
         for n, (new, du) in enumerate(arriving):
             x = *x, new
             slopes = *slopes, slope(ahead + n, x, du)
-            # The first token of the window takes part in the results of all of its tokens.
+            # The first token of the window contributes to the results of all tokens of the window.
             later = slopes[::-1]
             dx = sum(s * tap for s, tap in zip(later, taps, strict=True))
             r.dx[i * UNROLL + n, :] = dx.astype(r.dx.dtype)

@@ -1,4 +1,4 @@
-"""Gate and RMSNorm over the features of a group, in fp32; the gate is read in place among the
+"""Gate and RMSNorm over the features of a group, in fp32. The gate is read in place among the
 columns of the input projection."""
 
 from functools import partial
@@ -15,7 +15,7 @@ from jaxbench.ssd.parts import Dims
 
 F32 = jnp.float32
 TOKENS, TILES = 4, 16
-"""Tokens of a tile, and the tiles that a program of the backward pass goes through."""
+"""Tokens of a tile, and tiles that a program of the backward pass goes through."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -26,7 +26,8 @@ def gate_norm(
     projected: Float[Array, "B S G I"],
     gain: Float[Array, "G F"],
 ) -> Float[Array, "B S G F"]:
-    """v / sqrt(mean(v^2) + eps) * gain with v = y silu(z), z the first columns of `projected`."""
+    """v / sqrt(mean(v^2) + eps) * gain with v = y silu(z). z is the first columns of
+    `projected`."""
     batch, length, groups, _ = y.shape
     tile, vector = _blocks(TOKENS, dims.inner)
     return call(

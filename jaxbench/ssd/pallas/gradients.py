@@ -4,7 +4,7 @@ A head's recurrence, with state h [N, P], and its output:
 
     h_t = exp(dt_t a) h_(t-1) + dt_t b_t x_t^T        y_t = h_t^T c_t + d x_t
 
-In a chunk let T_t be the sum of dt_s a for s <= t, L the last T, h the state before the chunk:
+In a chunk let T_t be the sum of dt_s a for s <= t, L the last T, and h the state before the chunk:
 
     y_t  = exp(T_t) h^T c_t + sum_(r<=t) exp(T_t - T_r) (c_t b_r) dt_r x_r + d x_t
     h_L  = exp(L) h + sum_r exp(L - T_r) dt_r b_r x_r^T
@@ -20,15 +20,15 @@ and q_r = exp(L - T_r) dt_r (b_r ds x_r), the chain rule gives
     dT_t = exp(T_t) (c_t h dy_t) + sum_(r<=t) S_tr - sum_(s>=t) S_st - q_t
     dL   = exp(L) <ds, h> + sum_r q_r                 added to the last dT
 
-T is a running sum of dt a: with e_s the sum of dT_t for t >= s, ddt_s = g_s x_s + a e_s, and da is
-the sum of dt_s e_s.
+T is a running sum of dt a. Let e_s be the sum of dT_t for t >= s. Then ddt_s = g_s x_s + a e_s, and
+da is the sum of dt_s e_s.
 
-`_reverse` goes through the chunks from the last to the first, one program per head and sequence,
-with ds in registers, and writes T and the ds of each chunk. Nothing else has to wait for the chunk
-after it: `_gradient_of_x` has one program per chunk and head, and writes all but db, dc and the
-first term of dT. The heads of a group share b and c: `_gradient_of_bc` has one program per half of
-a chunk, group and block of state columns, which loops over heads, so that no partial sums go
-through memory.
+`_reverse` goes through the chunks from the last to the first. It has one program per head and
+sequence, keeps ds in registers, and writes T and the ds of each chunk. Nothing else has to wait for
+the next chunk, so `_gradient_of_x` has one program per chunk and head. It writes everything except
+db, dc and the first term of dT. The heads of a group share b and c, so `_gradient_of_bc` has one
+program per half of a chunk, group and block of state columns. The program loops over heads, so that
+no partial sums go through memory.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ F32 = jnp.float32
 
 
 def backward(tuning: Tuning, dims: Dims, residuals, dy):
-    """The gradients of the arguments of `scan.scan`. All three kernels write into one array, the
+    """The gradients of the arguments of `scan.scan`. Three kernels write into one array, the
     gradient of u."""
     u, dt, a, d, entering, before = residuals
     reverse = _reverse(tuning, dims, u, dt, a, entering, before, dy)
@@ -66,8 +66,8 @@ def backward(tuning: Tuning, dims: Dims, residuals, dy):
 
 
 def _reverse(tuning, dims, u, dt, a, entering, before, dy):
-    """By name: `after`, the gradients of the states after each chunk, `total`, which is T, and
-    `dentering`, the gradient of `entering` where there is one."""
+    """Returns, by name: `after`, the gradients of the states after each chunk; `total`, which is T;
+    and `dentering`, the gradient of `entering`, if there is one."""
     batch, length, groups, _ = u.shape
     heads = groups * dims.heads
     blocks = OfHead(dims, length, length // tuning.chunk)
@@ -111,8 +111,8 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
 
 
 def _gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy):
-    """The gradient of u, of which only the columns of x are written, and of dt and d: `ddt` without
-    the part through T, `dtotal` without its first term, `dd` of each chunk."""
+    """The gradients of u, dt and d. In `du` only the columns of x are written. `ddt` lacks the part
+    through T, `dtotal` lacks its first term, and `dd` has one number per chunk."""
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHeadInChunk(dims, tuning.chunk)
@@ -136,18 +136,19 @@ def _gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy):
 
 
 def _to_x_kernel(r, *, blocks: OfHeadInChunk, tuning: Tuning):
-    """A chunk is squares of `part` tokens by `part` tokens. Those above the diagonal are zero."""
+    """A chunk is split into squares of `part` by `part` tokens. Squares above the diagonal are
+    zero."""
     part, size, dtype = tuning.part, tuning.chunk, r.u.dtype
     x_columns, b_columns, c_columns = blocks.channels()
     parts, last, dd = range(size // part), r.total[size - 1], jnp.float32(0)
-    # The terms of dT and, at the last token, dL.
+    # The terms of dT. The last token also gets dL.
     after = r.after[...]
     d_last = jnp.exp(last) * jnp.sum(after.astype(F32) * r.before[...].astype(F32))
     dtotals = [jnp.zeros((part,), F32) for _ in parts]
     for n in reversed(parts):
         rows = pl.ds(n * part, part)
         b, x, dt, total = r.u[rows, b_columns], r.u[rows, x_columns], r.dt[rows], r.total[rows]
-        # g: from the state after the chunk, and from the tokens of the chunk.
+        # g has two parts: from the state after the chunk, and from the tokens of the chunk.
         du = jnp.exp(last - total)[:, None] * product(b, after)
         sent = dt * jnp.sum(du * x.astype(F32), axis=1)
         d_last += jnp.sum(sent)
@@ -173,9 +174,10 @@ def _to_x_kernel(r, *, blocks: OfHeadInChunk, tuning: Tuning):
 
 
 def _gradient_of_bc(name, kernel, blocks: OfChunk, u, dt, total, dy, du, states, **outputs):
-    """Fills the columns of b (or c) in du, which is returned as `gradient`, with the kernel's other
-    `outputs`: that of c has `started`, the first term of dT, by block of state columns. `states`
-    are for c the states before the chunks, for b the gradients of those after them."""
+    """Fills the columns of b (or c) in du. Returns du as `gradient`, together with the kernel's
+    other `outputs`. The kernel of c has `started`, the first term of dT, by block of state columns.
+    For c, `states` are the states before the chunks; for b, they are the gradients of the states
+    after the chunks."""
     batch, length, groups, _ = u.shape
     dims, size = blocks.dims, blocks.tuning.chunk
     # Every program recomputes the scores.

@@ -1,14 +1,15 @@
-"""The scan: one program for each head of each sequence goes through the chunks in order, with the
-state in registers, in fp32.
+"""The scan. One program for each head of each sequence goes through the chunks in order and keeps
+the state in registers, in fp32.
 
     y_t = exp(T_t) c_t . s + sum over r <= t of exp(T_t - T_r) (c_t . b_r) dt_r x_r + d x_t
 
-for the tokens of a chunk, with T the sum of dt a from its start on and s the state before it.
-States are `N P` here. They are written only where a backward pass follows (`gradients`): before
-each chunk, in the dtype of x.
+Here t and r are tokens of a chunk, T is the sum of dt a from the start of the chunk, and s is the
+state before the chunk. States are `N P` here. They are written only if a backward pass follows
+(`gradients`): before each chunk, in the dtype of x.
 
-u are the channels x, b and c of each group as the convolution writes them; programs read theirs in
-place. Letters are those of `jaxbench.ssd`, and A: all heads of a device, those of a group adjacent.
+u are the channels x, b and c of each group, as the convolution writes them; programs read their
+columns in place. Letters are as in `jaxbench.ssd`. A is all heads of a device; the heads of a group
+are adjacent.
 """
 
 from functools import partial
@@ -38,7 +39,7 @@ def scan(
     entering: Float[Array, "B A N P"] | None,
 ) -> Float[Array, "B S G F"]:
     """The features of all heads in the dtype of `u`. `entering` is the state before the first token
-    (None: zeros); all but `u` is fp32."""
+    (None: zeros). All arguments except `u` are fp32."""
     return _run(tuning, dims, u, dt, a, d, entering, keep=False)["y"]
 
 
@@ -83,7 +84,7 @@ def _kernel(r, *, blocks: OfHead, tuning: Tuning):
         return jax.lax.fori_loop(k * parts, (k + 1) * parts, through_part, state)
 
     def through_part(k, state):
-        """The step of a chunk, for a part of it."""
+        """One step of the scan, for a part of a chunk."""
         rows = pl.ds(k * size, size)
         dt, c = r.dt[rows], r.u[rows, c_columns]
         total, last = sums(dt * a)

@@ -10,13 +10,13 @@ LOADS_AHEAD = Launch(8, 2)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that affect the speed of kernels, not yet chosen by measurement
+    """Sizes that affect the speed of kernels. They were not chosen by measurement
     (`benchmarks/one_gpu/mixers.py` has others).
 
-    The scan goes through a sequence in chunks of `chunk` tokens, its forward pass in parts of
-    `part`; a state is written per chunk. The gradient of x takes squares of `part` by `part`
-    tokens. A program of the gradients of b and c computes `part` tokens and `columns` columns of
-    the state.
+    The scan goes through a sequence in chunks of `chunk` tokens; its forward pass goes through a
+    chunk in parts of `part` tokens. One state is written per chunk. The gradient of x takes squares
+    of `part` by `part` tokens. A program of the gradients of b and c computes `part` tokens and
+    `columns` columns of the state.
     """
 
     chunk: int = 128
