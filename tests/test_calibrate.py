@@ -17,6 +17,7 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.xla import hlo, schedule
 
 
+@pytest.mark.slow
 def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
     file = tmp_path / "cpu.csv"
     done = subprocess.run(

@@ -81,6 +81,7 @@ class Standstill:
     def __init__(self, processes: int, timeout: float):
         self._processes, self._timeout = processes, timeout
         self._states: dict[int, tuple] | None = None
+        self._read: float | None = None
         self._moved = 0.0
         self._posts: dict[int, tuple[int, float]] = {}
 
@@ -88,6 +89,7 @@ class Standstill:
         """The reason to end, with ranks and their last steps; None while there is none.
 
         Ranks are silent if they posted nothing for half of the time limit; the reason names them.
+        A reader that starts late, on a busy host, watches for half of the limit before it judges.
         If all ranks post, it names the ranks that are furthest behind. Their phase decides how long
         they may take, since the others wait for them.
         """
@@ -95,11 +97,12 @@ class Standstill:
         if self._states not in (None, states):
             self._moved = idle
         self._states = states
+        self._read = idle if self._read is None else self._read
         for process in posted:
             if self._posts.get(process.rank, (None,))[0] != process.posts:
                 self._posts[process.rank] = process.posts, idle
         still = idle - self._moved
-        if still <= self._timeout:
+        if still <= self._timeout or idle - self._read < self._timeout / 2:
             return None
         live = [process for process in posted if process.phase != ENDED]
         since = idle - self._timeout / 2

@@ -49,7 +49,7 @@ class Process:
         patch.setattr(watchdog, "coordinator", lambda: "n0")
         patch.setattr(watchdog.os, "_exit", self._exit)
         patch.setenv("SLURMD_NODENAME", f"n{rank}")
-        self.watchdog = Watchdog(0.2, lambda reason: setattr(self, "reason", reason))
+        self.watchdog = Watchdog(0.8, lambda reason: setattr(self, "reason", reason))
 
     def _exit(self, status):
         self.status = status
@@ -105,11 +105,11 @@ def test_a_process_posts_its_progress_and_its_end(store, process):
 def test_a_frozen_rank_is_named_and_only_the_own_process_ends(store, process):
     store.post(replace(TRAINS, rank=1, host="n1", completed=7, posts=5))
     one = process()
-    one.train(4, 0.4)
+    one.train(8, 1.6)
     assert one.status is None  # steps are collective: while they complete, every rank is alive
     assert one.gone.wait(5)
     assert one.reason == (
-        "no sign of life for 0.1 s from rank 1 on n1 (training, last completed step 7)"
+        "no sign of life for 0.4 s from rank 1 on n1 (training, last completed step 7)"
     )
     assert one.status == STATUS["hang"]
 
@@ -120,7 +120,7 @@ def test_a_frozen_coordinator_is_named_by_the_others(store, process):
     store.answers.clear()
     assert one.gone.wait(5)
     assert (one.status, one.reason) == (
-        STATUS["hang"], "no sign of life for 0.1 s from rank 0 on n0",
+        STATUS["hang"], "no sign of life for 0.4 s from rank 0 on n0",
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def written_out(model, tokens, targets, run):
     return cross_entropy(last, targets), sum(further) / cfg.prediction.depth
 
 
-@pytest.mark.parametrize("depth", tiered([2], [1, 2]))
+@pytest.mark.parametrize("depth", tiered([], [1, 2], [2]))
 def test_further_tokens_add_their_gradient_but_not_their_value(depth):
     prediction = f"model.prediction={{pattern: '*-', depth: {depth}, loss: 0.3}}"
     run = tiny_run("model.layers=2", prediction)

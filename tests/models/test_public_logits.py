@@ -135,6 +135,7 @@ def test_logits_equal_those_of_a_public_implementation(name):
         assert_logits(model.norm(hidden), model, arrays["logits"])
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_equals_that_of_a_public_implementation():
     """Logits of the tokens after the next ones; the last position has none."""
     with mesh_of(tiny_run()):

@@ -170,6 +170,7 @@ def test_sums_over_replicas_in_each_layer_give_the_same_gradients(case):
     assert_same(loss_and_gradients(run), one_device(model), 300)
 
 
+@pytest.mark.slow
 def test_one_chunk_or_many_give_the_same_gradients(monkeypatch):
     expected = one_device("nemotronh")
     monkeypatch.setattr(xla, "SSD_CHUNK", 128)

@@ -94,7 +94,11 @@ def numpy_adamw(run, gradient_of, parameters, decayed, steps):
 
 @pytest.mark.parametrize(
     ("decay_vectors", "moments"),
-    [(False, "fp32"), pytest.param(True, "fp32", marks=pytest.mark.nightly), (False, "bf16")],
+    [
+        (False, "fp32"),
+        pytest.param(True, "fp32", marks=pytest.mark.nightly),
+        pytest.param(False, "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_three_steps_of_adamw(decay_vectors, moments):
     run = tiny_run(
@@ -170,7 +174,7 @@ def tiny_losses(family, dtype, *overrides):
 
 @pytest.mark.parametrize(
     "family",
-    tiered(["llama31_8b_bf16", "qwen3_30b_a3b_bf16"], FAMILIES),
+    tiered(["llama31_8b_bf16"], FAMILIES, ["qwen3_30b_a3b_bf16"]),
 )
 def test_every_family_learns_one_batch_by_heart_in_bf16_and_fp8(family):
     curves = {dtype: tiny_losses(family, dtype) for dtype in ("bf16", "fp8")}
@@ -282,7 +286,9 @@ def test_tokens_depend_on_seed_and_step_alone():
     assert draws["first"].max() == 63
 
 
-@pytest.mark.parametrize("family", ["nemotronh_56b_bf16", "deepseek_v3_bf16"])
+@pytest.mark.parametrize(
+    "family", tiered(["nemotronh_56b_bf16"], ["nemotronh_56b_bf16", "deepseek_v3_bf16"])
+)
 def test_no_two_uses_share_a_key(monkeypatch, family):
     """Weights of every layer and tokens of several steps: a key is drawn from or split, once, or
     other keys are folded from it."""
