@@ -28,23 +28,39 @@ def check_environment() -> None:
     """Imports JAX. Raises RecipeError for a variable that it refuses, and for one that gives an
     option of JAX that is not `HARMLESS` another value than its default."""
     ours = sorted(name for name in os.environ if name.startswith("JAX_"))
-    suspects = [name for name in ours if not HARMLESS.fullmatch(name.lower())]
     try:
-        import jax  # noqa: F401
+        import jax
     except ValueError:
-        suspects = ours
-    defaults = _options() if suspects else {}
+        raise _refused(ours) from None
+    # A job's processes have variables that are no options; these must not cost a process each.
+    suspects = [
+        name
+        for name in ours
+        if name.lower() in jax.config.values and not HARMLESS.fullmatch(name.lower())
+    ]
+    if not suspects:
+        return
+    try:
+        values = _options(*suspects)
+    except ValueError:
+        raise _refused(suspects) from None
+    defaults = _options()
     for name in suspects:
-        text, option = f"{name}={os.environ[name]}", name.lower()
-        try:
-            value = _options(name).get(option)
-        except ValueError as error:
-            raise RecipeError(f"{text}: JAX refuses it ({error}); unset it") from error
-        if value != defaults.get(option) and not HARMLESS.fullmatch(option):
+        if values[name.lower()] != (default := defaults[name.lower()]):
             raise RecipeError(
-                f"{text} changes what JAX computes; a benchmark needs JAX's default, "
-                f"{defaults[option]!r}: unset it"
+                f"{name}={os.environ[name]} changes what JAX computes; a benchmark needs JAX's "
+                f"default, {default!r}: unset it"
             )
+
+
+def _refused(names: list[str]) -> RecipeError:
+    """The error for the first of some variables with which JAX cannot be imported."""
+    for name in names:
+        try:
+            _options(name)
+        except ValueError as error:
+            return RecipeError(f"{name}={os.environ[name]}: JAX refuses it ({error}); unset it")
+    return RecipeError(f"JAX refuses {', '.join(names)} together; unset them")
 
 
 def _options(*kept: str) -> dict[str, Any]:

@@ -41,6 +41,14 @@ def test_defaults_and_what_leaves_the_program_alone_are_kept(alone, monkeypatch)
     jax_variables.check_environment()
 
 
+def test_variables_of_a_job_start_no_process(alone, monkeypatch):
+    """Each import of JAX takes seconds, in each process of a job."""
+    monkeypatch.setattr(jax_variables, "_options", lambda *names: pytest.fail(str(names)))
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.setenv(name, "1")
+    jax_variables.check_environment()
+
+
 @pytest.mark.parametrize(
     ("kept", "refused"),
     [
