@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from cases import tiered
 from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_steps
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
@@ -211,9 +212,9 @@ LOST = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "number"), LOST)
-def test_a_process_ends_when_another_one_is_lost_and_names_it(rank, number, tmp_path):
-    timeout, (left, cause, reason) = 5, LOST[rank, number]
+@pytest.mark.parametrize("case", tiered([], LOST, [(1, signal.SIGKILL), (0, signal.SIGSTOP)]))
+def test_a_process_ends_when_another_one_is_lost_and_names_it(case, tmp_path):
+    (rank, number), (left, cause, reason), timeout = case, LOST[case], 5
     processes = start_two(
         *TINY, "--cpu-devices", 1, "--steps", 10**6, "--output", tmp_path, "--watchdog", timeout
     )

@@ -254,6 +254,7 @@ def test_a_lost_rank_is_named_in_the_end(cluster, stage):
     assert read(folder)[0]["reason"].startswith("lost rank 2 on ")
 
 
+@pytest.mark.nightly
 def test_a_suspended_job_goes_on_and_one_with_a_frozen_rank_ends(cluster, stage):
     """Suspended for longer than the watchdog's time limit, as for a more urgent job; then a rank
     hangs, which nobody but the watchdog ends."""

@@ -98,7 +98,7 @@ def test_gradients_against_finite_differences():
         )
 
 
-@pytest.mark.parametrize("axis", tiered([], ["data", "pipeline"], ["pipeline"]))
+@pytest.mark.parametrize("axis", tiered([], ["data", "pipeline"]))
 def test_balance_loss_of_a_microbatch_on_a_mesh(axis):
     """Two data-parallel ranks have the loss of two microbatches, and a pipeline has it too."""
     microbatch = "model.experts.balance=microbatch"
@@ -353,7 +353,7 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", tiered([], MESHES, ["microbatches"]), ids=str)
+@pytest.mark.parametrize("name", tiered([], MESHES), ids=str)
 def test_random_routing_is_that_of_one_microbatch_on_one_device(name):
     """Other draws for each sequence of a step, and the same ones however the batch is divided: each
     expert has as many tokens, and all gradients are equal but for the order of sums."""
@@ -406,7 +406,7 @@ def trained(run, count):
     return figures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_application_of_a_shared_block_draws_anew():
     """Two equal draws would give each expert of multi-token prediction an even number of tokens."""
     # In one group, since all experts of a group would have as many tokens.

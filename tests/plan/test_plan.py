@@ -69,6 +69,7 @@ def test_collectives_lie_along_mesh_axes(planned):
     assert sums["bytes"] == pytest.approx(found["state_bytes"]["parameters"], rel=0.01)
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_blackwell(capsys, tmp_path):
     """FP8 products and cuDNN's attention compile for capability 10.0; a job of 96 lies in two
