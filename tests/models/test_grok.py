@@ -57,7 +57,11 @@ def logits_reference(model, tokens, cfg):
     return norm(x, np.asarray(model.norm.gain[...], np.float64)) @ table.T * cfg.logit_scale
 
 
-@pytest.mark.parametrize("overrides", [(), TENSOR], ids=["one device", "fsdp x expert x tensor"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), pytest.param(TENSOR, marks=pytest.mark.slow)],
+    ids=["one device", "fsdp x expert x tensor"],
+)
 def test_loss_of_the_original_against_numpy(overrides):
     run = tiny_grok(*ORIGINAL, *overrides, devices=8 if overrides else 1)
     tokens, targets = np.random.default_rng(0).integers(0, 64, size=(2, 8, 32), dtype=np.int32)

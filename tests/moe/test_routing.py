@@ -128,6 +128,7 @@ def test_accumulation_and_balance_loss():
         assert np.abs(with_loss[1][name] - without[1][name]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_balanced_routing_drops_nothing_and_is_no_published_work():
     run = tiny_grok("model.experts.routing=balanced")
     with mesh_of(run):
@@ -420,7 +421,7 @@ def test_every_application_of_a_shared_block_draws_anew():
 @pytest.mark.parametrize(
     ("devices", "scaling"),
     [
-        (1, "current"),
+        pytest.param(1, "current", marks=pytest.mark.slow),
         pytest.param(1, "delayed", marks=pytest.mark.nightly),
         pytest.param(8, "current", marks=pytest.mark.nightly),
     ],

@@ -198,6 +198,7 @@ def test_a_signal_ends_the_run_with_a_complete_record(number, tmp_path):
     assert record["summary"]["window"][1] == len(after) - 1
 
 
+@pytest.mark.slow
 def test_progress_bar_on_a_terminal(tmp_path):
     """Under a pseudo-terminal a bar replaces the log lines, which stay in the log."""
     pty = pytest.importorskip("pty")

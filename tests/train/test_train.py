@@ -200,7 +200,7 @@ BLOCKS = {
     ("family", "dtype"),
     # An expert has 16 tokens here, half a block of MXFP8.
     [
-        ("llama31_8b_bf16", "nvfp4"),
+        pytest.param("llama31_8b_bf16", "nvfp4", marks=pytest.mark.slow),
         *(
             pytest.param(family, dtype, marks=pytest.mark.nightly)
             for family, dtype in zip(
