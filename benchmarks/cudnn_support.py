@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     write = parser.parse_args().write
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if reason := stubs.without_cudnn():
+    if reason := stubs.load():
         raise SystemExit(f"cuDNN cannot be asked: {reason}")
     text = page()
     PAGE.write_text(text) if write else print(text, end="")

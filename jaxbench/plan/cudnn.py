@@ -27,7 +27,7 @@ of the GPU's name."""
 def asked(gpu: Gpu) -> tuple[Gpu, Options]:
     """The GPU as cuDNN has to see it, and the compiler options with which XLA asks cuDNN. If cuDNN
     cannot be asked, the same GPU and no options."""
-    if stubs.without_cudnn():
+    if stubs.load():
         return gpu, {}
     bus = 5120 if gpu.capability < (10, 0) else 8192
     return replace(gpu, device=f"{gpu.device} {PROPERTIES.format(bus)}"), OPTIONS

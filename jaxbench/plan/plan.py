@@ -204,7 +204,7 @@ def make_plan(
         lower_s=lower_s,
         compile_s=compile_s,
         planned_flags=flags.PLANNED | asking,
-        without_cudnn=stubs.without_cudnn(),
+        without_cudnn=stubs.load(),
     )
 
 

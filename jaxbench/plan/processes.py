@@ -146,7 +146,7 @@ def cached(path: Path, run: Run, gpu: Gpu) -> Plan | None:
         "flags": flags.options(run, "gpu"),
         "system": system(placed(gpu, run.gpus)),
         "versions": versions() | {"commit": plan.versions["commit"]},
-        "without_cudnn": stubs.without_cudnn(),
+        "without_cudnn": stubs.load(),
     }
     same = all(getattr(plan, name) == value for name, value in expected.items())
     return plan if same else None

@@ -56,13 +56,14 @@ Ampere. The GPU that it plans for comes from XLA."""
 def prepare(words: Sequence[str]) -> None:
     """Loads the stubs for a command line of `plan`, unless the command line asks for Transformer
     Engine, which needs the real runtime."""
-    if not any(word.endswith("implementation=te") for word in words):
-        without_cudnn()
+    if not any("implementation=te" in word for word in words):
+        load()
 
 
 @cache
-def without_cudnn() -> str | None:
-    """The reason why cuDNN cannot be asked in this process; None once the stubs are loaded."""
+def load() -> str | None:
+    """Loads the stubs that cuDNN needs. Returns the reason if it cannot be asked in this process,
+    else None."""
     if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
         return "jax before 0.11 does not ask it"
     if not installed("jax_plugins.xla_cuda13"):

@@ -48,8 +48,8 @@ def compile_program(
     options = flags.options(run, mesh.platform()) | (extra_options or {})
     try:
         compiled = lowered.compile(compiler_options=options)
-        wanted = guide and flags.guided(run) and flags.PGLE not in options
-        if guide and wanted and (gpu := _forecast_gpu(run)):
+        guided = flags.guided(run) and flags.PGLE not in options
+        if guide and guided and (gpu := _forecast_gpu(run)):
             guiding = {"fdo_profile": guide(read(compiled, run), gpu).encode()}
             compiled = lowered.compile(compiler_options=options | guiding)
     except jax.errors.JaxRuntimeError as error:

@@ -74,7 +74,7 @@ def test_cudnn_says_what_the_page_says_of_a_model(support):
     """Nemotron-4, whose head dims differ by GPU: one call on Hopper, two on Blackwell."""
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import cudnn_support as s\n"
-        "assert s.stubs.without_cudnn() is None\n"
+        "assert s.stubs.load() is None\n"
         "for name in 'h100', 'gb200':\n"
         "    gpu = s.hardware.PLANNED[name]\n"
         "    (shape,) = s.shapes(gpu)['nemotron4_340b']\n"
