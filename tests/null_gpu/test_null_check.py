@@ -17,13 +17,13 @@ pytestmark = [
 ]
 
 HEALTHY = """
-* kernel_us 1000
+* kernel_us 2000
 * host_gb_s 20
 * nvlink_gb_s 15
 * network_gb_s 10
 """
 PLANTED = """
-1 kernel_us 1300
+1 kernel_us 3200
 1 reasons 68
 1 sm_mhz 1500
 2 nvlink_gb_s 7.5
@@ -33,7 +33,8 @@ PLANTED = """
 6 power_limit_w 500
 """
 """A GPU that is hot, one with dead NVLinks, a slow adapter, ECC errors, a lowered power limit; GPUs
-4 to 7 are the second node's."""
+4 to 7 are the second node's. Kernels take long enough that a busy machine's delays do not hide the
+hot GPU."""
 
 NAMED = {
     "node0 gpu 1": ("bf16 products", "1500 of 1980 MHz under load: hardware thermal slowdown"),
@@ -67,7 +68,7 @@ def test_the_check_names_what_is_planted(tmp_path):
     found = dict(line.split(": ", 1) for line in report["faults"])
     assert found.keys() == NAMED.keys(), jobs[0].text
     for where, parts in NAMED.items():
-        assert all(part in found[where] for part in parts)
+        assert [part for part in parts if part not in found[where]] == [], jobs[0].text
     assert [job.status for job in jobs] == [6, 6]
     assert report["null"]
     assert "null GPUs: nothing here is a measurement" in jobs[0].out
