@@ -85,7 +85,7 @@ FAULTS = {
 """Cause, and what the reason begins with and contains."""
 
 
-@pytest.mark.parametrize("fault", tiered([], FAULTS, slow=["illegal_address"]))
+@pytest.mark.parametrize("fault", tiered([], FAULTS))
 def test_a_fault_names_its_rank_and_node(fault, cluster, tmp_path):
     job = Job(cluster, tmp_path, fault=f"{fault}:rank=1", steps=100_000)
     job.train(10)

@@ -71,7 +71,7 @@ def test_offsets_reach_the_last_element(offsets, dtype, rows):
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", ["gb200", "gb300"])
+@pytest.mark.parametrize("gpu", ["gb200", pytest.param("gb300", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("recipe", ["qwen3_235b_a22b_mxfp8", "deepseek_v3_mxfp8"])
 def test_rows_with_the_largest_arrays(offsets, recipe, gpu):
     """These rows quantize arrays of more than 2^31 elements, one byte each."""

@@ -96,7 +96,7 @@ def test_every_step_is_recorded_and_labelled(smoke):
     assert log.startswith("SMOKE RUN")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mesh_gives_the_same_losses(smoke, tmp_path):
     settings = [part for text in MESH for part in ("--set", text)]
     arguments = ("--config", CONFIG, "--steps", STEPS, "--output", tmp_path, "--cpu-devices", 8)

@@ -185,6 +185,7 @@ def test_sums_over_replicas_follow_each_layer():
     assert max(c.bytes for c in pairs) <= layer + head
 
 
+@pytest.mark.nightly
 def test_tensor_ranks_send_no_tokens_to_themselves():
     """Shardy took the residual's gradient from the copy that all ranks had gathered, and each
     rank's slice of it became a `collective-permute` of its own tokens, one in each layer."""

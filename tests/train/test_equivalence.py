@@ -107,9 +107,8 @@ QUICK = [
     ("llama", MIXED, "none"),
 ]  # fmt: skip
 SLOW = [
-    ("nemotronh", MIXED, None), ("deepseek3", CONTEXT, None), ("nemotron3", CONTEXT, None),
+    ("nemotronh", MIXED, None), ("deepseek3", CONTEXT, None),
     ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None),
-    ("gpt_oss", "tensor 2 x expert 4", None),
 ]  # fmt: skip
 
 

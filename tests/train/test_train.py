@@ -322,7 +322,7 @@ def test_no_two_uses_share_a_key(monkeypatch, family):
 
 
 LONG_TRACES = ("nemotronh", "nemotron3", "deepseek")
-"""Families whose rows take 20 s to trace."""
+"""Families whose rows take 20 s and more to trace: all of their rows are nightly."""
 
 
 def rows_to_trace():
@@ -340,9 +340,9 @@ def rows_to_trace():
         quick[family] = max(quick.get(family, (0, "")), (len(axes), f"{recipe.name}-{row}"))
     for run, recipe, row in alike.values():
         name = f"{recipe.name}-{row}"
-        first = pytest.mark.slow if run.model.family in LONG_TRACES else ()
-        marks = first if quick[run.model.family][1] == name else pytest.mark.nightly
-        yield pytest.param(recipe, row, id=name, marks=marks)
+        family = run.model.family
+        now = quick[family][1] == name and family not in LONG_TRACES
+        yield pytest.param(recipe, row, id=name, marks=() if now else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(("recipe", "row"), list(rows_to_trace()))

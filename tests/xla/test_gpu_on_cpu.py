@@ -56,7 +56,7 @@ def figures(state, values):
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", tiered([], CASES, slow=["grok1_314b fp8"]))
+@pytest.mark.parametrize("case", tiered([], CASES, slow=["llama31_8b fp8"]))
 def test_a_step_is_that_of_the_cpu(case):
     """Two programs that round independently differ by sqrt(2) times what rounding changes in one,
     which is its difference from fp32. A loss is the mean of 256 tokens', whose errors are
