@@ -22,7 +22,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import like_for_like
 
-from jaxbench import hardware, mesh
+from jaxbench import mesh
+from jaxbench.base import hardware
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
 from jaxbench.train.program import compile_program

@@ -1,8 +1,8 @@
 """Asks cuDNN, without a GPU, for the attention of every published row: writes
 `docs/reference/support.md`.
 
-XLA asks the installed cuDNN while it compiles for an absent GPU (`jaxbench.plan.cudnn`), and a call
-that cuDNN refuses fails to compile.
+XLA asks the installed cuDNN while it compiles for an absent GPU (`jaxbench.plan.ask_cudnn`), and a
+call that cuDNN refuses fails to compile.
 
     python benchmarks/cudnn_support.py [--write]
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxbench import hardware  # noqa: E402
-from jaxbench.plan import cudnn, stubs  # noqa: E402
+from jaxbench.base import hardware  # noqa: E402
+from jaxbench.plan import ask_cudnn, stubs  # noqa: E402
 from jaxbench.recipe import recipes  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "support.md"
@@ -114,7 +114,7 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
     from jaxbench.ops.attention.scores import Scores
     from jaxbench.plan.absent import compile_only_devices
 
-    seen, options = cudnn.asked(gpu)
+    seen, options = ask_cudnn.asked(gpu)
     scale, window = shape.key_dim**-0.5, shape.window or None
 
     def loss(query, key, value, *sinks):
@@ -141,7 +141,7 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
         try:
             text = lowered.compile(compiler_options=options).as_text()
         except jax.errors.JaxRuntimeError as error:
-            reasons = cudnn.refusals(error) or [str(error).splitlines()[0]]
+            reasons = ask_cudnn.refusals(error) or [str(error).splitlines()[0]]
             return f"no: {reasons[0]}"
     calls = [line for line in text.splitlines() if '"__cudnn$fmhaSoftmaxBackward"' in line]
     workspaces = [int(size) for line in calls for size in re.findall(r"u8\[(\d+)\]", line)[:1]]

@@ -22,9 +22,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from forecast_picture import picture
 
-from jaxbench import hardware
-from jaxbench.errors import RecipeError
-from jaxbench.files import write_whole
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import write_whole
+from jaxbench.base.versions import versions
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.processes import Target, plan_each
@@ -32,7 +33,6 @@ from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import BLOCKS, Run
-from jaxbench.versions import versions
 
 ANCHORS = Path(__file__).with_name("anchors.csv")
 

@@ -47,8 +47,8 @@ import jax
 from one_gpu import choices, kernels, mixers, operators, rows, speed, survives, tiles, trains
 from one_gpu.context import MEASURED, NOT_RUN, OK, ROOT, SHARE, WRONG, Context, Finding
 
-from jaxbench import hardware
-from jaxbench.versions import versions
+from jaxbench.base import hardware
+from jaxbench.base.versions import versions
 
 BUDGET = {"gpu": 540.0, "cpu": 1200.0, "absent": 3600.0}
 """Seconds of a call, by mode."""

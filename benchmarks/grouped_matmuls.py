@@ -44,11 +44,11 @@ from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as hopper
 from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as hopper_weights
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbench import hardware
-from jaxbench.experts.dispatch import rank_slots
+from jaxbench.base import hardware
 from jaxbench.ops.grouped import BLOCK, NONE, Groups, group, pallas, xla
 from jaxbench.ops.grouped.groups import result_dtype
-from jaxbench.ops.pallas import undeprecated
+from jaxbench.ops.moe.dispatch import rank_slots
+from jaxbench.ops.pallas_call import undeprecated
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices, installed
 from jaxbench.plan.plan import Memory

@@ -36,7 +36,7 @@ from pathlib import Path
 import host_time
 import null_gpus
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.plan.command import resolve
 from jaxbench.recipe import flops
 from jaxbench.recipe.settings import AXES, Run

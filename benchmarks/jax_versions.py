@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from jaxbench import hardware
-from jaxbench.files import write_whole
+from jaxbench.base import hardware
+from jaxbench.base.files import write_whole
 from jaxbench.plan import sweep
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe.settings import Run

@@ -30,10 +30,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from jaxbench import hardware
-from jaxbench.files import write_whole
+from jaxbench.base import hardware
+from jaxbench.base.files import write_whole
 from jaxbench.forecast.guide import guide
-from jaxbench.plan import hlo
+from jaxbench.plan import hlo_file
 from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
 from jaxbench.xla import flags
@@ -174,7 +174,7 @@ def stem(row: Row) -> str:
     return row.name.replace(":", "-").replace(" ", "-")
 
 
-def guided(row: Row, python: str) -> hlo.HloStep:
+def guided(row: Row, python: str) -> hlo_file.HloStep:
     """The forecast of MaxText's program, scheduled with the forecast's times of its first one."""
     gpu = hardware.PLANNED[row.gpu]
     program = Program.parse((FOLDER / f"{stem(row)}.hlo.txt").read_text(), RULES, strict=False)
@@ -191,7 +191,7 @@ def printed(command: list[str]) -> str:
     return done.stdout
 
 
-def forecast(row: Row, python: str, profile: Path | None = None) -> hlo.HloStep:
+def forecast(row: Row, python: str, profile: Path | None = None) -> hlo_file.HloStep:
     """The forecast of MaxText's program. Raises SystemExit with what the compiler printed."""
     path = FOLDER / f"{stem(row)}{'-guided' if profile else ''}.hlo.txt"
     if not path.is_file():
@@ -201,15 +201,15 @@ def forecast(row: Row, python: str, profile: Path | None = None) -> hlo.HloStep:
         command += ["--guide", str(profile)] if profile else []
         printed(command)
         unfinished.rename(path)
-    return hlo.read(path, hardware.PLANNED[row.gpu], None)
+    return hlo_file.read(path, hardware.PLANNED[row.gpu], None)
 
 
-def exposed(step: hlo.HloStep) -> float:
+def exposed(step: hlo_file.HloStep) -> float:
     """Seconds of a step's forecast in which kernels wait for collectives."""
     return sum(s for part, s in step.forecast.parts_s.items() if part.startswith("exposed"))
 
 
-def line(row: Row, step: hlo.HloStep, again: hlo.HloStep | None) -> str:
+def line(row: Row, step: hlo_file.HloStep, again: hlo_file.HloStep | None) -> str:
     """The line of a row, with the forecast of its guided schedule if there is one."""
     f = step.forecast
     ratios = [seconds / row.published_s for seconds in (f.step_s, f.fast_s, f.slow_s)]

@@ -28,10 +28,10 @@ from jax._src import xla_bridge
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jaxbench.base.files import write_json
 from jaxbench.cluster import job
 from jaxbench.cluster.signals import LEAD, Signals
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.files import write_json
 
 MOMENTS = ("joined", "devices known", "agreed", "alive", "after a step")
 STEP_S = 0.5

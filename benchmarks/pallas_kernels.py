@@ -28,12 +28,14 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
 from one_gpu.tiles import MODELS  # noqa: E402
 
-from jaxbench import hardware, mesh, ssd  # noqa: E402
+from jaxbench import mesh  # noqa: E402
+from jaxbench.base import hardware  # noqa: E402
+from jaxbench.ops import ssd  # noqa: E402
 from jaxbench.ops.grouped import pallas, scaled  # noqa: E402
 from jaxbench.ops.grouped.groups import BLOCK, Groups, group  # noqa: E402
-from jaxbench.ops.pallas import TARGET, undeprecated  # noqa: E402
+from jaxbench.ops.pallas_call import TARGET, undeprecated  # noqa: E402
 from jaxbench.ops.quantized import kernels  # noqa: E402
-from jaxbench.ops.quantized.blocks import FORMATS, Blocks  # noqa: E402
+from jaxbench.ops.quantized.block_formats import FORMATS, Blocks  # noqa: E402
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES  # noqa: E402
 from jaxbench.plan.absent import compile_only_devices  # noqa: E402
 from jaxbench.recipe import recipes  # noqa: E402

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from jaxbench import jax_variables, terminal
-from jaxbench.errors import RecipeError
-from jaxbench.versions import versions
+from jaxbench.base import jax_variables, terminal
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.versions import versions
 from jaxbench.xla import flags
 
 
@@ -34,7 +34,8 @@ class Command:
 
 COMMANDS = {
     "list": Command(
-        "rows", "rows", "every recipe with its rows, forecasts and published steps", jax=False
+        "recipe.listing", "recipe.listing",
+        "every recipe with its rows, forecasts and published steps", jax=False,
     ),
     "train": Command("run.arguments", "run.command", "run a benchmark", prints=False),
     "plan": Command(
@@ -45,7 +46,8 @@ COMMANDS = {
         "report.arguments", "report.command", "results beside the published ones", jax=False
     ),
     "jobs": Command(
-        "jobs", "jobs", "jobs of launch/submit.sh: list, status, log, cancel", jax=False
+        "cluster.jobs", "cluster.jobs",
+        "jobs of launch/submit.sh: list, status, log, cancel", jax=False,
     ),
     "check": Command(
         "check.arguments", "check.command", "is every GPU, link and node as fast as it should be?",

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxbench.hardware import Capability, identify
+from jaxbench.base.hardware import Capability, identify
 from jaxbench.recipe.settings import AXES
 
 BATCH = ("data", "fsdp", "expert")

@@ -8,7 +8,7 @@ from typing import Any
 
 from variables import Variables, profile_options, run_length
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.run import arguments
 
 DEFAULTS = {"seed": 0, "watchdog": 300.0}

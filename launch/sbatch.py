@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jaxbench.errors import RecipeError
-from jaxbench.jobs import environment
+from jaxbench.base.errors import RecipeError
+from jaxbench.cluster.jobs import environment
 
 Options = dict[str, str | None]
 """Options of sbatch by their long names. The value is None for an option without a value."""

@@ -27,9 +27,9 @@ from options import parse_train, train_options  # noqa: E402
 from variables import Variables, gpu_type, misspelt, recipe_path, stage_folder  # noqa: E402
 
 import jaxbench  # noqa: E402
-from jaxbench.errors import RecipeError  # noqa: E402
-from jaxbench.hardware import Gpu  # noqa: E402
-from jaxbench.recipe import derive, published, recipes  # noqa: E402
+from jaxbench.base.errors import RecipeError  # noqa: E402
+from jaxbench.base.hardware import Gpu  # noqa: E402
+from jaxbench.recipe import derived_rows, published, recipes  # noqa: E402
 from jaxbench.recipe.settings import Run  # noqa: E402
 from jaxbench.run import arguments  # noqa: E402
 
@@ -158,7 +158,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     options, settings = train_options(args, variables, workload, stage)
     overrides, row = recipes.parse_overrides(options["set"]), recipes.SMOKE if args.cpu else gpus
     run = recipes.resolve(
-        derive.extend(recipe, row, gpu, overrides, whole_nodes=False), row, devices=gpus,
+        derived_rows.extend(recipe, row, gpu, overrides, whole_nodes=False), row, devices=gpus,
         steps=options.get("steps"), overrides=overrides, seed=options["seed"],
     )  # fmt: skip
     version = jaxbench.__version__ + ("-nccl-trace" if "nccl_trace" in options else "")

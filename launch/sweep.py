@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sbatch
 import submit
 
-from jaxbench.errors import RecipeError
-from jaxbench.files import owned, write_json, write_whole
-from jaxbench.jobs import queue, record_of, state
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import owned, write_json, write_whole
+from jaxbench.cluster.jobs import queue, record_of, state
 from jaxbench.recipe import recipes, strict_yaml
 from jaxbench.report import command as report
 from jaxbench.report.folders import is_run

@@ -7,8 +7,8 @@ from typing import Any
 
 from sbatch import SITE
 
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import PLANNED, Gpu
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import PLANNED, Gpu
 from jaxbench.recipe import recipes
 
 WORKLOADS = {

@@ -29,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from slurm_says import TASK, ended_by_slurm, job_state, slurms, srun_error
 
-from jaxbench.errors import STATUS
+from jaxbench.base.errors import STATUS
 
 NO, YES, AT_LIMIT = "no", "yes", "with --requeue-at-time-limit"
 

@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from jaxbench import mesh
+from jaxbench.base.hardware import H100, Gpu
 from jaxbench.forecast.guide import guide
-from jaxbench.hardware import H100, Gpu
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
-from jaxbench.recipe.throughput import model_flops
+from jaxbench.results.throughput import model_flops
 from jaxbench.train.program import compile_program, read
 from jaxbench.xla.collectives import Collective, completed
 from jaxbench.xla.hlo import Program

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxbench.base.versions import installed
 from jaxbench.plan import driver
-from jaxbench.versions import installed
 
 LACKING = (
     "gcc and nm: apt-get install gcc" if installed("transformer_engine")

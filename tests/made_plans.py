@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+from jaxbench.base.hardware import H100, Gpu, placed
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import H100, Gpu, placed
 from jaxbench.plan import command, scaling, search
 from jaxbench.plan.plan import Memory, Plan, StateBytes, describe
 from jaxbench.recipe import recipes
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.host import HostTraffic
+from jaxbench.xla.host_copies import HostTraffic
 from jaxbench.xla.memory import Buffer
 
 PROGRAM = """\

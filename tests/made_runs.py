@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.recipe import flops, published, recipes
-from jaxbench.recipe.throughput import throughput
-from jaxbench.recipe.window import spread
 from jaxbench.report.profiles import COMPARED
 from jaxbench.report.runs import WAITS
+from jaxbench.results.throughput import throughput
+from jaxbench.results.window import spread
 from jaxbench.xla import flags
 
 PUBLISHED_S = 12.37

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxbench import ssd
+from jaxbench.ops import ssd
 
 RESULTS = ("out", "d projected", *(f"d {name}" for name in ssd.Parameters._fields))
 
@@ -40,7 +40,7 @@ class Case:
 
 
 def mixer(dims: ssd.Dims, projected: jax.Array, parameters: ssd.Parameters) -> jax.Array:
-    """`ssd.Implementation.mixer` without its chunks."""
+    """`ops.ssd.Implementation.mixer` without its chunks."""
     batch, length, groups, _ = projected.shape
     z, convolved, dt = jnp.split(projected, [dims.inner, dims.inner + dims.channels], axis=-1)
     padded = jnp.pad(convolved, ((0, 0), (3, 0), (0, 0), (0, 0)))

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from compiled import collectives_of, needs_compiler
 
-from jaxbench import hardware
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import H100
 from jaxbench.calibrate import command as calibrate
-from jaxbench.errors import RecipeError
 from jaxbench.forecast import tables
-from jaxbench.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.xla import hlo, schedule
 

@@ -9,10 +9,10 @@ import commands
 import pytest
 from mistakes import assert_mistake
 
-from jaxbench.check import command, host, judge
+from jaxbench.base.files import owned
+from jaxbench.check import command, host_facts, judge
 from jaxbench.check.judge import Rate
 from jaxbench.check.measure import distances, pairs
-from jaxbench.files import owned
 
 SINGLE = {"bf16 products": 700.0, "fp8 products": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
 FACTS = {
@@ -164,8 +164,8 @@ def test_another_firmware_or_link_of_an_adapter_is_named(tmp_path):
     write_adapter(tmp_path / "node1", "mlx5_0", rate="200 Gb/sec (4X HDR)")
     write_adapter(tmp_path / "node2", "mlx5_1", state="1: DOWN")
     for name, told in hosts.items():
-        told["settings"] = host.settings(False, tmp_path / name)
-        told["ports"] = host.ports(tmp_path / name)
+        told["settings"] = host_facts.settings(False, tmp_path / name)
+        told["ports"] = host_facts.ports(tmp_path / name)
     assert hosts["node0"]["ports"] == {"mlx5_0 port 1": 400.0, "mlx5_1 port 1": 400.0}
     assert hosts["node0"]["settings"]["mlx5_0 board"] == "MT_0000000838"
     assert hosts["node0"]["settings"]["mlx5_0 PCIe speed"] is None

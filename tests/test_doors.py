@@ -16,11 +16,11 @@ from commands import ROOT
 from tiny import tiny_run
 
 import jaxbench
-from jaxbench import files
-from jaxbench.check import host
+from jaxbench.base import files
+from jaxbench.base.errors import RecipeError
+from jaxbench.check import host_facts
 from jaxbench.cluster import job, telemetry
-from jaxbench.errors import RecipeError
-from jaxbench.run import start
+from jaxbench.run import prepare
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.cache import program_cache
 
@@ -114,7 +114,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 
 def test_the_check_of_a_file_system_writes_through_no_link(secret, shared):
     (shared / f".check-{os.uname().nodename}-{os.getpid()}").symlink_to(secret)
-    assert host.files(shared)["problem"].endswith("File exists")
+    assert host_facts.files(shared)["problem"].endswith("File exists")
 
 
 @needs_root
@@ -130,7 +130,7 @@ def test_a_run_folder_of_another_user_is_refused(linked, shared, monkeypatch):
     args = parse_arguments(["--config", "x", "--output", str(folder)])
     monkeypatch.setattr(job, "broadcast", lambda name, make: make())
     with pytest.raises(RecipeError, match=f"--output {folder}: it belongs to user {OTHER}; name"):
-        start.prepare(tiny_run(), args, ExitStack())
+        prepare.prepare(tiny_run(), args, ExitStack())
 
 
 @needs_root

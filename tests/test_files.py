@@ -13,16 +13,9 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from jaxbench import files
-from jaxbench.errors import RecipeError
-from jaxbench.files import (
-    RESERVE_BYTES,
-    Lines,
-    ReservedJson,
-    new_folder,
-    owned,
-    write_json,
-)
+from jaxbench.base import files
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import RESERVE_BYTES, Lines, ReservedJson, new_folder, owned, write_json
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -78,7 +71,8 @@ def test_an_owner_keeps_others_out_until_its_end(kind, tmp_path):
 def test_a_killed_owner_leaves_the_folder_free(tmp_path):
     """The kernel gives up the lock; the file that it leaves is no owner."""
     code = (
-        "import os, sys; from jaxbench.files import *\nwith owned(Path(sys.argv[1])): os._exit(0)"
+        "import os, sys; from jaxbench.base.files import *\n"
+        "with owned(Path(sys.argv[1])): os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, check=True)
     assert (tmp_path / ".owner").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.recipe import published, recipes
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"

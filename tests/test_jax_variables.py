@@ -5,10 +5,10 @@ import os
 import commands
 import pytest
 
-from jaxbench import jax_variables
+from jaxbench.base import jax_variables
+from jaxbench.base.errors import RecipeError
 from jaxbench.cluster import devices
-from jaxbench.errors import RecipeError
-from jaxbench.run import host
+from jaxbench.run import host_memory
 
 
 @pytest.fixture
@@ -73,17 +73,17 @@ def test_a_value_that_jax_cannot_import_with_is_one_line():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (host.FRACTION, "most", "expected a share, as 0.92"),
-        (host.FRACTION, "92", "expected a share, as 0.92"),
-        (host.HOST_LIMIT, "1.5", "expected a number of GiB"),
-        (host.HOST_LIMIT, "", "expected a number of GiB"),
+        (host_memory.FRACTION, "most", "expected a share, as 0.92"),
+        (host_memory.FRACTION, "92", "expected a share, as 0.92"),
+        (host_memory.HOST_LIMIT, "1.5", "expected a number of GiB"),
+        (host_memory.HOST_LIMIT, "", "expected a number of GiB"),
     ],
 )
 def test_a_limit_of_memory_that_is_no_number_is_one_line(monkeypatch, name, value, message):
-    monkeypatch.setenv(host.FRACTION, "0.9")
+    monkeypatch.setenv(host_memory.FRACTION, "0.9")
     monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=f"^{name}={value}: {message}"):
-        host.limit_memory(0)
+        host_memory.limit_memory(0)
 
 
 def test_a_platform_that_jax_does_not_know_is_the_users_mistake(monkeypatch):

@@ -21,36 +21,24 @@ MODULES = {
 
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "files": {"errors"},
-    "terminal": {"errors", "files"},
-    "hardware": {"errors"},
-    "outliers": set(),
-    "versions": set(),
-    "jax_variables": {"errors"},
+    "base": set(),
     "jax_internals": set(),
-    "recipe": {"errors", "hardware"},
-    "rows": {"recipe", "hardware", "terminal", "errors"},
-    "jobs": {"terminal", "errors", "files"},
-    "xla": {"errors", "hardware", "recipe"},
-    "forecast": {"xla", "hardware", "outliers", "errors"},
-    "mesh": {"recipe", "hardware"},
-    "ops": {"mesh", "recipe", "hardware", "errors", "jax_internals"},
-    "experts": {"ops", "mesh", "recipe"},
-    "ssd": {"ops", "recipe", "errors"},
-    "models": {"experts", "ssd", "ops", "mesh", "recipe", "hardware"},
-    "train": {"models", "experts", "ssd", "ops", "mesh", "xla", "recipe", "hardware", "errors",
-              "jax_internals"},
-    "cluster": {"errors", "files", "hardware", "jax_internals"},
-    "run": {"train", "cluster", "forecast", "mesh", "xla", "recipe", "hardware", "versions",
-            "terminal", "outliers", "errors", "files", "jax_internals"},
-    "calibrate": {"ops", "cluster", "forecast", "xla", "hardware", "versions", "terminal",
-                  "errors", "files"},
-    "check": {"cluster", "forecast", "xla", "recipe", "hardware", "versions", "terminal",
-              "outliers", "errors", "files"},
-    "report": {"recipe", "hardware", "terminal", "outliers", "errors", "files"},
-    "plan": {"train", "forecast", "report", "mesh", "xla", "recipe", "hardware", "jax_internals",
-             "versions", "terminal", "errors", "files"},
+    "recipe": {"base"},
+    "results": {"recipe", "base"},
+    "xla": {"recipe", "base"},
+    "forecast": {"xla", "base"},
+    "mesh": {"recipe", "base"},
+    "ops": {"mesh", "recipe", "base", "jax_internals"},
+    "models": {"ops", "mesh", "recipe", "base"},
+    "train": {"models", "ops", "mesh", "xla", "recipe", "base", "jax_internals"},
+    "cluster": {"base", "jax_internals"},
+    "run": {"train", "cluster", "forecast", "results", "mesh", "xla", "recipe", "base",
+            "jax_internals"},
+    "calibrate": {"ops", "cluster", "forecast", "xla", "base"},
+    "check": {"cluster", "forecast", "xla", "recipe", "base"},
+    "report": {"results", "recipe", "base"},
+    "plan": {"train", "forecast", "report", "results", "mesh", "xla", "recipe", "base",
+             "jax_internals"},
 }  # fmt: skip
 """Packages and single modules of jaxbench, lowest first, with what each may import."""
 
@@ -109,17 +97,7 @@ def test_models_know_no_run_optimizer_or_environment():
 
 
 def test_laptop_packages_load_without_jax():
-    laptop = (
-        "errors",
-        "terminal",
-        "files",
-        "hardware",
-        "versions",
-        "recipe",
-        "xla",
-        "forecast",
-        "report",
-    )
+    laptop = ("base", "recipe", "results", "xla", "forecast", "report")
     modules = [m for m in MODULES if package_of(m) in laptop and not m.endswith("__main__")]
     modules += ["jaxbench.cluster.messages", "jaxbench.__main__"]
     modules += [f"jaxbench.{command.options}" for command in COMMANDS.values()]
@@ -136,7 +114,7 @@ def test_only_operators_name_a_kernel_library():
         "experimental import pallas",
     )
     for module, path in MODULES.items():
-        if package_of(module) not in ("ops", "ssd", "jax_internals"):
+        if package_of(module) not in ("ops", "jax_internals"):
             assert not [name for name in names if name in path.read_text()], module
 
 
@@ -146,7 +124,7 @@ def test_only_the_mesh_names_its_axes():
         "jaxbench.mesh",
         "jaxbench.recipe.settings",
         "jaxbench.recipe.recipes",
-        "jaxbench.recipe.derive",
+        "jaxbench.recipe.derived_rows",
     }
     axes = r'"(data|fsdp|expert|context|tensor|pipeline)"'
     for module, path in MODULES.items():
@@ -155,7 +133,8 @@ def test_only_the_mesh_names_its_axes():
 
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
-    allowed = {"run.command", "run.starts", "cluster.devices", "run.host", "run.profiling",
-               "plan.command", "files", "cluster.job", "cluster.messages", "cluster.nvml",
-               "__main__", "jobs", "jax_variables", "xla.flags"}  # fmt: skip
+    allowed = {"run.command", "run.start_record", "cluster.devices", "run.host_memory",
+               "run.profiling", "plan.command", "base.files", "cluster.job", "cluster.messages",
+               "cluster.nvml", "cluster.jobs", "base.jax_variables", "xla.flags",
+               "__main__"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

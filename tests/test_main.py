@@ -12,11 +12,10 @@ from commands import ROOT
 from mistakes import assert_mistake
 from rich.console import Console
 
-import jaxbench.terminal
-from jaxbench import rows
+import jaxbench.base.terminal
 from jaxbench.__main__ import COMMANDS, main, make_parser, options_of
-from jaxbench.errors import RecipeError
-from jaxbench.recipe import recipes
+from jaxbench.base.errors import RecipeError
+from jaxbench.recipe import listing, recipes
 
 REFERENCE = """# Commands
 
@@ -86,7 +85,7 @@ def test_list_shows_every_row(capsys):
     assert len(lines) == known
     assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
     # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
-    planned = rows.forecasts()["llama2_70b_bf16", "h100", 64]
+    planned = listing.forecasts()["llama2_70b_bf16", "h100", 64]
     expected = rf"H100 +64 +fsdp 64 +{planned:.3f} +6\.999 +{planned / 6.999:.2f} +52\.59 +80 +128"
     assert re.search(rf"(?m)^llama2_70b_bf16 +{expected}$", table)
     assert re.search(
@@ -96,8 +95,8 @@ def test_list_shows_every_row(capsys):
 
 
 def test_list_is_filtered():
-    lines = [*rows.rows()]
-    names = [line["recipe"] for line in rows.chosen(lines, ["llama", "405B"], "gb200", 256)]
+    lines = [*listing.rows()]
+    names = [line["recipe"] for line in listing.chosen(lines, ["llama", "405B"], "gb200", 256)]
     assert names == [f"llama31_405b_{dtype}" for dtype in ("bf16", "fp8", "mxfp8", "nvfp4")]
     for words, gpu, gpus, message in (
         (["qwen", "mamba"], None, None, "no recipe has 'qwen' and 'mamba' in its name"),
@@ -106,7 +105,7 @@ def test_list_is_filtered():
         (["qwen3", "bf16"], None, 17, "these recipes have rows for 1, 16, 256 GPUs"),
     ):
         with pytest.raises(RecipeError, match=re.escape(message)):
-            rows.chosen(lines, words, gpu, gpus)
+            listing.chosen(lines, words, gpu, gpus)
 
 
 def test_a_shell_completes_names():
@@ -129,8 +128,8 @@ def test_a_shell_completes_names():
 def test_what_is_being_done_is_shown_in_a_terminal_alone(terminal, monkeypatch):
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal)
-    monkeypatch.setattr(jaxbench.terminal, "Console", lambda stderr: console)
-    with jaxbench.terminal.live("reading") as say:
+    monkeypatch.setattr(jaxbench.base.terminal, "Console", lambda stderr: console)
+    with jaxbench.base.terminal.live("reading") as say:
         say("reading: 3")
     assert ("reading: 3" in shown.getvalue()) == terminal
     assert bool(shown.getvalue()) == terminal

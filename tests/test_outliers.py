@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxbench.outliers import GPU_SPREAD, outliers
+from jaxbench.base.outliers import GPU_SPREAD, outliers
 
 
 def test_what_is_slow_is_an_outlier_whatever_the_others():

@@ -9,8 +9,8 @@ import pytest
 from beartype.roar import BeartypeCallHintParamViolation
 from commands import ROOT
 
+from jaxbench.base.versions import installed
 from jaxbench.recipe import recipes
-from jaxbench.versions import installed
 
 FILES = [path for path in Path(__file__).parent.rglob("*.py") if path.parent.name != "fixtures"]
 OPTIONAL = {"jax_plugins", "jax_cuda13_plugin", "transformer_engine", "playwright", "torch",

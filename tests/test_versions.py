@@ -7,7 +7,7 @@ import jax
 import pytest
 from commands import ROOT
 
-from jaxbench import versions
+from jaxbench.base import versions
 from jaxbench.cluster import devices
 
 NEEDED = (

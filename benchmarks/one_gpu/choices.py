@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.ops import quantized
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory

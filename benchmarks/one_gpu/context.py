@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxbench.hardware import Gpu
+from jaxbench.base.hardware import Gpu
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.xla import flags

@@ -7,11 +7,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxbench import mesh, ssd
-from jaxbench.ops.pallas import Launch, undeprecated
+from jaxbench import mesh
+from jaxbench.ops import ssd
+from jaxbench.ops.pallas_call import Launch, undeprecated
+from jaxbench.ops.ssd.pallas import Tuning
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
-from jaxbench.ssd.pallas import Tuning
 from jaxbench.xla import flags
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding, options
 from one_gpu.operators import implementations_of_mixer, mixed, mixer_inputs, with_gradients

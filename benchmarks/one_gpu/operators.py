@@ -12,14 +12,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxbench import mesh, ssd
+from jaxbench import mesh
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext, Weight
-from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized
+from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized, ssd
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.grouped.groups import group
-from jaxbench.ops.pallas import undeprecated
+from jaxbench.ops.pallas_call import undeprecated
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes

@@ -15,14 +15,14 @@ import jax
 from jaxbench import mesh
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import expected_schedule
-from jaxbench.plan import profile
+from jaxbench.plan import compare_profile
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.plan.compare_profile import Planned
 from jaxbench.plan.plan import Memory
-from jaxbench.plan.profile import Planned
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.throughput import throughput
+from jaxbench.results.throughput import throughput
 from jaxbench.run import profiling
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import check_program, compile_program, read
@@ -108,13 +108,13 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     """Milliseconds of each kind of kernel in a profiled step, next to the forecast."""
     run, trace = row(recipe), ctx.folder / recipe / "profile" / "rank-0"
     # The text has the names by which the profile calls asynchronous instructions.
-    text = (trace / profile.PROFILED).read_text()
+    text = (trace / compare_profile.PROFILED).read_text()
     walk = Walk(Program.parse(text, custom_calls.RULES, strict=False))
-    launched = profile.read_profile(trace)
+    launched = compare_profile.read_profile(trace)
     kernels = tables.load(ctx.gpu.name.lower())
-    expected = profile.planned(expected_schedule(walk, ctx.gpu, kernels))
+    expected = compare_profile.planned(expected_schedule(walk, ctx.gpu, kernels))
     axes = partial(axes_of, mesh_shape=run.mesh_shape)
-    found = profile.compare(launched, walk, ctx.gpu, kernels, axes)
+    found = compare_profile.compare(launched, walk, ctx.gpu, kernels, axes)
     profiled = {
         name: sum(s for _, s in launches) / found.steps
         for name, launches in launched.launches.items()

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxbench.jax_internals import profile_events, profiled_instruction
-from jaxbench.run import saved
+from jaxbench.run import saved_checkpoints
 from one_gpu.context import (
     NOT_RUN,
     OK,
@@ -60,7 +60,7 @@ def killed(ctx: Context) -> Finding:
         command(RECIPE, folder, *options), cwd=ROOT, stdout=subprocess.DEVNULL,
         env=os.environ | small_share(LANES),
     )  # fmt: skip
-    while process.poll() is None and not saved.steps(folder / saved.FOLDER):
+    while process.poll() is None and not saved_checkpoints.steps(folder / saved_checkpoints.FOLDER):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jaxbench.terminal import Parser
+from jaxbench.base.terminal import Parser
 
 EXAMPLES = """
     jaxbench calibrate --output mine.csv

@@ -18,18 +18,18 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from jaxbench import hardware
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import write_whole
+from jaxbench.base.terminal import command
+from jaxbench.base.versions import versions
 from jaxbench.calibrate.arguments import make_parser
 from jaxbench.cluster.timing import collective_kinds, repeated
-from jaxbench.errors import RecipeError
-from jaxbench.files import write_whole
 from jaxbench.forecast.tables import Sizes, line, text
 from jaxbench.ops import attention
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.quantized.operand import multiply
 from jaxbench.ops.quantized.per_tensor import VALUES
-from jaxbench.terminal import command
-from jaxbench.versions import versions
 from jaxbench.xla import flags
 
 REPEATS = 10

@@ -15,24 +15,24 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from jaxbench.check import host, measure
+from jaxbench.base.errors import STATUS, RecipeError, RunFailed, counted
+from jaxbench.base.files import owned, write_json
+from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
+from jaxbench.base.terminal import console, live
+from jaxbench.check import host_facts, measure
 from jaxbench.check.arguments import make_parser
 from jaxbench.check.judge import Rate, by_kind, judge, slow
 from jaxbench.cluster import devices, ending, job
 from jaxbench.cluster.nvml import Gpu as Told
-from jaxbench.errors import STATUS, RecipeError, RunFailed, counted
-from jaxbench.files import owned, write_json
 from jaxbench.forecast import tables
-from jaxbench.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.recipe.checks import positive
-from jaxbench.terminal import console, live
 
 FILE = "check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or the exit status for what is slow or broken
-    (`errors.STATUS`)."""
+    (`base.errors.STATUS`)."""
     with ExitStack() as held:
         return _main(argv, held)
 
@@ -78,7 +78,7 @@ def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, Told], str | None]
     """Finds the devices of the job. Returns (cluster, the driver's view of this process's devices,
     why there is no such view or None). Raises RecipeError if nodes have different numbers of
     devices."""
-    told, missing = host.gpus() if jax.default_backend() == "gpu" else ([], "no GPU")
+    told, missing = host_facts.gpus() if jax.default_backend() == "gpu" else ([], "no GPU")
     local = {d: told[d.local_hardware_id or 0] for d in jax.local_devices() if told}
     here = [
         (d.id, local[d].index if d in local else d.local_hardware_id or 0)
@@ -116,20 +116,20 @@ def found_here(
     """
     job.barrier("check of clocks", 60)
     clock, began = time.time(), time.perf_counter()
-    facts = host.facts(told.values())
+    facts = host_facts.facts(told.values())
     gpus = {cluster.names[d]: known for d, known in zip(told, facts, strict=True)}
     here = {
         "node": job.node(),
         "clock": clock,
-        "settings": host.settings(bool(told)),
+        "settings": host_facts.settings(bool(told)),
         "gpus": gpus,
-        "ports": host.ports(),
-        "files": host.files(folder) if job.one_of_node("check of files") else {},
+        "ports": host_facts.ports(),
+        "files": host_facts.files(folder) if job.one_of_node("check of files") else {},
     }
     seconds = {"host": time.perf_counter() - began}
     ended = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(host.under_load, told.values(), ended)
+        loaded = thread.submit(host_facts.under_load, told.values(), ended)
         rates = timed(cluster, measure.PRODUCTS, seconds)
         ended.set()
     for device, counters in zip(told, loaded.result(), strict=True):

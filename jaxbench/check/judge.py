@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from jaxbench.base.errors import listed
+from jaxbench.base.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
 from jaxbench.cluster import nvml
-from jaxbench.errors import listed
-from jaxbench.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
 
 GPU_KINDS = "bf16 products", "fp8 products", "memory"
 """Kinds of rates that depend on a single GPU."""
@@ -53,8 +53,8 @@ class Rate:
 @dataclass(frozen=True)
 class Finding:
     """A fault or a remark, and where it is: a GPU, a link or a node. `cause` is one of
-    `errors.STATUS`; it is None for a remark, which fails no check. `nodes` are the nodes to leave
-    out."""
+    `base.errors.STATUS`; it is None for a remark, which fails no check. `nodes` are the nodes to
+    leave out."""
 
     where: str
     what: str

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbench.base.hardware import Gpu
 from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, Rate
 from jaxbench.cluster import job
 from jaxbench.cluster.timing import collective_kinds, device_seconds, repeated
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
-from jaxbench.hardware import Gpu
 from jaxbench.xla import flags
 
 PRODUCTS = "bf16 products", "fp8 products"

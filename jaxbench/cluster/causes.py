@@ -2,7 +2,7 @@
 
 import re
 
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.base.errors import RecipeError, RunFailed
 
 PATTERNS = (
     ("memory", r"RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY|out of memory|ALLOC_FAILED"),
@@ -16,7 +16,7 @@ network error."""
 
 
 def cause_of(error: BaseException) -> str:
-    """The cause of an error, a key of `errors.STATUS`."""
+    """The cause of an error, a key of `base.errors.STATUS`."""
     if isinstance(error, RunFailed):
         return error.cause
     if isinstance(error, RecipeError):

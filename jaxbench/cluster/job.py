@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
+from jaxbench.base.errors import STATUS, RecipeError, RunFailed, listed
 from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.membership import Membership, membership
 from jaxbench.cluster.messages import tell
-from jaxbench.errors import STATUS, RecipeError, RunFailed, listed
 from jaxbench.jax_internals import coordination_client
 
 ARRIVAL_S = 900.0

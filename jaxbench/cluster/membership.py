@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.base.errors import RecipeError, RunFailed
 
 ADDRESS, COUNT, RANK = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 SLURM = "SLURM_STEP_NUM_TASKS"

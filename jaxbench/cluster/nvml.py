@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 
 CLOCK_REASONS = {
     1: "idle", 2: "application clocks", 4: "power cap", 8: "hardware slowdown", 16: "sync boost",

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxbench.base.files import open_unlinked
 from jaxbench.cluster.nvml import HELD, Gpu, Sample, reasons
-from jaxbench.files import open_unlinked
 
 INTERVAL_S = 1.0
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
+from jaxbench.base.errors import STATUS, listed
 from jaxbench.cluster.job import node
-from jaxbench.errors import STATUS, listed
 from jaxbench.jax_internals import coordination_client, coordinator
 
 SLOW = 10

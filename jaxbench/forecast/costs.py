@@ -7,10 +7,10 @@ from functools import cache, cached_property
 from math import log, log2, prod
 from statistics import NormalDist
 
+from jaxbench.base.hardware import PLANNED, Gpu
+from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
-from jaxbench.hardware import PLANNED, Gpu
-from jaxbench.outliers import GPU_SPREAD
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Roofline, peak

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.costs import CONDITIONS, SCAN, Measured
 from jaxbench.forecast.tables import Tables
-from jaxbench.hardware import Gpu
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Walk

@@ -1,9 +1,9 @@
 """A profile for XLA's latency-hiding scheduler, with forecast times instead of measured ones."""
 
+from jaxbench.base.hardware import Gpu, placed
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import Gpu, placed
-from jaxbench.xla import host
+from jaxbench.xla import host_copies
 from jaxbench.xla.collectives import completed
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.launches import launches_kernel
@@ -33,8 +33,8 @@ def guide(program: Program, gpu: Gpu) -> str:
             seconds[start.attribute(SCHEDULED) or start.name] = costs.collective(collective)
         elif i.name in kernels:
             seconds[name] = sum(costs.kernel(kernels[i.name]).values())
-        elif launches_kernel(i) and host.copies(i, scope):
-            _, size = host.written(program, i, scope)
+        elif launches_kernel(i) and host_copies.copies(i, scope):
+            _, size = host_copies.written(program, i, scope)
             seconds[name] = size / (gpu.host * 1e9)
     return "".join(
         f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}\n' for name, s in seconds.items()

@@ -25,8 +25,8 @@ from functools import cache
 from operator import ge
 from pathlib import Path
 
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import PLANNED
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import PLANNED
 
 FOLDER = Path(__file__).parent / "measured"
 GPU, ASSUMED, PACKAGE = "# gpu: ", "# assumed ", "the package's"

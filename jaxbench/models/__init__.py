@@ -3,6 +3,6 @@
 Start with `decoder.Decoder`. A *mixer* is what one letter of the layer pattern stands for:
 attention, a feed-forward layer, experts, or Mamba-2 (`decoder.MIXERS`).
 
-Imports `experts`, `ssd`, `ops`, `mesh` and `recipe`. It knows no Run, optimizer, file or
+Imports `ops`, `mesh` and `recipe`. It knows no Run, optimizer, file or
 environment variable.
 """

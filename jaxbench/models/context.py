@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Int
 
-from jaxbench import mesh, ssd
-from jaxbench.hardware import Capability
+from jaxbench import mesh
+from jaxbench.base.hardware import Capability
 from jaxbench.models.layers import ForwardContext, rotary_tables
-from jaxbench.ops import attention, grouped
+from jaxbench.ops import attention, grouped, ssd
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Precision

@@ -12,7 +12,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
-from jaxbench.experts import routing
 from jaxbench.models.attention import Attention, LatentAttention
 from jaxbench.models.context import forward_context
 from jaxbench.models.experts import Experts
@@ -31,11 +30,12 @@ from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
 from jaxbench.models.output import Output, Prediction, output_loss
 from jaxbench.ops import quantized, remat
-from jaxbench.ops.blocks import Stash, apply_blocks, can_offload
-from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.blocks import first_layers, repeating_blocks, stacks
+from jaxbench.ops.layer_stack import Stash, apply_blocks, can_offload
+from jaxbench.ops.moe import routing
+from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.execution import INPUT, Execution
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
+from jaxbench.recipe.repeats import first_layers, repeating_blocks, stacks
 from jaxbench.recipe.settings import Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {

@@ -9,8 +9,6 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxbench import mesh
-from jaxbench.experts import routing
-from jaxbench.experts.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.models.layers import (
     ForwardContext,
     Hidden,
@@ -23,7 +21,9 @@ from jaxbench.models.layers import (
 )
 from jaxbench.models.mlp import make_mlp
 from jaxbench.ops import dense, gating, grouped, quantized
-from jaxbench.ops.duplicated import Duplicated, single
+from jaxbench.ops.duplicate_producers import Duplicated, single
+from jaxbench.ops.moe import routing
+from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 

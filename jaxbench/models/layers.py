@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxbench import mesh
 from jaxbench.ops import dense, embedding
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.attention import Attention, Yarn
+from jaxbench.recipe.attention_config import Attention, Yarn
 from jaxbench.recipe.model import ModelConfig
 
 TRUNCATED_STD = 0.87962566103423978
@@ -29,7 +29,7 @@ Hidden = Float[Array, "B S D"]
 """The hidden state, the input and output of every layer."""
 
 RoutingFigures = tuple[tuple[Array, Array, Array], ...]
-"""Routing figures (`experts.Experts`) of each layer with experts; other layers have none."""
+"""Routing figures (`ops.moe.Experts`) of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, RoutingFigures]
 

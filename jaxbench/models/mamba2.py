@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxbench import mesh, ssd
+from jaxbench import mesh
 from jaxbench.models.layers import (
     ForwardContext,
     Hidden,
@@ -15,7 +15,7 @@ from jaxbench.models.layers import (
     Weight,
     normal,
 )
-from jaxbench.ops import dense
+from jaxbench.ops import dense, ssd
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import MambaConfig, ModelConfig
 
@@ -64,7 +64,8 @@ class Mamba2(nnx.Module):
     and x, b and c, which are convolved, are adjacent.
 
     Between the projections groups are independent. A device computes its own groups by one of
-    `ssd.IMPLEMENTATIONS`, and saves only the output of the input projection for the backward pass.
+    `ops.ssd.IMPLEMENTATIONS`, and saves only the output of the input projection for the backward
+    pass.
     """
 
     def __init__(self, cfg: ModelConfig, mamba: MambaConfig, *, key):

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxbench import mesh
 from jaxbench.models.layers import ForwardContext, Hidden, LayerOutput, Weight, normal
 from jaxbench.ops import dense, gating
-from jaxbench.ops.duplicated import Duplicated, single
+from jaxbench.ops.duplicate_producers import Duplicated, single
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import MlpConfig, ModelConfig
 

@@ -22,7 +22,7 @@ from jaxbench.models.layers import (
     times_constant,
 )
 from jaxbench.ops import dense
-from jaxbench.ops.blocks import Stash
+from jaxbench.ops.layer_stack import Stash
 from jaxbench.ops.loss import MASKED, cross_entropy
 from jaxbench.recipe.model import ModelConfig
 

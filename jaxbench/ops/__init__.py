@@ -1,10 +1,10 @@
 """Operators: functions of arrays on the current mesh. Models are built from them.
 
-Only this package and `ssd` name kernel libraries. Start with `dense.dot`. `attention`, `quantized`
-and `grouped` each hold a registry of implementations. `blocks` applies repeated layers and keeps
-their activations in a stash.
+Only this package names kernel libraries. Start with `dense.dot`. `attention`, `quantized`,
+`grouped` and `ssd` (Mamba-2) each hold a registry of implementations. `moe` routes and dispatches
+tokens. `layer_stack` applies repeated layers and keeps their activations in a stash.
 
-Imports `mesh`, `recipe`, `hardware`, `errors`, `jax_internals`.
+Imports `mesh`, `recipe`, `base`, `jax_internals`.
 
 Dimension letters: B batch, S sequence, D embed, N heads, K kv heads, G heads of a group, H head
 dim, F ffn, P part (gate, up), V vocabulary, E experts, R permuted tokens of an expert, T tokens.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.ops import quantized
 from jaxbench.ops.contract import contract, einsum_dims
-from jaxbench.ops.duplicated import Duplicated, single
+from jaxbench.ops.duplicate_producers import Duplicated, single
 
 
 def dot(equation: str, x: jax.Array, w: nnx.Variable | quantized.Operand, dims: str) -> jax.Array:

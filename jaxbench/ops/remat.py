@@ -38,7 +38,7 @@ def recomputed(
 
     The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`),
     because its backward kernel needs them. Activations that are in both `saved` and `offloaded` get
-    the type of an array in host memory; `ops.blocks` moves them there.
+    the type of an array in host memory; `ops.layer_stack` moves them there.
     """
     if saved is None:
         return body

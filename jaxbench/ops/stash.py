@@ -3,7 +3,7 @@ pass.
 
 A stash is a pytree of arrays with one or several leading slot dimensions. It is allocated once
 (`allocate`), written in the forward pass and read in the backward pass. Two callers use it: a loop
-over layers (`ops.blocks`) and a pipeline schedule (`train.pipeline_rank`).
+over layers (`ops.layer_stack`) and a pipeline schedule (`train.pipeline_rank`).
 """
 
 from collections.abc import Callable

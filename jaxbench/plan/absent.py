@@ -7,9 +7,9 @@ CUDA installation.
 import jax
 from jax.experimental import topologies
 
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import Gpu, placed
-from jaxbench.versions import installed
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Gpu, placed
+from jaxbench.base.versions import installed
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 

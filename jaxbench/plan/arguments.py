@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from jaxbench import hardware
-from jaxbench.errors import RecipeError
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.terminal import Parser, check_folder, completes
 from jaxbench.forecast.tables import load
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
-from jaxbench.terminal import Parser, check_folder, completes
 
 MODES = ("diff", "all", "hlo", "profile", "scaling", "search")
 """Options that do something else than planning one row."""

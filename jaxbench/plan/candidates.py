@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import flops
 from jaxbench.recipe.activations import BF16, Activation, activations
-from jaxbench.recipe.blocks import repeating_blocks
+from jaxbench.recipe.repeats import repeating_blocks
 from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
 
 KEYS = (

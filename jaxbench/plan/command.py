@@ -10,20 +10,31 @@ from typing import Any
 
 import jax
 
-from jaxbench import hardware, mesh
-from jaxbench.errors import RecipeError, counted
-from jaxbench.files import as_json, owned, write_json
+from jaxbench import mesh
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.files import as_json, owned, write_json
+from jaxbench.base.hardware import Gpu, placed
+from jaxbench.base.terminal import command, live, write
 from jaxbench.forecast.guide import guide
-from jaxbench.hardware import Gpu, placed
-from jaxbench.plan import candidates, cudnn, driver, hlo, profile, scaling, search, sweep, text
+from jaxbench.plan import (
+    ask_cudnn,
+    candidates,
+    compare_profile,
+    driver,
+    hlo_file,
+    scaling,
+    search,
+    sweep,
+    text,
+)
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
-from jaxbench.plan.page import difference_page, plan_page
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
-from jaxbench.recipe import derive, recipes
+from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.terminal import command, live, write
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
 
@@ -65,7 +76,7 @@ def resolve(
     if gpus is None:
         raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
     overrides = recipes.parse_overrides(changes)
-    recipe = derive.extend(recipe, gpus, gpu, overrides)
+    recipe = derived_rows.extend(recipe, gpus, gpu, overrides)
     run = recipes.resolve(recipe, gpus, overrides=overrides)
     if run.precision.implementation == "te":
         driver.load_stub(gpu.capability[0])
@@ -97,7 +108,7 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
     """Compiles candidates of a search until one fits. Yields a line for each."""
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)
-    seen, asking = cudnn.asked(gpu)
+    seen, asking = ask_cudnn.asked(gpu)
     devices = compile_only_devices(seen, run.gpus)
     for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
@@ -190,14 +201,16 @@ def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
             with live(f"reading {args.profile}"):
                 asked = gpu if args.gpu or args.system else None
                 tables = args.kernels, args.write_kernels
-                compared = profile.read(args.profile, args.hlo, asked, *tables)
-            write(as_json(compared) if args.format == "json" else profile.report(compared),
+                compared = compare_profile.read(args.profile, args.hlo, asked, *tables)
+            write(as_json(compared) if args.format == "json" else compare_profile.report(compared),
                   args.output)  # fmt: skip
             return 0
         if args.hlo:
             with live(f"reading {args.hlo}"):
-                step = hlo.read(args.hlo, gpu, args.kernels, args.trace)
-            as_text = {"json": hlo.as_json, "html": hlo.page, "text": hlo.report}[args.format]
+                step = hlo_file.read(args.hlo, gpu, args.kernels, args.trace)
+            as_text = {"json": hlo_file.as_json, "html": hlo_file.page, "text": hlo_file.report}[
+                args.format
+            ]
             write(as_text(step), args.output)
             return 0
         if args.diff or args.all or args.scaling or args.search:

@@ -9,9 +9,9 @@ from functools import cache
 
 import jax
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.versions import installed
 from jaxbench.plan import stubs
-from jaxbench.versions import installed
 
 RUNTIME = """
 #include <string.h>

@@ -13,25 +13,25 @@ from typing import Any
 import jax
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Gpu, placed
+from jaxbench.base.versions import versions
 from jaxbench.forecast.guide import guide
 from jaxbench.forecast.tables import Tables, load
-from jaxbench.hardware import Gpu, placed
-from jaxbench.plan import cudnn, stubs
+from jaxbench.plan import ask_cudnn, stubs
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.step import Step, step_of
+from jaxbench.plan.compiled_step import Step, step_of
 from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import axes_of, system
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.throughput import model_flops, throughput
+from jaxbench.results.throughput import model_flops, throughput
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
 from jaxbench.train.program import check_program, compile_program, offloaded_bytes
 from jaxbench.train.program import read as read_program
 from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
-from jaxbench.versions import versions
 from jaxbench.xla import flags, memory
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import Buffer
@@ -174,7 +174,7 @@ def make_plan(
     """
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
-    seen, asking = cudnn.asked(gpu)
+    seen, asking = ask_cudnn.asked(gpu)
     absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(seen, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
         dumping = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
@@ -183,7 +183,7 @@ def make_plan(
                 run, flags.PLANNED | asking | dumping, guide
             )
         except jax.errors.JaxRuntimeError as error:
-            raise cudnn.refusal(error, gpu) or error from error
+            raise ask_cudnn.refusal(error, gpu) or error from error
         check_program(compiled, run)
         live_ranges = max(Path(tmp).glob("*live-range.txt")).read_text()  # from the last program
         state = state_bytes(run)

@@ -18,15 +18,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from jaxbench.errors import RecipeError
-from jaxbench.files import owned
-from jaxbench.hardware import Gpu, host_memory, placed
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import owned
+from jaxbench.base.hardware import Gpu, host_memory, placed
+from jaxbench.base.versions import versions
 from jaxbench.plan import stubs
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, read, system
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.versions import versions
 from jaxbench.xla import flags
 
 CACHE = Path("results", "plan")

@@ -12,16 +12,16 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from jaxbench.errors import RecipeError, counted
-from jaxbench.files import as_json
-from jaxbench.plan.pages import scaling_page, shown_parts
+from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.files import as_json
+from jaxbench.base.terminal import console, write
+from jaxbench.plan.many_pages import scaling_page, shown_parts
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 from jaxbench.report.plans import MINIMUM_S
-from jaxbench.terminal import console, write
 
 BAR = 60
 """Characters of the longest bar."""

@@ -17,20 +17,20 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxbench.errors import counted
-from jaxbench.files import as_json
-from jaxbench.hardware import Gpu
+from jaxbench.base.errors import counted
+from jaxbench.base.files import as_json
+from jaxbench.base.hardware import Gpu
+from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import layout, least_state, memory, spared
-from jaxbench.plan.pages import search_page
+from jaxbench.plan.many_pages import search_page
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_each, progress
 from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
-from jaxbench.terminal import console, write
 
 BATCH = min(4, os.cpu_count() or 1)
 """The number of candidates chosen at a time. Free memory decides only how many of them are compiled

@@ -16,8 +16,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from jaxbench.errors import RecipeError
-from jaxbench.versions import installed
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.versions import installed
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 

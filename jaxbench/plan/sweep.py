@@ -7,13 +7,13 @@ import time
 from io import StringIO
 from pathlib import Path
 
-from jaxbench.errors import RecipeError
-from jaxbench.files import write_whole
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import write_whole
+from jaxbench.base.versions import versions
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.versions import versions
 
 MARK = "<!-- table -->"
 """The line of plan.md after which we replace the table."""

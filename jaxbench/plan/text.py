@@ -6,8 +6,8 @@ from typing import Any
 from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import FORMATS, PACKAGE
 from jaxbench.jax_internals import READS_HOST
+from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.step import Step
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
 

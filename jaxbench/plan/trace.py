@@ -15,18 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxbench.files import write_whole
+from jaxbench.base.files import write_whole
+from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
-from jaxbench.hardware import Gpu
-from jaxbench.xla import host
+from jaxbench.xla import host_copies
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, LINKS, Kernel, Repeated, Slice
 
-STREAMS = (KERNELS, EXPOSED, LINKS[False], LINKS[True], COPIES, host.TO_HOST, host.FROM_HOST)
+STREAMS = (
+    KERNELS,
+    EXPOSED,
+    LINKS[False],
+    LINKS[True],
+    COPIES,
+    host_copies.TO_HOST,
+    host_copies.FROM_HOST,
+)
 """In the order in which we show them."""
 
 Axes = Callable[[Collective], str]

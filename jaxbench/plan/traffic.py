@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxbench.hardware import Gpu
+from jaxbench.base.hardware import Gpu
 from jaxbench.recipe.settings import AXES
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.timeline import Schedule

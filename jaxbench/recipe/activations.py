@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.execution import INPUT, SAVEABLE
 from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
 from jaxbench.recipe.settings import Run

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from jaxbench.errors import RecipeError, meant
+from jaxbench.base.errors import RecipeError, meant
 
 LARGEST = 2**31 - 1
 """The largest integer setting, since array indices are int32."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 
 
 def require(condition: object, message: str) -> None:

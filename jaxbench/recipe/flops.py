@@ -8,7 +8,7 @@ et al. 2021, without their recomputation).
 
 from collections.abc import Sequence
 
-from jaxbench.recipe.attention import Attention, AttentionConfig
+from jaxbench.recipe.attention_config import Attention, AttentionConfig
 from jaxbench.recipe.model import ExpertsConfig, Kind, MambaConfig, Mixer, MlpConfig, ModelConfig
 
 CONVENTIONS = ("causal", "full", "published")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal, TypeVar
 
-from jaxbench.recipe.attention import Attention, AttentionConfig, LatentAttentionConfig
+from jaxbench.recipe.attention_config import Attention, AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 
 SSD_CHUNK = 256

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxbench import hardware
-from jaxbench.errors import RecipeError, counted
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError, counted
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.build import differing
 from jaxbench.recipe.families import MODELS, SOURCE_FLOPS

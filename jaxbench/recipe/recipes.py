@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jaxbench import hardware
-from jaxbench.errors import RecipeError, meant
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError, meant
 from jaxbench.recipe import strict_yaml
 from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.optimizer import Optimizer
+from jaxbench.recipe.optimizer_settings import Optimizer
 from jaxbench.recipe.settings import (
     SMOKE_STEPS,
     STEPS,
@@ -48,7 +48,7 @@ SMOKE = "smoke"
 class Recipe:
     """A recipe as read from its file: `shared` sections, `rows` by number of GPUs or `smoke`, and
     `gpu_rows`, which replace them on a GPU of that name. `derived` are the numbers of GPUs whose
-    rows were added by `derive.extend`."""
+    rows were added by `derived_rows.extend`."""
 
     name: str
     model: str
@@ -152,7 +152,7 @@ def _read(path: Path) -> Any:
 
 def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
     """The row for the devices of a job: the number of GPUs, or `smoke` on a machine without GPUs.
-    The recipe may have no row for this number (`derive.extend`).
+    The recipe may have no row for this number (`derived_rows.extend`).
 
     Raises RecipeError if `gpus` asks for another number.
     """

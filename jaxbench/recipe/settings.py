@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from jaxbench.recipe.blocks import repeating_blocks
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig
-from jaxbench.recipe.optimizer import Optimizer
+from jaxbench.recipe.optimizer_settings import Optimizer
+from jaxbench.recipe.repeats import repeating_blocks
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist. An unused axis has size 1."""
@@ -222,7 +222,7 @@ class Run:
 
     @property
     def unrolled(self) -> bool:
-        """True if layers are compiled one by one and not scanned (`ops.blocks`)."""
+        """True if layers are compiled one by one and not scanned (`ops.layer_stack`)."""
         return self.parallelism.pipeline == 1 and self.execution.saved(self.model.layers) is None
 
     @property

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from jaxbench.base.terminal import Parser
 from jaxbench.recipe import flops
 from jaxbench.report import formats
-from jaxbench.terminal import Parser
 
 EXAMPLES = """
     jaxbench report results/                                  every run below a folder

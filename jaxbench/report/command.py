@@ -10,18 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxbench.errors import RecipeError, counted
-from jaxbench.files import as_json
-from jaxbench.hardware import NULL
+from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.files import as_json
+from jaxbench.base.hardware import NULL
+from jaxbench.base.terminal import command, live, write
 from jaxbench.recipe import published
-from jaxbench.recipe.window import WINDOWS, window
 from jaxbench.report import folders, formats, history, logs, page
 from jaxbench.report.arguments import make_parser
 from jaxbench.report.compare import compare
 from jaxbench.report.gap import explain
 from jaxbench.report.mlperf import as_mlperf
 from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
-from jaxbench.terminal import command, live, write
+from jaxbench.results.window import WINDOWS, window
 
 LOG_SUFFIXES = (".out", ".log", ".txt")
 OTHER_LOGS = ("sbatch_", "vboost")

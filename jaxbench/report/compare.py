@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe.build import flat
 from jaxbench.report.runs import Result
 

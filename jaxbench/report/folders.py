@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxbench import hardware
-from jaxbench.files import RECORDS, recorded
+from jaxbench.base import hardware
+from jaxbench.base.files import RECORDS, recorded
 from jaxbench.recipe.published import titled
-from jaxbench.recipe.window import first_of_program
 from jaxbench.report import plans, profiles
 from jaxbench.report.logs import lines
 from jaxbench.report.runs import RunData, Steps, Window, quantity
+from jaxbench.results.window import first_of_program
 
 STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxbench.files import as_json
+from jaxbench.base.files import as_json
 from jaxbench.report.runs import Result
 
 COLUMNS = {

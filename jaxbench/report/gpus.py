@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from jaxbench.outliers import GPU_SPREAD, STEP_SPREAD, outliers
+from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
 from jaxbench.report.charts import CHARACTER
 from jaxbench.report.runs import quantity
 

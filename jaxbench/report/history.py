@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from jaxbench import files
-from jaxbench.errors import listed
-from jaxbench.outliers import DEVIATIONS, robust_deviation
+from jaxbench.base import files
+from jaxbench.base.errors import listed
+from jaxbench.base.outliers import DEVIATIONS, robust_deviation
 from jaxbench.report.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences
 from jaxbench.report.gpus import gpus, slow_nodes

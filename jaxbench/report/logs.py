@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxbench import hardware
-from jaxbench.errors import counted
+from jaxbench.base import hardware
+from jaxbench.base.errors import counted
 from jaxbench.recipe import published
-from jaxbench.recipe.verdict import SMOKE
 from jaxbench.report.runs import LARGEST, Repeats, RunData, Steps
+from jaxbench.results.verdict import SMOKE
 
 PIECE = 1 << 20
 """Bytes that are read at once."""

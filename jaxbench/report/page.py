@@ -17,15 +17,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from jaxbench.errors import counted
+from jaxbench.base.errors import counted
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
-from jaxbench.recipe.verdict import PASS, SMOKE
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS
 from jaxbench.report.gpus import gpus, heat_maps
 from jaxbench.report.runs import Result
 from jaxbench.report.sections import PageRun
+from jaxbench.results.verdict import PASS, SMOKE
 
 SYMBOLS = {
     "pass": "✓", "slow": "▼", "failed": "✕", "interrupted": "■", "incomplete": "…",

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.report.runs import PlannedStep, quantity
 
 PLAN = "plan.json"

@@ -9,9 +9,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxbench.hardware import NULL, is_null
-from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import spread, start_of, too_short
+from jaxbench.base.hardware import NULL, is_null
+from jaxbench.results.verdict import Verdict, judge
+from jaxbench.results.window import spread, start_of, too_short
 
 Window = tuple[int, int]
 

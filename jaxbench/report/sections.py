@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from jaxbench.errors import counted, listed
-from jaxbench.hardware import NULL
-from jaxbench.outliers import STEP_SPREAD, outliers
+from jaxbench.base.errors import counted, listed
+from jaxbench.base.hardware import NULL
+from jaxbench.base.outliers import STEP_SPREAD, outliers
 from jaxbench.recipe import published
-from jaxbench.recipe.verdict import percent
 from jaxbench.report.charts import SECONDS, Bar, Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.report.charts import waterfall as stacked
 from jaxbench.report.gap import REMAINS, explain
 from jaxbench.report.runs import Result, quantity
+from jaxbench.results.verdict import percent
 
 SPAN = 0.03
 """Half the least height of a step-time chart, as a share of the mean. Small variations then look

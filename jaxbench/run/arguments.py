@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.terminal import Parser, completes
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
-from jaxbench.run.streams import STREAMS, check_stream
-from jaxbench.terminal import Parser, completes
+from jaxbench.run.live_metrics import STREAMS, check_stream
 
 KEEP = 2
 """The number of checkpoints that a run keeps by default."""

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxbench.base.files import private
 from jaxbench.cluster import job
-from jaxbench.files import private
 from jaxbench.jax_internals import KEEPS_AUTOTUNING
 
 

@@ -24,13 +24,13 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
+from jaxbench.base.errors import RunFailed
+from jaxbench.base.hardware import is_null
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.errors import RunFailed
-from jaxbench.hardware import is_null
 from jaxbench.run.records import Recorder
-from jaxbench.run.saved import FOLDER, RECIPE, STATE, steps
+from jaxbench.run.saved_checkpoints import FOLDER, RECIPE, STATE, steps
 
 
 class Checkpoints:

@@ -6,22 +6,23 @@ from contextlib import ExitStack, suppress
 
 import jax
 
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.hardware import Gpu, identify
 from jaxbench.cluster import devices, ending, job
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import Gpu, identify
 from jaxbench.jax_internals import READS_HOST
-from jaxbench.recipe import derive, recipes
+from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.activations import host_bytes
 from jaxbench.recipe.settings import STEPS, Run
-from jaxbench.run import host, profiling, session
+from jaxbench.run import host_memory, profiling, session
 from jaxbench.run.arguments import check_arguments, check_profiled, parse_arguments
-from jaxbench.run.start import prepare
+from jaxbench.run.prepare import prepare
 from jaxbench.train.program import check_run
 from jaxbench.xla import flags
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns 0, the status of a failure (`errors.STATUS`), or 128 + a signal."""
+    """Runs the command. Returns 0, the status of a failure (`base.errors.STATUS`), or 128 + a
+    signal."""
     with ExitStack() as held:
         return _main(argv, held)
 
@@ -51,7 +52,7 @@ def find_run(
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if the row
     cannot run on them."""
     devices.select_platform(args.cpu_devices)
-    host.limit_memory(expected_host_bytes(args, recipe, overrides))
+    host_memory.limit_memory(expected_host_bytes(args, recipe, overrides))
     job.join(watched=args.watchdog is not None)
     count, platform = devices.find()
     check_profiled(args, jax.process_count())
@@ -70,7 +71,7 @@ def find_run(
     if args.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     if platform == "gpu" and READS_HOST:
-        host.check_host_memory(host_bytes(run), "hosts before compiling")
+        host_memory.check_host_memory(host_bytes(run), "hosts before compiling")
     return run
 
 
@@ -85,7 +86,7 @@ def resolve(
     """The run for this many devices. Raises RecipeError if the recipe has none for them."""
     row = recipes.choose_row(platform, count, args.gpus)
     if row != recipes.SMOKE:
-        recipe = derive.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
+        recipe = derived_rows.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
     steps = STEPS if args.profile and args.steps is None else args.steps  # profiles steps 20 to 25
     return recipes.resolve(
         recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
@@ -99,6 +100,6 @@ def expected_host_bytes(
     devices. Returns 0 if nothing is offloaded, or if the devices are not known."""
     if args.cpu_devices is None and READS_HOST:
         with suppress(RecipeError):  # a mistake is found again when the devices are known
-            count, gpu = host.expected_devices()
+            count, gpu = host_memory.expected_devices()
             return host_bytes(resolve(args, recipe, overrides, "gpu", count, gpu))
     return 0

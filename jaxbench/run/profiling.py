@@ -22,9 +22,9 @@ import jax
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from jaxbench import mesh
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.files import write_whole
 from jaxbench.cluster import job
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.files import write_whole
 from jaxbench.forecast.guide import guide
 from jaxbench.jax_internals import kernel_names, profile_events
 from jaxbench.recipe.settings import Run

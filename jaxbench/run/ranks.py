@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbench.base.outliers import GPU_SPREAD, outliers
 from jaxbench.cluster import job
 from jaxbench.cluster.timing import device_seconds
-from jaxbench.outliers import GPU_SPREAD, outliers
-from jaxbench.recipe.window import spread
+from jaxbench.results.window import spread
 from jaxbench.run import sampling
 
 SIZE, PRODUCTS = 4096, 64

@@ -8,14 +8,14 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.files import Lines, ReservedJson, write_whole
-from jaxbench.hardware import NULL, peak_tflops
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.files import Lines, ReservedJson, write_whole
+from jaxbench.base.hardware import NULL, peak_tflops
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.throughput import energy, throughput
-from jaxbench.recipe.verdict import SMOKE
+from jaxbench.results.throughput import energy, throughput
+from jaxbench.results.verdict import SMOKE
 from jaxbench.run import sampling, summary
-from jaxbench.run.streams import Stream
+from jaxbench.run.live_metrics import Stream
 
 SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxbench.base.errors import RunFailed
 from jaxbench.cluster import job
-from jaxbench.errors import RunFailed
 from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.outliers import GPU_SPREAD, outliers
 from jaxbench.cluster import job, nvml
 from jaxbench.cluster.telemetry import Sampler
-from jaxbench.errors import RecipeError
-from jaxbench.outliers import GPU_SPREAD, outliers
 
 
 def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:

@@ -15,6 +15,9 @@ from typing import Any
 import jax
 
 from jaxbench import mesh
+from jaxbench.base.errors import STATUS, RunFailed, listed
+from jaxbench.base.files import write_json
+from jaxbench.base.terminal import live
 from jaxbench.cluster import job
 from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.devices import variables
@@ -22,20 +25,17 @@ from jaxbench.cluster.ending import exit_now, leave, refuse
 from jaxbench.cluster.messages import tell
 from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.errors import STATUS, RunFailed, listed
-from jaxbench.files import write_json
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
-from jaxbench.run.dispatch import Launches
-from jaxbench.run.host import check_host_memory
+from jaxbench.run.host_memory import check_host_memory
+from jaxbench.run.live_metrics import open_stream
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
-from jaxbench.run.starts import begun, new_record
-from jaxbench.run.streams import open_stream
-from jaxbench.terminal import live
+from jaxbench.run.start_record import begun, new_record
+from jaxbench.run.step_errors import Launches
 from jaxbench.train.loop import Pause, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state

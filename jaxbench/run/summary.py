@@ -6,9 +6,9 @@ from typing import Any
 from jaxbench.recipe import flops
 from jaxbench.recipe.model import ExpertsConfig
 from jaxbench.recipe.settings import Run
-from jaxbench.recipe.throughput import throughput
-from jaxbench.recipe.verdict import Verdict, judge
-from jaxbench.recipe.window import PUBLISHED, first_of_program, spread, start_of, window
+from jaxbench.results.throughput import throughput
+from jaxbench.results.verdict import Verdict, judge
+from jaxbench.results.window import PUBLISHED, first_of_program, spread, start_of, window
 
 
 def summary(

@@ -9,7 +9,7 @@ import optax
 
 from jaxbench.models.layers import LoadBias, Vector
 from jaxbench.ops.quantized.scaling import is_variable
-from jaxbench.recipe.optimizer import Optimizer
+from jaxbench.recipe.optimizer_settings import Optimizer
 
 CLIP_NORM = 1.0
 

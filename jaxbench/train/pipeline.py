@@ -19,19 +19,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.experts import routing
 from jaxbench.models.context import forward_context
 from jaxbench.models.decoder import Decoder, segments
 from jaxbench.models.layers import ForwardContext
 from jaxbench.models.output import Output
 from jaxbench.ops import quantized
+from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
-from jaxbench.recipe.blocks import repeating_blocks, stacks
+from jaxbench.recipe.repeats import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
+from jaxbench.train.gradient_dtypes import to_reduce
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
-from jaxbench.train.sums import to_reduce
 
 Values = tuple[jax.Array, routing.Figures]
 

@@ -20,8 +20,8 @@ from jaxbench.models.layers import Embedding, ForwardContext, LayerOutput, embed
 from jaxbench.models.output import Output, output_loss
 from jaxbench.ops import quantized
 from jaxbench.ops.stash import add, read
-from jaxbench.recipe.blocks import first_layers
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.repeats import first_layers
 
 
 class EndWeights(NamedTuple):

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxbench import mesh, ssd
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import PLANNED, Capability, Gpu, identify
+from jaxbench import mesh
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.hardware import PLANNED, Capability, Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import implementations
 from jaxbench.models.decoder import prediction_segment, segments
-from jaxbench.ops import attention, grouped, quantized
-from jaxbench.ops.blocks import can_offload
-from jaxbench.ops.pallas import undeprecated
+from jaxbench.ops import attention, grouped, quantized, ssd
+from jaxbench.ops.layer_stack import can_offload
+from jaxbench.ops.pallas_call import undeprecated
 from jaxbench.recipe.model import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program

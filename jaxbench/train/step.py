@@ -11,16 +11,16 @@ import optax
 from flax import nnx
 
 from jaxbench import mesh
-from jaxbench.experts.routing import Figures
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import quantized
+from jaxbench.ops.moe.routing import Figures
 from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train import data, pipeline
+from jaxbench.train.gradient_dtypes import DTYPES, sum_dtype, to_reduce
 from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
-from jaxbench.train.sums import DTYPES, sum_dtype, to_reduce
 
 
 @jax.tree_util.register_dataclass

@@ -1,5 +1,5 @@
 """Compiler flags, and the compiled program: HLO, collectives, schedule, memory.
 
-Imports `hardware`, `errors` and `recipe`, but no JAX, since it reads text. Start with
+Imports `base` and `recipe`, but no JAX, since it reads text. Start with
 `hlo.Program`.
 """

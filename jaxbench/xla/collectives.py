@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxbench.hardware import Gpu
+from jaxbench.base.hardware import Gpu
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, ints
 from jaxbench.xla.rewrites import COLLECTIVES
 

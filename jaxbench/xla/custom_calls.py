@@ -18,7 +18,7 @@ HADAMARD = "hadamard"
 """The scope of Hadamard transforms, which are not the matmul that a quantized scope names."""
 
 METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
-"""The cost that `ops.pallas.call` stores in the compiled call of a kernel."""
+"""The cost that `ops.pallas_call.call` stores in the compiled call of a kernel."""
 
 WINDOW = r'"sliding_window_length":\s*"?(\d+)'
 """Pattern of the sliding window in a call of attention; 0 without one."""

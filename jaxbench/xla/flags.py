@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from jaxbench.errors import RecipeError, meant
+from jaxbench.base.errors import RecipeError, meant
 from jaxbench.recipe.settings import Run
 
 Options = dict[str, bool | int | str]
@@ -65,10 +65,10 @@ UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELININ
 collectives. A second block per loop body would only take memory."""
 
 UNROLLED: Options = UNPIPELINED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
-"""Replaces `PIPELINED` without remat, when layers are unrolled (`ops.blocks`). The scheduler sees
-the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the times
-of other choices). With pipelining over microbatches, all layers' weights would be gathered at the
-end of the previous microbatch."""
+"""Replaces `PIPELINED` without remat, when layers are unrolled (`ops.layer_stack`). The scheduler
+sees the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the
+times of other choices). With pipelining over microbatches, all layers' weights would be gathered at
+the end of the previous microbatch."""
 
 IN_FP8: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
 """Part of `tuned` in FP8. XLA merges small matmuls that share an operand, and does not recognise

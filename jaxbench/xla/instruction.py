@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from jaxbench.errors import RunFailed
+from jaxbench.base.errors import RunFailed
 
 DTYPE_BITS = {
     **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},

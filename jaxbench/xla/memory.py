@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxbench.xla import host
+from jaxbench.xla import host_copies
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, array_shapes, root, shape_bytes
 
@@ -39,7 +39,7 @@ def peak_section(live_ranges: str) -> Iterator[tuple[str, int]]:
 
 def largest(program: Program, live_ranges: str, count: int) -> list[Buffer]:
     """The `count` largest buffers at the peak, with their names."""
-    live, waiting = dict(peak_section(live_ranges)), host.sizes(program)
+    live, waiting = dict(peak_section(live_ranges)), host_copies.sizes(program)
     for value in list(live):
         # A double-buffered loop updates a stack twice, in the same buffer.
         original = value.removesuffix(f"{CLONE}{{}}") + "{}"

@@ -12,12 +12,12 @@ extends it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxbench.errors import RunFailed
-from jaxbench.hardware import Gpu
-from jaxbench.xla import collectives, host
+from jaxbench.base.errors import RunFailed
+from jaxbench.base.hardware import Gpu
+from jaxbench.xla import collectives, host_copies
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program, Work
-from jaxbench.xla.host import HostLink
+from jaxbench.xla.host_copies import HostLink
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope
 from jaxbench.xla.launches import launches, launches_kernel
 from jaxbench.xla.moved import traffic
@@ -77,7 +77,7 @@ class Walk:
         if key not in self._kernels:
             kernel, scope = None, self.program.computations[computation]
             collective = i.opcode.removesuffix("-start") in COLLECTIVES
-            if launches_kernel(i) and not collective and not host.copies(i, scope):
+            if launches_kernel(i) and not collective and not host_copies.copies(i, scope):
                 works = tuple(_works(self.program, i, scope))
                 moved = traffic(self.program, i, scope)
                 unknown = i.target if self.program.without_rule(i) else ""
@@ -108,8 +108,8 @@ class Walk:
             elif i.opcode.endswith("-done"):
                 beside.finish(i.operands[0])
                 waited_s = link.finish(i.operands[0], total.step_s)
-            elif launches_kernel(i) and host.copies(i, scope):
-                direction, size = host.written(self.program, i, scope)
+            elif launches_kernel(i) and host_copies.copies(i, scope):
+                direction, size = host_copies.written(self.program, i, scope)
                 begins, ends = link.start(i.name, total.step_s, direction, size)
                 total.occupy(direction, i.name, begins, ends - begins, launched)
                 if not i.opcode.endswith("-start"):

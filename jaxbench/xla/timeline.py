@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
-from jaxbench.xla.host import HostTraffic
+from jaxbench.xla.host_copies import HostTraffic
 
 SCAN, QUANTIZED = "ssd.scan", "quantized."
 """Parts of named scopes: every kernel of the Mamba-2 scan has the first. The scope of a quantized

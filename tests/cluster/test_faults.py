@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, kill, read, start, wait_for_steps
 
-from jaxbench.errors import STATUS
+from jaxbench.base.errors import STATUS
 
 pytestmark = [
     pytest.mark.slow,

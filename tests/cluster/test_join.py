@@ -5,9 +5,9 @@ from argparse import Namespace
 import jax
 import pytest
 
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import B200, H100
 from jaxbench.cluster import devices, job
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import B200, H100
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost,n[1-3]",

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.cluster import job
 from jaxbench.cluster.membership import Membership, membership
-from jaxbench.errors import RecipeError, RunFailed
 
 SRUN = {
     "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "gpu-[003-004,7],x",

@@ -16,11 +16,11 @@ from commands import ROOT, TINY, kill, read, run, start, start_two, wait_for_ste
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
+from jaxbench.base.errors import STATUS, RecipeError
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.errors import STATUS, RecipeError
 from jaxbench.recipe import recipes
-from jaxbench.run import command, saved
-from jaxbench.run import start as beginning
+from jaxbench.run import command, saved_checkpoints
+from jaxbench.run import prepare as beginning
 from jaxbench.run.session import Attempt
 
 STEPS = 400
@@ -116,7 +116,7 @@ def test_two_processes_resume_from_the_last_checkpoint_that_both_can_read(tmp_pa
     assert record["resumed_at"] == [8]
     assert record["restored"]["skipped"][0].startswith(f"{last} cannot be restored: ")
     assert [s["step"] for s in steps] == list(range(12))
-    assert saved.steps(tmp_path / "checkpoints") == [4, 8, 12]
+    assert saved_checkpoints.steps(tmp_path / "checkpoints") == [4, 8, 12]
     assert [*(tmp_path / "checkpoints").glob("unreadable-12-*")]
 
 
@@ -277,7 +277,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
         record["reason"],
     )
     assert "No space left on device" in record["reason"]
-    assert saved.steps(left / "run" / "checkpoints") == [20]
+    assert saved_checkpoints.steps(left / "run" / "checkpoints") == [20]
 
 
 def test_a_record_that_is_cut_short_is_one_line(tmp_path):

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 import pytest
 from commands import TINY, kill, start_two
 
+from jaxbench.base.errors import STATUS
 from jaxbench.cluster import watchdog
 from jaxbench.cluster.watchdog import KEY, SLOW, Progress, Standstill, Watchdog, parse
-from jaxbench.errors import STATUS
 
 TRAINS = Progress(0, "n0", "training", started=3, completed=2)
 

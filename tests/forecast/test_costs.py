@@ -5,10 +5,10 @@ from statistics import NormalDist, median
 
 import pytest
 
+from jaxbench.base.hardware import H100, PLANNED
+from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import CONDITIONS, Measured, slowest
-from jaxbench.hardware import H100, PLANNED
-from jaxbench.outliers import GPU_SPREAD
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.timeline import Kernel

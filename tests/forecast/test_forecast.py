@@ -7,9 +7,9 @@ import pytest
 from compiled import needs_compiler
 from made_plans import PROGRAM
 
+from jaxbench.base.hardware import H100
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import forecast
-from jaxbench.hardware import H100
 from jaxbench.plan import command, text
 from jaxbench.xla import hlo
 from jaxbench.xla.schedule import Walk

@@ -2,8 +2,8 @@
 
 from compiled import collectives_of
 
+from jaxbench.base.hardware import H100
 from jaxbench.forecast.guide import expected, guide
-from jaxbench.hardware import H100
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 

@@ -4,9 +4,9 @@ from statistics import median, quantiles
 
 import pytest
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import PLANNED
 from jaxbench.forecast import tables
-from jaxbench.hardware import PLANNED
 
 OWN = """\
 # gpu: h100

@@ -5,7 +5,7 @@ import json
 import pytest
 from launching import slurm
 
-from jaxbench import jobs
+from jaxbench.cluster import jobs
 
 
 @pytest.fixture

@@ -344,7 +344,10 @@ def test_a_preempted_job_comes_back(cluster, stage):
     ],
 )
 def test_a_process_sees_the_memory_that_slurm_gave_to_its_job(cluster, tmp_path, asked, found):
-    code = "import os; from jaxbench.run.host import slurm_limit; print(slurm_limit(os.environ))"
+    code = (
+        "import os; from jaxbench.run.host_memory import slurm_limit; "
+        "print(slurm_limit(os.environ))"
+    )
     script, out = tmp_path / "job.sh", tmp_path / "out"
     step = f"srun env PYTHONPATH='{ROOT}' '{sys.executable}' -c '{code}'"
     script.write_text(f"#!/bin/bash\n#SBATCH {asked} -N1 -c2 -o {out}\n{step}\n")

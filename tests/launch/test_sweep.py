@@ -6,8 +6,8 @@ import sys
 import pytest
 from launching import slurm, submit, sweep
 
-from jaxbench.errors import RecipeError
-from jaxbench.files import owned
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import owned
 
 LIST = "- {config: llama31_8b_bf16, gpus: [8, 16], repeats: 2}\n"
 

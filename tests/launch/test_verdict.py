@@ -7,7 +7,7 @@ import launching  # noqa: F401
 import pytest
 import verdict
 
-from jaxbench.errors import STATUS
+from jaxbench.base.errors import STATUS
 
 ABORTED = (
     "F1122 14:07:54.208690   27163 client.h:80] Terminating process because the JAX distributed "

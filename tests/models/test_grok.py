@@ -10,7 +10,7 @@ from experts import ORIGINAL, reference, softmax, tiny_grok
 from tiny import mesh_of
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.models.decoder import Decoder
 from jaxbench.recipe import recipes
 from jaxbench.recipe.families import MODELS

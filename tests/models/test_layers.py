@@ -10,7 +10,7 @@ from tiny import mesh_of, tiny_run
 
 from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
-from jaxbench.recipe.attention import Rope, RopeScaling
+from jaxbench.recipe.attention_config import Rope, RopeScaling
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import MlpConfig

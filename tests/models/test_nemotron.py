@@ -9,13 +9,13 @@ import pytest
 from steps import new_state
 from tiny import mesh_of, tiny_run, to_numpy
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.models import layers
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import SquaredReluMlp
-from jaxbench.recipe.blocks import cut, repeating_blocks
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import MambaConfig, MlpConfig
+from jaxbench.recipe.repeats import cut, repeating_blocks
 from jaxbench.train.optimizer import make_optimizer
 
 EPS32 = np.finfo(np.float32).eps

@@ -13,7 +13,7 @@ from tiny import mesh_of, tiny_run
 
 from jaxbench.models.context import forward_context
 from jaxbench.models.decoder import Decoder, prediction_segment
-from jaxbench.recipe.attention import (
+from jaxbench.recipe.attention_config import (
     AttentionConfig,
     LatentAttentionConfig,
     Rope,

@@ -10,8 +10,8 @@ from experts import tiny_grok
 from tiny import mesh_of
 
 from jaxbench import mesh
-from jaxbench.experts import routing
 from jaxbench.models.layers import LoadBias
+from jaxbench.ops.moe import routing
 from jaxbench.recipe.model import ExpertsConfig
 from jaxbench.train.optimizer import balance
 

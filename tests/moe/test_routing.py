@@ -12,13 +12,13 @@ from steps import assert_same, loss_and_gradients, new_state, same_sequences, se
 from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
-from jaxbench.experts import routing
-from jaxbench.experts.dispatch import capacity_routes, dropless_routes
+from jaxbench.base.errors import RecipeError
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import ForwardContext
 from jaxbench.ops.grouped import NONE
+from jaxbench.ops.moe import routing
+from jaxbench.ops.moe.dispatch import capacity_routes, dropless_routes
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.train.step import first_sequences, make_program, train_step
 from jaxbench.xla.hlo import Program

@@ -6,11 +6,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from jaxbench.experts.dispatch import rank_slots
-from jaxbench.hardware import PLANNED
+from jaxbench.base.hardware import PLANNED
+from jaxbench.ops.moe.dispatch import rank_slots
 from jaxbench.recipe import recipes
 from jaxbench.recipe.model import ExpertsConfig
-from jaxbench.recipe.window import PUBLISHED
+from jaxbench.results.window import PUBLISHED
 
 ROWS = [
     (recipe.on(PLANNED.get(gpu)), row)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
 from one_gpu import choices, context, mixers, operators, rows, speed, survives, tiles, trains
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.calibrate import command as calibrate
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run

@@ -6,7 +6,7 @@ import re
 import null_gpus
 import pytest
 
-from jaxbench.versions import installed
+from jaxbench.base.versions import installed
 
 pytestmark = [
     pytest.mark.slow,

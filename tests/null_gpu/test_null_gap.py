@@ -5,9 +5,9 @@ import json
 import null_gpus
 import pytest
 
+from jaxbench.base.versions import installed
 from jaxbench.report import command
 from jaxbench.report.gap import REMAINS, explain
-from jaxbench.versions import installed
 
 pytestmark = [
     pytest.mark.nightly,

@@ -10,7 +10,7 @@ import yaml
 from cases import tiered
 from commands import ROOT
 
-from jaxbench.hardware import NULL
+from jaxbench.base.hardware import NULL
 from jaxbench.jax_internals import KEEPS_AUTOTUNING, READS_HOST, profile_events
 from jaxbench.plan import command as plan
 from jaxbench.report import profiles

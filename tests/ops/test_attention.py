@@ -11,8 +11,8 @@ from arrays import EPS32, MESHES, attention_reference, on, put
 from tiny import tiny_run
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
-from jaxbench.ops.attention import KERNELS, attend, blocks, choose, cudnn
+from jaxbench.base.errors import RecipeError
+from jaxbench.ops.attention import KERNELS, attend, choose, cudnn, soft_capped
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.recipe.execution import Execution
 
@@ -31,7 +31,7 @@ KINDS: dict[str, dict] = {
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_and_its_gradient(mesh_name, kind, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", 4)
+    monkeypatch.setattr(soft_capped, "BLOCK", 4)
     cap, window = (KINDS[kind].get(name) for name in ("cap", "window"))
     inputs = [RNG.normal(size=(8, 16, heads, 8)) for heads in (8, 4, 4)]
     cotangent = RNG.normal(size=inputs[0].shape)
@@ -142,7 +142,7 @@ def test_capped_attention_needs_memory_linear_in_the_sequence():
         shapes = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (2, 1, 1)]
 
         def loss(q, k, v):
-            return jnp.sum(blocks.call(q, k, v, Scores(scale=8**-0.5, cap=30.0)) ** 2)
+            return jnp.sum(soft_capped.call(q, k, v, Scores(scale=8**-0.5, cap=30.0)) ** 2)
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)

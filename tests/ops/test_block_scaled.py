@@ -18,12 +18,12 @@ from test_blocks import numpy_mxfp8, numpy_nvfp4
 from tiny import mesh_of, tiny_run
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import PLANNED
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import PLANNED
 from jaxbench.models.layers import Weight
 from jaxbench.ops import dense, quantized
 from jaxbench.ops.quantized import block_scaled, draws, hadamard, kernels, te_blocks
-from jaxbench.ops.quantized.blocks import mxfp8, nvfp4
+from jaxbench.ops.quantized.block_formats import mxfp8, nvfp4
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_run
 from jaxbench.train.step import gradients

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxbench.ops.quantized import draws, hadamard
-from jaxbench.ops.quantized.blocks import FORMATS, dequantized, mxfp8, nvfp4, rounded_e2m1
+from jaxbench.ops.quantized.block_formats import FORMATS, dequantized, mxfp8, nvfp4, rounded_e2m1
 
 RNG = np.random.default_rng(7)
 TINY = np.finfo(np.float32).tiny

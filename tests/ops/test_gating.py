@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench.ops.duplicated import Duplicated, opaque_copy
-from jaxbench.ops.duplicated import single as single_result
+from jaxbench.ops.duplicate_producers import Duplicated, opaque_copy
+from jaxbench.ops.duplicate_producers import single as single_result
 from jaxbench.ops.gating import GATES, gated
 
 

@@ -18,14 +18,14 @@ from compiled import needs_compiler
 from test_block_scaled import OneProduct, assert_rounded, in_mxfp8
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import PLANNED
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import PLANNED
 from jaxbench.ops import grouped, quantized
-from jaxbench.ops.duplicated import Duplicated, single
+from jaxbench.ops.duplicate_producers import Duplicated, single
 from jaxbench.ops.grouped import BLOCK, NONE, pallas, scaled, xla
-from jaxbench.ops.pallas import undeprecated
+from jaxbench.ops.pallas_call import undeprecated
 from jaxbench.ops.quantized import block_scaled, kernels
-from jaxbench.ops.quantized.blocks import FORMATS
+from jaxbench.ops.quantized.block_formats import FORMATS
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe.execution import Execution

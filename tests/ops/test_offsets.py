@@ -7,9 +7,10 @@ from compiled import needs_compiler
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxbench import hardware, mesh
+from jaxbench import mesh
+from jaxbench.base import hardware
 from jaxbench.jax_internals import attention_for_mesh
-from jaxbench.ops.pallas import Launch, Output, call, undeprecated
+from jaxbench.ops.pallas_call import Launch, Output, call, undeprecated
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.command import resolve
 from jaxbench.train.step import abstract_state, make_program

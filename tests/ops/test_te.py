@@ -13,12 +13,12 @@ from cases import tiered
 from compiled import Compiled, needs_compiler
 from engine import needs_te
 
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import H100, PLANNED
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.ops import quantized
 from jaxbench.ops.quantized import te, te_blocks
+from jaxbench.ops.quantized.block_formats import FORMATS, dequantized
 from jaxbench.ops.quantized.block_scaled import quantize_activation
-from jaxbench.ops.quantized.blocks import FORMATS, dequantized
 from jaxbench.plan import driver
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_program, kernels

@@ -11,10 +11,10 @@ import made_plans
 import pytest
 from mistakes import assert_mistake
 
-from jaxbench.files import as_json, owned
-from jaxbench.hardware import H100
+from jaxbench.base.files import as_json, owned
+from jaxbench.base.hardware import H100
 from jaxbench.plan import absent, candidates, command, processes, sweep
-from jaxbench.recipe import derive, published, recipes
+from jaxbench.recipe import derived_rows, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
 
@@ -22,13 +22,15 @@ ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
 def test_a_candidate_of_a_derived_row_is_the_same_to_its_process():
     """What `--set` gives it leaves nothing to be derived otherwise."""
     recipe = recipes.load("grok1_314b_bf16")
-    row = recipes.resolve(derive.extend(recipe, 48, H100), 48)
+    row = recipes.resolve(derived_rows.extend(recipe, 48, H100), 48)
     assert row.label == "derived"
     near = sorted(candidates.layouts(row), key=lambda run: candidates.distance(run, row))[:12]
     for run in near:
         texts = candidates.changes(run, row)
         overrides = recipes.parse_overrides(texts)
-        there = recipes.resolve(derive.extend(recipe, 48, H100, overrides), 48, overrides=overrides)
+        there = recipes.resolve(
+            derived_rows.extend(recipe, 48, H100, overrides), 48, overrides=overrides
+        )
         assert there.mesh_shape == run.mesh_shape
         assert (there.microbatch, there.batch.global_batch) == (
             run.microbatch,

@@ -10,7 +10,7 @@ from compiled import needs_compiler
 from mistakes import assert_mistake
 from parsed import Parsed
 
-from jaxbench.hardware import H100
+from jaxbench.base.hardware import H100
 from jaxbench.plan import command
 from jaxbench.plan.absent import compile_only_devices
 

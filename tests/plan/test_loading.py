@@ -6,7 +6,7 @@ import jax
 from compiled import needs_compiler
 
 from jaxbench import mesh
-from jaxbench.hardware import H100
+from jaxbench.base.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.recipe import recipes
 from jaxbench.train.step import init_state

@@ -11,11 +11,11 @@ import pytest
 from made_plans import awkward, made, scaled, searched, slower
 from parsed import Parsed
 
-from jaxbench.hardware import PLANNED
+from jaxbench.base.hardware import PLANNED
 from jaxbench.plan import command
-from jaxbench.plan.page import difference_page, plan_page
-from jaxbench.plan.pages import _search_chart
+from jaxbench.plan.many_pages import _search_chart
 from jaxbench.plan.plan import read
+from jaxbench.plan.row_page import difference_page, plan_page
 
 
 def bars(text, caption):

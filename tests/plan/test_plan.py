@@ -14,8 +14,8 @@ import pytest
 from compiled import needs_compiler
 from made_plans import made
 
-from jaxbench.hardware import H100, PLANNED
-from jaxbench.plan import absent, command, cudnn, processes, sweep, text
+from jaxbench.base.hardware import H100, PLANNED
+from jaxbench.plan import absent, ask_cudnn, command, processes, sweep, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
@@ -168,7 +168,7 @@ def test_difference_says_what_moved(planned):
 @needs_compiler
 def test_a_plan_says_in_which_options_train_s_program_differs(planned):
     plan = read(planned[1] / "plan.json")
-    expected = {"xla_gpu_autotune_level": 0} | ({} if plan.without_cudnn else cudnn.OPTIONS)
+    expected = {"xla_gpu_autotune_level": 0} | ({} if plan.without_cudnn else ask_cudnn.OPTIONS)
     assert plan.planned_flags == expected
     assert "\ncompiled with the options of train and xla_gpu_autotune_level=0" in text.report(plan)
     assert "options of train" not in text.report(replace(plan, planned_flags={}))  # an older plan
@@ -201,10 +201,10 @@ def test_a_plan_says_why_workspaces_are_not_counted():
 
 def test_an_attention_that_cudnn_refuses_is_one_line():
     error = RuntimeError("NOT_FOUND: no engine.\nReason: Embedding dim per head is not | <= 128\n")
-    refusal = str(cudnn.refusal(error, PLANNED["gb200"]))
+    refusal = str(ask_cudnn.refusal(error, PLANNED["gb200"]))
     assert "GB200 (compute capability 10.0): Embedding dim per head is not  <= 128" in refusal
     assert "\n" not in refusal
-    assert cudnn.refusal(RuntimeError("out of memory"), PLANNED["gb200"]) is None
+    assert ask_cudnn.refusal(RuntimeError("out of memory"), PLANNED["gb200"]) is None
 
 
 @needs_compiler

@@ -7,11 +7,11 @@ import pytest
 from made_plans import LOOPS
 from mistakes import assert_mistake
 
+from jaxbench.base.hardware import H100
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import H100
-from jaxbench.plan import command, profile
+from jaxbench.plan import command, compare_profile
 from jaxbench.plan.trace import unrolled
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
@@ -61,7 +61,9 @@ def compared(folder):
     text = (folder / "program.txt").read_text()
     axes = "{0.group} GPUs".format
     walk = Walk(Program.parse(text))
-    return profile.compare(profile.read_profile(folder), walk, H100, load("h100"), axes)
+    return compare_profile.compare(
+        compare_profile.read_profile(folder), walk, H100, load("h100"), axes
+    )
 
 
 def test_a_step_as_forecast_differs_nowhere(tmp_path):
@@ -88,7 +90,7 @@ def test_what_takes_longer_is_named(tmp_path):
     parts = {part.name: part.measured_s - part.forecast_s for part in found.kernels}
     assert parts["products"] == pytest.approx(3e-3, abs=1e-6)
     # Not before the first step; but also where the kernels had waited for the network's collective.
-    assert parts[profile.GAPS] == pytest.approx(1e-3 + 3e-3, abs=1e-6)
+    assert parts[compare_profile.GAPS] == pytest.approx(1e-3 + 3e-3, abs=1e-6)
     first = found.largest[0]
     assert (first.name, first.runs, first.sizes) == ("inner", 3, "product bf16 1x8192x8192x8192")
     assert first.measured_s - first.forecast_s == pytest.approx(3e-3, abs=1e-6)
@@ -101,7 +103,7 @@ def test_its_products_are_a_table_for_forecasts(tmp_path, capsys):
     words = ["--profile", str(tmp_path), "--gpu", "h100", "--write-kernels", str(table)]
     assert command.main(words) == 0
     assert "inner" in capsys.readouterr().out
-    kept = json.loads((tmp_path / profile.COMPARED).read_text())
+    kept = json.loads((tmp_path / compare_profile.COMPARED).read_text())
     assert kept["largest"][0]["name"] == "inner"
     (work,) = {k.works[0] for _, k, _ in Walk(Program.parse(LOOPS)).kernels() if k.works}
     costs = Measured(H100, load("h100", table), CONDITIONS["expected"])

@@ -12,7 +12,7 @@ import pytest
 from cases import tiered
 from compiled import needs_compiler
 
-from jaxbench.hardware import H100
+from jaxbench.base.hardware import H100
 from jaxbench.plan import candidates, command, processes, scaling, search
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.candidates import least_state

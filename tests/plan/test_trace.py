@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 from made_plans import LOOPS
 
+from jaxbench.base.hardware import H100
 from jaxbench.forecast.forecast import expected_schedule, forecast
 from jaxbench.forecast.tables import load
-from jaxbench.hardware import H100
 from jaxbench.plan.trace import events
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk

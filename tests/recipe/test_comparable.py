@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.recipe import published, recipes
 
 H100, GB200 = hardware.PLANNED["h100"], hardware.PLANNED["gb200"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import H100, PLANNED
-from jaxbench.recipe import derive, flops, published, recipes
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import H100, PLANNED
+from jaxbench.recipe import derived_rows, flops, published, recipes
 
 RECIPES = {recipe.name: recipe for recipe in recipes.load_all()}
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 24, 96, 100, 3072)
@@ -15,7 +15,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 24, 96, 100, 3072)
 
 def derived(name, gpus, gpu=H100, *texts):
     overrides = recipes.parse_overrides(list(texts))
-    recipe = derive.extend(RECIPES[name].on(gpu), gpus, gpu, overrides)
+    recipe = derived_rows.extend(RECIPES[name].on(gpu), gpus, gpu, overrides)
     return recipes.resolve(recipe, gpus, overrides=overrides)
 
 
@@ -37,7 +37,7 @@ def test_every_count_has_a_row_or_one_line(name, gpu):
             continue
         assert run.label == "derived"
         assert gpu.spread(gpus)
-        source = recipes.resolve(recipe, derive.base(recipe, gpus))
+        source = recipes.resolve(recipe, derived_rows.base(recipe, gpus))
         assert (run.model, run.precision) == (source.model, source.precision)
         assert run.batch.sequence_length == source.batch.sequence_length
         share, theirs = run.batch.global_batch / gpus, source.batch.global_batch / source.gpus
@@ -74,8 +74,8 @@ def test_the_mesh_is_the_closest(name, gpus, mesh, batch):
 
 def test_a_row_that_is_there_is_taken():
     recipe = RECIPES["llama2_70b_bf16"]
-    assert derive.extend(recipe, 64, H100) is recipe
-    assert derive.extend(recipe, "smoke", None) is recipe
+    assert derived_rows.extend(recipe, 64, H100) is recipe
+    assert derived_rows.extend(recipe, "smoke", None) is recipe
 
 
 def test_settings_of_the_mesh_are_kept():
@@ -126,14 +126,14 @@ def test_one_gpu_is_said_in_the_singular():
     recipe = RECIPES["llama2_70b_bf16"]
     recipe = replace(recipe, rows={64: recipe.rows[64]})
     with pytest.raises(RecipeError, match="on 1 H100: no mesh of it holds the train state; "):
-        derive.extend(recipe, 1, H100)
+        derived_rows.extend(recipe, 1, H100)
 
 
 def test_the_gpus_of_a_job_may_lie_in_any_nodes():
     """12 in nodes of 4, which this job has whatever DGX nodes have."""
-    recipe = derive.extend(RECIPES["llama31_8b_bf16"], 12, H100, whole_nodes=False)
+    recipe = derived_rows.extend(RECIPES["llama31_8b_bf16"], 12, H100, whole_nodes=False)
     assert recipes.resolve(recipe, 12).mesh_text() == "data 3 x fsdp 4"
-    recipe = derive.extend(RECIPES["llama31_8b_bf16"], 12, None, whole_nodes=False)
+    recipe = derived_rows.extend(RECIPES["llama31_8b_bf16"], 12, None, whole_nodes=False)
     assert recipes.resolve(recipe, 12).label == "derived"
 
 
@@ -141,7 +141,7 @@ def test_a_recipe_of_one_gpu_alone():
     recipe = recipes.Recipe("mine", "llama31_8b", RECIPES["llama31_8b_bf16"].shared, {
         1: {"layers": 2, "global_batch": 1},
     })  # fmt: skip
-    assert recipes.resolve(derive.extend(recipe, 4, H100), 4).batch.global_batch == 4
+    assert recipes.resolve(derived_rows.extend(recipe, 4, H100), 4).batch.global_batch == 4
     nothing = recipes.Recipe("mine", "llama31_8b", recipe.shared, {"smoke": {}})
     with pytest.raises(RecipeError, match="its rows are smoke"):
-        derive.extend(nothing, 4, H100)
+        derived_rows.extend(nothing, 4, H100)

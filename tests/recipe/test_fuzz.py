@@ -9,10 +9,10 @@ import random
 import pytest
 import yaml
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import setting_names
-from jaxbench.recipe.throughput import throughput
+from jaxbench.results.throughput import throughput
 from jaxbench.train.program import check_run
 
 TEXTS = {path: path.read_text() for path in sorted(recipes.config_folder().glob("*.yaml"))}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_run
 
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import PLANNED
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import PLANNED
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import SMOKE_STEPS, STEPS

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import recipes, strict_yaml
 
 LLAMA = (recipes.config_folder() / "llama31_8b_bf16.yaml").read_text()

@@ -29,9 +29,9 @@ from made_runs import (
     write_slowed,
 )  # fmt: skip
 
-from jaxbench.plan.page import difference_page, plan_page
+from jaxbench.base.versions import installed
+from jaxbench.plan.row_page import difference_page, plan_page
 from jaxbench.report import command
-from jaxbench.versions import installed
 
 pytestmark = [
     pytest.mark.slow,

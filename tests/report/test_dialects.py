@@ -6,9 +6,9 @@ import made_runs
 import pytest
 from made_runs import EXPERIMENT, bar, log, maxtext, nemo
 
-from jaxbench.recipe.window import WINDOWS
 from jaxbench.report import command, logs
 from jaxbench.report.runs import evaluate
+from jaxbench.results.window import WINDOWS
 
 NAMES = {
     nemo: f"log-{EXPERIMENT}.out",

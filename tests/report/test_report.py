@@ -15,12 +15,12 @@ from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
 from mistakes import assert_mistake
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.recipe import published
-from jaxbench.recipe.verdict import judge
 from jaxbench.report import command, logs
 from jaxbench.report.compare import compare
 from jaxbench.report.runs import Steps
+from jaxbench.results.verdict import judge
 
 
 def reported(*arguments):

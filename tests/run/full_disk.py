@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from jaxbench.errors import RunFailed
+from jaxbench.base.errors import RunFailed
 from jaxbench.recipe import recipes
 from jaxbench.run.records import Recorder
 

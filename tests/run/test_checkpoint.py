@@ -14,10 +14,10 @@ from cases import tiered
 from jax.sharding import PartitionSpec
 from tiny import mesh_of, tiny_run, to_numpy
 
+from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.errors import RecipeError, RunFailed
 from jaxbench.recipe import recipes
-from jaxbench.run import checkpoint, saved
+from jaxbench.run import checkpoint, saved_checkpoints
 from jaxbench.run.records import Recorder
 from jaxbench.train.loop import run_steps
 from jaxbench.train.step import abstract_state, make_program
@@ -174,9 +174,11 @@ def test_every_family_continues_and_moves_to_another_mesh(family, tmp_path):
 def test_saves_are_reported_and_the_last_ones_kept(whole):
     assert [s["step"] for s in whole.steps] == list(range(8))
     assert [entry["step"] for entry in whole.saved] == [3, 6, 8]
-    assert saved.steps(whole.folder / "checkpoints") == [6, 8]
+    assert saved_checkpoints.steps(whole.folder / "checkpoints") == [6, 8]
     for path, names in (("", "86"), ("checkpoints", "86"), ("checkpoints/6", "6")):
-        found, skipped = saved.readable(whole.folder / path, recipes.describe(whole.run))
+        found, skipped = saved_checkpoints.readable(
+            whole.folder / path, recipes.describe(whole.run)
+        )
         assert ("".join(path.name for path in found), skipped) == (names, [])
     for entry, line in zip(whole.saved, whole.lines, strict=True):
         assert entry["bytes"] == sum(4 * x.size for x in whole.arrays.values())  # fp32, int32
@@ -192,7 +194,7 @@ def test_another_state_is_refused_in_the_words_of_settings(whole):
 
     def refused(message, *overrides, fp8=FP8):
         with pytest.raises(RecipeError) as error:
-            saved.readable(path, recipes.describe(tiny_run(*fp8, *overrides)))
+            saved_checkpoints.readable(path, recipes.describe(tiny_run(*fp8, *overrides)))
         assert str(error.value) == f"{path} holds another state: {message}"
 
     refused("model.layers: 4 here, 3 in the checkpoint", "model.layers=4")
@@ -210,7 +212,7 @@ def test_another_state_is_refused_in_the_words_of_settings(whole):
     refused(f"{both} checkpoint", "model.layers=4", "optimizer.moments=bf16")
     newer = recipes.describe(tiny_run(*FP8, "optimizer.learning_rate=1", *FSDP_TENSOR, devices=8))
     newer["model"]["attention"]["unknown_then"] = 1
-    assert saved.readable(path, newer) == ([path], [])
+    assert saved_checkpoints.readable(path, newer) == ([path], [])
     run = tiny_run("model.layers=4")
     with mesh_of(run), pytest.raises(RunFailed, match=r"another state: \d+ arrays differ") as error:
         restored(path, run)
@@ -221,17 +223,17 @@ def test_what_is_no_checkpoint_is_refused(whole, tmp_path):
     recipe = recipes.describe(whole.run)
     for nothing in (tmp_path, tmp_path / "missing"):
         with pytest.raises(RecipeError, match="holds no checkpoint"):
-            saved.readable(nothing, recipe)
+            saved_checkpoints.readable(nothing, recipe)
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "notes.txt").write_text("mine")
     with pytest.raises(RunFailed, match=r"5 cannot be read: .*metadata: No such file") as error:
-        saved.readable(tmp_path, recipe)
+        saved_checkpoints.readable(tmp_path, recipe)
     assert error.value.cause == "storage"
     assert (tmp_path / "5" / "notes.txt").read_text() == "mine"
     unfinished = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
     shutil.copytree(whole.path, unfinished)
     with pytest.raises(RecipeError, match="holds no checkpoint"):
-        saved.readable(tmp_path / "run", recipe)
+        saved_checkpoints.readable(tmp_path / "run", recipe)
 
 
 def cut(path, size=20):
@@ -271,12 +273,12 @@ def test_a_checkpoint_that_cannot_be_read_does_not_block_the_one_before(name, wh
     damage(folder / "8")
     recipe = recipes.describe(whole.run)
     for path in (folder, folder.parent):
-        good, skipped = saved.readable(path, recipe)
+        good, skipped = saved_checkpoints.readable(path, recipe)
         assert good == [folder / "6"]
         assert re.match(f"{folder / '8'} .*{reason}", skipped[0])
     damage(folder / "6")
     with pytest.raises((RecipeError, RunFailed), match=reason) as error:
-        saved.readable(folder, recipe)
+        saved_checkpoints.readable(folder, recipe)
     assert "\n" not in str(error.value)
 
 

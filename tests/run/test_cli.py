@@ -13,7 +13,7 @@ from cases import tiered
 from commands import ROOT, TINY, read, run, start, wait_for_steps
 from mistakes import assert_mistake
 
-from jaxbench.errors import STATUS
+from jaxbench.base.errors import STATUS
 from jaxbench.run import command
 
 CONFIG = "configs/llama2_70b_bf16.yaml"

@@ -5,12 +5,12 @@ import csv
 import pytest
 from commands import ROOT
 
+from jaxbench.base.errors import RunFailed
+from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.cluster import nvml
-from jaxbench.errors import RunFailed
-from jaxbench.hardware import H100, PLANNED
 from jaxbench.recipe import recipes
 from jaxbench.recipe.activations import host_bytes
-from jaxbench.run import command, host
+from jaxbench.run import command, host_memory
 from jaxbench.run.arguments import parse_arguments
 
 GIB = 2**30
@@ -40,8 +40,8 @@ def test_the_bytes_of_every_row_are_known_before_it_is_compiled():
 )
 def test_xla_pins_what_is_needed_and_two_gib(needed, share, limit):
     """Not the next power of two, 256 GiB for 405B."""
-    assert host.limit_gib(needed * GIB, share) == limit
-    assert host.limit_gib(0, share) == share  # of what is not known
+    assert host_memory.limit_gib(needed * GIB, share) == limit
+    assert host_memory.limit_gib(0, share) == share  # of what is not known
 
 
 class Driver:
@@ -54,7 +54,7 @@ def test_the_need_is_known_before_jax_takes_the_devices(monkeypatch):
     for name, value in (("JAX_COORDINATOR_ADDRESS", "n0:99"), ("JAX_NUM_PROCESSES", "512"),
                         ("JAX_PROCESS_ID", "3"), ("JAX_LOCAL_DEVICE_IDS", "3")):  # fmt: skip
         monkeypatch.setenv(name, value)
-    assert host.expected_devices() == (512, H100)
+    assert host_memory.expected_devices() == (512, H100)
     recipe = recipes.load("llama31_405b_bf16")
     arguments = parse_arguments(["--config", recipe.name])
     needed = command.expected_host_bytes(arguments, recipe, ())
@@ -68,35 +68,35 @@ def test_the_need_is_known_before_jax_takes_the_devices(monkeypatch):
 @pytest.fixture
 def available(monkeypatch):
     """A host with 12 GiB, of which Slurm and control groups give all."""
-    monkeypatch.setattr(host, "host_memory", lambda _: 12 * GIB)
-    monkeypatch.setattr(host, "slurm_limit", lambda _: None)
-    monkeypatch.setattr(host, "cgroup_limit", lambda: 0)
-    monkeypatch.delenv(host.HOST_LIMIT, raising=False)
+    monkeypatch.setattr(host_memory, "host_memory", lambda _: 12 * GIB)
+    monkeypatch.setattr(host_memory, "slurm_limit", lambda _: None)
+    monkeypatch.setattr(host_memory, "cgroup_limit", lambda: 0)
+    monkeypatch.delenv(host_memory.HOST_LIMIT, raising=False)
     return monkeypatch
 
 
 def test_a_host_with_too_little_memory_is_named(available):
     """XLA pins the next power of two, up to the limit."""
-    host.check_host_memory(0, "a")
-    host.check_host_memory(GIB, "b")
+    host_memory.check_host_memory(0, "a")
+    host_memory.check_host_memory(GIB, "b")
     needed = r"takes 2.0 GiB of memory for each of 8 devices, but 12.0 GiB are available: --set"
     with pytest.raises(RunFailed, match=needed):
-        host.check_host_memory(1.25 * GIB, "c")
-    available.setenv(host.HOST_LIMIT, "1")
+        host_memory.check_host_memory(1.25 * GIB, "c")
+    available.setenv(host_memory.HOST_LIMIT, "1")
     with pytest.raises(RunFailed, match=r"takes 1.2 GiB .* may pin 1 GiB: set XLA_PJRT\w+=64, or"):
-        host.check_host_memory(1.25 * GIB, "d")
+        host_memory.check_host_memory(1.25 * GIB, "d")
 
 
 def test_a_job_with_too_little_memory_is_told_before_it_compiles(available):
-    available.setattr(host, "slurm_limit", lambda _: (8 * GIB - 1, "SLURM_MEM_PER_NODE"))
+    available.setattr(host_memory, "slurm_limit", lambda _: (8 * GIB - 1, "SLURM_MEM_PER_NODE"))
     message = r"but Slurm gave the job 8.0 GiB \(SLURM_MEM_PER_NODE; sbatch --mem=0 asks for all\)"
     with pytest.raises(RunFailed, match=message) as error:
-        host.check_host_memory(GIB, "a")
+        host_memory.check_host_memory(GIB, "a")
     assert error.value.cause == "memory"
-    available.setattr(host, "slurm_limit", lambda _: None)
-    available.setattr(host, "cgroup_limit", lambda: 4 * GIB)
+    available.setattr(host_memory, "slurm_limit", lambda _: None)
+    available.setattr(host_memory, "cgroup_limit", lambda: 4 * GIB)
     with pytest.raises(RunFailed, match=r"but the control group of the job has 4.0 GiB: --set"):
-        host.check_host_memory(GIB, "b")
+        host_memory.check_host_memory(GIB, "b")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_a_job_with_too_little_memory_is_told_before_it_compiles(available):
     ],
 )
 def test_what_slurm_gave_to_a_job(variables, limit):
-    found = host.slurm_limit(variables)
+    found = host_memory.slurm_limit(variables)
     assert (found and found[0]) == limit
 
 
 def test_control_groups_of_both_versions(tmp_path):
     """The smallest limit of a process's own group and of those around it."""
     root, own = tmp_path / "cgroup", tmp_path / "own"
-    assert host.cgroup_limit(root, own) == 0
+    assert host_memory.cgroup_limit(root, own) == 0
     step = "slurm/job_77/step_0"
     for base, name, values in (
         (root, "memory.max", ("max", str(7 * GIB))),
@@ -128,6 +128,6 @@ def test_control_groups_of_both_versions(tmp_path):
         (base / step / name).write_text(f"{values[0]}\n")
         (base / "slurm/job_77" / name).write_text(f"{values[1]}\n")
     own.write_text(f"0::/{step}\n")
-    assert host.cgroup_limit(root, own) == 7 * GIB
+    assert host_memory.cgroup_limit(root, own) == 7 * GIB
     own.write_text(f"1:cpu:/\n4:memory:/{step}\n0::/\n")
-    assert host.cgroup_limit(root, own) == 5 * GIB
+    assert host_memory.cgroup_limit(root, own) == 5 * GIB

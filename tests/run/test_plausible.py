@@ -8,7 +8,7 @@ import pytest
 from commands import TINY, read, run
 from tiny import tiny_run
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 from jaxbench.recipe import recipes
 from jaxbench.run import plausible
 from jaxbench.run.summary import summary

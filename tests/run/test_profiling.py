@@ -16,8 +16,8 @@ from mistakes import assert_mistake
 from tiny import mesh_of, tiny_run
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError, RunFailed
-from jaxbench.hardware import H100
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.hardware import H100
 from jaxbench.jax_internals import kernel_names
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import command, profiling

@@ -17,16 +17,16 @@ from commands import ROOT
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
-from jaxbench.errors import STATUS, RecipeError
-from jaxbench.files import ReservedJson
+from jaxbench.base.errors import STATUS, RecipeError
+from jaxbench.base.files import ReservedJson
+from jaxbench.base.versions import installed
 from jaxbench.recipe import recipes
-from jaxbench.recipe.throughput import throughput
-from jaxbench.recipe.window import spread
-from jaxbench.recipe.window import window as published_window
-from jaxbench.run import command, records, starts, streams, summary
+from jaxbench.results.throughput import throughput
+from jaxbench.results.window import spread
+from jaxbench.results.window import window as published_window
+from jaxbench.run import command, live_metrics, records, start_record, summary
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
-from jaxbench.versions import installed
 
 RUN = recipes.resolve(recipes.load("llama31_8b_bf16"), 8)
 STEP = {
@@ -130,9 +130,9 @@ def test_the_window_of_a_restored_run_has_the_numbers_of_its_steps():
 @pytest.mark.parametrize(("steps", "reasons"), [(50, 0), (20, 1)])
 def test_a_run_that_is_too_short_is_not_comparable(steps, reasons, tmp_path, monkeypatch):
     devices = {"device": "NVIDIA H100 80GB HBM3", "platform": "gpu", "null": False, "devices": 8}
-    monkeypatch.setattr(starts, "hardware", lambda: devices)
+    monkeypatch.setattr(start_record, "hardware", lambda: devices)
     options = parse_arguments(["--config", "llama31_8b_bf16"])
-    record = starts.new_record(replace(RUN, steps=steps), tmp_path / "run.json", options, 0)
+    record = start_record.new_record(replace(RUN, steps=steps), tmp_path / "run.json", options, 0)
     assert record["comparable"] == (not reasons)
     assert len(record["not_comparable_because"]) == reasons
 
@@ -310,14 +310,14 @@ def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, ca
     assert capsys.readouterr().err == message
 
 
-@pytest.mark.parametrize("name", streams.STREAMS)
+@pytest.mark.parametrize("name", live_metrics.STREAMS)
 def test_a_stream_has_every_step(name, tmp_path):
-    if not installed(streams.STREAMS[name][0]):
+    if not installed(live_metrics.STREAMS[name][0]):
         with pytest.raises(RecipeError, match=rf"--stream {name} needs .*'\.\[{name}\]'"):
-            streams.check_stream(name)
+            live_metrics.check_stream(name)
         pytest.skip(f"needs {name}: pip install -c constraints.txt -e '.[{name}]'")
     run = tiny_run()
-    stream = streams.open_stream(name, tmp_path, record_of(run) | {"command": "train"}, 0)
+    stream = live_metrics.open_stream(name, tmp_path, record_of(run) | {"command": "train"}, 0)
     recorder = Recorder(tmp_path, run, record_of(run), stream=stream)
     for n in range(3):
         recorder.step({**STEP, "step": n, "loss": 12.0 - n, "expert_load": [1, 2]})

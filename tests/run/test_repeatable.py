@@ -4,7 +4,7 @@ import jax
 import pytest
 from tiny import mesh_of, tiny_run
 
-from jaxbench.errors import RunFailed
+from jaxbench.base.errors import RunFailed
 from jaxbench.run import repeatable
 from jaxbench.train.program import compile_program
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import published, recipes
 from jaxbench.run import command
 from jaxbench.run.arguments import parse_arguments

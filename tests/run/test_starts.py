@@ -10,8 +10,8 @@ from tiny import tiny_run
 
 from jaxbench.cluster.signals import Signals
 from jaxbench.cluster.watchdog import Watchdog
-from jaxbench.recipe.window import start_of
-from jaxbench.run import records, session, starts, summary
+from jaxbench.results.window import start_of
+from jaxbench.run import records, session, start_record, summary
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
 
@@ -21,7 +21,7 @@ RUN = replace(tiny_run(), steps=120)
 def begin(folder, run, step, *options):
     """The recorder of a start from a step."""
     args = parse_arguments(["--config", "llama31_8b_bf16", *options])
-    record = starts.new_record(run, folder / "run.json", args, step)
+    record = start_record.new_record(run, folder / "run.json", args, step)
     return Recorder(folder, run, record, step)
 
 
@@ -125,7 +125,7 @@ def test_a_start_from_an_older_checkpoint_than_planned(tmp_path):
     killed(first)
     second = begin(tmp_path, RUN, 60, "--resume", "--output", "x")
     assert len(second.steps) == 60
-    second.begin(40, starts.begun(second.record, 40))
+    second.begin(40, start_record.begun(second.record, 40))
     record_steps(second, range(40, 120))
     record = finished(second)
     assert record["resumed_at"] == [40]

@@ -6,9 +6,9 @@ import pytest
 from tiny import tiny_run
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
+from jaxbench.ops.ssd import IMPLEMENTATIONS, choose
 from jaxbench.recipe.execution import Execution
-from jaxbench.ssd import IMPLEMENTATIONS, choose
 from jaxbench.train.program import check_run, kernels
 
 PALLAS = (

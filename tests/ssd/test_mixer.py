@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from recurrence import Case, errors
 
-from jaxbench import ssd
-from jaxbench.ssd import pallas, xla
-from jaxbench.ssd.pallas import conv
+from jaxbench.ops import ssd
+from jaxbench.ops.ssd import pallas, xla
+from jaxbench.ops.ssd.pallas import conv
 
 TUNING = pallas.Tuning(chunk=32, part=16, columns=64, interpret=True)
 MIXERS = {"xla": xla.mixer, "pallas": partial(pallas.mixer, tuning=TUNING)}

@@ -13,14 +13,14 @@ import pytest
 from cases import tiered
 from compiled import Compiled, needs_compiler
 
-from jaxbench.errors import RecipeError, RunFailed
+from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.guide import expected
-from jaxbench.hardware import H100, PLANNED
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.ops.attention import cudnn
 from jaxbench.recipe import flops
 from jaxbench.train.program import check_program, kernels, offloaded_bytes
-from jaxbench.xla import host, schedule
+from jaxbench.xla import host_copies, schedule
 from jaxbench.xla.custom_calls import quantized_matmuls
 from jaxbench.xla.launches import launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
@@ -104,7 +104,7 @@ def test_llama2_70b_on_64_gpus_fits_and_recomputes_nothing(llama2):
     assert (copied.to_host, copied.from_host) == (80 * layer, 78 * layer)
     kernels = [
         i for i, scope, _ in llama2.program.walk()
-        if launches_kernel(i) and host.copies(i, scope) and not i.opcode.endswith("-start")
+        if launches_kernel(i) and host_copies.copies(i, scope) and not i.opcode.endswith("-start")
     ]  # fmt: skip
     assert not [i for i in kernels if i.opcode not in ("dynamic-slice", "dynamic-update-slice")]
     assert set(llama2.program.flops()) == {("product", "bf16"), ("attention", "bf16")}
@@ -120,7 +120,11 @@ def test_the_host_s_memory_is_read_where_it_was_written(llama2):
     )
     places = re.compile(r'"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"')
     for i, scope, runs in llama2.program.walk():
-        if i.opcode in found and host.copies(i, scope) and (place := places.findall(i.attributes)):
+        if (
+            i.opcode in found
+            and host_copies.copies(i, scope)
+            and (place := places.findall(i.attributes))
+        ):
             offset, stride = map(int, place[-1])
             found[i.opcode].update((offset + n * stride) / entry for n in range(runs))
     # Gate and up. The last layer but one is written after the loop, and stays on the device too.

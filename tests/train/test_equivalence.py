@@ -9,7 +9,7 @@ from experts import ORIGINAL
 from steps import MESHES, assert_same, loss_and_gradients
 from tiny import tiny_run
 
-from jaxbench.ssd import xla
+from jaxbench.ops.ssd import xla
 
 MODELS = {
     "llama": ("llama31_8b_bf16",),

@@ -16,7 +16,7 @@ from commands import TINY, read, run
 from steps import MESHES, same_sequences
 from tiny import mesh_of, tiny_run
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.train.step import abstract_state, make_program
 
 LLAMA, ATTENTION, EXPERTS = "llama31_8b_bf16", "key,value,attention", "parallelism.expert=4"

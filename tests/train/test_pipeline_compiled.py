@@ -10,7 +10,7 @@ import jax
 import pytest
 from compiled import Compiled, needs_compiler
 
-from jaxbench.hardware import H100
+from jaxbench.base.hardware import H100
 from jaxbench.ops.attention import cudnn
 from jaxbench.plan.traffic import axes_of, traffic
 from jaxbench.train.pipeline_schedule import interleaved_1f1b

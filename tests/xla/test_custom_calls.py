@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxbench import ssd
-from jaxbench.ops import attention, grouped
+from jaxbench.ops import attention, grouped, ssd
 from jaxbench.ops.quantized import hadamard, operand, te
 from jaxbench.xla import custom_calls, timeline
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.xla import flags

@@ -12,7 +12,7 @@ from steps import new_state
 from tiny import mesh_of, tiny_run, to_numpy
 
 from jaxbench import mesh
-from jaxbench.hardware import H100
+from jaxbench.base.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.train.program import compile_program
 from jaxbench.train.step import make_program

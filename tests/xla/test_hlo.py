@@ -6,7 +6,7 @@ import pytest
 from compiled import collectives_of
 from jaxlib.xla_client import PrimitiveType
 
-from jaxbench.errors import RunFailed
+from jaxbench.base.errors import RunFailed
 from jaxbench.xla import collectives, hlo
 from jaxbench.xla.custom_calls import RULES, quantized_matmuls
 from jaxbench.xla.instruction import DTYPE_BITS, Instruction

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 from compiled import collectives_of
 
-from jaxbench.errors import RunFailed
-from jaxbench.hardware import H100
-from jaxbench.xla import hlo, host, schedule
+from jaxbench.base.errors import RunFailed
+from jaxbench.base.hardware import H100
+from jaxbench.xla import hlo, host_copies, schedule
 from jaxbench.xla.collectives import Collective
 
 # 1 GB/s in memory and over NVLink, half of it between nodes.
@@ -445,8 +445,8 @@ def test_what_a_copy_writes_where(text, expected):
     )
     parsed = program(f"{EMPTY}{one}  %copying = {text}\n")
     scope = parsed.computations[parsed.entry]
-    assert host.copies(scope["copying"], scope)
-    assert host.written(parsed, scope["copying"], scope) == (expected, 128)
+    assert host_copies.copies(scope["copying"], scope)
+    assert host_copies.written(parsed, scope["copying"], scope) == (expected, 128)
 
 
 def test_a_network_on_the_lanes_to_the_host_delays_copies():

@@ -9,7 +9,7 @@ import pytest
 from compiled import needs_compiler
 from jax.sharding import PartitionSpec as P
 
-from jaxbench.hardware import H100
+from jaxbench.base.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.xla import flags
 

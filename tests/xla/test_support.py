@@ -12,7 +12,7 @@ import pytest
 from commands import ROOT
 from compiled import needs_compiler
 
-from jaxbench import hardware
+from jaxbench.base import hardware
 
 SCRIPT = ROOT / "benchmarks" / "cudnn_support.py"
 

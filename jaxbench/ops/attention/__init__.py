@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
-from jaxbench.hardware import Capability
-from jaxbench.ops.attention import blocks, cudnn, plain
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Capability
+from jaxbench.ops.attention import cudnn, plain, soft_capped
 from jaxbench.ops.attention.scores import Scores
-from jaxbench.recipe.attention import Attention
+from jaxbench.recipe.attention_config import Attention
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
 
@@ -53,7 +53,7 @@ KERNELS = {
         saved=cudnn.FORWARD,
     ),
     "xla": Kernel(call=plain.call),
-    "blocks": Kernel(call=blocks.call, capped=True),
+    "blocks": Kernel(call=soft_capped.call, capped=True),
 }
 """The kernels by name; `auto` takes the first one that runs."""
 

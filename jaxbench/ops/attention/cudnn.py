@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.hardware import Capability
+from jaxbench.base.hardware import Capability
 from jaxbench.jax_internals import (
     cudnn_attention,
     cudnn_attention_backward,
     cudnn_attention_forward,
 )
-from jaxbench.ops import latency
+from jaxbench.ops import latency_hints
 from jaxbench.ops.attention.scores import Scores
-from jaxbench.recipe.attention import Attention
+from jaxbench.recipe.attention_config import Attention
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
@@ -49,7 +49,7 @@ def call(
     per_feature = 2 * batch * heads * length * min(length, scores.window or length)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        with latency.of_product(per_feature * (key.shape[-1] + value.shape[-1]), "bf16"):
+        with latency_hints.of_product(per_feature * (key.shape[-1] + value.shape[-1]), "bf16"):
             if sinks is None:
                 return cudnn_attention(query, key, value, scores.scale, scores.window)
             return _with_sinks(query, key, value, sinks, scores.scale, scores.window)

@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
+from jaxbench.base.errors import RecipeError
 from jaxbench.ops import quantized
-from jaxbench.ops.duplicated import Duplicated
+from jaxbench.ops.duplicate_producers import Duplicated
 from jaxbench.ops.grouped import pallas, scaled, xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
-from jaxbench.ops.pallas import TARGET
+from jaxbench.ops.pallas_call import TARGET
 from jaxbench.ops.quantized import block_scaled
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig

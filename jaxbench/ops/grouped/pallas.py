@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
-from jaxbench.ops.pallas import (
+from jaxbench.ops.pallas_call import (
     Inputs,
     Launch,
     Output,

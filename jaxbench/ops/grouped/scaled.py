@@ -19,9 +19,9 @@ from jaxtyping import Array, Float
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCH, TILES, scale_input, scaled_sum
-from jaxbench.ops.pallas import Inputs, Output, call, largest, tile_at, whole
+from jaxbench.ops.pallas_call import Inputs, Output, call, largest, tile_at, whole
+from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.block_scaled import Products
-from jaxbench.ops.quantized.blocks import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
 
 DEPTHS = 128, 64

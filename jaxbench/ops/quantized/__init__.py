@@ -1,5 +1,5 @@
-"""Quantized matmuls: the FP8 format (`per_tensor`), block-scaled formats (`blocks`), the scales of
-a step (`scaling`), and one or two files for each implementation of the matmul.
+"""Quantized matmuls: the FP8 format (`per_tensor`), block-scaled formats (`block_formats`), the
+scales of a step (`scaling`), and one or two files for each implementation of the matmul.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
 `settings.Precision.implementation`). `dense.dot` calls `dot` if a weight is an `Operand`.
@@ -12,10 +12,10 @@ from typing import Literal
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.errors import RecipeError
-from jaxbench.ops.duplicated import Duplicated
+from jaxbench.base.errors import RecipeError
+from jaxbench.ops.duplicate_producers import Duplicated
 from jaxbench.ops.quantized import block_scaled, te, te_blocks, xla
-from jaxbench.ops.quantized.blocks import FORMATS
+from jaxbench.ops.quantized.block_formats import FORMATS
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
     Histories,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.ops.quantized.blocks import split
+from jaxbench.ops.quantized.block_formats import split
 
 SIZE = 16
 

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.quantized import draws
+from jaxbench.ops.quantized.block_formats import Blocks
 from jaxbench.ops.quantized.block_scaled import Copies, at_rest, copies, quantize_weight
-from jaxbench.ops.quantized.blocks import Blocks
 from jaxbench.ops.quantized.operand import Operand
 from jaxbench.ops.quantized.per_tensor import VALUES, amax_of, quantize, scale_invs_of
 from jaxbench.recipe.settings import Precision

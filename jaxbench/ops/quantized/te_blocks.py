@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxbench.ops.quantized import draws, te
-from jaxbench.ops.quantized.block_scaled import Products, check, operand
-from jaxbench.ops.quantized.blocks import (
+from jaxbench.ops.quantized.block_formats import (
     E2M1_MAX,
     E4M3_MAX,
     FORMATS,
@@ -19,6 +18,7 @@ from jaxbench.ops.quantized.blocks import (
     Blocks,
     as_bytes,
 )
+from jaxbench.ops.quantized.block_scaled import Products, check, operand
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import Precision
 

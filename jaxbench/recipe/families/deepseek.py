@@ -6,7 +6,7 @@ Dimensions: the model's public config.json, confirmed by the published counts of
 """
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import LatentAttentionConfig, Rope, Yarn
+from jaxbench.recipe.attention_config import LatentAttentionConfig, Rope, Yarn
 from jaxbench.recipe.model import ExpertsConfig, MlpConfig, ModelConfig, PredictionConfig
 
 DEEPSEEK_V3 = ModelConfig(

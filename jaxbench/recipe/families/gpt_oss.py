@@ -9,7 +9,7 @@ perf_recipes/gpt_oss, which leave `moe_router_dtype` unset. No load-balance loss
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import AttentionConfig, Rope, Yarn
+from jaxbench.recipe.attention_config import AttentionConfig, Rope, Yarn
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 YARN = Yarn(factor=32.0, original_context=4096, rounded=False)

@@ -10,7 +10,7 @@ initialised and trained is not public, so it takes the recipe's.
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import AttentionConfig, Rope
+from jaxbench.recipe.attention_config import AttentionConfig, Rope
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 EXPERTS = ExpertsConfig(

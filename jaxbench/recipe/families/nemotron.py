@@ -9,7 +9,7 @@ recipes/nemotronh/h100.
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import AttentionConfig, Rope
+from jaxbench.recipe.attention_config import AttentionConfig, Rope
 from jaxbench.recipe.model import (
     ExpertsConfig,
     MambaConfig,

@@ -10,7 +10,7 @@ recipes/qwen/h100/qwen3_moe.py; the router's dtype: no recipe that is published 
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention import AttentionConfig, Rope
+from jaxbench.recipe.attention_config import AttentionConfig, Rope
 from jaxbench.recipe.model import ExpertsConfig, ModelConfig
 
 ATTENTION = AttentionConfig(

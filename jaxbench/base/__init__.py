@@ -1,0 +1,3 @@
+"""What everything else stands on: errors, files, the terminal, GPUs, versions. Imports nothing of
+the other packages, and no JAX.
+"""

@@ -1,0 +1,114 @@
+"""What the commands share in a terminal: the parser of their options, and the console for
+tables."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from textwrap import dedent, fill, indent
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from jaxbench.base.errors import RecipeError, RunFailed, meant
+from jaxbench.base.files import write_whole
+
+WIDTH = 200
+"""Width in characters of a table that is not printed to a terminal."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises a RecipeError of one line, without the usage. For a mistyped option or
+    value the line names the nearest one. `examples` end its help."""
+
+    def __init__(self, *, description: str, examples: str = "", **options: Any):
+        if examples:
+            options["epilog"] = "examples:\n" + indent(dedent(examples).strip(), "  ")
+        super().__init__(
+            description=fill(description, 79),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does, and keeps the words for `error`."""
+        self._words = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse would print before it exits. An unknown option is reported before a
+        missing one, since the user may have meant the missing one."""
+        options = [name for action in self._actions for name in action.option_strings]
+        end = self._words.index("--") if "--" in self._words else len(self._words)
+        for at, word in enumerate(self._words[:end]):
+            name = word.partition("=")[0]
+            known = (o.startswith(name) if self.allow_abbrev else o == name for o in options)
+            if name.startswith("--") and not any(known):
+                rest = " ".join(self._words[at:end])
+                raise RecipeError(f"unrecognized arguments: {rest}{meant(name, options)}")
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]))
+        raise RecipeError(message)
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Decorates the function of a command, which maps its words to an exit status. For a user's
+    mistake, and for a file that cannot be read or written, it prints one line and returns 2."""
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except (RecipeError, RunFailed, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run
+
+
+def completes(action: argparse.Action, names: Callable[[], Iterable[str]], end: str = "") -> None:
+    """Sets the values that a shell completes for an option, each followed by `end`. argcomplete
+    reads them from the attribute that is set here."""
+    vars(action)["completer"] = lambda **_: [name + end for name in names()]
+
+
+def console() -> Console:
+    """Standard output as a console of rich, for tables."""
+    output = Console(highlight=False, markup=False)
+    if not output.is_terminal:
+        output.width = WIDTH
+    return output
+
+
+@contextmanager
+def live(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Shows an activity and its duration on stderr until it ends. Shows nothing if stderr is no
+    terminal, or if this process is not to be `shown`. Yields a function that changes the text."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises RecipeError if the folder of a file to be written is missing."""
+    if not path.parent.is_dir():
+        raise RecipeError(f"{option} {path}: no such folder")
+
+
+def write(text: str, path: Path | None) -> None:
+    """Writes a whole file, or prints to standard output if there is no path."""
+    if path is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        check_folder("--output", path)
+        write_whole(path, text)

@@ -1,0 +1,165 @@
+"""Asks the driver, the system and the file system of this host. Nothing here is measured on a
+device."""
+
+import fcntl
+import os
+import platform
+import re
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import open_unlinked
+from jaxbench.base.versions import versions
+from jaxbench.cluster import nvml
+
+FILE_BYTES = 2**26
+"""Size of the file that measures the file system's bandwidth."""
+
+SAMPLE_S = 0.05
+"""Seconds between two looks at the GPUs under load."""
+
+SYSTEM = {
+    "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "transparent_hugepage": "/sys/kernel/mm/transparent_hugepage/enabled",
+    "numa_balancing": "/proc/sys/kernel/numa_balancing",
+    "numa_nodes": "/sys/devices/system/node/online",
+    "huge_pages": "/proc/sys/vm/nr_hugepages",
+}
+"""Files of the kernel that hold a setting. If a file lists several words, the chosen word is in
+brackets."""
+
+ADAPTERS = Path("/sys/class/infiniband")
+"""Network adapters, InfiniBand and RoCE, by name."""
+
+OF_ADAPTER = {
+    "model": "hca_type",
+    "firmware": "fw_ver",
+    "board": "board_id",
+    "link layer": "ports/1/link_layer",
+    "PCIe speed": "device/current_link_speed",
+    "PCIe lanes": "device/current_link_width",
+}
+"""Files of an adapter (Linux, Documentation/ABI/stable/sysfs-class-infiniband; sysfs-bus-pci)."""
+
+
+def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
+    """Versions and settings that should be the same on all hosts; None for what the system does not
+    have."""
+    known = versions()
+    names = ("jaxbench", "commit", "python", "jaxlib", "driver", "nvidia-nccl-cu13")
+    found: dict[str, Any] = {name: known.get(name) for name in names}
+    if nvml_told:
+        found["driver"] = nvml.driver_version()
+    found |= {"kernel": platform.release(), "cpus": os.cpu_count()}
+    for name, path in SYSTEM.items():
+        text = content(Path(path))
+        chosen = re.search(r"\[(\w+)\]", text or "")
+        found[name] = chosen[1] if chosen else text
+    for adapter in sorted(adapters.glob("*")):
+        known = {f"{adapter.name} {name}": content(adapter / at) for name, at in OF_ADAPTER.items()}
+        found |= known
+    return found
+
+
+def ports(adapters: Path = ADAPTERS) -> dict[str, float]:
+    """Link rate in Gb/s of each port of the network adapters; 0 if the port is not active."""
+    found = {}
+    for port in sorted(adapters.glob("*/ports/*")):
+        active = (content(port / "state") or "").endswith(" ACTIVE")
+        rate = re.match(r"[\d.]+", content(port / "rate") or "")
+        name = f"{port.parents[1].name} port {port.name}"
+        found[name] = float(rate[0]) if rate and active else 0.0
+    return found
+
+
+def content(path: Path) -> str | None:
+    """The content of a file of the kernel; None if the file is missing or empty."""
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def gpus() -> tuple[list[nvml.Gpu], str | None]:
+    """The GPUs of this process according to NVML, and the reason if there are none."""
+    try:
+        return nvml.gpus(), None
+    except RecipeError as error:
+        return [], str(error)
+
+
+def facts(told: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
+    """The state of idle GPUs according to the driver: its facts, `unreached` (the other GPUs of the
+    host that a GPU does not reach), and `xids` from the kernel's log, which are None if the log
+    cannot be read."""
+    log, every = xids(), nvml.gpus(visible=False) if told else []
+    found = []
+    for gpu in told:
+        known = gpu.facts()
+        address = (known["pci"] or "").lower().removeprefix("0000").partition(".")[0]
+        others = [other for other in every if other.index != gpu.index]
+        known["unreached"] = [other.index for other in others if gpu.reaches(other) is False]
+        known["xids"] = None if log is None else log.get(address, [])
+        found.append(known)
+    return found
+
+
+def under_load(told: Collection[nvml.Gpu], ended: threading.Event) -> list[dict[str, Any]]:
+    """Samples the GPUs until `ended` is set. Returns the sample of each GPU at its greatest power,
+    with `reasons` by name."""
+    greatest: dict[int, nvml.Sample] = {}
+    while not ended.wait(SAMPLE_S):
+        for gpu in told:
+            now, before = gpu.sample(), greatest.get(gpu.index)
+            if before is None or (now.power_w or 0) >= (before.power_w or 0):
+                greatest[gpu.index] = now
+    return [_named(greatest[gpu.index]) if gpu.index in greatest else {} for gpu in told]
+
+
+def _named(sample: nvml.Sample) -> dict[str, Any]:
+    bits = sample.reasons
+    return sample._asdict() | {"reasons": None if bits is None else nvml.reasons(bits)}
+
+
+def xids() -> dict[str, list[int]] | None:
+    """The driver's errors (XIDs) in the kernel's log, by PCI address without its function; None if
+    this user may not read the log."""
+    try:
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found: dict[str, list[int]] = defaultdict(list)
+    for address, number in re.findall(r"Xid \(PCI:([\da-fA-F:]+)\): (\d+)", log.stdout):
+        found[address.lower()].append(int(number))
+    return found
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """Seconds until a small file is on disk, GB/s of a large file, and whether the file system has
+    locks. If the folder cannot be written, the only entry is `problem`."""
+    path = folder / f".check-{platform.node()}-{os.getpid()}"
+    found: dict[str, Any] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(open_unlinked(path, os.O_EXCL), "wb", buffering=0) as file:
+            for name, size in (("latency_s", 1), ("seconds", FILE_BYTES)):
+                content, began = bytes(size), time.perf_counter()
+                file.write(content)
+                os.fsync(file.fileno())
+                found[name] = time.perf_counter() - began
+            found["write_gb_s"] = FILE_BYTES / 1e9 / found.pop("seconds")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found["lock"] = True
+            except OSError:
+                found["lock"] = False
+        path.unlink()
+    except OSError as error:
+        return {"problem": f"{folder} cannot be written: {error.strerror}"}
+    return found

@@ -1,0 +1,184 @@
+"""The command `jaxbench jobs`: jobs of all recipes that `launch/submit.sh` submitted, read from the
+folder of their results and from Slurm's queue."""
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jaxbench.base import files
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.terminal import Parser, command, console
+
+EXAMPLES = """
+    jaxbench jobs                            every job of the stage folder
+    jaxbench jobs status 2242                one job: its state, and why it ended
+    jaxbench jobs log 2242                   its log, followed until it ends
+    jaxbench jobs cancel 2242 2243           ends jobs; those that save do it before
+"""
+
+Queue = dict[str, list[str]]
+"""For each queued job by id: Slurm's state, the elapsed time, and its nodes or the reason why it
+waits."""
+
+
+def make_parser() -> Parser:
+    """The parser of all options; `--help` documents them."""
+    parser = Parser(
+        prog="jaxbench jobs", examples=EXAMPLES,
+        description="Jobs of launch/submit.sh, of all recipes: list, status, log, cancel.",
+    )  # fmt: skip
+    add = parser.add_argument_group("what to do").add_argument
+    add(
+        "action", nargs="?", default="list", choices=("list", "status", "log", "cancel"),
+        help="a table of jobs (default), all of one job, its log, or its end",
+    )  # fmt: skip
+    add("jobs", nargs="*", metavar="JOB", help="ids of Slurm; of list, all without any")
+    add("--stage", type=Path, metavar="FOLDER", help="default STAGE_PATH, or those of LLMB_INSTALL")
+    return parser
+
+
+def queue() -> Queue:
+    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
+    would seem lost."""
+    answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
+    return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
+
+
+LOST = "neither in Slurm's queue nor ended in its record: its first node may be lost"
+
+OPTIONS = re.compile(
+    r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
+)
+"""Beginnings of variables that are options of Slurm's commands. They come from a shell's profile,
+or from an allocation around it."""
+
+
+def environment() -> dict[str, str]:
+    """The environment for a command of Slurm, without options: we give all of these on the command
+    line."""
+    return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
+
+
+def slurm(*command: str) -> str:
+    """Returns the output of a command of Slurm. If it fails, raises RecipeError with its
+    message."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    except FileNotFoundError as error:
+        raise RecipeError(
+            f"there is no {command[0]} here; on one host use launch/run.sh --config RECIPE"
+        ) from error
+    if done.returncode:
+        raise RecipeError(f"{command[0]}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """The record of a job. For a job that has not begun, a record that says only this."""
+    try:
+        return files.recorded(folder)
+    except FileNotFoundError:
+        return {"status": "pending"}
+    except (OSError, ValueError) as error:
+        return {"status": "failed", "reason": f"its record cannot be read: {error}"}
+
+
+def state(number: str, record: dict[str, Any], queued: Queue) -> str:
+    """The state of a job: `completed`, `running`, `pending`, `lost`, or `failed` or `interrupted`
+    with the cause. A job is lost if it has not ended in its record and is not in Slurm's queue. A
+    job that ended in its record and waits in the queue was requeued, and is pending. A job that
+    ended in its record and that Slurm still runs saves its last state, and is running."""
+    recorded = record["status"]
+    if recorded == "completed":
+        return recorded
+    if number in queued:
+        ends = recorded != "pending" and queued[number][:1] in (["RUNNING"], ["COMPLETING"])
+        return "running" if ends or recorded == "running" else "pending"
+    if recorded in ("running", "pending"):
+        return "lost"
+    cause = record.get("cause")
+    return f"{recorded}: {cause}" if cause else recorded
+
+
+def folders(stage: Path | None) -> dict[str, Path]:
+    """The folder of each job in the results of a stage folder, by id, in the order of ids. Raises
+    RecipeError if no stage folder is named, or if it has no results."""
+    named, install = stage or os.environ.get("STAGE_PATH"), os.environ.get("LLMB_INSTALL")
+    if not named and not install:
+        raise RecipeError("name --stage FOLDER, or set STAGE_PATH, as for launch/submit.sh")
+    stages = [Path(named)] if named else [*Path(install or "", "workloads").glob("*")]
+    found = [path for s in stages for path in s.glob("results/*/*/*/*/*") if path.name.isdigit()]
+    if not found:
+        raise RecipeError(f"no job has results in {', '.join(map(str, stages)) or install}")
+    return {path.name: path for path in sorted(found, key=lambda path: int(path.name))}
+
+
+def log(folder: Path) -> Path:
+    """The main log of a job. Raises RecipeError if there is none yet."""
+    for path in folder.glob(f"sbatch_jaxbench_*_{folder.name}.out"):
+        return path
+    raise RecipeError(f"job {folder.name} has not begun")
+
+
+def described(folder: Path, queued: Queue) -> dict[str, str]:
+    """A job in words: state, Slurm's state, time and nodes, the completed steps, and its step time
+    or the reason why it ended."""
+    record, number = record_of(folder), folder.name
+    recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
+    slurms = queued.get(number) or [
+        str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")
+    ]
+    seconds = record.get("summary", {}).get("step_time_s", {}).get("mean")
+    steps = folder / "steps.jsonl"
+    told = state(number, record, queued)
+    count = steps.read_bytes().count(b"\n") if steps.exists() else 0
+    return {
+        "job": number,
+        "run": f"{recipe.get('recipe', '')} {recipe.get('gpus', folder.parent.name)} GPUs",
+        "state": told,
+        **dict(zip(("Slurm", "elapsed", "nodes"), slurms, strict=False)),
+        "steps": f"{count} of {recipe['steps']}" if recipe else "",
+        "step s": f"{seconds:.4g}" if seconds else "",
+        "why": record.get("reason") or (LOST if told == "lost" else ""),
+    }
+
+
+def chosen(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
+    """The jobs with these ids, or all. Raises RecipeError for an unknown id."""
+    if unknown := [number for number in numbers if number not in known]:
+        last = ", ".join([*known][-3:])
+        raise RecipeError(f"no results of job {unknown[0]}; the last ones are of {last}")
+    return {number: known[number] for number in numbers or known}
+
+
+@command
+def main(argv: Sequence[str] | None) -> int:
+    """Prints, follows or cancels jobs; returns the exit status."""
+    args = make_parser().parse_args(argv)
+    if args.action != "list" and not args.jobs:
+        raise RecipeError(f"jobs {args.action}: name a job")
+    jobs = chosen(args.jobs, folders(args.stage))
+    if args.action == "log":
+        paths = [str(log(folder)) for folder in jobs.values()]
+        follow = ["-F"] if jobs.keys() & queue().keys() else []
+        return subprocess.run(["tail", "-n", "+1", *follow, *paths]).returncode
+    if args.action == "cancel":
+        slurm("scancel", *jobs)
+        return 0
+    queued = queue()
+    lines = [described(folder, queued) for folder in jobs.values()]
+    if args.action == "status":
+        for line, folder in zip(lines, jobs.values(), strict=True):
+            for name, value in {**line, "folder": str(folder)}.items():
+                print(f"{name:8} {value}")
+        return 0
+    table = Table(*lines[0], box=None, pad_edge=False, header_style="bold")
+    for line in lines:
+        table.add_row(*line.values())
+    console().print(table)
+    return 0

@@ -1,0 +1,203 @@
+"""Routing of tokens to experts: the choice, the load-balance loss, and the figures of a step.
+
+An *assignment* is one of the k experts that a token is sent to; `ops.moe.dispatch` sends it.
+Dimension letters are as in `ops`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Num
+
+from jaxbench import mesh
+from jaxbench.ops import dense
+from jaxbench.recipe.model import ExpertsConfig
+
+SMALLEST_SUM = 1e-20
+"""We add this to a sum of sigmoids before we divide by it (DeepSeek-V3)."""
+
+
+def choose(
+    logits: Float[Array, "B S E"], cfg: ExpertsConfig, bias: Float[Array, " E"] | None = None
+) -> tuple[Float[Array, "B S k"], Int[Array, "B S k"]]:
+    """(gates, experts) of each token's assignments. The gates are fp32 and carry the gradient.
+
+    `topk_softmax` takes the softmax over the largest logits (Megatron). `softmax_topk` takes the
+    largest values of the softmax over all logits and does not normalise them again (Grok-1).
+    `sigmoid` takes the sigmoids of the chosen logits divided by their sum (DeepSeek-V3); it chooses
+    the largest after it has added `bias`. The gradient of the bias is the number of assignments
+    (`count_loads`). All gates are multiplied by `gate_scale`.
+
+    Of equal scores the first expert wins. Balanced routing assigns experts in turn.
+    """
+    scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
+
+    def in_turn(logits):
+        assignments = mesh.indices("shard_seq", logits.shape[1])[:, None] * cfg.top_k
+        assignments += jnp.arange(cfg.top_k)
+        return jnp.broadcast_to(assignments % cfg.count, (*logits.shape[:2], cfg.top_k))
+
+    if cfg.routing == "balanced":
+        experts = mesh.on_each_device(in_turn, PartitionSpec(*mesh.partition(logits)))(logits)
+    else:
+        biased = scores if bias is None else dense.shift(scores, bias)
+        experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
+    values = jax.nn.softmax(logits) if cfg.router == "softmax_topk" else scores
+    chosen = experts[..., None] == jnp.arange(cfg.count)
+    gates = jnp.sum(jnp.where(chosen, values[..., None, :], 0.0), axis=-1)
+    if cfg.router == "topk_softmax":
+        gates = jax.nn.softmax(gates)
+    elif cfg.router == "sigmoid":
+        gates /= jnp.sum(gates, axis=-1, keepdims=True) + SMALLEST_SUM
+    if bias is not None:
+        of_chosen = jnp.where(chosen, dense.along(bias, scores)[..., None, :], 0.0)
+        gates = count_loads(gates, jnp.sum(of_chosen, axis=-1))
+    return gates * cfg.gate_scale, experts
+
+
+def _in_best_groups(scores: Float[Array, "B S E"], cfg: ExpertsConfig) -> Float[Array, "B S E"]:
+    """Keeps the scores of experts in a token's best groups and sets all other scores to the
+    smallest possible one."""
+    if cfg.groups == cfg.top_groups:
+        return scores
+    groups = scores.reshape(*scores.shape[:2], cfg.groups, -1)
+    best = jax.lax.top_k(groups, cfg.top_k // cfg.top_groups)[0]
+    kept = jax.lax.top_k(jnp.sum(best, axis=-1), cfg.top_groups)[1]
+    among = jnp.any(kept[..., None] == jnp.arange(cfg.groups), axis=-2)
+    return jnp.where(among[..., None], groups, -jnp.inf).reshape(scores.shape)
+
+
+@jax.custom_vjp
+def count_loads(
+    gates: Float[Array, "B S k"], biases: Float[Array, "B S k"]
+) -> Float[Array, "B S k"]:
+    """Returns the gates. The gradient of each assignment's bias is 1. It is summed over
+    microbatches and devices like any gradient, so the sum that reaches a bias is the number of its
+    expert's assignments."""
+    return gates
+
+
+count_loads.defvjp(
+    lambda gates, biases: (gates, biases), lambda biases, dy: (dy, jnp.ones_like(biases))
+)
+
+
+def balance_shares(
+    logits: Float[Array, "B S E"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
+) -> tuple[Float[Array, "B S E"], Int[Array, "B S k"]]:
+    """(probability of each expert, assignments) as the load-balance loss uses them. They are the
+    softmax and the choice. With router `sigmoid` they are the shares of the sigmoids, and the
+    choice that the sigmoids alone would make, without bias and groups."""
+    if cfg.router != "sigmoid":
+        return jax.nn.softmax(logits), experts
+    scores = jax.nn.sigmoid(logits)
+    shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + SMALLEST_SUM)
+    if cfg.routing == "balanced":
+        return shares, experts
+    return shares, jax.lax.top_k(jax.lax.stop_gradient(shares), cfg.top_k)[1]
+
+
+def random_logits(
+    logits: Float[Array, "B S E"],
+    first_sequence: Int[Array, ""] | int,
+    layer: Int[Array, ""] | int,
+    depth: int = 0,
+) -> Float[Array, "B S E"]:
+    """Replaces the logits by standard normal numbers but keeps the gradient of the logits. Megatron
+    calls this forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py). The
+    loads of experts are then multinomial.
+
+    The numbers depend only on counters, so that they are the same at every step for any mesh and
+    any division into microbatches. The counters are the token's position; the number of its
+    sequence, which counts from `first_sequence` over all steps; the number of the `layer`; and
+    `depth`, which counts the earlier applications of the layer. The numbers do not depend on
+    weights, because after an update the last bits of weights differ between meshes.
+    """
+
+    def local(logits, first, layer):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), depth)
+        sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
+        sequences += first
+
+        def draw(sequence, token):
+            of_token = jax.random.fold_in(jax.random.fold_in(key, sequence), token)
+            return jax.random.normal(of_token, logits.shape[2:])
+
+        return jax.vmap(lambda s: jax.vmap(lambda t: draw(s, t))(tokens))(sequences)
+
+    spec = PartitionSpec(*mesh.partition(logits))
+    draw = mesh.on_each_device(local, spec, check_vma=False)
+    drawn = draw(logits, jnp.asarray(first_sequence), jnp.asarray(layer))
+    return drawn + (logits - jax.lax.stop_gradient(logits))
+
+
+def balance_loss(
+    logits: Float[Array, "B S E"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
+) -> tuple[Float[Array, " B"], Int[Array, "B E"]]:
+    """(load-balance loss, assignments of each expert) of each sequence, before any are dropped.
+
+    The loss is E sum_e F_e P_e. F_e is expert e's share of the assignments, and P_e is the mean of
+    its probability (`balance_shares`; Fedus et al. 2021). Both are taken over the sequence or, with
+    `balance: microbatch`, over the sequences of its data-parallel rank. The loss is 1 if both are
+    uniform. Only P carries a gradient.
+    """
+    length = mesh.whole_seq(experts.shape[1])
+
+    def loads(experts):
+        chosen = experts[..., None] == jnp.arange(cfg.count)
+        return mesh.sum_seq(chosen.astype(jnp.int32), axis=(1, 2))
+
+    probability, counted = balance_shares(logits, experts, cfg)
+    load = loads(experts)
+    share = (load if counted is experts else loads(counted)) / (length * cfg.top_k)
+    mean = mesh.sum_seq(probability) / length
+    if cfg.balance == "microbatch":
+        share, mean = _mean_of_rank(share), _mean_of_rank(mean)
+    return cfg.count * jnp.sum(share * mean, axis=-1), load
+
+
+def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    """Replaces the value of each sequence by the mean over the sequences of its device."""
+
+    def local(x):
+        return jnp.broadcast_to(jnp.mean(x, axis=0), x.shape)
+
+    return mesh.on_each_device(local, PartitionSpec(*mesh.partition(x)))(x)
+
+
+Figures = dict[str, Array]
+"""Routing figures of a step: the mean balance loss; the load of each expert, and of the busiest
+expert of any layer, both relative to a fair share; and the share of dropped assignments. Empty
+without experts."""
+
+
+def with_balance_loss(
+    loss: Array, segments: list, coefficient: float
+) -> tuple[Float[Array, ""], Figures]:
+    """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
+    (loss, figures).
+
+    `segments` has one entry for each segment of layers: (balance loss `"L B"`, load `"L B E"`,
+    dropped assignments `"L B"`).
+    """
+    layers = [figures for segment in segments for figures in segment]
+    if not layers:
+        return loss, {}
+    losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
+    total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
+    step_figures = jax.lax.stop_gradient(figures(losses, load, dropped))
+    return loss + (total - jax.lax.stop_gradient(total)), step_figures
+
+
+def figures(
+    losses: Float[Array, "L B"], load: Num[Array, "L B E"], dropped: Num[Array, "L B"]
+) -> Figures:
+    """The `Figures` of one forward pass."""
+    load = jnp.sum(load, axis=1)
+    share = load / jnp.mean(load, axis=1, keepdims=True)
+    return {
+        "balance_loss": jnp.mean(losses),
+        "expert_load": jnp.mean(share, axis=0),
+        "expert_load_max": jnp.max(share),
+        "tokens_dropped": jnp.sum(dropped) / jnp.sum(load),
+    }

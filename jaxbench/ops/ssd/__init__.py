@@ -1,0 +1,75 @@
+"""State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections. It consists of a
+causal convolution with SiLU, a selective scan, and a gate with RMSNorm.
+
+There is one file for each implementation. The registry here
+chooses among them; the check of compiled programs and the plan read its entries.
+
+The functions are pure functions of one device's arrays. `context` names the mesh axes over which
+the sequence is split into consecutive shards. The shards exchange one state per head and the last
+few tokens.
+
+Dimension letters: B batch, S sequence, G groups, K chunks, Q and R tokens of a chunk, H heads of a
+group (which share b and c), P head dim, N state, W taps, C convolved channels, I columns of the
+input projection, F features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float
+
+from jaxbench.base.errors import RecipeError
+from jaxbench.ops.pallas_call import TARGET
+from jaxbench.ops.ssd import pallas, xla
+from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
+from jaxbench.recipe.execution import Execution
+from jaxbench.recipe.model import MambaConfig, ModelConfig
+
+__all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """An implementation of mixers between their projections.
+
+    `mixer` maps the input projection of a device's groups to the input of the output projection.
+    `platforms` are the platforms on which it runs (None: all). `refusal` returns why it cannot
+    compute a model in a dtype with a number of tokens on a rank, or None. `calls` are the custom
+    calls that a compiled step must contain.
+    """
+
+    mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
+    platforms: tuple[str, ...] | None = None
+    refusal: Callable[[MambaConfig, str, int], str | None] = lambda mamba, dtype, length: None
+    calls: tuple[str, ...] = ()
+
+
+IMPLEMENTATIONS = {
+    "pallas": Implementation(
+        mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, calls=(TARGET,)
+    ),
+    "xla": Implementation(mixer=xla.mixer),
+}
+"""The implementations by name; `auto` takes the first one that does not refuse."""
+
+
+def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
+    """The name of the implementation that computes a model's mixers, with `length` tokens of a
+    sequence on each rank. Without mixers it is the first candidate. Raises RecipeError if the
+    requested implementation cannot do it."""
+    requested = execution.ssd
+    if requested != "auto" and (refused := refusal(requested, cfg, dtype, length, platform)):
+        raise RecipeError(f"execution.ssd = {requested} {refused}; expected auto or xla")
+    names = IMPLEMENTATIONS if requested == "auto" else (requested,)
+    return next(name for name in names if not refusal(name, cfg, dtype, length, platform))
+
+
+def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:
+    """Why an implementation cannot compute a model's mixers; None if it can."""
+    implementation = IMPLEMENTATIONS[name]
+    if cfg.mamba is None:
+        return None
+    if platform not in (implementation.platforms or (platform,)):
+        return f"does not run on a {platform}"
+    refused = implementation.refusal(cfg.mamba, dtype, length)
+    return refused and f"cannot compute {refused}"

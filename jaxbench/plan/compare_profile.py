@@ -1,0 +1,280 @@
+"""`jaxbench plan --profile DIR`: compares a profiled step with the forecast of its program.
+
+The folder has a JAX profile of one process on GPUs. `train --profile jax` writes it, together with
+the program and, two folders up, the run's record. Both times of a kernel include the slowdown by
+collectives that run at the same time. Both times of a collective include its wait for other ranks.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from pathlib import Path
+
+from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.files import write_json, write_whole
+from jaxbench.base.hardware import NULL, Gpu, identify, is_null, placed
+from jaxbench.forecast import tables
+from jaxbench.forecast.costs import padded
+from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.tables import Tables
+from jaxbench.jax_internals import profile_events, profiled_instruction
+from jaxbench.plan.hlo_file import crossed, parse, whole_text
+from jaxbench.plan.trace import unrolled
+from jaxbench.plan.traffic import axes_of
+from jaxbench.recipe.settings import AXES
+from jaxbench.report.profiles import COMPARED
+from jaxbench.report.runs import WAITS, Compared, Difference, Part
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import PROFILED, Work
+from jaxbench.xla.memory import readable
+from jaxbench.xla.schedule import Walk
+from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
+
+LARGEST = 10
+"""The number of differences of single kernels that we list."""
+
+UNSLOWED = 4
+"""One in this many runs of a kernel counts in a table of kernels: the fastest quarter, which most
+likely no collective slows down."""
+
+GAPS, UNKNOWN = "nothing runs", "kernels of no instruction"
+SLOWED = "slowed beside collectives, in loops"
+"""Parts of a step besides `WAITS` and the kernels by what they are. The first two occur only in a
+profile, the third only in a forecast."""
+
+
+@dataclass
+class Planned:
+    """An instruction in the expected step: its seconds and launches per step, and its cause."""
+
+    cause: Kernel | Collective | None
+    stream: str
+    seconds: float = 0.0
+    runs: int = 0
+
+
+@dataclass
+class Profile:
+    """The launches on one GPU: (start, seconds) by instruction. The name is empty if the profile
+    has none."""
+
+    folder: Path
+    launches: dict[str, list[tuple[float, float]]]
+
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first launch to the end of the last."""
+        every = [launch for launches in self.launches.values() for launch in launches]
+        return max(start + s for start, s in every) - min(start for start, _ in every)
+
+    def busy_s(self, names: set[str]) -> float:
+        """Seconds in which at least one launch of these instructions runs."""
+        total, free_at = 0.0, 0.0
+        for start, seconds in sorted(x for name in names for x in self.launches.get(name, ())):
+            total += max(0.0, start + seconds - max(start, free_at))
+            free_at = max(free_at, start + seconds)
+        return total
+
+
+def read_profile(folder: Path) -> Profile:
+    """The first GPU's launches in a JAX profile. Raises RecipeError if there are none."""
+    launches: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in profile_events(folder, fallback=False):
+        interval = event.start_ns / 1e9, event.duration_ns / 1e9
+        launches[profiled_instruction(event)].append(interval)
+    if not launches:
+        raise RecipeError(
+            f"--profile: {folder} has no profile of a GPU; expected the folder of one process, as "
+            "RUN/profile/rank-0 of train --profile jax"
+        )
+    return Profile(folder, dict(launches))
+
+
+def planned(schedule: Schedule) -> dict[str, Planned]:
+    """The expected seconds and launches per step of each instruction, without waits."""
+    found: dict[str, Planned] = {}
+    for entry in unrolled(schedule.slices):
+        if entry.stream != EXPOSED:
+            line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
+            line.seconds += entry.seconds
+            line.runs += entry.launches
+    return found
+
+
+def read(
+    folder: Path, hlo: Path | None, gpu: Gpu | None, kernels: Path | None, table: Path | None
+) -> Compared:
+    """Compares the profile in a folder with the forecast of its program, and writes the comparison
+    into the folder.
+
+    The program is in the file `hlo`, or in the folder. If `gpu` is None, the run's record says
+    which GPU it was. Measurements in `kernels` take precedence (`forecast.tables`). Matmuls and
+    attention of the profile are written to `table` as measurements. Raises RecipeError for a
+    missing file and an unknown GPU.
+    """
+    device, sizes = _record(folder)
+    gpu = gpu or identify(device)
+    if gpu is None or gpu.chip is None:
+        raise RecipeError(f"--profile: {folder} is of no run with a known GPU; expected --gpu too")
+    path = hlo or folder / PROFILED
+    _, program = parse(path, "--profile")
+    gpu, axes = placed(gpu, program.devices), crossed
+    if sizes:
+        axes = partial(axes_of, mesh_shape=sizes)
+    profile = read_profile(folder)
+    with whole_text(path, "--profile"):
+        walk = Walk(program)
+        compared = compare(profile, walk, gpu, tables.load(gpu.name.lower(), kernels), axes)
+    if is_null(device):
+        compared = replace(compared, remark=NULL)
+    write_json(folder / COMPARED, compared)
+    if table is not None:
+        write_whole(table, kernel_table(profile, walk, gpu))
+    return compared
+
+
+def _record(folder: Path) -> tuple[str, tuple[int, ...]]:
+    """The device and the mesh of the run that was profiled; empty if no record has them."""
+    try:
+        record = json.loads((folder.absolute().parents[1] / "run.json").read_text())
+        sizes = record["recipe"]["parallelism"]
+        return str(record["hardware"]["device"]), tuple(int(sizes[axis]) for axis in AXES)
+    except (OSError, ValueError, LookupError, TypeError):
+        return "", ()
+
+
+def compare(
+    profile: Profile, walk: Walk, gpu: Gpu, times: Tables, axes: Callable[[Collective], str]
+) -> Compared:
+    """Compares a profile with the forecast of its program. `axes` names what a collective crosses.
+    Raises RecipeError if the profile is not of this program."""
+    schedule = expected_schedule(walk, gpu, times)
+    expected = planned(schedule)
+    steps = _steps(profile, expected)
+    measured = {
+        name: sum(s for _, s in profile.launches[name]) / steps for name in profile.launches
+    }
+    seconds: defaultdict[tuple[bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, line in expected.items():
+        key = line.stream not in (KERNELS, COPIES), _part(line, axes)
+        seconds[key][0] += measured.get(name, 0.0)
+        seconds[key][1] += line.seconds
+    computing = {name for name, line in expected.items() if line.stream in (KERNELS, COPIES)}
+    other = set(profile.launches) - expected.keys()
+    seconds[False, UNKNOWN][0] = sum(measured[name] for name in other)
+    step_s, busy_s = profile.span_s / steps, profile.busy_s(computing | other) / steps
+    any_s = profile.busy_s(set(profile.launches)) / steps
+    seconds[False, WAITS] = [any_s - busy_s, schedule.exposed_s]
+    seconds[False, GAPS] = [step_s - any_s, 0.0]
+    parts = {key: Part(name=key[1], measured_s=m, forecast_s=f)
+             for key, (m, f) in seconds.items() if m or f}  # fmt: skip
+    kernel_s = sum(expected[name].seconds for name in computing)
+    return Compared(
+        profile=str(profile.folder),
+        gpu=gpu.name.lower(),
+        devices=walk.program.devices,
+        steps=steps,
+        measured_s=step_s,
+        forecast_s=schedule.step_s,
+        kernels=[part for (beside, _), part in parts.items() if not beside],
+        links=[part for (beside, _), part in parts.items() if beside],
+        largest=sorted(_differences(expected, measured), key=lambda d: -abs(d.longer_s))[:LARGEST],
+        found=sum(expected[name].seconds for name in computing & measured.keys()) / kernel_s,
+    )
+
+
+def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
+    if isinstance(line.cause, Kernel):
+        return line.cause.part
+    if line.cause is None:
+        return SLOWED if line.stream == KERNELS else f"copy {line.stream}"
+    return f"{line.cause.kind} over {axes(line.cause)}"
+
+
+def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
+    """The number of steps in a profile: the median, over instructions, of how often the profile has
+    one relative to how often a step runs it."""
+    ratios = [
+        len(profile.launches[name]) / line.runs
+        for name, line in expected.items()
+        if line.runs and name in profile.launches
+    ]
+    if not ratios:
+        raise RecipeError(
+            f"--profile: {profile.folder} has no instruction of this program; expected the text of "
+            f"that which was profiled, {PROFILED} in a folder of train --profile jax, or --hlo"
+        )
+    return max(1, round(statistics.median(ratios)))
+
+
+def _differences(expected: dict[str, Planned], measured: dict[str, float]) -> Iterator[Difference]:
+    for name, line in expected.items():
+        if name in measured and line.runs:
+            cause = line.cause
+            work = cause.works[0] if isinstance(cause, Kernel) and cause.works else None
+            source = readable(cause.source, name) if isinstance(cause, Kernel) else ""
+            yield Difference(
+                name=name, measured_s=measured[name], forecast_s=line.seconds, source=source,
+                sizes=f"{work.kind} {work.dtype} {_times(work.sizes)}" if work else "",
+                runs=line.runs,
+            )  # fmt: skip
+
+
+def _times(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
+    """Measurements of matmuls and attention in a profile, for `--kernels`. For each size it takes
+    the fastest quarter of the runs."""
+    times: defaultdict[tuple[str, str, tuple[int, ...]], list[float]] = defaultdict(list)
+    for name, kernel, _ in walk.kernels():
+        if len(kernel.works) == 1 and (key := _measurement(kernel.works[0])):
+            times[key] += [seconds for _, seconds in profile.launches.get(name, ())]
+    lines = []
+    for (kind, name, sizes), seconds in sorted(times.items()):
+        fastest = sorted(seconds)[: ceil(len(seconds) / UNSLOWED)]
+        if fastest:
+            lines.append(tables.line(kind, name, sizes, 1e6 * statistics.fmean(fastest)))
+    return tables.text(gpu.name.lower(), [f"products and attention of {profile.folder}"], lines)
+
+
+def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:
+    """The kind, name and sizes of a kernel in a table; None if it has no table."""
+    if work.kind == "product" and work.format in tables.FORMATS:
+        return "profiled", work.format, padded(work)
+    if work.kind == "attention":
+        return "attention", "backward" if work.backward else "forward", work.sizes
+    return None
+
+
+def report(compared: Compared) -> str:
+    """The comparison as text."""
+    step = Part(name="step", measured_s=compared.measured_s, forecast_s=compared.forecast_s)
+    head = f"{'':34}{'measured s':>12}{'forecast s':>12}{'difference s':>14}"
+    lines = [
+        f"{compared.profile}: {counted(compared.steps, 'step')} on the first of {compared.devices} "
+        f"x {compared.gpu.upper()}",
+        *filter(None, [compared.remark]),
+        f"instructions with {100 * compared.found:.1f} % of the forecast's kernel seconds are in "
+        "the profile",
+        "", head,
+        *map(_line, [*compared.kernels, step]),
+        "", "collectives and copies beside kernels", *map(_line, compared.links),
+        "", f"the {len(compared.largest)} largest differences",
+    ]  # fmt: skip
+    for entry in compared.largest:
+        both = (f"{1e6 * s / entry.runs:.1f}" for s in (entry.measured_s, entry.forecast_s))
+        of = ", ".join(filter(None, [entry.source, entry.sizes]))
+        lines.append(
+            f"{_line(entry)}  {entry.runs} x {' and '.join(both)} us{': ' if of else ''}{of}"
+        )
+    return "\n".join(lines)
+
+
+def _line(part: Part) -> str:
+    return f"{part.name:34}{part.measured_s:12.6f}{part.forecast_s:12.6f}{part.longer_s:+14.6f}"

@@ -1,0 +1,98 @@
+"""The step of a compiled program, from this project or another: launches, collectives, bound and
+forecast."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxbench.base.hardware import Gpu
+from jaxbench.forecast.forecast import Forecast, forecast
+from jaxbench.forecast.tables import FORMATS, Tables
+from jaxbench.plan.traffic import Traffic, traffic
+from jaxbench.xla import memory
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.host_copies import HostTraffic
+from jaxbench.xla.schedule import Roofline, Walk
+
+SHOWN_KERNELS = 10
+
+
+@dataclass(kw_only=True)
+class OtherKernels:
+    """Kernels that come from one JAX operation, except matmuls and attention: their seconds in the
+    bound, and their launches, per step."""
+
+    source: str
+    seconds: float = 0.0
+    launches: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step on one device.
+
+    `kernels` counts the launches of matmuls by format (`gemm_bf16`) and of fused `attention`,
+    forward and backward. `bound_parts_s` are `compute` (matmuls and attention), `memory` (other
+    kernels) and `exposed` (collectives, and copies from and to the host). `quantization_bytes` are
+    the bytes that kernels read and write to make operands of quantized matmuls.
+    """
+
+    collectives: list[Traffic]
+    wire_bytes: int
+    uncovered_wire_bytes: int
+    kernels: dict[str, int]
+    launches: int
+    other_kernels: list[OtherKernels]
+    quantization_bytes: int = 0
+    host: HostTraffic
+    bound_parts_s: dict[str, float]
+    bound_step_s: float
+    forecast_step_s: float
+    forecast: Forecast
+
+
+def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Step:
+    """The step of a program on a GPU; `axes` names what a collective crosses."""
+    walk = Walk(program)
+    bound, expected = walk.under(Roofline(gpu)), forecast(walk, gpu, tables, axes)
+    return Step(
+        collectives=traffic(axes, gpu, bound),
+        wire_bytes=sum(t.collective.wire_bytes for t in bound.transfers),
+        uncovered_wire_bytes=bound.uncovered_bytes,
+        kernels=kernel_launches(program),
+        launches=bound.kernels,
+        host=bound.host,
+        other_kernels=other_kernels(walk, gpu),
+        quantization_bytes=sum(
+            kernel.bytes * runs
+            for _, kernel, runs in walk.kernels()
+            if kernel.part == "quantization"
+        ),
+        bound_parts_s={**bound.parts, "exposed": bound.exposed_s},
+        bound_step_s=bound.step_s,
+        forecast_step_s=expected.step_s,
+        forecast=expected,
+    )
+
+
+def kernel_launches(program: Program) -> dict[str, int]:
+    """`Step.kernels` of a program."""
+    launches: Counter[str] = Counter()
+    for work, times, _ in program.works():
+        launches[work.format if work.kind == "product" else work.kind] += times
+    products = {f"gemm_{name}": launches[name] for name in FORMATS}
+    return products | {"attention": launches["attention"]}
+
+
+def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
+    """The JAX operations whose kernels take longest, matmuls and attention aside."""
+    roofline = Roofline(gpu)
+    sums: dict[str, OtherKernels] = {}
+    for _, kernel, runs in walk.kernels():
+        if not any(work.kind in ("product", "attention") for work in kernel.works):
+            source = memory.readable(kernel.source, "without a name")
+            line = sums.setdefault(source, OtherKernels(source=source))
+            line.seconds += sum(roofline.kernel(kernel).values()) * runs
+            line.launches += runs
+    return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]

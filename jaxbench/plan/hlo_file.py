@@ -1,0 +1,262 @@
+"""`plan --hlo`: the step of a compiled program that is read from a file. The program may come from
+any code.
+
+The file has the text of `compiled.as_text()`, or is the program after optimizations that
+`--xla_dump_to` writes. Next to the latter is the compiler's account of memory, which the text alone
+does not have.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base import files
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Gpu, placed
+from jaxbench.forecast.tables import Tables, load
+from jaxbench.plan import text
+from jaxbench.plan.compiled_step import Step, step_of
+from jaxbench.plan.row_page import in_gib, step_content, system_assumptions, whole
+from jaxbench.plan.trace import write_trace
+from jaxbench.plan.traffic import system
+from jaxbench.report.charts import waterfall
+from jaxbench.report.page import attached, render
+from jaxbench.xla.collectives import Collective
+from jaxbench.xla.custom_calls import RULES
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import array_shapes, root, shape_bytes
+
+MEMORY_REPORT = "-memory-usage-report.txt"
+"""The file name of the compiler's account of memory ends with this, in place of the program's
+`.txt`."""
+
+OF_JAX = re.compile(r"\b(?:stack_frame_id|source_file)=|__(?:ynn|xnn|onednn)")
+"""Found in the text of a compiled program, and hardly in a program that was written by hand."""
+
+OF_GPUS = re.compile(r'fingerprint_before_lhs|-start\(|custom_call_target="(?:__cu|__gpu|__triton)')
+"""Found in a program for GPUs: XLA's mark of its scheduler, asynchronous collectives, kernels."""
+
+UNKNOWN_LIMIT = 0.05
+"""If unknown custom calls take more than this share of the step, there is no forecast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HloStep(Step):
+    """The step of a program in a file. FLOPs and bytes are per device.
+
+    `peak` is from the compiler's account next to the file; None without one. `outputs` are the
+    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` says what was
+    counted in another way than it may run.
+    """
+
+    file: str
+    target: str
+    system: dict[str, Any]
+    devices: int
+    arguments: int
+    outputs: int
+    peak: int | None
+    limit: int
+    flops: dict[str, int]
+    assumed: list[str]
+
+
+def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) -> HloStep:
+    """The step of the program in a file on a GPU, with the measurements of `kernels`
+    (`forecast.tables`). The expected step is written to `trace`. Raises RecipeError if the file
+    holds no scheduled program for GPUs or if its devices do not fill nodes, and RunFailed if
+    something cannot be counted."""
+    content, program = parse(path, "--hlo")
+    tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
+    with whole_text(path, "--hlo"):
+        step = _step(path, content, program, gpu, tables)
+    if trace is not None:
+        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, crossed)
+    return step
+
+
+def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) -> HloStep:
+    parameters = [
+        i for i in program.computations[program.entry].values() if i.opcode == "parameter"
+    ]
+    return HloStep(
+        **vars(step_of(program, gpu, tables, crossed)),
+        file=str(path),
+        target=gpu.name.lower(),
+        system=system(gpu),
+        devices=program.devices,
+        arguments=sum(i.bytes for i in parameters),
+        outputs=_outputs(program, content),
+        peak=_peak(path),
+        limit=gpu.memory_limit,
+        flops={" ".join(key): count for key, count in program.flops().items()},
+        assumed=program.assumed,
+    )
+
+
+def parse(path: Path, option: str) -> tuple[str, Program]:
+    """The text in a file that this option names, and its program for GPUs. Raises RecipeError for
+    any other file, and for a part of one."""
+    try:
+        content = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{option}: cannot read the program in {path}: {reason}") from error
+    if "is_scheduled=true" not in content or not re.search(r"^ENTRY ", content, re.MULTILINE):
+        raise RecipeError(
+            f"{option}: {path} has no scheduled HLO; expected the text of compiled.as_text(), or "
+            "*_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR, whole"
+        )
+    if "\n}" not in content.rpartition("\nENTRY ")[2]:
+        raise RecipeError(f"{option}: {path} is cut off within its last computation")
+    if OF_JAX.search(content) and not OF_GPUS.search(content):
+        raise RecipeError(
+            f"{option}: {path} is a program for CPUs; expected one that was compiled for GPUs"
+        )
+    with whole_text(path, option):
+        program = Program.parse(content, RULES, strict=False)
+        for scope in program.computations.values():
+            for i in scope.values():
+                if i.opcode not in ("parameter", "constant") and (lost := {*i.operands} - {*scope}):
+                    raise LookupError(f"{i.name} reads {min(lost)}, which is not there")
+    return content, program
+
+
+@contextmanager
+def whole_text(path: Path, option: str) -> Iterator[None]:
+    """Raises RecipeError if the parts of a program in a file do not fit together."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, StopIteration,
+            RecursionError) as error:  # fmt: skip
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError(
+            f"{option}: cannot read {path}: not all of a program, or no HLO as XLA writes it "
+            f"({reason})"
+        ) from error
+
+
+def as_json(step: HloStep) -> str:
+    """The step for scripts."""
+    return files.as_json(plain(step))
+
+
+def plain(step: HloStep) -> dict[str, Any]:
+    """The step as plain values. If there is no forecast, its values are None."""
+    values = asdict(step)
+    if _unknown(step) > UNKNOWN_LIMIT:
+        unknown = {"unknown": step.forecast.unknown}
+        values |= {
+            "forecast_step_s": None,
+            "forecast": dict.fromkeys(values["forecast"]) | unknown,
+        }
+    return values
+
+
+def crossed(collective: Collective) -> str:
+    """The GPUs that a collective joins: `8 GPUs`, `16 GPUs, 8 apart`, or `pairs`."""
+    if collective.kind == "collective-permute":
+        return "pairs"
+    first, second, *_ = sorted(collective.devices)
+    apart = f", {second - first} apart" if second - first > 1 else ""
+    return f"{collective.group} GPUs{apart}"
+
+
+def _outputs(program: Program, content: str) -> int:
+    """Bytes of the outputs, except those that take the memory of arguments."""
+    result = root(program.computations[program.entry])
+    aliases = re.search(r"input_output_alias=\{(.*?)\) \}", content.partition("\n")[0])
+    held = {
+        int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", aliases[1] if aliases else "")
+    }
+    return sum(
+        shape_bytes(shape) for n, shape in enumerate(array_shapes(result.shape)) if n not in held
+    )
+
+
+def _peak(path: Path) -> int | None:
+    """The peak in the compiler's account of memory next to a dumped program; None without one."""
+    report = path.with_name(path.name.removesuffix(".txt") + MEMORY_REPORT)
+    if not report.is_file():
+        return None
+    total = re.search(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
+    return int(total[1]) if total else None
+
+
+def report(step: HloStep) -> str:
+    """The step as text."""
+    forecast = step.forecast
+    share = _unknown(step)
+    compiled = ", ".join(f"{n / 1e12:.1f} {name}" for name, n in step.flops.items()) or "none"
+    lines = [
+        f"{step.file}: {step.devices} x {step.system['device']}",
+        "",
+        f"memory      {_memory(step)}",
+        f"work        TFLOP per device and step: {compiled}",
+        f"  kernels     {text.kernels(step)}",
+        *text.network(step),
+        *text.host(step),
+        *text.bound(step),
+    ]
+    if share > UNKNOWN_LIMIT:
+        lines.append(
+            f"forecast    none: custom calls without a rule take at least {100 * share:.0f} % of "
+            "the step"
+        )
+    else:
+        lines += text.forecast(forecast)
+    runs = [f"{target}: at least {s:.3f} s, by its bytes" for target, s in forecast.unknown.items()]
+    for title, entries in (("without a rule", runs), ("assumed", step.assumed)):
+        lines += [title, *(f"  {entry}" for entry in entries)] if entries else []
+    return "\n".join(lines)
+
+
+def page(step: HloStep) -> str:
+    """The step as a page."""
+    f, known = step.forecast, _unknown(step) <= UNKNOWN_LIMIT
+    content = step_content(step, f.parts_s) | ({} if known else {"forecast": []})
+    expected = f"{f.fast_s:.3f} to {f.slow_s:.3f} s", "range of the forecast"
+    result = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
+    held = {"arguments": step.arguments, "other outputs": step.outputs}
+    rows = waterfall(held, in_gib)
+    if step.peak is not None:
+        rows.append(whole("peak", step.peak, step.limit))
+    return render(
+        "hlo.html",
+        title=f"Plan: {Path(step.file).name}",
+        plan=step,
+        headline=f"{Path(step.file).name} on {step.target.upper()}: {result}",
+        facts=[
+            *([expected] if known else []),
+            (f"{step.bound_step_s:.3f} s", "no step can be faster"),
+            (text.gib(step.wire_bytes), "sent per GPU and step"),
+        ],
+        memory={"rows": rows, "full": max(step.limit, step.peak or 0)},
+        pipeline=[],
+        errata={},
+        assumptions=[
+            *system_assumptions(step, step.system, step.limit),
+            *(("Assumed", assumed) for assumed in step.assumed),
+        ],
+        file="step.json.gz",
+        href=attached(plain(step)),
+        **content,
+    )
+
+
+def _unknown(step: HloStep) -> float:
+    """The least share of the step that custom calls without a rule take."""
+    return sum(step.forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
+
+
+def _memory(step: HloStep) -> str:
+    held = f"arguments {text.gib(step.arguments)}, other outputs {text.gib(step.outputs)}"
+    if step.peak is None:
+        return f"{held}; temporaries are not in this text, but beside a program of --xla_dump_to"
+    fits = "fits" if step.peak <= step.limit else "DOES NOT FIT"
+    return f"{fits}: peak {text.gib(step.peak)} of {text.gib(step.limit)} per device; {held}"

@@ -1,0 +1,130 @@
+"""`jaxbench plan --scaling --format html` and `--search --format html`: pages of many plans."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxbench.base.errors import counted
+from jaxbench.report.charts import Chart, Label, chart_over_gpus, empty_chart
+from jaxbench.report.page import render
+from jaxbench.report.plans import LABELS, MINIMUM_S
+
+GROWING = ("ours", "other", "published")
+"""CSS classes of the parts that grow most, in their order."""
+
+Line = dict[str, Any]
+Series = dict[str, dict[int, float]]
+"""Values by the name of a series and the number of GPUs."""
+
+
+def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Sequence[str]) -> str:
+    """The page with the figures of each row (`scaling.figures`). `remarks` are about the other
+    rows."""
+    names = dict.fromkeys(name for line in lines for name in line["parts_s"])
+    first, last = lines[0], lines[-1]
+    return render(
+        "scaling.html",
+        title=f"Scaling: {recipe}",
+        headline=f"On {counted(last['gpus'])} {recipe} has {100 * last['efficiency']:.1f} % of its "
+        f"rate per GPU on {counted(first['gpus'])}.",
+        device=device,
+        lines=lines,
+        charts=[*_scaling_charts(lines, [*names])] if len(lines) > 1 else [],
+        parts={name: LABELS.get(name, name) for name in shown_parts(lines)},
+        remarks=remarks,
+    )  # fmt: skip
+
+
+def shown_parts(lines: Sequence[Line]) -> list[str]:
+    """The names of the parts of a step that are long enough to show in at least one of the rows."""
+    longest: dict[str, float] = {}
+    for name, seconds in (part for line in lines for part in line["parts_s"].items()):
+        longest[name] = max(seconds, longest.get(name, 0.0))
+    return [name for name, seconds in longest.items() if seconds >= MINIMUM_S]
+
+
+def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Chart]:
+    """Charts of the efficiency, of the step for the same tokens per GPU, and of the parts that grow
+    most."""
+    scaled = {line["gpus"]: line["for_same_tokens_s"] for line in lines}
+    efficiency: Series = {"forecast": {line["gpus"]: 100 * line["efficiency"] for line in lines}}
+    step: Series = {"forecast": {gpus: sum(parts.values()) for gpus, parts in scaled.items()}}
+    if known := {line["gpus"]: line for line in lines if line["published_efficiency"]}:
+        shares = {gpus: line["published_efficiency"] for gpus, line in known.items()}
+        first_s = lines[0]["published_step_s"]
+        efficiency["published"] = {gpus: 100 * share for gpus, share in shares.items()}
+        step["published"] = {gpus: first_s / share for gpus, share in shares.items()}
+    yield _chart("Efficiency", "%", efficiency, ("ours", "published"))
+    yield _chart("Step for the same tokens per GPU", "s", step, ("ours", "published"))
+    before = scaled[lines[0]["gpus"]]
+    growth: Series = {
+        LABELS.get(name, name): {
+            gpus: max(0.0, parts.get(name, 0.0) - before.get(name, 0.0))
+            for gpus, parts in scaled.items()
+        }
+        for name in names
+    }
+    most = sorted(growth, key=lambda name: -max(growth[name].values()))[: len(GROWING)]
+    grown = {name: growth[name] for name in most if max(growth[name].values()) >= MINIMUM_S}
+    if grown:
+        yield _chart(f"What grows from {counted(lines[0]['gpus'])}", "s", grown, GROWING)
+
+
+def _chart(title: str, unit: str, series: Series, classes: Sequence[str]) -> Chart:
+    """A chart of series over the number of GPUs, each in its CSS class."""
+    by_class = dict(zip(classes, series.values(), strict=False))
+    last = ([*points.values()][-1] for points in series.values())
+    labels: list[Label] = [*zip(classes, last, series, strict=False)]
+    described = "; ".join(
+        f"{name}: " + ", ".join(f"{y:.3f} on {counted(gpus)}" for gpus, y in points.items())
+        for name, points in series.items()
+    )
+    values = [y for points in series.values() for y in points.values()]
+    return chart_over_gpus(title, f"{unit}. {described}", unit, by_class, values, labels)
+
+
+def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tried: str) -> str:
+    """The page with a line for each candidate (`search.table`). `limit` is the memory of a GPU in
+    bytes, `command` has the best candidate, and `tried` says how many there are."""
+    best = next((line for line in lines if line["fits"]), None)
+    result = "nothing that was tried fits"
+    if best and best["set"]:
+        of = f", {best['of_row']:.3f} of the row's" if best["of_row"] else ""
+        result = f"the best of {len(lines)} tried takes {best['step_s']:.3f} s{of}"
+    elif best:
+        result = f"the row is the best of {len(lines)} tried, {best['step_s']:.3f} s"
+    return render(
+        "search.html", title=f"Search: {where}", headline=f"{where}: {result}.", lines=lines,
+        chart=_search_chart(lines, limit), limit=limit, command=command if best else "",
+        tried=tried,
+    )  # fmt: skip
+
+
+def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
+    """Seconds over memory for everything that was compiled; None if nothing was."""
+    groups: dict[str, list[tuple[float, float]]] = {"published": [], "lost": [], "ours": []}
+    labels: list[Label] = []
+    best = next((line for line in lines if line["fits"]), None)
+    for line in lines:
+        if "step_s" not in line:
+            continue
+        point = line["peak"] / 2**30, line["step_s"]
+        if line["set"] or not line["fits"]:
+            groups["ours" if line["fits"] else "lost"].append(point)
+        if not line["set"]:
+            groups["published"].append(point)
+            labels.append(("published", point[1], "the row, best" if line is best else "the row"))
+        elif line is best:
+            labels.append(("ours", point[1], "best"))
+    points = [point for group in groups.values() for point in group]
+    if not points:
+        return None
+    chart = empty_chart(
+        "Seconds over memory",
+        "; ".join(f"{y:.3f} s at {x:.1f} GiB" for x, y in points),
+        [limit / 2**30, *(x for x, _ in points)], [y for _, y in points],
+        unit="s per step", x_title="GiB", labels=labels,
+    )  # fmt: skip
+    chart.marker(limit / 2**30, "limit")
+    for css, group in groups.items():
+        chart.dots(css, group)
+    return chart

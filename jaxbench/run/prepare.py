@@ -1,0 +1,107 @@
+"""Prepares a session: output folder, checkpoint to restore, number of steps."""
+
+import argparse
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base.errors import RecipeError, listed
+from jaxbench.base.files import foreign, new_folder, owned
+from jaxbench.cluster import job
+from jaxbench.recipe import recipes
+from jaxbench.recipe.build import differing
+from jaxbench.recipe.settings import Run
+from jaxbench.run import profiling, records, saved_checkpoints
+from jaxbench.run.session import Session
+
+
+def prepare(run: Run, args: argparse.Namespace, held: ExitStack) -> tuple[Run, Session | None]:
+    """The run with its number of steps, and its session; None for the session if the run is
+    completed already.
+
+    Rank 0 decides for all, because the others may see a stale shared file system. It owns the
+    folder until `held` is closed.
+    """
+    plan = job.broadcast("start", lambda: _plan(run, args, held))
+    if plan is None:
+        return run, None
+    folder, readable, skipped, steps = plan
+    restore, *older = map(Path, readable or [""])
+    session = Session(
+        folder=Path(folder), restore=restore if readable else None, older=tuple(older),
+        skipped=tuple(skipped), options=args,
+    )  # fmt: skip
+    if args.nccl_trace:
+        profiling.trace_nccl(session.folder)
+    return replace(run, steps=steps), session
+
+
+HOLDS = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
+"""What a run leaves in its folder."""
+
+Plan = tuple[str, list[str], list[str], int]
+"""(folder, readable checkpoints from the newest on, why newer ones are skipped, steps)."""
+
+
+def _plan(run: Run, args: argparse.Namespace, held: ExitStack) -> Plan | None:
+    """The plan of a start; None if the run is completed. Makes the folder and becomes its owner.
+    Raises RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
+    recipe, steps = recipes.describe(run), run.steps
+    readable: list[Path] = []
+    skipped: list[str] = []
+    if args.restore is not None:
+        readable, skipped = saved_checkpoints.readable(args.restore, recipe)
+        done = int(readable[0].name)
+        steps = done + 1 if args.steps is None else steps
+        if done >= steps:
+            raise RecipeError(f"--steps {steps}: {readable[0]} has as many already")
+    folder = _own(run, args, held)
+    if args.resume:
+        record = folder / "run.json"
+        if record.exists() and _is_completed(record, replace(run, steps=steps)):
+            return None
+        if any((folder / saved_checkpoints.FOLDER).glob("[0-9]*")):
+            readable, skipped = saved_checkpoints.readable(folder, recipe)
+    return str(folder), [str(path) for path in readable], skipped, steps
+
+
+def _own(run: Run, args: argparse.Namespace, held: ExitStack) -> Path:
+    """The folder of the run. This process is its only writer until `held` is closed. The folder is
+    new, or with --resume may hold the run. Raises RecipeError for any other folder."""
+    if args.output is None:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        folder = new_folder(Path("results", run.recipe, run.row, now))
+    else:
+        folder = args.output
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if reason := foreign(folder):
+        raise RecipeError(f"--output {folder}: {reason}; name a folder of your own")
+    held.enter_context(owned(folder))
+    if not args.resume and any((folder / name).exists() for name in HOLDS):
+        raise RecipeError(
+            f"--output {folder} already holds a run; name another folder, or continue with --resume"
+        )
+    return folder
+
+
+def _is_completed(path: Path, run: Run) -> bool:
+    """Returns whether the recorded run is completed. Raises RecipeError if it is not `run`: devices
+    and mesh may differ, but the work may not."""
+
+    def work(recipe: dict[str, Any]) -> dict[str, Any]:
+        batch = {key: recipe["batch"][key] for key in ("global_batch", "sequence_length")}
+        keys = ("recipe", "model", "precision", "optimizer", "steps", "seed")
+        return {"batch": batch, **{key: recipe[key] for key in keys}}
+
+    record = records.read(path)
+    requested = work(json.loads(json.dumps(recipes.describe(run))))
+    texts = [
+        f"{name}: {here} here, {there} there"
+        for name, here, there in differing(requested, work(record["recipe"]))
+    ]
+    if texts:
+        raise RecipeError(f"--resume: {path} is another run: its {listed(texts, 3, '; ')}")
+    return record["status"] == "completed"

@@ -1,0 +1,107 @@
+"""Checkpoints on disk: which of them can be read and hold the state of a recipe.
+
+Needs no Orbax, which is slow to import.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base.errors import RecipeError, RunFailed, listed
+from jaxbench.recipe.build import differing
+
+FOLDER = "checkpoints"
+"""Subfolder of a run for its checkpoints."""
+
+STATE, RECIPE = "state", "recipe"
+"""Items of a checkpoint: the arrays and the recipe."""
+
+COMMIT = "commit_success.txt"
+"""Newer versions of Orbax write this file last, into each item and into the checkpoint."""
+
+
+def steps(folder: Path) -> list[int]:
+    """Step numbers of the complete checkpoints in a folder, in ascending order."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in paths if _is_complete(path))
+
+
+def _is_complete(path: Path) -> bool:
+    return path.name.isdigit() and unreadable(path) is None
+
+
+def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]:
+    """The checkpoints from which a run can start, newest first, and the reasons why newer ones are
+    skipped. `path` is a checkpoint, a run, or a folder of checkpoints.
+
+    Raises RecipeError if there is no checkpoint, or if the state of all that can be read differs
+    from the recipe's. Raises RunFailed if none can be read. This looks only at metadata: data that
+    cannot be read show when the state is restored.
+    """
+    folders = [path / FOLDER, path]
+    numbered = [[p for p in f.iterdir() if p.name.isdigit()] for f in folders if f.is_dir()]
+    found = next(filter(None, numbered), [path] if path.name.isdigit() and path.is_dir() else [])
+    if not found:
+        raise RecipeError(f"{path} holds no checkpoint")
+    good: list[Path] = []
+    skipped: list[str] = []
+    others: list[str] = []
+    for candidate in sorted(found, key=lambda p: int(p.name), reverse=True):
+        if reason := unreadable(candidate):
+            reason = f"{candidate} cannot be read: {reason}"
+        elif difference := _difference(candidate, recipe):
+            others.append(reason := f"{candidate} holds another state: {difference}")
+        else:
+            good.append(candidate)
+        skipped += [reason] if reason and not good else []
+    if others and not good:
+        raise RecipeError(others[0])
+    if not good:
+        raise RunFailed(listed(skipped, 3, "; "), "storage")
+    return good, skipped
+
+
+def unreadable(path: Path) -> str | None:
+    """Why a checkpoint cannot be read, as far as its metadata show; None if it can be read."""
+    try:
+        if (path / STATE / COMMIT).exists() and not (path / COMMIT).exists():
+            return f"{path / COMMIT} is missing, so it was not completed"
+        json.loads((path / RECIPE / "metadata").read_text())["model"]
+        json.loads((path / STATE / "_METADATA").read_text())
+        next((path / STATE).iterdir())
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, LookupError, TypeError) as error:
+        return f"its metadata are cut or foreign: {error}"
+    return None
+
+
+def _difference(path: Path, recipe: dict[str, Any]) -> str:
+    """How the state of a checkpoint differs from a recipe's, in the words of settings; empty if it
+    does not differ."""
+    saved = json.loads((path / RECIPE / "metadata").read_text())
+    both = json.loads(json.dumps(recipe)), saved
+    precise = len({_history(r) for r in both}) > 1
+    here, there = (
+        {
+            "model": r["model"],
+            "optimizer": {"moments": r.get("optimizer", {}).get("moments", "fp32")},
+            "precision": {k: r["precision"].get(k) for k in HISTORY} if precise else {},
+        }
+        for r in both
+    )
+    return ", ".join(
+        f"{name}: {value} here, {other} in the checkpoint"
+        for name, value, other in differing(here, there)
+    )
+
+
+HISTORY = "dtype", "scaling", "amax_history"
+"""Settings of `precision` on which the histories of delayed scaling in the state depend."""
+
+
+def _history(recipe: dict[str, Any]) -> int:
+    """Steps in the histories of delayed scaling; 0 without delayed scaling."""
+    precision = recipe.get("precision", {})
+    delayed = precision.get("dtype") == "fp8" and precision.get("scaling") == "delayed"
+    return precision.get("amax_history", 0) if delayed else 0

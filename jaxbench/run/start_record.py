@@ -1,0 +1,113 @@
+"""The record of a run when it starts, and what each of its starts ran on."""
+
+import json
+import os
+import shlex
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base.hardware import NULL, identify
+from jaxbench.base.versions import versions
+from jaxbench.cluster import job
+from jaxbench.cluster.devices import hardware, other_gpu
+from jaxbench.recipe import flops, published, recipes
+from jaxbench.recipe.build import flat
+from jaxbench.recipe.settings import Run
+from jaxbench.results.window import too_short
+from jaxbench.run.records import SCHEMA, read
+from jaxbench.xla import flags
+
+PROGRAM = "recipe", "hardware", "versions", "flags"
+"""Fields of a record that say what ran."""
+
+IGNORED = ("recipe.overrides",)
+"""Fields that say how others were set."""
+
+RESUMED = "resumed at step "
+
+
+def new_record(run: Run, path: Path, options: Namespace, step: int) -> dict[str, Any]:
+    """The record of a start from `step`, before its first step. `path` is run.json."""
+    devices = hardware()
+    before = read(path) if options.resume and path.exists() else None
+    reasons = published.differences(run, devices["device"])
+    if reasons and (line := other_gpu(identify(devices["device"]))):
+        reasons.append(line)
+    if devices["null"]:
+        reasons.append(NULL)
+    if options.checkpoint_every is not None:
+        reasons.append("checkpoints are written while it trains")
+    if options.profile:
+        reasons.append(f"it was profiled ({options.profile})")
+    if options.nccl_trace:
+        reasons.append("it was traced (NCCL)")
+    row = published.lookup(run, identify(devices["device"]))
+    record = {
+        "schema": SCHEMA,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "status": "running",
+        "reason": None,
+        "cause": None,
+        "label": "null" if devices["null"] else run.label,
+        "recipe": recipes.describe(run),
+        "hardware": devices,
+        # Rank 0's, for all: they identify cached programs, and only one process has to run git.
+        "versions": job.broadcast("versions", versions),
+        "flags": {
+            "compiler_options": flags.options(run, devices["platform"]),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        },
+        "parameters": flops.parameters(run.model)["total"],
+        "published": row and asdict(row),
+        "not_comparable_because": reasons,
+        "starts": [*(_starts(before) if before else []), {}],
+    }
+    record["starts"][-1] = {
+        "step": step,
+        "started": record["started"],
+        "command": record["command"],
+        "mesh": run.mesh_text(),
+        "devices": devices["devices"],
+        "hosts": [*dict.fromkeys(job.all_gather("hosts", job.node()))],
+        "changed": changes(before, record) if before else {},
+    }
+    return record | begun(record, step)
+
+
+def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
+    """The fields of a record that depend on the step at which its last start begins."""
+    starts = [*record["starts"][:-1], record["starts"][-1] | {"step": step}]
+    first, *resumed = [start["step"] for start in starts]
+    texts = record["not_comparable_because"]
+    reasons = [text for text in texts if not text.startswith((RESUMED, "iterations "))]
+    if resumed:
+        reasons.append(RESUMED + ", ".join(map(str, resumed)))
+    reasons = reasons or too_short(record["recipe"]["steps"], first)
+    return {
+        "comparable": not reasons,
+        "not_comparable_because": reasons,
+        "first_step": first,
+        "resumed_at": resumed,
+        "starts": starts,
+    }
+
+
+def _starts(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The starts of a record. An older record has only their steps."""
+    steps = [record.get("first_step", 0), *record["resumed_at"]]
+    return record.get("starts") or [{"step": step, "changed": None} for step in steps]
+
+
+def changes(before: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Any]]:
+    """What differs between the programs that ran: [before, now] by dotted name."""
+    there, here = (
+        dict(flat({name: fields.get(name) for name in PROGRAM}))
+        for fields in (before, json.loads(json.dumps(record)))
+    )
+    names = [n for n in there | here if n not in IGNORED and there.get(n) != here.get(n)]
+    return {name: [there.get(name), here.get(name)] for name in names}

@@ -1,0 +1,102 @@
+"""Copies between the memory of a device and the memory of its host, along the schedule of a
+compiled program."""
+
+import re
+from dataclasses import dataclass
+
+from jaxbench.base.hardware import Gpu
+from jaxbench.xla.hlo import Program
+from jaxbench.xla.instruction import Instruction, Scope, elements, root, shape_bytes
+
+MEMORY = "S(5)"
+"""XLA's memory space for pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
+
+TO_HOST, FROM_HOST = "to host", "from host"
+
+
+@dataclass
+class HostTraffic:
+    """The bytes that a device copies in each direction, and the seconds for which kernels wait for
+    copies."""
+
+    to_host: int = 0
+    from_host: int = 0
+    exposed_s: float = 0.0
+
+    def add(self, other: "HostTraffic", times: int) -> None:
+        """Adds the traffic of a computation that runs `times` times."""
+        self.to_host += other.to_host * times
+        self.from_host += other.from_host * times
+        self.exposed_s += other.exposed_s * times
+
+
+def copies(i: Instruction, scope: Scope) -> bool:
+    """True for a kernel or copy that reads or writes host memory."""
+    operands = (scope[name] for name in i.operands if name in scope)
+    return MEMORY in i.shape or any(MEMORY in operand.shape for operand in operands)
+
+
+def sizes(program: Program) -> set[int]:
+    """The sizes in bytes of the arrays in host memory."""
+    shapes = {i.shape for i, _, _ in program.walk() if MEMORY in i.shape}
+    return {
+        shape_bytes(array)
+        for shape in shapes
+        for array in re.findall(rf"(\w+\[[\d,]*\])\{{[^}}]*{re.escape(MEMORY)}", shape)
+    }
+
+
+def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
+    """The direction of an instruction for which `copies` is true, and the bytes that it copies. If
+    it updates an array, these are the bytes of the update."""
+    done, opcode = i, i.opcode.removesuffix("-start")
+    if opcode == "fusion":
+        scope = program.computations[i.callees[0][0]]
+        done, opcode = (inner := root(scope)), inner.opcode
+    result = done.shape
+    if done.opcode.endswith("-start"):  # ((operands), result, context), of a copy (result, ..)
+        result = elements(result)[0 if opcode == "copy" else 1]
+    update = opcode == "dynamic-update-slice"
+    size = scope[done.operands[1]].bytes if update else shape_bytes(result)
+    return TO_HOST if MEMORY in result else FROM_HOST, size
+
+
+class HostLink:
+    """The link to the host while a schedule runs. In each direction it makes one copy after
+    another.
+
+    On some GPUs the network adapter shares the GPU's lanes to the host (`Gpu.host_shared`). What
+    the adapter sends and receives then delays the copies.
+    """
+
+    def __init__(self, gpu: Gpu, traffic: HostTraffic):
+        self.gpu, self.traffic = gpu, traffic
+        self._free_at: dict[str, float] = {}
+        self._running: dict[str, float] = {}
+
+    def start(self, name: str, now: float, direction: str, size: int) -> tuple[float, float]:
+        """Starts a copy of `size` bytes. Returns when it begins to move, and when it ends."""
+        if direction == TO_HOST:
+            self.traffic.to_host += size
+        else:
+            self.traffic.from_host += size
+        self._running[name] = end = self._queue(direction, now, size)
+        return end - size / (self.gpu.host * 1e9), end
+
+    def finish(self, name: str, now: float) -> float:
+        """The seconds for which kernels wait for a copy; 0 for anything else."""
+        waiting = max(0.0, self._running.pop(name, 0.0) - now)
+        self.traffic.exposed_s += waiting
+        return waiting
+
+    def share(self, now: float, seconds: float) -> None:
+        """Occupies the lanes for a collective of `seconds`, if the network shares them."""
+        if self.gpu.host_shared:
+            for direction in (TO_HOST, FROM_HOST):
+                self._queue(direction, now, seconds * self.gpu.nic * 1e9)
+
+    def _queue(self, direction: str, now: float, size: float) -> float:
+        """The end of a transfer that begins when the link is free."""
+        end = max(now, self._free_at.get(direction, 0.0)) + size / (self.gpu.host * 1e9)
+        self._free_at[direction] = end
+        return end
