@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from forecast_picture import picture
+from tables import replace_table
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
@@ -29,7 +30,6 @@ from jaxbench.base.versions import versions
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.processes import Target, plan_each
-from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import BLOCKS, Run
@@ -246,8 +246,7 @@ def main() -> int:
         "### Published tables in MXFP8 and NVFP4", "", *both(blocks, BLOCKS_GOAL), "",
         "### Published since", "", *by_part(since, GOAL), "", *table(since),
     ]  # fmt: skip
-    before = args.output.read_text().partition(MARK)[0]
-    write_whole(args.output, f"{before}{MARK}\n\n" + "\n".join(lines) + "\n")
+    replace_table(args.output, "\n".join(lines))
     write_whole(args.output.with_suffix(".svg"), picture(lines))
     print("\n".join(lines))
     return int(any(isinstance(plan, str) for plan in plans.values()))

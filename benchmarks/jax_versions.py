@@ -19,8 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from tables import replace_table
+
 from jaxbench.base import hardware
-from jaxbench.base.files import write_whole
 from jaxbench.plan import sweep
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe.settings import Run
@@ -49,7 +50,7 @@ def write_table(names: list[str], target: Target) -> int:
     plans, failures = plan_all(runs(names, target), target)
     lines = [f"{run.recipe}-{run.row}: {reason}" for run, reason in failures.items()]
     table = [sweep.cells(plan, target.name) for plan in plans]
-    sweep.write_tables(table, lines, Path(), [target])
+    sweep.write_table(table, lines, Path(), [target])
     return int(bool(failures))
 
 
@@ -99,9 +100,8 @@ def main() -> int:
         worse |= worse_here
     print("\n".join(lines))
     if args.output:
-        above = args.output.read_text().partition(sweep.MARK)[0]
         block = "\n".join(lines)
-        write_whole(args.output, f"{above}{sweep.MARK}\n\n```text\n{block}```\n")
+        replace_table(args.output, f"```text\n{block}```")
     return int(worse)
 
 

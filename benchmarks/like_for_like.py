@@ -30,11 +30,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from tables import replace_table
+
 from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
 from jaxbench.forecast.guide import guide
 from jaxbench.plan import hlo_file
-from jaxbench.plan.sweep import MARK
 from jaxbench.recipe import published, recipes
 from jaxbench.xla import flags
 from jaxbench.xla.custom_calls import RULES
@@ -265,8 +266,7 @@ def main() -> None:
     lines = [f"{time.strftime('%Y-%m-%d')}, jax {version('jax')}. {summaries}", "", *lines]
     print(f"\n{lines[0]}")
     if args.output:
-        before = args.output.read_text().partition(MARK)[0]
-        write_whole(args.output, f"{before}{MARK}\n\n" + "\n".join(lines) + "\n")
+        replace_table(args.output, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def make_parser() -> Parser:
     add("--json", action="store_const", const="json", dest="format", help="short for --format json")
     add("--output", type=Path, metavar="PATH",
         help="file of --format json or html (default: print it); folder of --all's table (default "
-        "docs)")
+        "results/plan)")
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
     add("--write-kernels", type=Path, metavar="FILE",
         help="write the products and attention of --profile as measurements for --kernels")

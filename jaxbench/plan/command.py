@@ -38,8 +38,8 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.program import check_run, compile_program
 from jaxbench.xla import flags
 
-DOCS = Path("docs")
-"""The default folder for the tables of `--all`."""
+TABLE = Path("results", "plan")
+"""The default folder for the table of `--all`."""
 
 REMEDIES = 8
 """The most candidates that we compile to replace a row that does not fit."""
@@ -157,7 +157,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     if args.scaling:
         recipe = recipes.load(args.config).on(target.gpu)
         return scaling.scaling(recipe, args.config, args.set, target, args.format, args.output)
-    return sweep.sweep(targets, args.output or DOCS)
+    return sweep.sweep(targets, args.output or TABLE)
 
 
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None) -> int:
     targets = find_targets(args)
     check_arguments(args)
     with ExitStack() as held:
-        output = args.output or (DOCS if args.all else None)
+        output = args.output or (TABLE if args.all else None)
         for folder in filter(None, (args.dump, output if args.all else None)):
             folder.mkdir(parents=True, exist_ok=True)
         for path in filter(None, (args.dump, output)):

@@ -1,10 +1,10 @@
-"""`python -m jaxbench.plan --all`: plans of every row of every recipe, their tables, and what moved
+"""`python -m jaxbench.plan --all`: plans of every row of every recipe as one table, and what moved
 between two tables, for example between two versions of jax."""
 
 import csv
 import sys
 import time
-from io import StringIO
+from io import SEEK_END, StringIO
 from pathlib import Path
 
 from jaxbench.base.errors import RecipeError
@@ -12,11 +12,8 @@ from jaxbench.base.files import write_whole
 from jaxbench.base.versions import versions
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import Target, plan_all
-from jaxbench.recipe import recipes
+from jaxbench.recipe import planned, recipes
 from jaxbench.recipe.settings import Run
-
-MARK = "<!-- table -->"
-"""The line of plan.md after which we replace the table."""
 
 COMPARED = (
     "peak GiB",
@@ -47,14 +44,14 @@ def rows(target: Target, every: bool = True) -> list[Run]:
 
 def sweep(targets: list[Target], output: Path) -> int:
     """Plans all rows on the first GPU, and on the others the rows that recipes have for them.
-    Writes the tables. Returns 1 if a row fails or does not fit."""
+    Writes the table. Returns 1 if a row fails or does not fit."""
     table, lines, too_big = [], [], []
     for target in targets:
         plans, failures = plan_all(rows(target, target is targets[0]), target)
         table += [cells(plan, target.name) for plan in plans]
         lines += [f"{r.recipe}-{r.row} on {target.name}: {why}" for r, why in failures.items()]
         too_big += [f"{p.recipe}:{p.row} on {target.name}" for p in plans if not p.fits]
-    write_tables(table, lines, output, targets)
+    write_table(table, lines, output, targets)
     for name in too_big:
         print(f"{name} does not fit", file=sys.stderr)
     return int(bool(lines or too_big))
@@ -95,28 +92,19 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
     }
 
 
-def write_tables(
+def write_table(
     table: list[dict[str, str]], failures: list[str], output: Path, targets: list[Target]
 ) -> None:
-    """Replaces the table in `plan.md` after `MARK`, and replaces `plan.csv`."""
+    """Writes `plan.csv`, with comments that say how it was made and what failed."""
     output.mkdir(parents=True, exist_ok=True)
     columns = [*table[0]] if table else []
     packages = versions() | {"commit": None, "source": None}
     names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
     options = " and ".join(" ".join(target.options()) for target in targets)
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}, {len(table)} rows, {options}. {names}.",
-        "",
-        f"| {' | '.join(columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(line.values())} |" for line in table),
-        *([""] if failures else []),
-        *(f"- not planned: {failure}" for failure in failures),
-    ]
-    path = output / "plan.md"
-    before = path.read_text().partition(MARK)[0] if path.exists() else "# Plans\n\n"
-    write_whole(path, f"{before}{MARK}\n\n" + "\n".join(lines) + "\n")
-    text = StringIO()
+    comments = [f"{time.strftime('%Y-%m-%d')}, {len(table)} rows, {options}. {names}."]
+    comments += [f"not planned: {failure}" for failure in failures]
+    text = StringIO("".join(f"# {comment}\n" for comment in comments))
+    text.seek(0, SEEK_END)
     csv.writer(text, lineterminator="\n").writerows([columns, *(line.values() for line in table)])
     write_whole(output / "plan.csv", text.getvalue())
 
@@ -149,8 +137,7 @@ def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
     """The lines of a table by recipe, GPU and number of GPUs. A table without a GPU column is for
     H100."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = [*csv.DictReader(file)]
+        _, lines = planned.read(path)
         needed = {"recipe", "GPUs", "fits", *COMPARED}
         for number, line in enumerate(lines, 2):
             if missing := [name for name in needed if line.get(name) is None]:

@@ -1,6 +1,5 @@
 """The command `jaxbench list`: rows of recipes, with forecast and published step times."""
 
-import csv
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -11,7 +10,7 @@ from rich.table import Table
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, counted, meant
 from jaxbench.base.terminal import Parser, command, completes, console
-from jaxbench.recipe import published, recipes
+from jaxbench.recipe import planned, published, recipes
 
 EXAMPLES = """
     jaxbench list                            every row
@@ -72,18 +71,11 @@ def rows() -> Iterator[dict[str, Any]]:
 
 @cache
 def forecasts() -> dict[tuple[str, str, int], float]:
-    """Forecast seconds by recipe, GPU and number of GPUs, from the table of `plan --all`. In an
-    installed package the table is next to the recipes, else in docs."""
-    folder = recipes.config_folder()
-    paths = (folder / "plan.csv", folder.parent / "docs" / "plan.csv")
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return {}
-    with path.open(newline="") as file:
-        return {
-            (line["recipe"], line["GPU"], int(line["GPUs"])): float(line["forecast s"])
-            for line in csv.DictReader(file)
-        }
+    """Forecast seconds by recipe, GPU and number of GPUs, from the table of all plans."""
+    return {
+        (line["recipe"], line["GPU"], int(line["GPUs"])): float(line["forecast s"])
+        for line in planned.read()[1]
+    }
 
 
 def chosen(

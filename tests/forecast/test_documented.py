@@ -8,6 +8,8 @@ import statistics
 import pytest
 from commands import ROOT
 
+from jaxbench.recipe import planned
+
 ALIKE = ("llama2_70b", "llama31_8b", "llama31_70b")
 """Models whose published programs shard as ours do, or do nearly the same work per GPU."""
 
@@ -15,8 +17,7 @@ ALIKE = ("llama2_70b", "llama31_8b", "llama31_70b")
 def ratios() -> dict[str, float]:
     """Forecast over published seconds of each published row of H100s that recomputes as the
     published programs do, instead of offloading."""
-    with (ROOT / "docs" / "plan.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["published s"]]
+    rows = [row for row in planned.read()[1] if row["published s"]]
     return {
         f"{row['recipe']}:{row['GPUs']}": float(row["forecast s"]) / float(row["published s"])
         for row in rows

@@ -4,7 +4,6 @@ import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from subprocess import CompletedProcess
 
 import made_plans
@@ -14,7 +13,7 @@ from mistakes import assert_mistake
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.hardware import H100
 from jaxbench.plan import absent, candidates, command, processes, sweep
-from jaxbench.recipe import derived_rows, published, recipes
+from jaxbench.recipe import derived_rows, planned, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
 
@@ -218,7 +217,7 @@ def test_a_file_that_is_no_plan_is_one_line(spoil, message, tmp_path, capsys):
     ],
 )
 def test_a_table_that_is_none_is_one_line(change, message, tmp_path, capsys):
-    text = Path("docs/plan.csv").read_text()
+    text = planned.PATH.read_text()
     files = tmp_path / "a.csv", tmp_path / "b.csv"
     files[0].write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     files[1].write_text(text)

@@ -19,6 +19,7 @@ from jaxbench.plan import absent, ask_cudnn, command, processes, sweep, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
+from jaxbench.recipe import planned as table_of_plans
 from jaxbench.recipe import published, recipes
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
@@ -225,10 +226,10 @@ def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     shutil.copytree(planned[1], processes.folder(runs[0], target))
     monkeypatch.setattr(processes.sys, "executable", "false")
     assert sweep.sweep([target], tmp_path) == 1
-    written = (tmp_path / "plan.md").read_text()
-    assert "| llama31_8b_bf16 | h100 | 16 | data 2 x fsdp 8 |" in written
-    assert "not planned: llama31_8b_bf16-8 on h100: exit status 1" in written
-    assert len((tmp_path / "plan.csv").read_text().splitlines()) == 2
+    comments, (line,) = table_of_plans.read(tmp_path / "plan.csv")
+    assert [line["recipe"], line["GPU"], line["GPUs"]] == ["llama31_8b_bf16", "h100", "16"]
+    assert line["mesh"] == "data 2 x fsdp 8"
+    assert comments[1] == "not planned: llama31_8b_bf16-8 on h100: exit status 1"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """The memory of a host: what XLA may pin of it, and what a job with too little of it is told."""
 
-import csv
-
 import pytest
-from commands import ROOT
 
 from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.cluster import nvml
-from jaxbench.recipe import recipes
+from jaxbench.recipe import planned, recipes
 from jaxbench.recipe.activations import host_bytes
 from jaxbench.run import command, host_memory
 from jaxbench.run.arguments import parse_arguments
@@ -16,15 +13,10 @@ from jaxbench.run.arguments import parse_arguments
 GIB = 2**30
 
 
-def plans():
-    with (ROOT / "docs" / "plan.csv").open() as file:
-        yield from csv.DictReader(file)
-
-
 def test_the_bytes_of_every_row_are_known_before_it_is_compiled():
-    """They are those of the compiled program, which docs/plan.csv has."""
+    """They are those of the compiled program, which the table of plans has."""
     offloading = 0
-    for plan in plans():
+    for plan in planned.read()[1]:
         recipe = recipes.load(plan["recipe"]).on(PLANNED[plan["GPU"]])
         run = recipes.resolve(recipe, int(plan["GPUs"]))
         offloading += run.execution.offload != "none"
