@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build/pages"
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LOG.md", "LICENSE")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LICENSE")
 """Documents that are not in docs/; on the site they are next to those that are."""
 
 PICTURE = r'<picture><source .* srcset="(.*?)"><img (.*?)src="(.*?)"(.*?)></picture>'
