@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     at = argv.index("--") if "--" in argv else len(argv)
     args, unknown = parser.parse_known_args(argv[:at])
     if unknown:
-        names = map(arguments.flag, arguments.names())
+        names = (arguments.flag(option.name) for option in fields(arguments.Options))
         if unknown[0].partition("=")[0] in names:
             raise RecipeError(
                 f"{unknown[0]} is an option of train: launch/submit.sh ... -- {shlex.join(unknown)}"

@@ -5,6 +5,7 @@ Needs no JAX: `launch/submit.py` checks the options of a job on a login node.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,35 @@ EXAMPLES = """
         --set parallelism.fsdp=4 --set parallelism.tensor=2      a mesh of 8 CPU devices
     jaxbench train --config llama31_8b_bf16 --output run --checkpoint-every 50 --resume
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a command line, as `--help` documents them; None where a default depends on
+    the run."""
+
+    config: str
+    gpus: int | None
+    set: list[str]
+    steps: int | None
+    seed: int
+    output: Path | None
+    stream: str | None
+    cpu_devices: int | None
+    local_devices: int | None
+    checkpoint: bool
+    checkpoint_every: int | None
+    keep: int | None
+    resume: bool
+    restore: Path | None
+    watchdog: float | None
+    profile: str | None
+    profile_steps: tuple[int, int]
+    profile_ranks: tuple[int, ...]
+    nccl_trace: bool
+    pgle: bool
+    check_repeatable: bool
+    compilation_cache: Path | None
 
 
 # fmt: off
@@ -105,21 +135,18 @@ def ranks(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> Options:
     """The options of a command line, with defaults. Raises RecipeError."""
-    return make_parser().parse_args(argv)
+    return Options(**vars(make_parser().parse_args(argv)))
 
 
 def given(texts: Sequence[str]) -> dict[str, Any]:
     """The options in `texts` by attribute name, without defaults. Raises RecipeError for an unknown
     option or a bad value."""
-    unset = argparse.Namespace(**dict.fromkeys(names()))  # argparse adds no default to these
+    names = (field.name for field in fields(Options))
+    unset = argparse.Namespace(**dict.fromkeys(names))  # argparse adds no default to these
     args = make_parser().parse_args(["--config", "", *texts], unset)
     return {name: value for name, value in vars(args).items() if value not in (None, "")}
-
-
-def names() -> list[str]:
-    return list(vars(parse_arguments(["--config", ""])))
 
 
 def as_texts(options: Mapping[str, Any]) -> list[str]:
@@ -139,7 +166,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: Options) -> None:
     """Raises RecipeError for impossible values and for options that exclude each other."""
     positive(
         "--", args, "steps", "cpu_devices", "local_devices", "checkpoint_every", "keep", "watchdog"
@@ -157,7 +184,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise RecipeError("--resume needs --output, the folder of the run to continue")
 
 
-def check_profiled(args: argparse.Namespace, processes: int) -> None:
+def check_profiled(args: Options, processes: int) -> None:
     """Raises RecipeError for ranks to profile that the job does not have."""
     absent = [rank for rank in args.profile_ranks if rank >= processes]
     if args.profile and absent and args.profile_ranks != ranks(PROFILED_RANKS):

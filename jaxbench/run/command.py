@@ -1,6 +1,5 @@
 """The command `python -m jaxbench.train`: resolves the run, checks it, and starts the session."""
 
-import argparse
 import sys
 from contextlib import ExitStack, suppress
 
@@ -14,7 +13,7 @@ from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.activations import host_bytes
 from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import host_memory, profiling, session
-from jaxbench.run.arguments import check_arguments, check_profiled, parse_arguments
+from jaxbench.run.arguments import Options, check_arguments, check_profiled, parse_arguments
 from jaxbench.run.prepare import prepare
 from jaxbench.train.program import check_run
 from jaxbench.xla import flags
@@ -46,9 +45,7 @@ def _main(argv: list[str] | None, held: ExitStack) -> int:
     return session.benchmark(run, prepared)
 
 
-def find_run(
-    args: argparse.Namespace, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
-) -> Run:
+def find_run(args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]) -> Run:
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if the row
     cannot run on them."""
     devices.select_platform(args.cpu_devices)
@@ -76,7 +73,7 @@ def find_run(
 
 
 def resolve(
-    args: argparse.Namespace,
+    args: Options,
     recipe: recipes.Recipe,
     overrides: tuple[recipes.Override, ...],
     platform: str,
@@ -94,7 +91,7 @@ def resolve(
 
 
 def expected_host_bytes(
-    args: argparse.Namespace, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
+    args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
 ) -> float:
     """Bytes of host memory for the offloaded activations of one device, before JAX takes the
     devices. Returns 0 if nothing is offloaded, or if the devices are not known."""

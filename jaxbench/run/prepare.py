@@ -1,6 +1,5 @@
 """Prepares a session: output folder, checkpoint to restore, number of steps."""
 
-import argparse
 import json
 import time
 from contextlib import ExitStack
@@ -15,10 +14,11 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.build import differing
 from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling, records, saved_checkpoints
+from jaxbench.run.arguments import Options
 from jaxbench.run.session import Session
 
 
-def prepare(run: Run, args: argparse.Namespace, held: ExitStack) -> tuple[Run, Session | None]:
+def prepare(run: Run, args: Options, held: ExitStack) -> tuple[Run, Session | None]:
     """The run with its number of steps, and its session; None for the session if the run is
     completed already.
 
@@ -46,7 +46,7 @@ Plan = tuple[str, list[str], list[str], int]
 """(folder, readable checkpoints from the newest on, why newer ones are skipped, steps)."""
 
 
-def _plan(run: Run, args: argparse.Namespace, held: ExitStack) -> Plan | None:
+def _plan(run: Run, args: Options, held: ExitStack) -> Plan | None:
     """The plan of a start; None if the run is completed. Makes the folder and becomes its owner.
     Raises RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
     recipe, steps = recipes.describe(run), run.steps
@@ -68,7 +68,7 @@ def _plan(run: Run, args: argparse.Namespace, held: ExitStack) -> Plan | None:
     return str(folder), [str(path) for path in readable], skipped, steps
 
 
-def _own(run: Run, args: argparse.Namespace, held: ExitStack) -> Path:
+def _own(run: Run, args: Options, held: ExitStack) -> Path:
     """The folder of the run. This process is its only writer until `held` is closed. The folder is
     new, or with --resume may hold the run. Raises RecipeError for any other folder."""
     if args.output is None:

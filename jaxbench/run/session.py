@@ -6,7 +6,6 @@ import faulthandler
 import signal
 import sys
 import traceback
-from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
 from jaxbench.run import plausible, profiling, repeatable, sampling
-from jaxbench.run.arguments import KEEP
+from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
 from jaxbench.run.live_metrics import open_stream
@@ -46,13 +45,13 @@ class Session:
     """The folder and the beginning of one start of a run.
 
     `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
-    it cannot be read, and `skipped` says why newer ones are not used. `options` are the options of
-    the command line (`arguments`).
+    it cannot be read, and `skipped` says why newer ones are not used. `options` are those of the
+    command line.
     """
 
     folder: Path
     restore: Path | None
-    options: Namespace
+    options: Options
     older: tuple[Path, ...] = ()
     skipped: tuple[str, ...] = ()
 

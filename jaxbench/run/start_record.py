@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import sys
-from argparse import Namespace
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.settings import Run
 from jaxbench.results.window import too_short
+from jaxbench.run.arguments import Options
 from jaxbench.run.records import SCHEMA, read
 from jaxbench.xla import flags
 
@@ -30,7 +30,7 @@ IGNORED = ("recipe.overrides",)
 RESUMED = "resumed at step "
 
 
-def new_record(run: Run, path: Path, options: Namespace, step: int) -> dict[str, Any]:
+def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, Any]:
     """The record of a start from `step`, before its first step. `path` is run.json."""
     devices = hardware()
     before = read(path) if options.resume and path.exists() else None

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -171,7 +170,7 @@ def test_a_record_says_interrupted_before_the_last_save(tmp_path):
     recorder = begin(tmp_path, RUN, 0)
     signals = Signals.__new__(Signals)
     signals.agreed, signals._received, signals._stepping = None, [], False
-    options = Namespace()
+    options = parse_arguments(["--config", "llama31_8b_bf16"])
     begun = session.Session(folder=tmp_path, restore=None, options=options)
     attempt = session.Attempt(RUN, begun, recorder, signals, Watchdog())
     assert not attempt._stop(1)
