@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxbench.base.files import write_whole
-from jaxbench.report.charts import Scale
+from jaxbench.pages.charts import Scale
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 560, 72, 560, 24, 500
 LOW, HIGH = 180, 50_000

@@ -8,8 +8,7 @@ import numpy as np
 
 from jaxbench.base import hardware
 from jaxbench.recipe import flops, published, recipes
-from jaxbench.report.profiles import COMPARED
-from jaxbench.report.runs import WAITS
+from jaxbench.results.profiled import COMPARED, WAITS
 from jaxbench.results.throughput import throughput
 from jaxbench.results.window import spread
 from jaxbench.xla import flags

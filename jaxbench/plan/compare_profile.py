@@ -26,8 +26,7 @@ from jaxbench.plan.hlo_file import crossed, parse, whole_text
 from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.settings import AXES
-from jaxbench.report.profiles import COMPARED
-from jaxbench.report.runs import WAITS, Compared, Difference, Part
+from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import PROFILED, Work
 from jaxbench.xla.memory import readable

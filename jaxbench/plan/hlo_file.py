@@ -17,13 +17,13 @@ from jaxbench.base import files
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu, placed
 from jaxbench.forecast.tables import Tables, load
+from jaxbench.pages.charts import waterfall
+from jaxbench.pages.html import attached, render
 from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step, step_of
 from jaxbench.plan.row_page import in_gib, step_content, system_assumptions, whole
 from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import system
-from jaxbench.report.charts import waterfall
-from jaxbench.report.page import attached, render
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxbench.base.errors import counted
-from jaxbench.report.charts import Chart, Label, chart_over_gpus, empty_chart
-from jaxbench.report.page import render
-from jaxbench.report.plans import LABELS, MINIMUM_S
+from jaxbench.pages.charts import Chart, Label, chart_over_gpus, empty_chart
+from jaxbench.pages.html import render
+from jaxbench.results.plans import LABELS, MINIMUM_S
 
 GROWING = ("ours", "other", "published")
 """CSS classes of the parts that grow most, in their order."""

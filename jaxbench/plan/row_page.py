@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxbench.base.errors import counted
 from jaxbench.forecast.forecast import Forecast
+from jaxbench.pages.charts import SECONDS, WAITING, Bar, waterfall
+from jaxbench.pages.html import attached, render, settings
 from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.text import gib
 from jaxbench.recipe.published import ERRATA
-from jaxbench.report.charts import SECONDS, WAITING, Bar, waterfall
-from jaxbench.report.page import attached, render, settings
-from jaxbench.report.plans import LABELS, MINIMUM_S
+from jaxbench.results.plans import LABELS, MINIMUM_S
 from jaxbench.xla.timeline import LINKS
 
 PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")

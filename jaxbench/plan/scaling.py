@@ -21,7 +21,7 @@ from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
-from jaxbench.report.plans import MINIMUM_S
+from jaxbench.results.plans import MINIMUM_S
 
 BAR = 60
 """Characters of the longest bar."""

@@ -9,9 +9,10 @@ from typing import Any
 from jaxbench.base import hardware
 from jaxbench.base.files import RECORDS, recorded
 from jaxbench.recipe.published import titled
-from jaxbench.report import plans, profiles
 from jaxbench.report.logs import lines
-from jaxbench.report.runs import RunData, Steps, Window, quantity
+from jaxbench.report.runs import RunData, Steps, Window
+from jaxbench.results import plans, profiled
+from jaxbench.results.quantity import quantity
 from jaxbench.results.window import first_of_program
 
 STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
@@ -42,7 +43,7 @@ def read(folder: Path) -> RunData:
         record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
     except MALFORMED:
         record["environment"] = None
-    run.profiles = profiles.read(folder)
+    run.profiles = profiled.read(folder)
     run.plan = plans.find_plan(folder, record["recipe"], record["hardware"]["device"])
     try:
         for line in lines(folder / STEPS):

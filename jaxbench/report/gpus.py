@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
-from jaxbench.report.charts import CHARACTER
-from jaxbench.report.runs import quantity
+from jaxbench.pages.charts import CHARACTER
+from jaxbench.results.quantity import quantity
 
 MOST_NODES = 64
 """The most nodes of a picture. Nodes with the slowest GPUs come first."""

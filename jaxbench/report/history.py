@@ -17,7 +17,7 @@ from typing import Any
 from jaxbench.base import files
 from jaxbench.base.errors import listed
 from jaxbench.base.outliers import DEVIATIONS, robust_deviation
-from jaxbench.report.charts import Chart, Label, empty_chart
+from jaxbench.pages.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences
 from jaxbench.report.gpus import gpus, slow_nodes
 from jaxbench.report.runs import Result

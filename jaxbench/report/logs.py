@@ -16,7 +16,8 @@ from typing import NamedTuple
 from jaxbench.base import hardware
 from jaxbench.base.errors import counted
 from jaxbench.recipe import published
-from jaxbench.report.runs import LARGEST, Repeats, RunData, Steps
+from jaxbench.report.runs import Repeats, RunData, Steps
+from jaxbench.results.quantity import LARGEST
 from jaxbench.results.verdict import SMOKE
 
 PIECE = 1 << 20

@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxbench.report.runs import LARGEST, Result
+from jaxbench.report.runs import Result
+from jaxbench.results.quantity import LARGEST
 
 SETTINGS = {
     "global_batch_size": ("batch", "global_batch"),

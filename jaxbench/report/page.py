@@ -1,24 +1,14 @@
-"""The HTML page of a report or a history: one file that needs no network and no script.
+"""The HTML page of a report or a history."""
 
-We do not trust runs and logs: templates escape their texts, and the page forbids itself scripts and
-requests (`templates/base.html`).
-"""
-
-import base64
-import gzip
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
-
 from jaxbench.base.errors import counted
-from jaxbench.recipe.build import flat
+from jaxbench.pages.html import attached, render, settings
 from jaxbench.recipe.published import ERRATA
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS
@@ -41,36 +31,14 @@ COLUMNS = {
 }  # fmt: skip
 """Figures in the table of runs, and their headings there."""
 
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that are invalid in HTML, and characters that change the direction of text."""
-
-UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
-"""The space between a figure and its unit. No line may end there."""
+FILTERS: dict[str, Callable[..., Any]] = {"figure": formats.cell, "symbol": SYMBOLS.__getitem__}
+"""What the report's templates use besides the common filters."""
 
 MOST_RUNS = 100
 """The most runs whose charts and records are on the page: the last ones. The table has all runs."""
 
 MOST_STEPS, MOST_RANKS = 1000, 64
 """Longer lists of step times and of ranks are left out of the JSON on the page."""
-
-
-def render(template: str, **content: Any) -> str:
-    """A page from one of the templates."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {
-        "figure": formats.cell, "symbol": SYMBOLS.__getitem__, "counted": counted,
-        "breakable": breakable,
-    }  # fmt: skip
-    content["headline"] = UNIT.sub("\xa0", content["headline"])
-    return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
-
-
-def breakable(text: str) -> Markup:
-    """A name that may break after its marks if a line has no room for all of it."""
-    return Markup(re.sub(r"([._/,\]])(?=[a-z\[]|\d+[a-z])", r"\1<wbr>", str(escape(text))))
 
 
 def page(results: Sequence[Result], convention: str) -> str:
@@ -85,6 +53,7 @@ def page(results: Sequence[Result], convention: str) -> str:
     errata = {code for r in results for code in (r.run.published or {}).get("errata") or ()}
     return render(
         "report.html",
+        FILTERS,
         title="Training benchmark report",
         runs=runs,
         shown=shown,
@@ -115,6 +84,7 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
     changes = sum(len(row.changes) for row in rows)
     return render(
         "history.html",
+        FILTERS,
         title="Training benchmark history",
         headline=f"{counted(changes, 'change') if changes else 'No change'} above "
         f"{100 * threshold:g} % in {counted(len(rows), 'row')}.",
@@ -195,20 +165,3 @@ def details(page_run: PageRun) -> dict[str, Any]:
         "file": f"{name}.json.gz",
         "href": attached(content),
     }
-
-
-def settings(record: Mapping[str, Any], parts: Sequence[str]) -> list[tuple[str, list]]:
-    """(name, [(setting, value)]) of those `parts` that the record has."""
-    return [
-        (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
-        for part in parts
-        if (values := [*flat(record.get(part), part)])
-    ]
-
-
-def attached(content: Any) -> str:
-    """A link to compressed JSON that is inside the page."""
-    # JSON has no NaN, so NaN is null in the file.
-    valid = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
-    packed = gzip.compress(json.dumps(valid, indent=1).encode(), mtime=0)
-    return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxbench.base.hardware import NULL, is_null
+from jaxbench.results.plans import PlannedStep
+from jaxbench.results.profiled import Compared
+from jaxbench.results.quantity import quantity
 from jaxbench.results.verdict import Verdict, judge
 from jaxbench.results.window import spread, start_of, too_short
 
@@ -17,9 +20,6 @@ Window = tuple[int, int]
 
 LISTED = 5
 """The number of missing iterations that a reason names. It counts the rest."""
-
-LARGEST = 1e18
-"""The largest plausible quantity in any unit that is used here."""
 
 Repeats = Literal["never", "redrawn", "processes"]
 
@@ -76,94 +76,6 @@ class Steps:
             rest = f" and {missing - LISTED} more" if missing > LISTED else ""
             problems.append(f"missing iterations {listed}{rest}")
         return problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """The step time according to a plan of the same program.
-
-    `kind` is `forecast`, or `bound` if the plan has no forecast. `parts` are seconds by name.
-    `peak_memory` is in bytes of one GPU.
-    """
-
-    path: Path
-    kind: str
-    step_s: float
-    parts: dict[str, float]
-    peak_memory: float | None
-
-
-WAITS = "waits for collectives and copies"
-"""The part of a step in which kernels wait for collectives and copies."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The seconds per step of things that belong together: kernels of a kind, collectives of a kind
-    over the same mesh axes, or copies from and to the host."""
-
-    name: str
-    measured_s: float
-    forecast_s: float
-
-    @property
-    def longer_s(self) -> float:
-        """The measured seconds minus the forecast seconds."""
-        return self.measured_s - self.forecast_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference(Part):
-    """A kernel or collective of the program. `name` is the name of its instruction, `source` its
-    JAX operation, and `sizes` the sizes of a matmul or attention. It has `runs` in a step."""
-
-    source: str
-    sizes: str
-    runs: int
-
-    @property
-    def what(self) -> str:
-        """Its JAX operation and sizes."""
-        return ", ".join(filter(None, [self.source, self.sizes]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A profile of `steps` steps next to the forecast. `kernels`, which include waits and gaps, add
-    up to a step, since there is one stream of kernels. Collectives and copies run next to it on
-    `links`. `found` is the share of the forecast's kernel seconds whose instructions the profile
-    has. `remark` says why the figures are no measurement, if they are none."""
-
-    profile: str
-    gpu: str
-    devices: int
-    steps: int
-    measured_s: float
-    forecast_s: float
-    kernels: list[Part]
-    links: list[Part]
-    largest: list[Difference]
-    found: float
-    remark: str = ""
-
-    @property
-    def rank(self) -> str:
-        """The process that was profiled."""
-        return Path(self.profile).name.replace("-", " ")
-
-    @property
-    def waits(self) -> Part | None:
-        """The part of the step in which kernels wait."""
-        return next((part for part in self.kernels if part.name == WAITS), None)
-
-
-def quantity(value: Any, *, zero: bool = True) -> float:
-    """A recorded time, rate or size as a float. Raises TypeError for anything implausible, and for
-    0 unless `zero`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 <= value < LARGEST and (zero or value)):
-        raise TypeError(f"{str(value)[:20]} is no figure")
-    return float(value)
 
 
 @dataclass(kw_only=True)

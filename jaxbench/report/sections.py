@@ -9,11 +9,12 @@ from typing import Any
 from jaxbench.base.errors import counted, listed
 from jaxbench.base.hardware import NULL
 from jaxbench.base.outliers import STEP_SPREAD, outliers
+from jaxbench.pages.charts import SECONDS, Bar, Chart, Label, chart_over_gpus, empty_chart
+from jaxbench.pages.charts import waterfall as stacked
 from jaxbench.recipe import published
-from jaxbench.report.charts import SECONDS, Bar, Chart, Label, chart_over_gpus, empty_chart
-from jaxbench.report.charts import waterfall as stacked
 from jaxbench.report.gap import REMAINS, explain
-from jaxbench.report.runs import Result, quantity
+from jaxbench.report.runs import Result
+from jaxbench.results.quantity import quantity
 from jaxbench.results.verdict import percent
 
 SPAN = 0.03

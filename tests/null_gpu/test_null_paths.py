@@ -13,7 +13,7 @@ from commands import ROOT
 from jaxbench.base.hardware import NULL
 from jaxbench.jax_internals import KEEPS_AUTOTUNING, READS_HOST, profile_events
 from jaxbench.plan import command as plan
-from jaxbench.report import profiles
+from jaxbench.results import profiled
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,7 +113,7 @@ def test_options_around_training(option, tmp_path):
     if option == "profile":
         assert "MemcpyD2H" in {event.name for event in profile_events(tmp_path)}
         assert plan.main(["--profile", str(tmp_path / "profile" / "rank-0")]) == 0
-        (compared,) = profiles.read(tmp_path)
+        (compared,) = profiled.read(tmp_path)
         assert (compared.steps, compared.gpu, compared.remark) == (3, "h100", NULL)
         assert compared.found > 0.95  # each kernel but copies, by the names in the profile
         assert "all-gather over fsdp" in {part.name for part in compared.links}

@@ -14,9 +14,10 @@ from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_reco
 from parsed import Parsed
 
 from jaxbench.recipe import published
-from jaxbench.report import command, history, plans
+from jaxbench.report import command, history
 from jaxbench.report.page import page_runs
 from jaxbench.report.sections import ranks
+from jaxbench.results import plans
 
 
 def page(*arguments):

@@ -1,12 +1,13 @@
 """Plans of the programs that ran: every plan.json of `python -m jaxbench.plan --dump`."""
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jaxbench.base import hardware
-from jaxbench.report.runs import PlannedStep, quantity
+from jaxbench.results.quantity import quantity
 
 PLAN = "plan.json"
 PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
@@ -21,6 +22,21 @@ LABELS = {
 
 MINIMUM_S = 5e-4
 """Shorter parts of a step are not shown, since figures have three digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """The step time according to a plan of the same program.
+
+    `kind` is `forecast`, or `bound` if the plan has no forecast. `parts` are seconds by name.
+    `peak_memory` is in bytes of one GPU.
+    """
+
+    path: Path
+    kind: str
+    step_s: float
+    parts: dict[str, float]
+    peak_memory: float | None
 
 
 def find_plan(folder: Path, recipe: dict[str, Any], device: str) -> PlannedStep | None:

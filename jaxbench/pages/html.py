@@ -1,0 +1,60 @@
+"""Renders a page from its template.
+
+We do not trust runs and logs: templates escape their texts, and the page forbids itself scripts and
+requests (`templates/base.html`).
+"""
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from jaxbench.base.errors import counted
+from jaxbench.recipe.build import flat
+
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that are invalid in HTML, and characters that change the direction of text."""
+
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
+"""The space between a figure and its unit. No line may end there."""
+
+
+def render(
+    template: str, filters: Mapping[str, Callable[..., Any]] | None = None, **content: Any
+) -> str:
+    """A page from one of the templates, which may use these filters too."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"counted": counted, "breakable": breakable, **(filters or {})}
+    content["headline"] = UNIT.sub("\xa0", content["headline"])
+    return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
+
+
+def breakable(text: str) -> Markup:
+    """A name that may break after its marks if a line has no room for all of it."""
+    return Markup(re.sub(r"([._/,\]])(?=[a-z\[]|\d+[a-z])", r"\1<wbr>", str(escape(text))))
+
+
+def settings(record: Mapping[str, Any], parts: Sequence[str]) -> list[tuple[str, list]]:
+    """(name, [(setting, value)]) of those `parts` that the record has."""
+    return [
+        (part, [(key.removeprefix(f"{part}."), value) for key, value in values])
+        for part in parts
+        if (values := [*flat(record.get(part), part)])
+    ]
+
+
+def attached(content: Any) -> str:
+    """A link to compressed JSON that is inside the page."""
+    # JSON has no NaN, so NaN is null in the file.
+    valid = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    packed = gzip.compress(json.dumps(valid, indent=1).encode(), mtime=0)
+    return f"data:application/gzip;base64,{base64.b64encode(packed).decode()}"
