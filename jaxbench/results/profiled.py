@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxbench.recipe.build import restored
 from jaxbench.results.quantity import quantity

@@ -13,5 +13,3 @@ def quantity(value: Any, *, zero: bool = True) -> float:
     if not (number and 0 <= value < LARGEST and (zero or value)):
         raise TypeError(f"{str(value)[:20]} is no figure")
     return float(value)
-
-

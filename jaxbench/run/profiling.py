@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from jax.experimental.profiler import get_profiled_instructions_proto
 
 from jaxbench import mesh
@@ -227,10 +230,24 @@ def coverage(profile: bytes, program: jax.stages.Compiled) -> float:
 
     XLA silently ignores an empty profile, and one of another program. It looks an instruction up by
     its name. It looks an `async-start` up also by the name of the instruction that it wraps, which
-    is the name in a profile (openxla/xla, xla/service/profile_guided_latency_estimator.cc). The
-    profile is a serialized protocol buffer: a name is 0x0A, its length in one byte or two, and its
-    bytes; then 0x11 begins the cost.
+    is the name in a profile (openxla/xla, xla/service/profile_guided_latency_estimator.cc).
     """
-    profiled = set(re.findall(rb"\n(?:[\x80-\xff].|.)([\w.\-]+)\x11", profile, re.DOTALL))
-    covered = [any(name.encode() in profiled for name in names) for names in kernel_names(program)]
+    profiled = {cost.name for cost in profile_type().FromString(profile).costs}
+    covered = [not profiled.isdisjoint(names) for names in kernel_names(program)]
     return sum(covered) / len(covered) if covered else 0.0
+
+
+def profile_type() -> type[Any]:
+    """XLA's `ProfiledInstructionsProto` (tsl/profiler/protobuf/profiled_instructions.proto), of
+    which no package has the Python class. Its other fields are ignored."""
+    file = FileDescriptorProto(name="profiled_instructions.proto", package="jaxbench")
+    cost, whole = file.message_type.add(name="Cost"), file.message_type.add(name="Profile")
+    field = FieldDescriptorProto
+    cost.field.add(name="name", number=1, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
+    whole.field.add(
+        name="costs", number=1, type=field.TYPE_MESSAGE, label=field.LABEL_REPEATED,
+        type_name=".jaxbench.Cost",
+    )  # fmt: skip
+    pool = DescriptorPool()
+    pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("jaxbench.Profile"))
