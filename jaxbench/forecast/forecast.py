@@ -9,7 +9,7 @@ from jaxbench.forecast.costs import CONDITIONS, SCAN, Measured
 from jaxbench.forecast.tables import Tables
 from jaxbench.hardware import Gpu
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Work
+from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Schedule
 
@@ -108,7 +108,8 @@ def _bases(
 ) -> tuple[float, dict[Work, float], dict[str, float], set[str]]:
     """What the seconds of a step rest on: the seconds of work whose sizes the tables cover, of work
     beyond the tables, and of custom calls without a rule, from the bytes that they move. Also the
-    tables that are used: formats of matmuls, and kinds of other work."""
+    tables that are used: formats of matmuls, and kinds of other work, with the format of grouped
+    matmuls."""
     measured_s, used = 0.0, set()
     beyond: defaultdict[Work, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)
@@ -116,6 +117,8 @@ def _bases(
         for work in kernel.works:
             kind = "scan" if work.kind.startswith(SCAN) else work.kind
             used.add(costs.format(work) if kind == "product" else kind)
+            if kind in GROUPED:
+                used.add(f"grouped {work.format}")
             if costs.covers(work):
                 measured_s += costs.work(work) * runs
             else:
