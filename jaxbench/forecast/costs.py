@@ -63,8 +63,8 @@ CONDITIONS = {
 with it. They were 18.9 % slower on average, and 40 % at most, than the same kernels of the same
 step without it, on H100 and other GPUs (arXiv 2507.03114). On an H100 clocks fell from 1980 to 1575
 MHz (deepseek-ai/DeepGEMM issue 120). Grouped matmuls of a Triton kernel ran at 501 TFLOP/s forward
-and at 413 forward and backward on an H100 (linkedin/Liger-Kernel pull request 1294). If gradients of
-rows are as fast as the forward pass, those of weights run at 0.61 of its rate."""
+and at 413 forward and backward on an H100 (linkedin/Liger-Kernel pull request 1294). If gradients
+of rows are as fast as the forward pass, those of weights run at 0.61 of its rate."""
 
 
 class Measured(Roofline):
@@ -158,8 +158,7 @@ class Measured(Roofline):
         if work.kind == "grouped_weights":
             own = (work.kind, work.format) in self.tables.values
             kinds, rate = ({work.kind}, 1.0) if own else (kinds, self.conditions.weights)
-        found = {kind: s for kind in kinds if (s := self._alike(kind, work))}
-        seconds = [s / rate if kind == "grouped" else s for kind, s in found.items()]
+        seconds = [s / rate for kind in kinds if (s := self._alike(kind, work))]
         extreme = min if self.conditions.grouped == "grouped_fast" else max
         return max(self._product(replace(work, kind="product")), extreme(seconds, default=0.0))
 

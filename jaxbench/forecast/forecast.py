@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxbench.forecast.costs import CONDITIONS, SCAN, Measured
-from jaxbench.forecast.tables import Tables
+from jaxbench.forecast.tables import OTHERS, Tables
 from jaxbench.hardware import Gpu
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
@@ -84,11 +84,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
-        sources={
-            kind: source
-            for kind, source in tables.sources.items()
-            if not kind.startswith("repeated ") or kind.removeprefix("repeated ") in used
-        },
+        sources={kind: source for kind, source in tables.sources.items() if _used(kind, used)},
         unknown=unknown,
         assumed=[
             f"{kind}: {instead}"
@@ -126,6 +122,14 @@ def _bases(
         if kernel.unknown:
             unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
     return measured_s, dict(beyond), dict(unknown), used
+
+
+def _used(kind: str, used: set[str]) -> bool:
+    """True unless a kind with its name has further times, of matmuls that the program lacks."""
+    first, name = kind.split(" ", 1)
+    if first not in (other for others in OTHERS.values() for other in others):
+        return True
+    return (name if first in OTHERS["product"] else f"grouped {name}") in used
 
 
 def _named(work: Work) -> str:

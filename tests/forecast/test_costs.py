@@ -89,13 +89,11 @@ def grouped(rows: int, groups: int = 16, dtype: str = "bf16", kind="grouped", **
 
 
 def test_grouped_matmuls_take_what_public_kernels_take():
-    """Milliseconds of vLLM's, TensorRT-LLM's and SGLang's experts of Qwen3 235B on an H100, forward,
-    16384 tokens, by aiconfigurator-core 0.12.0: three matmuls, and other kernels that take 0.9 ms
-    (the activation, the sum of the top 8) by their bytes, with the copy of permuted rows 1.35."""
+    """Milliseconds of vLLM's and TensorRT-LLM's experts of Qwen3 235B on an H100, forward, 16384
+    tokens, by aiconfigurator-core 0.12.0: three matmuls, and other kernels, by their bytes: 0.9 ms
+    for the activation and the sum of the top 8, and 0.5 ms for TensorRT-LLM's copy of the rows."""
     work = grouped(1024, 128)
-    for conditions, together, others in (
-        ("expected", 10.15, 0.91), ("fast", 7.83, 1.38), ("slow", 20.8, 0.91),
-    ):  # fmt: skip
+    for conditions, together, others in (("expected", 10.15, 0.91), ("fast", 7.83, 1.38)):
         seconds = 3 * measured(conditions=conditions).work(work)
         assert seconds == pytest.approx((together - others) * 1e-3, rel=0.02)
 
@@ -120,7 +118,7 @@ def test_conditions_hold_the_kernels_of_experts_in_order(gpu):
             Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS[c]).work(grouped(1024, kind=kind))
             for c in ("fast", "expected", "slow")
         )
-        assert fast < expected <= slow
+        assert fast < expected < slow
 
 
 def test_more_rows_of_a_group_take_longer():
@@ -132,7 +130,7 @@ def test_more_rows_of_a_group_take_longer():
 
 
 def test_gradients_of_weights_are_assumed_until_they_are_measured(tmp_path):
-    """Forward and backward of a Triton kernel ran at 413 TFLOP/s on an H100, forward alone at 501."""
+    """Forward and backward of a Triton kernel ran at 413 TFLOP/s on an H100, forward at 501."""
     forward, weights = (measured().work(grouped(1024, kind=kind)) for kind in GROUPED)
     assert 3 / (2 + weights / forward) == pytest.approx(413 / 501, abs=1e-3)
     assert measured().covers(grouped(1024))
