@@ -146,9 +146,8 @@ def by_kind(measured: dict[str, float], expected: dict[str, Planned]) -> dict[st
 def kind(name: str, kernel: Kernel) -> str:
     """The kind of a kernel."""
     work = kernel.works[0] if kernel.works else None
-    if work and work.kind == "product":
-        grouped = len(work.sizes) == 4 and work.sizes[0] > 1
-        return f"{'grouped matmuls' if grouped else 'matmuls'}, {work.format}"
+    if work and work.matmul:
+        return f"{'matmuls' if work.kind == 'product' else 'grouped matmuls'}, {work.format}"
     if work and work.kind == "attention":
         return f"attention, {'backward' if work.backward else 'forward'}"
     if kernel.part == "other kernels" and "scatter" in name:

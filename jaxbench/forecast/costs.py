@@ -2,7 +2,7 @@
 `xla.schedule.Roofline`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import log, log2, prod
 from statistics import NormalDist
@@ -12,7 +12,7 @@ from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Work
+from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.schedule import Roofline, peak
 from jaxbench.xla.timeline import Kernel
 
@@ -38,7 +38,9 @@ class Conditions:
     `slowdown` is the factor on the time of a kernel that overlaps with a collective. `tuned` says
     that rings are as fast as in a tuned network. `sustained` says that clocks are under the power
     limit; otherwise they are as high as in bursts. `spread` is the standard deviation of the GPUs'
-    speed. `scan` names the Mamba-2 kernels whose rate we assume for ours.
+    speed. `scan` names the Mamba-2 kernels whose rate we assume for ours, and `grouped` the other
+    kernels of grouped matmuls that may be faster or slower than the expected ones. `weights` is the
+    rate of grouped gradients of weights relative to other grouped matmuls.
     """
 
     slowdown: float
@@ -46,17 +48,23 @@ class Conditions:
     sustained: bool = True
     spread: float = 0.0
     scan: str = "fused"
+    grouped: str = "grouped"
+    weights: float = 0.61
 
 
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
-    "fast": Conditions(slowdown=1.0, sustained=False),
-    "slow": Conditions(slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate"),
+    "fast": Conditions(slowdown=1.0, sustained=False, grouped="grouped_fast", weights=1.0),
+    "slow": Conditions(
+        slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate", grouped="grouped_slow"
+    ),
 }
 """Scenarios of a forecast. Kernels that overlap with a collective share cores, bandwidth and power
 with it. They were 18.9 % slower on average, and 40 % at most, than the same kernels of the same
 step without it, on H100 and other GPUs (arXiv 2507.03114). On an H100 clocks fell from 1980 to 1575
-MHz (deepseek-ai/DeepGEMM issue 120)."""
+MHz (deepseek-ai/DeepGEMM issue 120). Grouped matmuls of a Triton kernel ran at 501 TFLOP/s forward
+and at 413 forward and backward on an H100 (linkedin/Liger-Kernel pull request 1294). If gradients
+of rows are as fast as the forward pass, those of weights run at 0.61 of its rate."""
 
 
 class Measured(Roofline):
@@ -67,6 +75,7 @@ class Measured(Roofline):
         super().__init__(gpu, conditions.slowdown)
         self.tables, self.conditions, self.gpus = tables, conditions, gpus
         self._product = cache(self._product_s)
+        self._grouped = cache(self._grouped_s)
 
     @cached_property
     def products(self) -> dict[str, Grid]:
@@ -89,6 +98,8 @@ class Measured(Roofline):
         seconds of its FLOPs at the dtype's peak."""
         if work.kind == "product":
             return self._product(work)
+        if work.kind in GROUPED:
+            return self._grouped(work)
         if work.kind.startswith(SCAN):
             (rate,) = self.tables.values["scan", self.conditions.scan].values()
             return work.flops / (rate * 1e12)
@@ -106,6 +117,13 @@ class Measured(Roofline):
         if work.kind == "product":
             grid = self.products[self.format(work)]
             return self._profiled_s(work) is not None or grid.covers(self._as_measured(work))
+        if work.kind in GROUPED:
+            times = self.tables.values.get((work.kind, work.format), {})
+            _, *axes = zip(*times, strict=True) if times else [()]
+            return bool(axes) and all(
+                min(axis) <= size <= max(axis)
+                for size, axis in zip(work.sizes[1:], axes, strict=True)
+            )
         if work.kind != "attention":
             return not work.flops
         _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
@@ -132,6 +150,37 @@ class Measured(Roofline):
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
         wide = 2.0 if work.dtype == "f32" else 1.0
         return max(wide * max(measured, self._sustained_s(work)), self._least(work))
+
+    def _grouped_s(self, work: Work) -> float:
+        """Seconds of a grouped matmul. It is no faster than a plain one of the same size. Without a
+        table of their own, gradients of weights follow from the other grouped matmuls."""
+        kinds, rate = {"grouped", self.conditions.grouped}, 1.0
+        if work.kind == "grouped_weights":
+            own = (work.kind, work.format) in self.tables.values
+            kinds, rate = ({work.kind}, 1.0) if own else (kinds, self.conditions.weights)
+        seconds = [s / rate for kind in kinds if (s := self._alike(kind, work))]
+        extreme = min if self.conditions.grouped == "grouped_fast" else max
+        return max(self._product(replace(work, kind="product")), extreme(seconds, default=0.0))
+
+    def _alike(self, kind: str, work: Work) -> float | None:
+        """Seconds of a grouped matmul at the measured rate of the most similar [k, n], by the
+        logarithm of the rows of a group. The number of groups has no influence. The times of
+        experts with gates are of matmuls that are n and 2 n wide. MXFP8 takes the table of FP8 if
+        it has none of its own."""
+        names = [work.format, "fp8"] if work.format == "mxfp8" else [work.format]
+        times = next((t for name in names if (t := self.tables.values.get((kind, name)))), None)
+        if times is None:
+            return None
+        _, rows, wide, deep = work.sizes
+
+        def distance(n: int, k: int) -> float:
+            return min(abs(log(n / wide)), abs(log(2 * n / wide))) + abs(log(k / deep))
+
+        _, similar = min((distance(n, k), (n, k)) for _, _, n, k in times)
+        points = sorted(
+            (log(s[1]), 2 * prod(s) / (t * MICRO)) for s, t in times.items() if s[2:] == similar
+        )
+        return work.flops / between(points, min(max(log(rows), points[0][0]), points[-1][0]))
 
     def _sustained_s(self, work: Work) -> float:
         """The least seconds of a matmul in a step, at the rate that the power limit leaves when

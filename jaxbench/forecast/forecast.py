@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.costs import CONDITIONS, SCAN, Measured
-from jaxbench.forecast.tables import Tables
+from jaxbench.forecast.tables import OTHERS, Tables
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Work
+from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Schedule
 
@@ -84,11 +84,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
-        sources={
-            kind: source
-            for kind, source in tables.sources.items()
-            if not kind.startswith("repeated ") or kind.removeprefix("repeated ") in used
-        },
+        sources={kind: source for kind, source in tables.sources.items() if _used(kind, used)},
         unknown=unknown,
         assumed=[
             f"{kind}: {instead}"
@@ -108,7 +104,8 @@ def _bases(
 ) -> tuple[float, dict[Work, float], dict[str, float], set[str]]:
     """What the seconds of a step rest on: the seconds of work whose sizes the tables cover, of work
     beyond the tables, and of custom calls without a rule, from the bytes that they move. Also the
-    tables that are used: formats of matmuls, and kinds of other work."""
+    tables that are used: formats of matmuls, and kinds of other work, with the format of grouped
+    matmuls."""
     measured_s, used = 0.0, set()
     beyond: defaultdict[Work, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)
@@ -116,6 +113,8 @@ def _bases(
         for work in kernel.works:
             kind = "scan" if work.kind.startswith(SCAN) else work.kind
             used.add(costs.format(work) if kind == "product" else kind)
+            if kind in GROUPED:
+                used.add(f"grouped {work.format}")
             if costs.covers(work):
                 measured_s += costs.work(work) * runs
             else:
@@ -123,6 +122,14 @@ def _bases(
         if kernel.unknown:
             unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
     return measured_s, dict(beyond), dict(unknown), used
+
+
+def _used(kind: str, used: set[str]) -> bool:
+    """True unless a kind with its name has further times, of matmuls that the program lacks."""
+    first, name = kind.split(" ", 1)
+    if first not in (other for others in OTHERS.values() for other in others):
+        return True
+    return (name if first in OTHERS["product"] else f"grouped {name}") in used
 
 
 def _named(work: Work) -> str:

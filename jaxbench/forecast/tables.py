@@ -6,6 +6,9 @@ kind says otherwise:
 - `product`, its format, m x n x k: [m, k] times [k, n]
 - `repeated`, the same matmuls timed a second time, independently of the first
 - `profiled`, the same in a training step: the time of matmuls of exactly these sizes
+- `grouped`, a format, groups x rows of each x n x k: the rows of each group times a [k, n] of its
+  own; `grouped_weights`, the gradient of these [k, n]
+- `grouped_fast` and `grouped_slow`, the same as `grouped` by other kernels
 - `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
@@ -39,6 +42,10 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (FORMATS, (1, 1, 1)),
     "repeated": (FORMATS, (1, 1, 1)),
     "profiled": (FORMATS, (1, 1, 1)),
+    "grouped": (FORMATS, (1, 1, 1, 1)),
+    "grouped_fast": (FORMATS, (1, 1, 1, 1)),
+    "grouped_slow": (FORMATS, (1, 1, 1, 1)),
+    "grouped_weights": (FORMATS, (1, 1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
@@ -48,6 +55,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "nvlink": (("direct",), (2,)),
 }
 """The names of each kind, and the least value of each of its sizes."""
+
+OTHERS = {"product": ("repeated",), "grouped": ("grouped_fast", "grouped_slow")}
+"""Kinds that were measured again, and the kinds of the further times."""
 
 Sizes = tuple[int, ...]
 Times = dict[Sizes, float]
@@ -104,10 +114,11 @@ def load(gpu: str, file: Path | None = None) -> Tables:
             if path == file:
                 assumed.pop(" ".join(key), None)
                 assumed.pop(key[0], None)
-            if path == file and key[0] == "product" and ("repeated", key[1]) not in measured:
-                # The package's repeated times say how far other machines may be from its table.
-                values.pop(("repeated", key[1]), None)
-                sources.pop(f"repeated {key[1]}", None)
+            for other in OTHERS.get(key[0], ()) if path == file else ():
+                # The package's other times say how far other machines may be from its table.
+                if (other, key[1]) not in measured:
+                    values.pop((other, key[1]), None)
+                    sources.pop(f"{other} {key[1]}", None)
     return Tables(values, sources, assumed)
 
 

@@ -68,6 +68,7 @@ def call(
     outputs: Mapping[str, Output],
     launch: Launch,
     *,
+    kind: str | None = None,
     flops: int = 0,
     sizes: tuple[int, ...] = (),
     blocks: str | None = None,
@@ -79,15 +80,15 @@ def call(
 
     `flops` are the FLOPs of the kernel's matmuls over all programs. Memory traffic counts each
     array once, since repeated reads hit the cache. `touched` gives the bytes of arrays that are
-    accessed only in part. If the kernel's work is a matmul, `sizes` are its sizes (`xla.hlo.Work`)
-    and `blocks` is the HLO dtype of block-scaled operands. All of these are stored in the compiled
-    call, so that plans can read them (`xla.custom_calls`).
+    accessed only in part. If the kernel's work is a matmul, `kind` and `sizes` are those of
+    `xla.hlo.Work`, and `blocks` is the HLO dtype of block-scaled operands. All of these are stored
+    in the compiled call, so that plans can read them (`xla.custom_calls`).
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
     moved = dict(zip(names, map(_bytes, [*arrays, *outputs.values()]), strict=True))
     moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
-    cost = {"kind": "product" if sizes else name, "flops": str(flops), "sizes": json.dumps(sizes)}
+    cost = {"kind": kind or name, "flops": str(flops), "sizes": json.dumps(sizes)}
     cost |= {"moved": str(sum(moved.values())), "dtype": blocks or HLO_DTYPES[like.dtype.name]}
     cost |= {"blocks": blocks or ""}
 

@@ -28,7 +28,7 @@ from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.settings import AXES
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import PROFILED, Work
+from jaxbench.xla.hlo import GROUPED, PROFILED, Work
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
@@ -246,6 +246,8 @@ def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:
     """The kind, name and sizes of a kernel in a table; None if it has no table."""
     if work.kind == "product" and work.format in tables.FORMATS:
         return "profiled", work.format, padded(work)
+    if work.kind in GROUPED:
+        return work.kind, work.format, work.sizes
     if work.kind == "attention":
         return "attention", "backward" if work.backward else "forward", work.sizes
     return None

@@ -80,7 +80,7 @@ def kernel_launches(program: Program) -> dict[str, int]:
     """`Step.kernels` of a program."""
     launches: Counter[str] = Counter()
     for work, times, _ in program.works():
-        launches[work.format if work.kind == "product" else work.kind] += times
+        launches[work.format if work.matmul else work.kind] += times
     products = {f"gemm_{name}": launches[name] for name in FORMATS}
     return products | {"attention": launches["attention"]}
 
@@ -90,7 +90,7 @@ def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
     roofline = Roofline(gpu)
     sums: dict[str, OtherKernels] = {}
     for _, kernel, runs in walk.kernels():
-        if not any(work.kind in ("product", "attention") for work in kernel.works):
+        if not any(work.matmul or work.kind == "attention" for work in kernel.works):
             source = memory.readable(kernel.source, "without a name")
             line = sums.setdefault(source, OtherKernels(source=source))
             line.seconds += sum(roofline.kernel(kernel).values()) * runs

@@ -188,9 +188,12 @@ def _rests_on(f: Forecast) -> str:
 
 
 def _twice(f: Forecast) -> str:
-    """The formats of the program whose matmuls were timed twice."""
+    """The formats of the program whose matmuls were timed twice, and whether it has grouped
+    matmuls."""
     names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
-    return f"; {' and '.join(names)} products by either of two tables" if names else ""
+    twice = f"; {' and '.join(names)} products by either of two tables" if names else ""
+    grouped = any(kind.startswith("grouped_fast ") for kind in f.sources)
+    return twice + ("; grouped matmuls by other kernels" if grouped else "")
 
 
 def _published(plan: Plan) -> list[str]:

@@ -130,6 +130,6 @@ def quantized_matmuls(program: Program, dtype: str) -> Counter[tuple[str, bool]]
     runs_of: Counter[tuple[str, bool]] = Counter()
     for work, runs, source in program.works():
         named = re.search(rf"{re.escape(QUANTIZED)}([\w.]+)", source)
-        if work.kind == "product" and named and HADAMARD not in source:
+        if work.matmul and named and HADAMARD not in source:
             runs_of[named.group(1), work.format == dtype] += runs
     return runs_of

@@ -35,17 +35,22 @@ ALLOCATES = "AllocateBuffer"
 MEMORY_BOUND = re.compile(rf"{ALLOCATES}|__cub\$.*|__gpu\$TopK|cu_threefry2x32.*")
 """Targets of custom calls that take only the time to move their bytes. They need no rule."""
 
+GROUPED = "grouped", "grouped_weights"
+"""Kinds of grouped matmuls (`ops.grouped`): of the rows of each group with a weight of its own, and
+the gradient of these weights."""
+
 
 @dataclass(frozen=True)
 class Work:
     """The arithmetic of one run of a kernel. A multiply-add is 2 FLOPs.
 
-    `kind` is `product` for a matmul, or the kind that a rule gives. `dtype` is the dtype of the
-    operands. The `sizes` of a matmul are (batch, m, n, k) for `[m, k]` times `[k, n]`. The `sizes`
-    of attention are (batch, heads, length, head dim), and `backward` marks its gradient. `bytes` is
-    the memory traffic, if it is not the size of operands and results. `blocks` is true for operands
-    with a scale for each block. `launches` is the number of kernels, for a custom call that has
-    several.
+    `kind` is `product` for a matmul, one of `GROUPED`, or the kind that a rule gives. `dtype` is
+    the dtype of the operands. The `sizes` of a matmul are (batch, m, n, k) for `[m, k]` times
+    `[k, n]`; the batch of a grouped one is its groups, and m is their mean number of rows. The
+    `sizes` of attention are (batch, heads, length, head dim), and `backward` marks its gradient.
+    `bytes` is the memory traffic, if it is not the size of operands and results. `blocks` is true
+    for operands with a scale for each block. `launches` is the number of kernels, for a custom call
+    that has several.
     """
 
     kind: str
@@ -56,6 +61,11 @@ class Work:
     bytes: int | None = None
     blocks: bool = False
     launches: int = 1
+
+    @property
+    def matmul(self) -> bool:
+        """True for a matmul, grouped or not."""
+        return self.kind == "product" or self.kind in GROUPED
 
     @property
     def format(self) -> str:

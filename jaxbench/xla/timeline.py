@@ -40,8 +40,10 @@ class Kernel:
         if SCAN in self.source:
             return "scan"
         other = "quantization" if QUANTIZED in self.source else "other kernels"
-        kinds = {"product": "products", "attention": "attention"}
-        return kinds.get(self.works[0].kind, other) if self.works else other
+        if not self.works:
+            return other
+        kind = "product" if self.works[0].matmul else self.works[0].kind
+        return {"product": "products", "attention": "attention"}.get(kind, other)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import forecast
 from jaxbench.plan import command, text
 from jaxbench.xla import hlo
+from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.schedule import Walk
 
 
@@ -79,6 +80,32 @@ def test_a_forecast_says_what_its_range_is():
         for f in (found, replace(found, sources=once))
     )
     assert both == f"{one}; bf16 products by either of two tables"
+
+
+def test_a_forecast_of_grouped_matmuls_says_what_it_rests_on():
+    """A kernel's cost is in its call. Expected rates are of other kernels, and so is the range."""
+    metadata = {
+        "kind": "grouped_weights", "flops": str(2 * 16 * 1024 * 1536 * 4096), "moved": "1024",
+        "sizes": "[16, 1024, 1536, 4096]", "dtype": "bf16", "blocks": "",
+    }  # fmt: skip
+    quoted = json.dumps(metadata).replace('"', r"\22")
+    program = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (p: bf16[8,8]) -> bf16[8,8] {{
+  %p = bf16[8,8]{{1,0}} parameter(0)
+  ROOT %y = bf16[8,8]{{1,0}} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", \
+backend_config={{serialized_metadata = "{quoted}"}}
+}}
+"""
+    found = forecast(
+        Walk(hlo.Program.parse(program, RULES)), H100, tables.load("h100"), lambda c: ""
+    )
+    (assumed,) = found.assumed
+    assert assumed.startswith("grouped_weights: 0.61 of the rate")
+    assert found.beyond == ["grouped_weights bf16 16 x 1024 x 1536 x 4096"]
+    assert found.fast_s < 0.6 * found.step_s < found.slow_s
+    (line,) = (line for line in text.forecast(found) if line.startswith("  range: "))
+    assert line.endswith("; grouped matmuls by other kernels")
 
 
 def test_slow_conditions_have_the_slowest_of_the_programs_devices():

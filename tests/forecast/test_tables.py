@@ -16,13 +16,18 @@ product,bf16,1024x1024x1024,7.5
 """
 
 
+UNMEASURED = {"profiled", "grouped_weights"}
+"""Kinds of which the package has no times."""
+
+
 @pytest.mark.parametrize("gpu", PLANNED)
 def test_every_gpu_that_is_planned_has_tables(gpu):
     found = tables.load(gpu)
-    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - {"profiled"}
+    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - UNMEASURED
     blocks = {"mxfp8", "nvfp4"} & PLANNED[gpu].tflops.keys()
     assert found.names("product") == {"bf16", "fp8"} | blocks == found.names("sustained")
     assert found.names("repeated") == {"bf16"} | blocks
+    assert found.names("grouped") == {"bf16", "fp8"} | blocks - {"mxfp8"}
     assert found.names("collective") == {
         "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
     }  # fmt: skip
@@ -69,11 +74,16 @@ def test_products_without_quantization_are_below_the_peak(gpu):
 
 def test_what_is_assumed_is_said_until_it_is_measured(tmp_path):
     """By the package for what its tables do not have; a user's own times need no assumption."""
-    assert tables.load("h100").assumed == {}
+    assert tables.load("h100").assumed.keys() == {"grouped fp8", "grouped_weights"}
     found = tables.load("b300").assumed
-    assert found.keys() == {"product mxfp8", "product nvfp4", "attention", "scan"}
-    product, attention = "product,nvfp4,1024x1024x1024,7", "attention,forward,1x8x1024x128,7"
-    for line, known in ((product, "product nvfp4"), (attention, "attention")):
+    grouped = {f"grouped {name}" for name in tables.FORMATS} | {"grouped_weights"}
+    assert found.keys() == {"product mxfp8", "product nvfp4", "attention", "scan"} | grouped
+    for line, known in (
+        ("product,nvfp4,1024x1024x1024,7", "product nvfp4"),
+        ("attention,forward,1x8x1024x128,7", "attention"),
+        ("grouped,bf16,8x1024x1024x1024,7", "grouped bf16"),
+        ("grouped_weights,bf16,8x1024x1024x1024,7", "grouped_weights"),
+    ):
         file = tmp_path / f"{known}.csv"
         file.write_text(f"# gpu: b300\nkind,name,sizes,microseconds\n{line}\n")
         assert tables.load("b300", file).assumed.keys() == found.keys() - {known}

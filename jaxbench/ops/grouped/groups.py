@@ -30,7 +30,7 @@ class Groups:
     are `NONE` for padding. `group` (`"blocks"`) is the group of each block of permuted rows. Blocks
     without rows come last; their `group` is the number of groups. `ends` (`"E"`) is the number of
     blocks up to the end of each group. `expected` is the number of rows if all ranks have equally
-    many; plans use it.
+    many.
     """
 
     row: Any
@@ -38,6 +38,12 @@ class Groups:
     group: Any
     ends: Any
     expected: int
+
+    @property
+    def multiplied(self) -> int:
+        """Rows that a matmul multiplies if the expected ones arrive, which plans count: on average
+        half of a group's last block is padding."""
+        return min(self.expected + self.ends.size * BLOCK // 2, self.row.size)
 
 
 def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:

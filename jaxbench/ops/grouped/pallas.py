@@ -153,7 +153,7 @@ def weights(
     sizes, in_fp8 = SIZES["weights"][x.itemsize], x.itemsize == 1
     tile = largest(x.shape[1], *TILES), largest(y.shape[1], *sizes.widths)
     w = (groups.ends.size, x.shape[1], y.shape[1])
-    cost = _cost(w, groups, (x.itemsize, y.itemsize))
+    cost = _cost(w, groups, (x.itemsize, y.itemsize)) | {"kind": "grouped_weights"}
     if in_fp8:
         x, y = _permuted(x, groups).T, y.T
         operands = {
@@ -247,9 +247,10 @@ def scale_input(scale: Array | None) -> Inputs:
 def _cost(w: tuple[int, ...], groups: Groups, itemsizes: tuple[int, int]) -> dict[str, Any]:
     """FLOPs and bytes of a matmul for the expected number of rows. `itemsizes` are the item sizes
     of arriving and of permuted rows."""
-    rows, (count, d, n) = groups.expected, w
+    rows, (count, d, n) = groups.multiplied, w
     return {
+        "kind": "grouped",
         "flops": 2 * rows * d * n,
         "sizes": (count, -(-rows // count), n, d),
-        "touched": {"x": rows * d * itemsizes[0], "y": rows * n * itemsizes[1]},
+        "touched": {"x": groups.expected * d * itemsizes[0], "y": rows * n * itemsizes[1]},
     }

@@ -33,7 +33,7 @@ def rows(side: str, groups: Groups) -> Rows:
     """`Products.rows`. Arriving rows are gathered into the permuted order."""
     filled = (groups.group < groups.ends.size).astype(jnp.int32)
     index = groups.row if side == "first" else None
-    return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.expected)
+    return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
 
 
 def by_weight(
@@ -78,7 +78,8 @@ def of_weight(
         (w[2] // tile[1], w[1] // tile[0], w[0]),
         {**operands, "ends": (groups.ends, whole(groups.ends)), **_scale(first, last)},
         {"w": Output(w, jnp.bfloat16, pl.BlockSpec((None, *tile), lambda o, d, e: (e, d, o)))},
-        LAUNCH, **_cost(groups, w, first, operands), interpret=interpret,
+        LAUNCH, **_cost(groups, w, first, operands) | {"kind": "grouped_weights"},
+        interpret=interpret,
     )["w"]  # fmt: skip
 
 
@@ -156,13 +157,14 @@ def _cost(
 ) -> dict[str, Any]:
     """FLOPs and bytes of a matmul with weights `[E, m, k]` for the expected number of rows, which
     are a share of the rows of `operands`. `of_row` gives the bytes per row of other arrays."""
-    expected, (count, m, k) = groups.expected, w
-    share = expected / groups.row.size
+    rows, (count, m, k) = groups.multiplied, w
+    share = rows / groups.row.size
     touched = {name: round(share * part.nbytes) for name, (part, _) in operands.items()}
     return {
-        "flops": 2 * expected * m * k,
-        "sizes": (count, -(-expected // count), m, k),
-        "touched": touched | {name: expected * size for name, size in (of_row or {}).items()},
+        "kind": "grouped",
+        "flops": 2 * rows * m * k,
+        "sizes": (count, -(-rows // count), m, k),
+        "touched": touched | {name: rows * size for name, size in (of_row or {}).items()},
         "blocks": "f4e2m1fn" if x.values.dtype == NVFP4.values else "f8e4m3fn",
     }
 
