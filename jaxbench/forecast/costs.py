@@ -1,14 +1,15 @@
 """The forecast's cost model, made of measured kernels and links. The bound's cost model is
 `xla.schedule.Roofline`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import log, log2, prod
+from operator import itemgetter
 from statistics import NormalDist
 
 from jaxbench.forecast.interpolate import Grid, between
-from jaxbench.forecast.tables import Tables
+from jaxbench.forecast.tables import Sizes, Tables
 from jaxbench.hardware import PLANNED, Gpu
 from jaxbench.outliers import GPU_SPREAD
 from jaxbench.xla.collectives import Collective
@@ -21,6 +22,9 @@ TILE = (128, 128, 64)
 it."""
 
 MICRO = 1e-6
+
+Width = tuple[int, ...]
+"""The head dims of keys and of values."""
 
 SCAN = "ssd_"
 """The names of the scan's kernels begin with this."""
@@ -38,7 +42,8 @@ class Conditions:
     `slowdown` is the factor on the time of a kernel that overlaps with a collective. `tuned` says
     that rings are as fast as in a tuned network. `sustained` says that clocks are under the power
     limit; otherwise they are as high as in bursts. `spread` is the standard deviation of the GPUs'
-    speed. `scan` names the Mamba-2 kernels whose rate we assume for ours.
+    speed. `scan` names the Mamba-2 kernels whose rate we assume for ours. `of_two` chooses between
+    the times of attention that was measured twice.
     """
 
     slowdown: float
@@ -46,12 +51,13 @@ class Conditions:
     sustained: bool = True
     spread: float = 0.0
     scan: str = "fused"
+    of_two: Callable[[Sequence[float]], float] = itemgetter(0)
 
 
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
-    "fast": Conditions(slowdown=1.0, sustained=False),
-    "slow": Conditions(slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate"),
+    "fast": Conditions(slowdown=1.0, sustained=False, of_two=min),
+    "slow": Conditions(slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate", of_two=max),
 }
 """Scenarios of a forecast. Kernels that overlap with a collective share cores, bandwidth and power
 with it. They were 18.9 % slower on average, and 40 % at most, than the same kernels of the same
@@ -94,6 +100,14 @@ class Measured(Roofline):
             return work.flops / (rate * 1e12)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
+    def table(self, work: Work) -> str:
+        """The kind of the table that work uses, and the format or the head dims in it."""
+        if work.kind == "product":
+            return f"product {self.format(work)}"
+        if work.kind == "attention":
+            return "attention {}x{}".format(*self.width(work))
+        return "scan" if work.kind.startswith(SCAN) else work.kind
+
     def format(self, work: Work) -> str:
         """The format whose table a matmul uses. fp32 uses the table of bf16 and takes twice its
         time. MXFP8 uses FP8's if it has no table of its own."""
@@ -108,9 +122,8 @@ class Measured(Roofline):
             return self._profiled_s(work) is not None or grid.covers(self._as_measured(work))
         if work.kind != "attention":
             return not work.flops
-        _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
-        *_, length, head_dim = work.sizes
-        return min(lengths) <= length <= max(lengths) and head_dim in head_dims
+        times = self.tables.values["attention", "backward" if work.backward else "forward"]
+        return work.dtype == "bf16" and spans(times, work.sizes[3:], work.sizes[2])
 
     def _as_measured(self, work: Work) -> tuple[int, int, int]:
         """m, n and k of a matmul. They come with m and n swapped if the table covers them only this
@@ -147,22 +160,32 @@ class Measured(Roofline):
     def _least(self, work: Work) -> float:
         return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
-    def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
-        """FLOP/s by sizes. Only the FLOPs of the causal half count."""
-        times = self.tables.values["attention", direction]
-        per_score = FLOPS_PER_SCORE[direction]
-        return {
-            (b, n, s, h): per_score * b * n * s * s * h / 2 / (time * MICRO)
-            for (b, n, s, h), time in times.items()
-        }
-
     def _attention(self, work: Work) -> float:
+        """Seconds of causal attention by the table. The *fast* and the *slow* conditions take the
+        shorter and the longer one of both measurements."""
+        seconds = [half_scores(work) / rate for rate in self._attention_rates(work)]
+        return self.conditions.of_two(seconds) if len(seconds) > 1 else seconds[0]
+
+    def _attention_rates(self, work: Work) -> list[float]:
+        """FLOP/s of attention by the table, and by the second one if that has this width and
+        length."""
         direction = "backward" if work.backward else "forward"
-        points = sorted((log(s[2]), rate) for s, rate in self._attention_rates(direction).items())
-        length = min(max(log(work.sizes[2]), points[0][0]), points[-1][0])
-        batch, heads, tokens, head_dim = work.sizes
-        flops = FLOPS_PER_SCORE[direction] * batch * heads * tokens * tokens * head_dim / 2
-        return flops / between(points, length)
+        width, length = self.width(work), work.sizes[2]
+        tables = [self.tables.values["attention", direction]]
+        again = self.tables.values.get(("repeated-attention", direction), {})
+        if spans(again, width, length):
+            tables.append(again)
+        return [rate(times, width, direction, length) for times in tables]
+
+    def width(self, work: Work) -> Width:
+        """The head dims of the table by which attention is forecast: its own ones, or else those
+        whose sum is nearest in proportion."""
+        direction = "backward" if work.backward else "forward"
+        known = {(k, v) for *_, k, v in self.tables.values["attention", direction]}
+        *_, k, v = work.sizes
+        if (k, v) in known:
+            return k, v
+        return min(known, key=lambda width: (abs(log(sum(width) / (k + v))), width))
 
     def moving(self, kernel: Kernel) -> float:
         return self._memory(kernel.bytes)[1]
@@ -249,9 +272,42 @@ STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
 LEAST_SHARE = 0.1
 """The least share of a NIC's rate that an extrapolation gives."""
 
-FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
-"""FLOPs of attention for each score and each element of a head. The forward pass has two matmuls.
-The backward pass has four, and computes the scores again."""
+BASE = (128, 128)
+"""The head dims that are measured at most lengths."""
+
+
+def spans(times: Mapping[Sizes, float], width: Width, length: int) -> bool:
+    """True if attention of a width was measured at this length, or at a shorter and a longer
+    one."""
+    lengths = [sizes[2] for sizes in times if sizes[3:] == width]
+    return bool(lengths) and min(lengths) <= length <= max(lengths)
+
+
+def rate(times: Mapping[Sizes, float], width: Width, direction: str, length: int) -> float:
+    """FLOP/s of attention with a width that is in a table, interpolated over the logarithm of the
+    length. Beyond the lengths of this width, the rate changes as that of the base width does, and
+    beyond those not at all."""
+    backward = direction == "backward"
+    points = sorted(
+        (sizes[2], half_scores(Work("attention", "bf16", 0, sizes, backward)) / (time * MICRO))
+        for sizes, time in times.items()
+        if sizes[3:] == width
+    )
+    nearest = min(max(length, points[0][0]), points[-1][0])
+    reached = between([(log(known), value) for known, value in points], log(nearest))
+    if nearest == length or width == BASE or all(sizes[3:] != BASE for sizes in times):
+        return reached
+    base = (rate(times, BASE, direction, at) for at in (length, nearest))
+    return reached * next(base) / next(base)
+
+
+def half_scores(work: Work) -> float:
+    """FLOPs of the causal half of attention. For each score, the forward pass has a matmul over the
+    head dim of keys and one over that of values. The backward pass has two of each, and computes
+    the scores again."""
+    batch, heads, length, key, value = work.sizes
+    per_score = 2 * (3 * key + 2 * value) if work.backward else 2 * (key + value)
+    return per_score * batch * heads * length * length / 2
 
 
 def slowest(spread: float, gpus: int) -> float:

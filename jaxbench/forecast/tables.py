@@ -6,7 +6,9 @@ kind says otherwise:
 - `product`, its format, m x n x k: [m, k] times [k, n]
 - `repeated`, the same matmuls timed a second time, independently of the first
 - `profiled`, the same in a training step: the time of matmuls of exactly these sizes
-- `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
+- `attention`, `forward` or `backward`, batch x heads x length x head dim of keys x head dim of
+  values, in bf16 and causal
+- `repeated-attention`, the same timed a second time, on another day or by another version of cuDNN
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
@@ -15,7 +17,7 @@ kind says otherwise:
 - `network` and `nvlink`: the share of a link's rate that is reached (`measured/network.csv`)
 
 A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
-that were not measured.
+that were not measured. For attention, NAME are the head dims of keys and values, as in `192x128`.
 """
 
 import csv
@@ -39,7 +41,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (FORMATS, (1, 1, 1)),
     "repeated": (FORMATS, (1, 1, 1)),
     "profiled": (FORMATS, (1, 1, 1)),
-    "attention": (("forward", "backward"), (1, 1, 1, 1)),
+    "attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
+    "repeated-attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
     "sustained": (FORMATS, (1,)),
@@ -48,6 +51,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "nvlink": (("direct",), (2,)),
 }
 """The names of each kind, and the least value of each of its sizes."""
+
+AGAIN = {"product": "repeated", "attention": "repeated-attention"}
+"""The kind with the second times of a kind."""
 
 Sizes = tuple[int, ...]
 Times = dict[Sizes, float]
@@ -102,13 +108,20 @@ def load(gpu: str, file: Path | None = None) -> Tables:
             sources[" ".join(key)] = f"{here} and {sources[' '.join(key)]}" if kept else here
             values[key] = kept | times
             if path == file:
-                assumed.pop(" ".join(key), None)
+                replaced = key[0] if key[0] == "attention" else " ".join(key)
+                assumed = {of: text for of, text in assumed.items() if not within(of, replaced)}
                 assumed.pop(key[0], None)
-            if path == file and key[0] == "product" and ("repeated", key[1]) not in measured:
+            again = AGAIN.get(key[0], ""), key[1]
+            if path == file and again not in measured:
                 # The package's repeated times say how far other machines may be from its table.
-                values.pop(("repeated", key[1]), None)
-                sources.pop(f"repeated {key[1]}", None)
+                values.pop(again, None)
+                sources.pop(" ".join(again), None)
     return Tables(values, sources, assumed)
+
+
+def within(name: str, wider: str) -> bool:
+    """True if `wider` is a name, or the kind that it begins with."""
+    return f"{name} ".startswith(f"{wider} ")
 
 
 def assumptions(path: Path) -> dict[str, str]:

@@ -69,14 +69,22 @@ def test_products_without_quantization_are_below_the_peak(gpu):
 
 def test_what_is_assumed_is_said_until_it_is_measured(tmp_path):
     """By the package for what its tables do not have; a user's own times need no assumption."""
-    assert tables.load("h100").assumed == {}
-    found = tables.load("b300").assumed
-    assert found.keys() == {"product mxfp8", "product nvfp4", "attention", "scan"}
-    product, attention = "product,nvfp4,1024x1024x1024,7", "attention,forward,1x8x1024x128,7"
-    for line, known in ((product, "product nvfp4"), (attention, "attention")):
-        file = tmp_path / f"{known}.csv"
-        file.write_text(f"# gpu: b300\nkind,name,sizes,microseconds\n{line}\n")
-        assert tables.load("b300", file).assumed.keys() == found.keys() - {known}
+    blocks = {"product mxfp8", "product nvfp4"}
+    for gpu, stated in (
+        ("h100", {"attention 64x64"}),
+        ("gb200", blocks | {"attention 64x64", "scan"}),
+        ("b300", blocks | {"attention", "scan"}),
+    ):
+        assert tables.load(gpu).assumed.keys() == stated
+        for line, known in (
+            ("product,nvfp4,1024x1024x1024,7", "product nvfp4"),
+            ("attention,forward,1x8x1024x128x128,7", "attention"),
+            ("scan,fused,128x64,7", "scan"),
+        ):
+            file = tmp_path / f"{gpu} {known}.csv"
+            file.write_text(f"# gpu: {gpu}\nkind,name,sizes,microseconds\n{line}\n")
+            left = {name for name in stated if not tables.within(name, known)}
+            assert tables.load(gpu, file).assumed.keys() == left
 
 
 def test_a_users_products_have_no_second_table(tmp_path):
