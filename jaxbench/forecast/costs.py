@@ -162,9 +162,12 @@ class Measured(Roofline):
 
     def _attention(self, work: Work) -> float:
         """Seconds of causal attention by the table. The *fast* and the *slow* conditions take the
-        shorter and the longer one of both measurements."""
+        shorter and the longer one of both measurements. Only the *fast* ones have the rate of short
+        runs."""
         seconds = [half_scores(work) / rate for rate in self._attention_rates(work)]
-        return self.conditions.of_two(seconds) if len(seconds) > 1 else seconds[0]
+        direction = "backward" if work.backward else "forward"
+        kept = self.tables.values.get(("kept", direction), {}) if self.conditions.sustained else {}
+        return self.conditions.of_two(seconds) / next(iter(kept.values()), 1.0)
 
     def _attention_rates(self, work: Work) -> list[float]:
         """FLOP/s of attention by the table, and by the second one if that has this width and

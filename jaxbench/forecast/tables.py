@@ -9,6 +9,8 @@ kind says otherwise:
 - `attention`, `forward` or `backward`, batch x heads x length x head dim of keys x head dim of
   values, in bf16 and causal
 - `repeated-attention`, the same timed a second time, on another day or by another version of cuDNN
+- `kept`, `forward` or `backward`, the head dims of which it was measured: the share of its table's
+  rate that attention keeps in a step, for tables of short runs
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
@@ -43,6 +45,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "profiled": (FORMATS, (1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
     "repeated-attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
+    "kept": (("forward", "backward"), (1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
     "sustained": (FORMATS, (1,)),
@@ -116,6 +119,8 @@ def load(gpu: str, file: Path | None = None) -> Tables:
                 # The package's repeated times say how far other machines may be from its table.
                 values.pop(again, None)
                 sources.pop(" ".join(again), None)
+            if path == file and key[0] == "attention":
+                values.pop(("kept", key[1]), None)  # A user's own times stand as they are.
     return Tables(values, sources, assumed)
 
 

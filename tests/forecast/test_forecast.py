@@ -77,7 +77,7 @@ def test_what_is_assumed_has_its_share_of_the_step():
     found = forecast(Walk(hlo.Program.parse(PROGRAM)), H100, loaded, lambda c: "fsdp")
     share = f"{100 * found.parts_s['products'] / found.step_s:.1f} % of the step"
     assert found.assumed == [
-        f"product: by their peak ({share})",
+        f"product: by peaks ({share})",
         f"product bf16: the H200's ({share})",
     ]
 

@@ -19,7 +19,8 @@ product,bf16,1024x1024x1024,7.5
 @pytest.mark.parametrize("gpu", PLANNED)
 def test_every_gpu_that_is_planned_has_tables(gpu):
     found = tables.load(gpu)
-    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - {"profiled"}
+    missing = {"profiled", "kept"} if gpu == "h100" else {"profiled"}
+    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - missing
     blocks = {"mxfp8", "nvfp4"} & PLANNED[gpu].tflops.keys()
     assert found.names("product") == {"bf16", "fp8"} | blocks == found.names("sustained")
     assert found.names("repeated") == {"bf16"} | blocks
@@ -72,7 +73,7 @@ def test_what_is_assumed_is_said_until_it_is_measured(tmp_path):
     blocks = {"product mxfp8", "product nvfp4"}
     for gpu, stated in (
         ("h100", {"attention 64x64"}),
-        ("gb200", blocks | {"attention 64x64", "scan"}),
+        ("gb200", blocks | {"attention", "attention 64x64", "scan"}),
         ("b300", blocks | {"attention", "scan"}),
     ):
         assert tables.load(gpu).assumed.keys() == stated
@@ -85,6 +86,17 @@ def test_what_is_assumed_is_said_until_it_is_measured(tmp_path):
             file.write_text(f"# gpu: {gpu}\nkind,name,sizes,microseconds\n{line}\n")
             left = {name for name in stated if not tables.within(name, known)}
             assert tables.load(gpu, file).assumed.keys() == left
+
+
+def test_a_users_attention_stands_as_it_is(tmp_path):
+    """Without a second table, and without what the package's attention loses in a step."""
+    file = tmp_path / "own.csv"
+    file.write_text(OWN.replace("product,bf16,1024x", "attention,forward,1x8x1024x128x"))
+    file.write_text(file.read_text().replace("x1024x1024,7.5", "x128,7.5").replace("h100", "gb200"))
+    found = tables.load("gb200", file).values
+    assert found["attention", "forward"] == {(1, 8, 1024, 128, 128): 7.5}
+    assert not {("kept", "forward"), ("repeated-attention", "forward")} & found.keys()
+    assert {("kept", "backward"), ("repeated-attention", "backward")} <= found.keys()
 
 
 def test_a_users_products_have_no_second_table(tmp_path):
