@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from math import log, log2, prod
 from operator import itemgetter
 from statistics import NormalDist
@@ -43,7 +44,7 @@ class Conditions:
     that rings are as fast as in a tuned network. `sustained` says that clocks are under the power
     limit; otherwise they are as high as in bursts. `spread` is the standard deviation of the GPUs'
     speed. `scan` names the Mamba-2 kernels whose rate we assume for ours. `of_two` chooses between
-    the times of attention that was measured twice.
+    the times of attention and of rings, which were measured twice.
     """
 
     slowdown: float
@@ -73,6 +74,7 @@ class Measured(Roofline):
         super().__init__(gpu, conditions.slowdown)
         self.tables, self.conditions, self.gpus = tables, conditions, gpus
         self._product = cache(self._product_s)
+        self._transfers = cache(self._measured_transfers)
 
     @cached_property
     def products(self) -> dict[str, Grid]:
@@ -210,16 +212,32 @@ class Measured(Roofline):
         return self._inside(collective.like, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Seconds inside an NVLink domain. They follow from the times of the largest measured group
-        that is not larger than this one. A larger group takes the same time per byte sent; in a
-        ring each further GPU also adds the latency of a step. An all-to-all has no steps."""
+        """Seconds inside an NVLink domain. They follow from the largest group that is not larger
+        than this one and was measured at such a size, or from the smallest one that is not smaller,
+        whichever is less: NCCL takes the faster algorithm."""
         times = self.tables.values["collective", kind]
-        known = max((n for n, _ in times if n <= group), default=min(n for n, _ in times))
-        points = sorted((b, time) for (n, b), time in times.items() if n == known)
+        groups = {n for n, _ in times}
+        whole = max(whole, min(size for _, size in times))
+        smaller = max((n for n, size in times if n <= group and size <= whole), default=min(groups))
+        larger = min((n for n in groups if n >= group), default=smaller)
+        return min(self._scaled(kind, n, group, whole) for n in (smaller, larger))
+
+    def _scaled(self, kind: str, known: int, group: int, whole: int) -> float:
+        """Seconds by the times of a measured group. Another group takes the same time per byte
+        sent. In a ring each further GPU also adds the latency of a step. An all-to-all has no
+        steps."""
+        points = self._transfers(kind, known)
         measured = max(between(points, whole), points[0][1]) * MICRO
         share = (group - 1) / group / ((known - 1) / known)
         further = STEPS[kind] * max(0, group - known)
         return measured * share * self._slower + further * RING_NVLINK
+
+    def _measured_transfers(self, kind: str, group: int) -> list[tuple[int, float]]:
+        """Sizes and times of a group, in which none takes longer than a larger one."""
+        times = self.tables.values["collective", kind]
+        points = sorted((size, time) for (n, size), time in times.items() if n == group)
+        least = [*accumulate((time for _, time in reversed(points)), min)][::-1]
+        return [(size, time) for (size, _), time in zip(points, least, strict=True)]
 
     def _between_domains(self, collective: Collective) -> float:
         """Seconds between domains. A ring passes through all members of a domain before it leaves
@@ -254,19 +272,25 @@ class Measured(Roofline):
         return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches. It is interpolated in the
-        table over the logarithm of the number of domains. Beyond the table it is extrapolated from
-        the last two points, but not below `LEAST_SHARE`. An untuned network has at most the share
-        that was measured in one."""
-        table = self.tables.values["network", "ring"]
-        points = sorted((log(sizes[0]), share) for sizes, share in table.items())
-        x = log(domains)
-        (x0, y0), (x1, y1) = points[-2:]
-        share = max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), LEAST_SHARE)
-        if x <= x1:
-            share = between(points, max(x, points[0][0]))
+        """The share of the NICs' rate that a ring over domains reaches after its latencies. The
+        *fast* and the *slow* conditions have the better and the worse one of two clusters. An
+        untuned network has at most the share that was measured in one."""
+        clusters = ("network", "ring"), ("network", "other")
+        found = [self.tables.values[name] for name in clusters if name in self.tables.values]
+        share = 1 / self.conditions.of_two([1 / share_of(table, domains) for table in found])
         untuned = self.tables.values["network", "untuned"].values()
         return share if self.conditions.tuned else min(share, *untuned)
+
+
+def share_of(table: Mapping[Sizes, float], domains: int) -> float:
+    """A share by the number of domains, interpolated over its logarithm. Beyond the table it is
+    extrapolated from the last two points, but not below `LEAST_SHARE`."""
+    points = sorted((log(sizes[0]), share) for sizes, share in table.items())
+    x = log(domains)
+    (x0, y0), (x1, y1) = points[-2:]
+    if x <= x1:
+        return between(points, max(x, points[0][0]))
+    return max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), LEAST_SHARE)
 
 
 STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}

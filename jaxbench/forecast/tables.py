@@ -16,7 +16,8 @@ kind says otherwise:
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
 - `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
   or in one for each of its steps
-- `network` and `nvlink`: the share of a link's rate that is reached (`measured/network.csv`)
+- `network` and `nvlink`: the share of a link's rate that is reached after the latencies, for rings
+  in one cluster and in an `other` one (`measured/network.csv`)
 
 A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
 that were not measured. For attention, NAME are the head dims of keys and values, as in `192x128`.
@@ -50,7 +51,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "memory": (("any",), (0,)),
     "sustained": (FORMATS, (1,)),
     "scan": (("fused", "separate"), (1, 1)),
-    "network": (("ring", "untuned", "direct"), (2,)),
+    "network": (("ring", "other", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
 """The names of each kind, and the least value of each of its sizes."""
@@ -121,6 +122,8 @@ def load(gpu: str, file: Path | None = None) -> Tables:
                 sources.pop(" ".join(again), None)
             if path == file and key[0] == "attention":
                 values.pop(("kept", key[1]), None)  # A user's own times stand as they are.
+            if path == file and key == ("network", "ring"):
+                values.pop(("network", "other"), None)
     return Tables(values, sources, assumed)
 
 
