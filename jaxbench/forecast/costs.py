@@ -36,6 +36,10 @@ of a ring and of a tree over NVLink, each step between domains. NCCL chooses its
 constants (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
+TREE_SHARE = 0.92
+"""The share of a ring's rate that NCCL expects of a tree (src/graph/tuning.cc)."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """Effects that tables of single kernels do not have.
@@ -241,7 +245,7 @@ class Measured(Roofline):
 
     def _between_domains(self, collective: Collective) -> float:
         """Seconds between domains. A ring passes through all members of a domain before it leaves
-        the domain. A small all-reduce uses trees. In a permute and an all-to-all each GPU sends
+        the domain. An all-reduce uses trees if they are faster. In a permute and an all-to-all each GPU sends
         directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains = -(-group // members)
@@ -252,12 +256,14 @@ class Measured(Roofline):
         if collective.like == "all-to-all":
             leaving = collective.bytes * (group - members) / group
             return START + NETWORK + leaving / direct
-        latency = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
-        if collective.like == "all-reduce":
-            tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
-            latency = STEPS["all-reduce"] * min(latency, tree)
         rate = self.gpu.nic * members * self._ring_share(domains) * 1e9
-        return START + latency + sent / min(rate, self._nvlink(collective.like))
+        sending = sent / min(rate, self._nvlink(collective.like))
+        ring = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
+        if collective.like != "all-reduce":
+            return START + ring + sending
+        tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
+        passes = STEPS["all-reduce"]
+        return START + min(passes * ring + sending, passes * tree + sending / TREE_SHARE)
 
     def _nvlink(self, kind: str) -> float:
         """Bytes per second that a GPU sends in a ring over NVLink, from the largest transfer of the

@@ -349,6 +349,16 @@ def test_a_ring_by_the_number_of_nodes_and_the_size(name, median_error, worst):
     assert max(errors) < worst
 
 
+def test_an_all_reduce_is_no_slower_than_a_ring():
+    """Of 2 GiB on B200s, NCCL told to use rings (same source): trees are faster on 16 nodes and
+    more."""
+    for nodes, bus in ((2, 342), (4, 312), (8, 305), (16, 287), (32, 269), (64, 223)):
+        gpus, whole = 8 * nodes, 2**31
+        seconds = on("b200").collective(gather(range(gpus), whole, "all-reduce"))
+        ring = 2 * whole * (gpus - 1) / gpus / (bus * 1e9)
+        assert 0.8 < seconds / ring < 1.02
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     "kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
