@@ -245,8 +245,8 @@ class Measured(Roofline):
 
     def _between_domains(self, collective: Collective) -> float:
         """Seconds between domains. A ring passes through all members of a domain before it leaves
-        the domain. An all-reduce uses trees if they are faster. In a permute and an all-to-all each GPU sends
-        directly to the receiver, over its own NIC."""
+        the domain. An all-reduce uses trees if they are faster. In a permute and an all-to-all each
+        GPU sends directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
