@@ -135,8 +135,9 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
         return vjp(out)
 
     for length in sample.lengths:
-        sizes = (sample.tokens // length, sample.heads, length, sample.head_dim)
-        shape = (sizes[0], length, sample.heads, sample.head_dim)
+        batch, width = sample.tokens // length, sample.head_dim
+        sizes = (batch, sample.heads, length, width, width)
+        shape = (batch, length, sample.heads, width)
         arrays = (array(shape, jnp.bfloat16),) * 3
         yield Probe("attention", "forward", sizes, call, arrays)
         yield Probe("attention", "backward", sizes, backward, arrays, baseline=call)

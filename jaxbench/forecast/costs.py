@@ -1,16 +1,18 @@
 """The forecast's cost model, made of measured kernels and links. The bound's cost model is
 `xla.schedule.Roofline`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from math import log, log2, prod
+from operator import itemgetter
 from statistics import NormalDist
 
 from jaxbench.base.hardware import PLANNED, Gpu
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.interpolate import Grid, between
-from jaxbench.forecast.tables import Tables
+from jaxbench.forecast.tables import Sizes, Tables
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.schedule import Roofline, peak
@@ -22,6 +24,9 @@ it."""
 
 MICRO = 1e-6
 
+Width = tuple[int, ...]
+"""The head dims of keys and of values."""
+
 SCAN = "ssd_"
 """The names of the scan's kernels begin with this."""
 
@@ -29,6 +34,10 @@ START, RING_NVLINK, TREE_NVLINK, NETWORK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO
 """Latencies of NCCL's protocol for large messages, in seconds: the start of a collective, each step
 of a ring and of a tree over NVLink, each step between domains. NCCL chooses its algorithms by these
 constants (NVIDIA/nccl src/graph/tuning.cc)."""
+
+
+TREE_SHARE = 0.92
+"""The share of a ring's rate that NCCL expects of a tree (src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class Conditions:
     limit; otherwise they are as high as in bursts. `spread` is the standard deviation of the GPUs'
     speed. `scan` names the Mamba-2 kernels whose rate we assume for ours, and `grouped` the other
     kernels of grouped matmuls that may be faster or slower than the expected ones. `weights` is the
-    rate of grouped gradients of weights relative to other grouped matmuls.
+    rate of grouped gradients of weights relative to other grouped matmuls. `of_two` chooses between
+    the times of attention and of rings, which were measured twice.
     """
 
     slowdown: float
@@ -50,13 +60,21 @@ class Conditions:
     scan: str = "fused"
     grouped: str = "grouped"
     weights: float = 0.61
+    of_two: Callable[[Sequence[float]], float] = itemgetter(0)
 
 
 CONDITIONS = {
     "expected": Conditions(slowdown=1.189),
-    "fast": Conditions(slowdown=1.0, sustained=False, grouped="grouped_fast", weights=1.0),
+    "fast": Conditions(
+        slowdown=1.0, sustained=False, grouped="grouped_fast", weights=1.0, of_two=min
+    ),
     "slow": Conditions(
-        slowdown=1.40, tuned=False, spread=GPU_SPREAD, scan="separate", grouped="grouped_slow"
+        slowdown=1.40,
+        tuned=False,
+        spread=GPU_SPREAD,
+        scan="separate",
+        grouped="grouped_slow",
+        of_two=max,
     ),
 }
 """Scenarios of a forecast. Kernels that overlap with a collective share cores, bandwidth and power
@@ -76,6 +94,7 @@ class Measured(Roofline):
         self.tables, self.conditions, self.gpus = tables, conditions, gpus
         self._product = cache(self._product_s)
         self._grouped = cache(self._grouped_s)
+        self._transfers = cache(self._measured_transfers)
 
     @cached_property
     def products(self) -> dict[str, Grid]:
@@ -105,6 +124,16 @@ class Measured(Roofline):
             return work.flops / (rate * 1e12)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
+    def table(self, work: Work) -> str:
+        """The kind of the table that work uses, and the format or the head dims in it."""
+        if work.kind == "product":
+            return f"product {self.format(work)}"
+        if work.kind == "attention":
+            return "attention {}x{}".format(*self.width(work))
+        if work.kind in GROUPED:
+            return f"{work.kind} {work.format}"
+        return "scan" if work.kind.startswith(SCAN) else work.kind
+
     def format(self, work: Work) -> str:
         """The format whose table a matmul uses. fp32 uses the table of bf16 and takes twice its
         time. MXFP8 uses FP8's if it has no table of its own."""
@@ -126,9 +155,8 @@ class Measured(Roofline):
             )
         if work.kind != "attention":
             return not work.flops
-        _, _, lengths, head_dims = zip(*self._attention_rates("forward"), strict=True)
-        *_, length, head_dim = work.sizes
-        return min(lengths) <= length <= max(lengths) and head_dim in head_dims
+        times = self.tables.values["attention", "backward" if work.backward else "forward"]
+        return work.dtype == "bf16" and spans(times, work.sizes[3:], work.sizes[2])
 
     def _as_measured(self, work: Work) -> tuple[int, int, int]:
         """m, n and k of a matmul. They come with m and n swapped if the table covers them only this
@@ -196,22 +224,35 @@ class Measured(Roofline):
     def _least(self, work: Work) -> float:
         return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
-    def _attention_rates(self, direction: str) -> dict[tuple[int, ...], float]:
-        """FLOP/s by sizes. Only the FLOPs of the causal half count."""
-        times = self.tables.values["attention", direction]
-        per_score = FLOPS_PER_SCORE[direction]
-        return {
-            (b, n, s, h): per_score * b * n * s * s * h / 2 / (time * MICRO)
-            for (b, n, s, h), time in times.items()
-        }
-
     def _attention(self, work: Work) -> float:
+        """Seconds of causal attention by the table. The *fast* and the *slow* conditions take the
+        shorter and the longer one of both measurements. Only the *fast* ones have the rate of short
+        runs."""
+        seconds = [half_scores(work) / rate for rate in self._attention_rates(work)]
         direction = "backward" if work.backward else "forward"
-        points = sorted((log(s[2]), rate) for s, rate in self._attention_rates(direction).items())
-        length = min(max(log(work.sizes[2]), points[0][0]), points[-1][0])
-        batch, heads, tokens, head_dim = work.sizes
-        flops = FLOPS_PER_SCORE[direction] * batch * heads * tokens * tokens * head_dim / 2
-        return flops / between(points, length)
+        kept = self.tables.values.get(("kept", direction), {}) if self.conditions.sustained else {}
+        return self.conditions.of_two(seconds) / next(iter(kept.values()), 1.0)
+
+    def _attention_rates(self, work: Work) -> list[float]:
+        """FLOP/s of attention by the table, and by the second one if that has this width and
+        length."""
+        direction = "backward" if work.backward else "forward"
+        width, length = self.width(work), work.sizes[2]
+        tables = [self.tables.values["attention", direction]]
+        again = self.tables.values.get(("repeated-attention", direction), {})
+        if spans(again, width, length):
+            tables.append(again)
+        return [rate(times, width, direction, length) for times in tables]
+
+    def width(self, work: Work) -> Width:
+        """The head dims of the table by which attention is forecast: its own ones, or else those
+        whose sum is nearest in proportion."""
+        direction = "backward" if work.backward else "forward"
+        known = {(k, v) for *_, k, v in self.tables.values["attention", direction]}
+        *_, k, v = work.sizes
+        if (k, v) in known:
+            return k, v
+        return min(known, key=lambda width: (abs(log(sum(width) / (k + v))), width))
 
     def moving(self, kernel: Kernel) -> float:
         return self._memory(kernel.bytes)[1]
@@ -233,21 +274,37 @@ class Measured(Roofline):
         return self._inside(collective.like, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Seconds inside an NVLink domain. They follow from the times of the largest measured group
-        that is not larger than this one. A larger group takes the same time per byte sent; in a
-        ring each further GPU also adds the latency of a step. An all-to-all has no steps."""
+        """Seconds inside an NVLink domain. They follow from the largest group that is not larger
+        than this one and was measured at such a size, or from the smallest one that is not smaller,
+        whichever is less: NCCL takes the faster algorithm."""
         times = self.tables.values["collective", kind]
-        known = max((n for n, _ in times if n <= group), default=min(n for n, _ in times))
-        points = sorted((b, time) for (n, b), time in times.items() if n == known)
+        groups = {n for n, _ in times}
+        whole = max(whole, min(size for _, size in times))
+        smaller = max((n for n, size in times if n <= group and size <= whole), default=min(groups))
+        larger = min((n for n in groups if n >= group), default=smaller)
+        return min(self._scaled(kind, n, group, whole) for n in (smaller, larger))
+
+    def _scaled(self, kind: str, known: int, group: int, whole: int) -> float:
+        """Seconds by the times of a measured group. Another group takes the same time per byte
+        sent. In a ring each further GPU also adds the latency of a step. An all-to-all has no
+        steps."""
+        points = self._transfers(kind, known)
         measured = max(between(points, whole), points[0][1]) * MICRO
         share = (group - 1) / group / ((known - 1) / known)
         further = STEPS[kind] * max(0, group - known)
         return measured * share * self._slower + further * RING_NVLINK
 
+    def _measured_transfers(self, kind: str, group: int) -> list[tuple[int, float]]:
+        """Sizes and times of a group, in which none takes longer than a larger one."""
+        times = self.tables.values["collective", kind]
+        points = sorted((size, time) for (n, size), time in times.items() if n == group)
+        least = [*accumulate((time for _, time in reversed(points)), min)][::-1]
+        return [(size, time) for (size, _), time in zip(points, least, strict=True)]
+
     def _between_domains(self, collective: Collective) -> float:
         """Seconds between domains. A ring passes through all members of a domain before it leaves
-        the domain. A small all-reduce uses trees. In a permute and an all-to-all each GPU sends
-        directly to the receiver, over its own NIC."""
+        the domain. An all-reduce uses trees if they are faster. In a permute and an all-to-all each
+        GPU sends directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains = -(-group // members)
         sent = collective.wire_bytes / collective.count
@@ -257,12 +314,14 @@ class Measured(Roofline):
         if collective.like == "all-to-all":
             leaving = collective.bytes * (group - members) / group
             return START + NETWORK + leaving / direct
-        latency = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
-        if collective.like == "all-reduce":
-            tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
-            latency = STEPS["all-reduce"] * min(latency, tree)
         rate = self.gpu.nic * members * self._ring_share(domains) * 1e9
-        return START + latency + sent / min(rate, self._nvlink(collective.like))
+        sending = sent / min(rate, self._nvlink(collective.like))
+        ring = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
+        if collective.like != "all-reduce":
+            return START + ring + sending
+        tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
+        passes = STEPS["all-reduce"]
+        return START + min(passes * ring + sending, passes * tree + sending / TREE_SHARE)
 
     def _nvlink(self, kind: str) -> float:
         """Bytes per second that a GPU sends in a ring over NVLink, from the largest transfer of the
@@ -277,19 +336,25 @@ class Measured(Roofline):
         return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches. It is interpolated in the
-        table over the logarithm of the number of domains. Beyond the table it is extrapolated from
-        the last two points, but not below `LEAST_SHARE`. An untuned network has at most the share
-        that was measured in one."""
-        table = self.tables.values["network", "ring"]
-        points = sorted((log(sizes[0]), share) for sizes, share in table.items())
-        x = log(domains)
-        (x0, y0), (x1, y1) = points[-2:]
-        share = max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), LEAST_SHARE)
-        if x <= x1:
-            share = between(points, max(x, points[0][0]))
+        """The share of the NICs' rate that a ring over domains reaches after its latencies. The
+        *fast* and the *slow* conditions have the better and the worse one of two clusters. An
+        untuned network has at most the share that was measured in one."""
+        clusters = ("network", "ring"), ("network", "other")
+        found = [self.tables.values[name] for name in clusters if name in self.tables.values]
+        share = 1 / self.conditions.of_two([1 / share_of(table, domains) for table in found])
         untuned = self.tables.values["network", "untuned"].values()
         return share if self.conditions.tuned else min(share, *untuned)
+
+
+def share_of(table: Mapping[Sizes, float], domains: int) -> float:
+    """A share by the number of domains, interpolated over its logarithm. Beyond the table it is
+    extrapolated from the last two points, but not below `LEAST_SHARE`."""
+    points = sorted((log(sizes[0]), share) for sizes, share in table.items())
+    x = log(domains)
+    (x0, y0), (x1, y1) = points[-2:]
+    if x <= x1:
+        return between(points, max(x, points[0][0]))
+    return max(y1 + (y1 - y0) * (x - x1) / (x1 - x0), LEAST_SHARE)
 
 
 STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
@@ -298,9 +363,42 @@ STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0}
 LEAST_SHARE = 0.1
 """The least share of a NIC's rate that an extrapolation gives."""
 
-FLOPS_PER_SCORE = {"forward": 4, "backward": 10}
-"""FLOPs of attention for each score and each element of a head. The forward pass has two matmuls.
-The backward pass has four, and computes the scores again."""
+BASE = (128, 128)
+"""The head dims that are measured at most lengths."""
+
+
+def spans(times: Mapping[Sizes, float], width: Width, length: int) -> bool:
+    """True if attention of a width was measured at this length, or at a shorter and a longer
+    one."""
+    lengths = [sizes[2] for sizes in times if sizes[3:] == width]
+    return bool(lengths) and min(lengths) <= length <= max(lengths)
+
+
+def rate(times: Mapping[Sizes, float], width: Width, direction: str, length: int) -> float:
+    """FLOP/s of attention with a width that is in a table, interpolated over the logarithm of the
+    length. Beyond the lengths of this width, the rate changes as that of the base width does, and
+    beyond those not at all."""
+    backward = direction == "backward"
+    points = sorted(
+        (sizes[2], half_scores(Work("attention", "bf16", 0, sizes, backward)) / (time * MICRO))
+        for sizes, time in times.items()
+        if sizes[3:] == width
+    )
+    nearest = min(max(length, points[0][0]), points[-1][0])
+    reached = between([(log(known), value) for known, value in points], log(nearest))
+    if nearest == length or width == BASE or all(sizes[3:] != BASE for sizes in times):
+        return reached
+    base = (rate(times, BASE, direction, at) for at in (length, nearest))
+    return reached * next(base) / next(base)
+
+
+def half_scores(work: Work) -> float:
+    """FLOPs of the causal half of attention. For each score, the forward pass has a matmul over the
+    head dim of keys and one over that of values. The backward pass has two of each, and computes
+    the scores again."""
+    batch, heads, length, key, value = work.sizes
+    per_score = 2 * (3 * key + 2 * value) if work.backward else 2 * (key + value)
+    return per_score * batch * heads * length * length / 2
 
 
 def slowest(spread: float, gpus: int) -> float:

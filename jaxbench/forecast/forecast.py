@@ -2,14 +2,14 @@
 `docs/forecast.md` compares it with published steps."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.forecast.costs import CONDITIONS, SCAN, Measured
-from jaxbench.forecast.tables import OTHERS, Tables
+from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.tables import OTHERS, Tables, within
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import GROUPED, Work
+from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Schedule
 
@@ -38,7 +38,7 @@ class Forecast:
     `outside` is the share of the kernels' seconds that are in proportion or rest on nothing.
     `unknown` has, by target, the seconds of custom calls without a rule, from their bytes alone.
     `sources` says where each kind of table is from. `assumed` says what stands in for tables that
-    the program needs.
+    the program needs, and for which share of the step.
     """
 
     step_s: float
@@ -87,9 +87,9 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         sources={kind: source for kind, source in tables.sources.items() if _used(kind, used)},
         unknown=unknown,
         assumed=[
-            f"{kind}: {instead}"
-            for kind, instead in tables.assumed.items()
-            if kind.removeprefix("product ") in used
+            f"{name}: {instead} ({100 * seconds / expected.step_s:.1f} % of the step)"
+            for name, instead in tables.assumed.items()
+            if (seconds := sum(s for table, s in used.items() if within(table, name)))
         ],
     )
 
@@ -101,35 +101,35 @@ def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
 
 def _bases(
     walk: Walk, costs: Measured
-) -> tuple[float, dict[Work, float], dict[str, float], set[str]]:
+) -> tuple[float, dict[Work, float], dict[str, float], dict[str, float]]:
     """What the seconds of a step rest on: the seconds of work whose sizes the tables cover, of work
     beyond the tables, and of custom calls without a rule, from the bytes that they move. Also the
-    tables that are used: formats of matmuls, and kinds of other work, with the format of grouped
-    matmuls."""
-    measured_s, used = 0.0, set()
+    seconds of each table that is used; a gradient of grouped weights uses that of grouped matmuls
+    too."""
+    measured_s = 0.0
+    used: defaultdict[str, float] = defaultdict(float)
     beyond: defaultdict[Work, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)
     for _, kernel, runs in walk.kernels():
         for work in kernel.works:
-            kind = "scan" if work.kind.startswith(SCAN) else work.kind
-            used.add(costs.format(work) if kind == "product" else kind)
-            if kind in GROUPED:
-                used.add(f"grouped {work.format}")
+            seconds = costs.work(work) * runs
+            used[costs.table(work)] += seconds
+            if work.kind == "grouped_weights":
+                used[f"grouped {work.format}"] += seconds
             if costs.covers(work):
-                measured_s += costs.work(work) * runs
+                measured_s += seconds
             else:
-                beyond[work] += costs.work(work) * runs
+                beyond[work] += seconds
         if kernel.unknown:
             unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
     return measured_s, dict(beyond), dict(unknown), used
 
 
-def _used(kind: str, used: set[str]) -> bool:
+def _used(kind: str, used: Mapping[str, float]) -> bool:
     """True unless a kind with its name has further times, of matmuls that the program lacks."""
     first, name = kind.split(" ", 1)
-    if first not in (other for others in OTHERS.values() for other in others):
-        return True
-    return (name if first in OTHERS["product"] else f"grouped {name}") in used
+    of = next((known for known, others in OTHERS.items() if first in others), None)
+    return of not in ("product", "grouped") or f"{of} {name}" in used
 
 
 def _named(work: Work) -> str:

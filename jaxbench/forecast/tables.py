@@ -9,16 +9,21 @@ kind says otherwise:
 - `grouped`, a format, groups x rows of each x n x k: the rows of each group times a [k, n] of its
   own; `grouped_weights`, the gradient of these [k, n]
 - `grouped_fast` and `grouped_slow`, the same as `grouped` by other kernels
-- `attention`, `forward` or `backward`, batch x heads x length x head dim, causal
+- `attention`, `forward` or `backward`, batch x heads x length x head dim of keys x head dim of
+  values, in bf16 and causal
+- `repeated-attention`, the same timed a second time, on another day or by another version of cuDNN
+- `kept`, `forward` or `backward`, the head dims of which it was measured: the share of its table's
+  rate that attention keeps in a step, for tables of short runs
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
 - `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
   or in one for each of its steps
-- `network` and `nvlink`: the share of a link's rate that is reached (`measured/network.csv`)
+- `network` and `nvlink`: the share of a link's rate that is reached after the latencies, for rings
+  in one cluster and in an `other` one (`measured/network.csv`)
 
 A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
-that were not measured.
+that were not measured. For attention, NAME are the head dims of keys and values, as in `192x128`.
 """
 
 import csv
@@ -46,17 +51,22 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "grouped_fast": (FORMATS, (1, 1, 1, 1)),
     "grouped_slow": (FORMATS, (1, 1, 1, 1)),
     "grouped_weights": (FORMATS, (1, 1, 1, 1)),
-    "attention": (("forward", "backward"), (1, 1, 1, 1)),
+    "attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
+    "repeated-attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
+    "kept": (("forward", "backward"), (1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
     "sustained": (FORMATS, (1,)),
     "scan": (("fused", "separate"), (1, 1)),
-    "network": (("ring", "untuned", "direct"), (2,)),
+    "network": (("ring", "other", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
 """The names of each kind, and the least value of each of its sizes."""
 
-OTHERS = {"product": ("repeated",), "grouped": ("grouped_fast", "grouped_slow")}
+OTHERS = {
+    "product": ("repeated",), "grouped": ("grouped_fast", "grouped_slow"),
+    "attention": ("repeated-attention", "kept"),
+}  # fmt: skip
 """Kinds that were measured again, and the kinds of the further times."""
 
 Sizes = tuple[int, ...]
@@ -112,14 +122,22 @@ def load(gpu: str, file: Path | None = None) -> Tables:
             sources[" ".join(key)] = f"{here} and {sources[' '.join(key)]}" if kept else here
             values[key] = kept | times
             if path == file:
-                assumed.pop(" ".join(key), None)
+                replaced = key[0] if key[0] == "attention" else " ".join(key)
+                assumed = {of: text for of, text in assumed.items() if not within(of, replaced)}
                 assumed.pop(key[0], None)
             for other in OTHERS.get(key[0], ()) if path == file else ():
                 # The package's other times say how far other machines may be from its table.
                 if (other, key[1]) not in measured:
                     values.pop((other, key[1]), None)
                     sources.pop(f"{other} {key[1]}", None)
+            if path == file and key == ("network", "ring"):
+                values.pop(("network", "other"), None)
     return Tables(values, sources, assumed)
+
+
+def within(name: str, wider: str) -> bool:
+    """True if `wider` is a name, or the kind that it begins with."""
+    return f"{name} ".startswith(f"{wider} ")
 
 
 def assumptions(path: Path) -> dict[str, str]:

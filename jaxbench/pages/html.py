@@ -18,6 +18,12 @@ from markupsafe import Markup, escape
 from jaxbench.base.errors import counted
 from jaxbench.recipe.build import flat
 
+SYMBOLS = {
+    "pass": "✓", "slow": "▼", "failed": "✕", "interrupted": "■", "incomplete": "…",
+    "not comparable": "–",
+}  # fmt: skip
+"""Symbols that stand next to the names of verdicts."""
+
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that are invalid in HTML, and characters that change the direction of text."""
 
@@ -33,7 +39,8 @@ def render(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"counted": counted, "breakable": breakable, **(filters or {})}
+    common = {"counted": counted, "breakable": breakable, "symbol": SYMBOLS.__getitem__}
+    environment.filters |= {**common, **(filters or {})}
     content["headline"] = UNIT.sub("\xa0", content["headline"])
     return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.base.errors import counted
-from jaxbench.pages.html import attached, render, settings
+from jaxbench.pages.html import SYMBOLS, attached, render, settings
 from jaxbench.recipe.published import ERRATA
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS
@@ -16,12 +16,6 @@ from jaxbench.report.gpus import gpus, heat_maps
 from jaxbench.report.runs import Result
 from jaxbench.report.sections import PageRun
 from jaxbench.results.verdict import PASS, SMOKE
-
-SYMBOLS = {
-    "pass": "✓", "slow": "▼", "failed": "✕", "interrupted": "■", "incomplete": "…",
-    "not comparable": "–",
-}  # fmt: skip
-"""Symbols that stand next to the names of verdicts."""
 
 COLUMNS = {
     "gpus": "GPUs", "step_time_s": "Step, s", "tokens_per_s_per_gpu": "Tokens/s/GPU",
@@ -31,7 +25,7 @@ COLUMNS = {
 }  # fmt: skip
 """Figures in the table of runs, and their headings there."""
 
-FILTERS: dict[str, Callable[..., Any]] = {"figure": formats.cell, "symbol": SYMBOLS.__getitem__}
+FILTERS: dict[str, Callable[..., Any]] = {"figure": formats.cell}
 """What the report's templates use besides the common filters."""
 
 MOST_RUNS = 100

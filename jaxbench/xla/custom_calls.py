@@ -56,7 +56,7 @@ def attention(i: Instruction, scope: Scope) -> Work:
         length = key_length = min(length, 2 * TILE * (-(-window // TILE) + 1))
     flops = ATTENTION[i.target] * 2 * tokens * heads * key_length * (head_dim + value_dim)
     backward = i.target.endswith("Backward")
-    sizes = (-(-tokens // length), heads, length, (head_dim + value_dim) // 2)
+    sizes = (-(-tokens // length), heads, length, head_dim, value_dim)
     return Work("attention", dtype, flops, sizes, backward)
 
 

@@ -47,10 +47,10 @@ class Work:
     `kind` is `product` for a matmul, one of `GROUPED`, or the kind that a rule gives. `dtype` is
     the dtype of the operands. The `sizes` of a matmul are (batch, m, n, k) for `[m, k]` times
     `[k, n]`; the batch of a grouped one is its groups, and m is their mean number of rows. The
-    `sizes` of attention are (batch, heads, length, head dim), and `backward` marks its gradient.
-    `bytes` is the memory traffic, if it is not the size of operands and results. `blocks` is true
-    for operands with a scale for each block. `launches` is the number of kernels, for a custom call
-    that has several.
+    `sizes` of attention are (batch, heads, length, head dim of keys, head dim of values), and
+    `backward` marks its gradient. `bytes` is the memory traffic, if it is not the size of operands
+    and results. `blocks` is true for operands with a scale for each block. `launches` is the number
+    of kernels, for a custom call that has several.
     """
 
     kind: str

@@ -71,6 +71,18 @@ def test_ends_are_those_of_the_faster_and_the_slower_table(factor):
     assert other.slow_s == pytest.approx(one.slow_s + max(0.0, factor * burst - limited))
 
 
+def test_what_is_assumed_has_its_share_of_the_step():
+    """Of the tables that the program needs. A name may be that of all tables of a kind."""
+    stated = {"product": "by peaks", "product bf16": "the H200's", "product fp8": "", "scan": ""}
+    loaded = replace(tables.load("h100"), assumed=stated)
+    found = forecast(Walk(hlo.Program.parse(PROGRAM)), H100, loaded, lambda c: "fsdp")
+    share = f"{100 * found.parts_s['products'] / found.step_s:.1f} % of the step"
+    assert found.assumed == [
+        f"product: by peaks ({share})",
+        f"product bf16: the H200's ({share})",
+    ]
+
+
 def test_a_forecast_says_what_its_range_is():
     """Second times count as long as the user has no products of his own."""
     found = forecast(Walk(hlo.Program.parse(PROGRAM)), H100, tables.load("h100"), lambda c: "fsdp")

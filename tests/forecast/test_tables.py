@@ -23,7 +23,8 @@ UNMEASURED = {"profiled", "grouped_weights"}
 @pytest.mark.parametrize("gpu", PLANNED)
 def test_every_gpu_that_is_planned_has_tables(gpu):
     found = tables.load(gpu)
-    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - UNMEASURED
+    missing = UNMEASURED | ({"kept"} if gpu == "h100" else set())
+    assert {kind for kind, _ in found.values} == tables.KINDS.keys() - missing
     blocks = {"mxfp8", "nvfp4"} & PLANNED[gpu].tflops.keys()
     assert found.names("product") == {"bf16", "fp8"} | blocks == found.names("sustained")
     assert found.names("repeated") == {"bf16"} | blocks
@@ -74,19 +75,36 @@ def test_products_without_quantization_are_below_the_peak(gpu):
 
 def test_what_is_assumed_is_said_until_it_is_measured(tmp_path):
     """By the package for what its tables do not have; a user's own times need no assumption."""
-    assert tables.load("h100").assumed.keys() == {"grouped fp8", "grouped_weights"}
-    found = tables.load("b300").assumed
+    blocks = {"product mxfp8", "product nvfp4"}
     grouped = {f"grouped {name}" for name in tables.FORMATS} | {"grouped_weights"}
-    assert found.keys() == {"product mxfp8", "product nvfp4", "attention", "scan"} | grouped
-    for line, known in (
-        ("product,nvfp4,1024x1024x1024,7", "product nvfp4"),
-        ("attention,forward,1x8x1024x128,7", "attention"),
-        ("grouped,bf16,8x1024x1024x1024,7", "grouped bf16"),
-        ("grouped_weights,bf16,8x1024x1024x1024,7", "grouped_weights"),
+    for gpu, stated in (
+        ("h100", {"attention 64x64", "grouped fp8", "grouped_weights"}),
+        ("gb200", blocks | grouped | {"attention", "attention 64x64", "scan"}),
+        ("b300", blocks | grouped | {"attention", "scan"}),
     ):
-        file = tmp_path / f"{known}.csv"
-        file.write_text(f"# gpu: b300\nkind,name,sizes,microseconds\n{line}\n")
-        assert tables.load("b300", file).assumed.keys() == found.keys() - {known}
+        assert tables.load(gpu).assumed.keys() == stated
+        for line, known in (
+            ("product,nvfp4,1024x1024x1024,7", "product nvfp4"),
+            ("attention,forward,1x8x1024x128x128,7", "attention"),
+            ("scan,fused,128x64,7", "scan"),
+            ("grouped,bf16,8x1024x1024x1024,7", "grouped bf16"),
+            ("grouped_weights,bf16,8x1024x1024x1024,7", "grouped_weights"),
+        ):
+            file = tmp_path / f"{gpu} {known}.csv"
+            file.write_text(f"# gpu: {gpu}\nkind,name,sizes,microseconds\n{line}\n")
+            left = {name for name in stated if not tables.within(name, known)}
+            assert tables.load(gpu, file).assumed.keys() == left
+
+
+def test_a_users_attention_stands_as_it_is(tmp_path):
+    """Without a second table, and without what the package's attention loses in a step."""
+    file = tmp_path / "own.csv"
+    file.write_text(OWN.replace("product,bf16,1024x", "attention,forward,1x8x1024x128x"))
+    file.write_text(file.read_text().replace("x1024x1024,7.5", "x128,7.5").replace("h100", "gb200"))
+    found = tables.load("gb200", file).values
+    assert found["attention", "forward"] == {(1, 8, 1024, 128, 128): 7.5}
+    assert not {("kept", "forward"), ("repeated-attention", "forward")} & found.keys()
+    assert {("kept", "backward"), ("repeated-attention", "backward")} <= found.keys()
 
 
 def test_a_users_products_have_no_second_table(tmp_path):

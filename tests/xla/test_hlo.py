@@ -90,6 +90,16 @@ def test_attention(program):
     assert program.custom_calls()["__cudnn$fmhaSoftmax"] == 1
 
 
+def test_attention_has_the_head_dims_of_keys_and_of_values():
+    narrow = PROGRAM.replace("custom-call(%q, %k, %k)", "custom-call(%q, %k, %v)").replace(
+        "  %k = ", "  %v = bf16[2,64,2,8]{3,2,1,0} constant({...})\n  %k = "
+    )
+    works = [work for work, *_ in hlo.Program.parse(narrow, RULES).works() if not work.backward]
+    (forward,) = [work for work in works if work.kind == "attention"]
+    assert forward.sizes == (2, 4, 64, 16, 8)
+    assert forward.flops == 2 * 2 * 4 * 64 * 64 * (16 + 8)
+
+
 def test_a_window_counts_the_keys_of_its_tiles():
     """Of 4096 tokens a query sees two tiles of 128, as on average in sequences of 512."""
     options = '"sliding_window_length": 128, "max_seg_per_batch": 1'
@@ -103,7 +113,7 @@ def test_a_window_counts_the_keys_of_its_tiles():
     )
     works = [work for work, *_ in hlo.Program.parse(text, RULES).works() if not work.backward]
     (forward,) = [work for work in works if work.kind == "attention"]
-    assert forward.sizes == (16, 4, 512, 16)
+    assert forward.sizes == (16, 4, 512, 16, 16)
     assert forward.flops == 4 * 2 * 4 * 4096 * 512 * 16
 
 
