@@ -15,8 +15,8 @@ BAR = 30
 """Characters of the longest bar of a forecast."""
 
 RANGE = (
-    "from no power limit and no slowdown beside collectives, to the slowest GPU, most slowdown and "
-    "an untuned network"
+    "the fast end has no power limit and no slowdown by collectives; the slow end has the slowest "
+    "GPU, the most slowdown and an untuned network"
 )
 """The ends of a forecast's range (`docs/design/forecast.md`)."""
 
@@ -190,7 +190,9 @@ def _rests_on(f: Forecast) -> str:
 def _twice(f: Forecast) -> str:
     """The formats of the program whose matmuls were timed twice."""
     names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
-    return f"; {' and '.join(names)} products by either of two tables" if names else ""
+    if not names:
+        return ""
+    return f"; the ends use the faster and the slower of two tables of {' and '.join(names)} matmuls"
 
 
 def _published(plan: Plan) -> list[str]:
