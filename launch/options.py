@@ -1,5 +1,5 @@
 """Options of `train` for a job. They come from the options of launch/submit.py, from published
-variables, and from the texts after `--`."""
+variables, and from the arguments after `--`."""
 
 import argparse
 from collections.abc import Mapping

@@ -192,7 +192,9 @@ def _twice(f: Forecast) -> str:
     names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
     if not names:
         return ""
-    return f"; the ends use the faster and the slower of two tables of {' and '.join(names)} matmuls"
+    return (
+        f"; the ends use the faster and the slower of two tables of {' and '.join(names)} matmuls"
+    )
 
 
 def _published(plan: Plan) -> list[str]:
