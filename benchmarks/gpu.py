@@ -20,7 +20,7 @@ each of their kernels. Exit status 1 if anything is wrong.
     rows        18 each row 1 of the recipes: the step and each kind of kernel next to the forecast
     tiles       50      grouped matmuls, and the sizes of their kernels
     mixers      (30)    Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
-    commands    (40 each) row 1 by the training command: repeatable, offloaded, guided
+    commands    (40 each) row 1 by the training command: repeatable, offloaded, with PGLE
     choices     (480)   A/B of settings
     kernels     (240)   kernels next to the forecast's tables
 

@@ -1,5 +1,5 @@
 """Options of `train` for a job. They come from the options of launch/submit.py, from published
-variables, and from behind `--`."""
+variables, and from the arguments after `--`."""
 
 import argparse
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def parse_train(texts: list[str]) -> dict[str, Any]:
     try:
         options = arguments.given(texts)
     except RecipeError as error:
-        raise RecipeError(f"behind --, options of train: {error}") from error
+        raise RecipeError(f"after --, options of train: {error}") from error
     for name, instead in RESERVED.items():
         if name in options:
             raise RecipeError(f"{arguments.flag(name)} is the launcher's: {instead}")
@@ -53,14 +53,14 @@ def merge(submit: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]
             )
             raise RecipeError(
                 f"{first}, which options or variables of launch/submit.sh ask for, and {second} "
-                "behind -- contradict; give one"
+                "after -- contradict; give one"
             )
     first, second = submit.get("set", []), train.get("set", [])
     values = dict(text.partition("=")[::2] for text in first)
     for text in second:
         key, _, value = text.partition("=")
         if values.get(key, value) != value:
-            raise RecipeError(f"--set {key}={values[key]} and --set {text} behind -- contradict")
+            raise RecipeError(f"--set {key}={values[key]} and --set {text} after -- contradict")
     return {**DEFAULTS, **submit, **train, "set": list(dict.fromkeys([*first, *second]))}
 
 

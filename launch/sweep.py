@@ -68,7 +68,7 @@ class Entry:
         try:
             args = submit.parse_arguments(argv)
             if args.gpus != self.gpus:
-                raise RecipeError("--gpus behind -- changes what the list says")
+                raise RecipeError("--gpus after -- changes what the list says")
             if args.dry_run or submit.Variables(os.environ).flag("DRY_RUN"):
                 raise RecipeError("a sweep has no dry run; --show submits nothing")
             job = submit.make_job(args, os.environ)

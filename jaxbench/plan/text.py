@@ -15,8 +15,8 @@ BAR = 30
 """Characters of the longest bar of a forecast."""
 
 RANGE = (
-    "from no power limit and no slowdown beside collectives, to the slowest GPU, most slowdown and "
-    "an untuned network"
+    "the fast end has no power limit and no slowdown by collectives; the slow end has the slowest "
+    "GPU, the most slowdown and an untuned network"
 )
 """The ends of a forecast's range (`docs/design/forecast.md`)."""
 
@@ -191,9 +191,11 @@ def _twice(f: Forecast) -> str:
     """The formats of the program whose matmuls were timed twice, and whether it has grouped
     matmuls."""
     names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
-    twice = f"; {' and '.join(names)} products by either of two tables" if names else ""
-    grouped = any(kind.startswith("grouped_fast ") for kind in f.sources)
-    return twice + ("; grouped matmuls by other kernels" if grouped else "")
+    twice = f"the faster and the slower of two tables of {' and '.join(names)} matmuls"
+    uses = [twice] if names else []
+    if any(kind.startswith("grouped_fast ") for kind in f.sources):
+        uses.append("other kernels of grouped matmuls")
+    return f"; the ends use {' and '.join(uses)}" if uses else ""
 
 
 def _published(plan: Plan) -> list[str]:

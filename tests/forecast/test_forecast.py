@@ -91,7 +91,7 @@ def test_a_forecast_says_what_its_range_is():
         next(line for line in text.forecast(f) if line.startswith("  range: "))
         for f in (found, replace(found, sources=once))
     )
-    assert both == f"{one}; bf16 products by either of two tables"
+    assert both == f"{one}; the ends use the faster and the slower of two tables of bf16 matmuls"
 
 
 def test_a_forecast_of_grouped_matmuls_says_what_it_rests_on():

@@ -187,7 +187,7 @@ def test_every_entry_is_checked_before_the_first_is_submitted(second, message, h
     [
         (("--shw",), "unrecognized arguments: --shw"),
         (("--", "--checkpoint"), "--checkpoint is an option of train: launch/submit.sh ... -- --"),
-        (("--", "--gpus", "16"), "--gpus behind -- changes what the list says"),
+        (("--", "--gpus", "16"), "--gpus after -- changes what the list says"),
         (("--", "--dry-run"), "a sweep has no dry run; --show submits nothing"),
         (("--", "--", "--output", "x"), "--output is the launcher's"),
     ],
