@@ -95,16 +95,17 @@ class Measured(Roofline):
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
     def format(self, work: Work) -> str:
-        """The format whose table a matmul uses. fp32 uses the table of bf16 and takes twice its
-        time. MXFP8 uses FP8's if it has no table of its own."""
+        """The format whose table a matmul uses. A format without a table uses FP8's if its peak is
+        above that of bf16, and bf16's otherwise."""
         if work.format in self.products:
             return work.format
-        return "fp8" if work.format == "mxfp8" else "bf16"
+        return "fp8" if peak(self.gpu, work.dtype) > peak(self.gpu, "bf16") else "bf16"
 
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work."""
         if work.kind == "product":
-            grid = self.products[self.format(work)]
+            if (grid := self.products.get(work.format)) is None:
+                return False
             return self._profiled_s(work) is not None or grid.covers(self._as_measured(work))
         if work.kind != "attention":
             return not work.flops
@@ -130,8 +131,19 @@ class Measured(Roofline):
         if (profiled := self._profiled_s(work)) is not None:
             return max(profiled, self._least(work))
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
-        wide = 2.0 if work.dtype == "f32" else 1.0
-        return max(wide * max(measured, self._sustained_s(work)), self._least(work))
+        seconds = max(measured, self._sustained_s(work))
+        if (slower := self._slower_than_table(work)) > 1:
+            start, _ = self._memory(0)
+            seconds = start + slower * max(0.0, seconds - start)
+        return max(seconds, self._least(work))
+
+    def _slower_than_table(self, work: Work) -> float:
+        """The factor by which a matmul is slower than one in the format of its table, by the peaks
+        of the GPU that was measured. 1 for a format with a table."""
+        if work.format in self.products:
+            return 1.0
+        measured = PLANNED[self.gpu.name.lower()].tflops[self.format(work)]
+        return measured / peak(self.gpu, work.dtype)
 
     def _sustained_s(self, work: Work) -> float:
         """The least seconds of a matmul in a step, at the rate that the power limit leaves when

@@ -67,9 +67,11 @@ def block_scaled(i: Instruction, scope: Scope) -> Work:
     return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), blocks=True)
 
 
-def pallas(i: Instruction, scope: Scope) -> Work:
-    """A Pallas kernel of this package, by the cost that its call carries."""
+def pallas(i: Instruction, scope: Scope) -> Work | None:
+    """A Pallas kernel of this package, by the cost that its call carries; None for others."""
     cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
+    if "moved" not in cost:
+        return None
     return Work(
         cost["kind"],
         cost["dtype"],

@@ -185,7 +185,7 @@ def test_memory_beside_a_dumped_program(tmp_path, capsys):
     assert (found["arguments"], found["outputs"]) == (4096**2 * 4, 4096**2 * 4)
     used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     assert used <= found["peak"] < used + 4096
-    assert found["flops"] == {"product f32": 2 * 2 * 4096**3}
+    assert found["flops"] == {"product tf32": 2 * 2 * 4096**3}
 
 
 @needs_compiler
