@@ -163,7 +163,12 @@ def _rates(plan: Plan, name: str) -> str:
 
 
 def forecast(f: Forecast, rates: str = "") -> list[str]:
-    """A forecast and its parts, with bars."""
+    """A forecast and its parts, with bars; or why there is none."""
+    if f.unknown:
+        return [
+            "forecast    none: what these calls compute is unknown, and so is their time",
+            *(f"  {name}: at least {s:.3f} s, by its bytes" for name, s in f.unknown.items()),
+        ]
     longest = max(f.parts_s.values())
     lines = [f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}{rates}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
