@@ -99,7 +99,12 @@ class Measured(Roofline):
         above that of bf16, and bf16's otherwise."""
         if work.format in self.products:
             return work.format
-        return "fp8" if peak(self.gpu, work.dtype) > peak(self.gpu, "bf16") else "bf16"
+        return "fp8" if peak(self._measured, work.dtype) > peak(self._measured, "bf16") else "bf16"
+
+    @property
+    def _measured(self) -> Gpu:
+        """The GPU of the tables. A user may have changed the links of `gpu`."""
+        return PLANNED[self.gpu.name.lower()]
 
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work."""
@@ -142,8 +147,7 @@ class Measured(Roofline):
         of the GPU that was measured. 1 for a format with a table."""
         if work.format in self.products:
             return 1.0
-        measured = PLANNED[self.gpu.name.lower()].tflops[self.format(work)]
-        return measured / peak(self.gpu, work.dtype)
+        return self._measured.tflops[self.format(work)] / peak(self.gpu, work.dtype)
 
     def _sustained_s(self, work: Work) -> float:
         """The least seconds of a matmul in a step, at the rate that the power limit leaves when
@@ -237,7 +241,7 @@ class Measured(Roofline):
     @property
     def _slower(self) -> float:
         """The factor by which NVLink is slower than on the GPU of the tables."""
-        return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
+        return self._measured.nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
         """The share of the NICs' rate that a ring over domains reaches. It is interpolated in the

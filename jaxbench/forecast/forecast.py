@@ -101,7 +101,12 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
 
 def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
     """The schedule with the seconds that a forecast expects."""
-    return walk.under(Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices))
+    return walk.under(expected_costs(walk, gpu, tables))
+
+
+def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
+    """The cost model of a forecast."""
+    return Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices)
 
 
 def _bases(

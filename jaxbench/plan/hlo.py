@@ -204,7 +204,7 @@ def report(step: HloStep) -> str:
         *text.host(step),
         *text.bound(step),
     ]
-    lines += text.forecast(forecast)
+    lines += [*text.forecast(forecast), *text.moves(step)]
     if step.assumed:
         lines += ["assumed", *(f"  {entry}" for entry in step.assumed)]
     return "\n".join(lines)

@@ -20,8 +20,14 @@ RANGE = (
 )
 """The ends of a forecast's range (`docs/design/forecast.md`)."""
 
-IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels")
+IGNORED = (
+    "lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels",
+    "sensitivities",
+)  # fmt: skip
 """Fields of a plan that `difference` leaves out. It compares collectives by their sums."""
+
+MOVES, SHOWN_MOVES = 0.1, 6
+"""The least percent by which a change must move a forecast to be shown, and the most changes."""
 
 
 def gib(count: float) -> str:
@@ -57,6 +63,7 @@ def report(plan: Plan) -> str:
             *host(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
+            *moves(plan),
             *_published(plan),
         ]
     )
@@ -180,6 +187,13 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
         lines.append(f"  measured: {'; '.join(sources)}")
     lines += [f"  assumed: {assumed}" for assumed in f.assumed]
     return [*lines, _rests_on(f)]
+
+
+def moves(step: Step) -> list[str]:
+    """What moves a forecast most."""
+    shown = [s for s in step.sensitivities if s.percent >= MOVES][:SHOWN_MOVES]
+    lines = (f"  {s.percent:+5.1f} %  {s.what}: {s.change}" for s in shown)
+    return ["moves       what would make this forecast longer:", *lines] if shown else []
 
 
 def _rests_on(f: Forecast) -> str:

@@ -51,7 +51,7 @@ def sort(program: Program, i: Instruction, scope: Scope) -> Sort | None:
     on null GPUs). XLA's own sort is bitonic and works in a copy of its operand. One kernel sorts
     tiles. To merge them to twice the length takes one kernel more each time: 2, 3, ..
     """
-    fused = i.callees and i.opcode.startswith("fusion")
+    fused = i.opcode.startswith("fusion") and i.callees
     done = root(program.computations[i.callees[0][0]]) if fused else i
     if done.opcode != "sort" and not i.target.startswith(CUB_SORT):
         return None

@@ -56,6 +56,7 @@ class Walk:
     def __init__(self, program: Program):
         self.program = program
         self._kernels: dict[tuple[str, str], Kernel | None] = {}
+        self._launches: dict[tuple[str, str], int] = {}
 
     def under(self, costs: Roofline) -> Schedule:
         """The simulated schedule of one step with a cost model."""
@@ -85,6 +86,15 @@ class Walk:
             self._kernels[key] = kernel
         return self._kernels[key]
 
+    def _launched(self, computation: str, i: Instruction) -> int:
+        """The number of kernels, copies and fills that an instruction launches."""
+        key = computation, i.name
+        if key not in self._launches:
+            further = kernel.further if (kernel := self._kernel(computation, i)) else 0
+            scope = self.program.computations[computation]
+            self._launches[key] = launches(self.program, i, scope) + further
+        return self._launches[key]
+
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
@@ -95,8 +105,7 @@ class Walk:
         uncovered: set[str] = set()
         for i in scope.values():
             start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
-            kernel = self._kernel(name, i)
-            launched = launches(self.program, i, scope) + (kernel.further if kernel else 0)
+            kernel, launched = self._kernel(name, i), self._launched(name, i)
             total.kernels += launched
             if kernel is not None and _moves_beside(i, kernel):
                 beside.start(i.name, kernel, costs.kernel(kernel))

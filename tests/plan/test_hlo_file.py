@@ -92,6 +92,7 @@ def test_text_and_page_of_a_program(program, tmp_path, capsys):
     assert "temporaries are not in this text" in text
     assert "\n  loop: a loop without a trip count, counted once" in text
     assert re.search(r"\nforecast    0\.00\d s per step", text)
+    assert re.search(r"\nmoves       what would .*:\n   \+[4-9]\.\d %  matmuls: 5 % slower\n", text)
     page = tmp_path / "page.html"
     assert command.main(["--hlo", str(program), "--format", "html", "--output", str(page)]) == 0
     parsed = Parsed(page.read_text())
@@ -125,6 +126,7 @@ def test_scripts_get_no_forecast_where_there_is_none(program, capsys):
     unknown = found["forecast"].pop("unknown")
     assert unknown == {"their_attention": pytest.approx(UNKNOWN_S, rel=1e-3)}
     assert set(found["forecast"].values()) == {None}
+    assert found["sensitivities"] == []
 
 
 def test_a_program_for_cpus_is_refused(tmp_path, capsys):
