@@ -15,6 +15,11 @@ MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
 the CUDA context."""
 
+ABSENT_FRACTION = 0.8
+"""Share of an absent GPU's memory with which XLA's scheduler plans. With a real GPU it plans with
+all that its allocator takes (openxla/xla, `GetSchedulerMemoryLimit` in
+service/gpu/gpu_hlo_schedule.cc, `PyClient::Compile`)."""
+
 HOST_FRACTION = 0.9
 """Share of a host's memory that offloaded activations may take."""
 
@@ -100,9 +105,14 @@ class Gpu:
     chip: Chip | None = None
 
     @property
+    def allocated(self) -> int:
+        """Bytes that XLA's allocator takes."""
+        return int(self.memory * MEMORY_FRACTION)
+
+    @property
     def memory_limit(self) -> int:
         """Bytes that a program may use."""
-        return int(self.memory * MEMORY_FRACTION) - RESERVE_BYTES
+        return self.allocated - RESERVE_BYTES
 
     @property
     def host_limit(self) -> int:
@@ -115,12 +125,14 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """`TARGET` filled in for this GPU."""
+        """`TARGET` filled in for this GPU. Its memory is such that the scheduler has the limit that
+        it has on a real GPU."""
         assert self.chip is not None
+        memory = round(self.allocated / ABSENT_FRACTION)
         bandwidth = round(self.bandwidth * 1e9)
         major, minor = self.capability
         return TARGET.format(
-            device=self.device, memory=self.memory, bandwidth=bandwidth, major=major, minor=minor,
+            device=self.device, memory=memory, bandwidth=bandwidth, major=major, minor=minor,
             **asdict(self.chip),
         )  # fmt: skip
 
