@@ -4,7 +4,7 @@ changed at a time."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from jaxbench.forecast.costs import MICRO, Measured
+from jaxbench.forecast.costs import MICRO, Conditions, Measured
 from jaxbench.outliers import GPU_SPREAD
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
@@ -25,17 +25,17 @@ class Changed(Measured):
     """The cost model of a forecast, with one assumption changed.
 
     `work` is a factor on the seconds of a kernel's arithmetic, `memory` on the seconds of its
-    bytes, and `network` and `nvlink` on those of a collective between and inside NVLink domains.
-    `start_s` is added to each launch.
+    bytes, `network` and `nvlink` on those of a collective between and inside NVLink domains, and
+    `host` on those of a copy to or from the host. `start_s` is added to each launch.
     """
 
     def __init__(
         self, costs: Measured, work: Callable[[Work], float] = lambda work: 1.0,
         memory: float = 1.0, network: float = 1.0, nvlink: float = 1.0, host: float = 1.0,
-        start_s: float = 0.0, **conditions: float,
+        start_s: float = 0.0, conditions: Conditions | None = None,
     ):  # fmt: skip
         gpu = replace(costs.gpu, host=costs.gpu.host / host)
-        super().__init__(gpu, costs.tables, replace(costs.conditions, **conditions), costs.gpus)
+        super().__init__(gpu, costs.tables, conditions or costs.conditions, costs.gpus)
         self.factor, self.memory, self.start_s = work, memory, start_s
         self.links = {True: network, False: nvlink}
 
@@ -67,7 +67,7 @@ CHANGES: Mapping[tuple[str, str], Callable[[Measured], Measured]] = {
     ("attention", "10 % slower"): lambda costs: Changed(costs, _of("attention", 1.1)),
     ("memory bandwidth", "10 % lower"): lambda costs: Changed(costs, memory=1 / 0.9),
     ("kernels next to collectives", "1.30 times as long as alone, not 1.19"): lambda costs: Changed(
-        costs, slowdown=1.3
+        costs, conditions=replace(costs.conditions, slowdown=1.3)
     ),
     ("collectives between NVLink domains", "25 % slower"): lambda costs: Changed(
         costs, network=1.25
@@ -75,7 +75,7 @@ CHANGES: Mapping[tuple[str, str], Callable[[Measured], Measured]] = {
     ("collectives inside NVLink domains", "25 % slower"): lambda costs: Changed(costs, nvlink=1.25),
     ("link to the host", "25 % slower"): lambda costs: Changed(costs, host=1.25),
     ("slowest GPU", "all wait for it, with a spread of 1.5 %"): lambda costs: Changed(
-        costs, spread=GPU_SPREAD
+        costs, conditions=replace(costs.conditions, spread=GPU_SPREAD)
     ),
     ("launches", "2 us more for each kernel"): lambda costs: Changed(costs, start_s=2 * MICRO),
 }  # fmt: skip

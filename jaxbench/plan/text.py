@@ -26,6 +26,11 @@ IGNORED = (
 )  # fmt: skip
 """Fields of a plan that `difference` leaves out. It compares collectives by their sums."""
 
+NEAR = 0.9
+"""The share of the scheduler's memory limit above which temporaries have probably met it. If a
+schedule is above the limit, XLA schedules again with nine tenths of it
+(`LatencyHidingScheduler::Run`)."""
+
 MOVES, SHOWN_MOVES = 0.1, 6
 """The least percent by which a change must move a forecast to be shown, and the most changes."""
 
@@ -60,6 +65,7 @@ def report(plan: Plan) -> str:
             f"  kernels     {kernels(plan)}",
             *pipeline(plan),
             *network(plan),
+            *schedule(plan),
             *host(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
@@ -139,6 +145,19 @@ def network(step: Step) -> list[str]:
             f"{where[c.across_domains]:16} {c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
             for c in step.collectives
         ),
+    ]
+
+
+def schedule(plan: Plan) -> list[str]:
+    """Whether XLA's scheduler has probably given up overlap to save memory."""
+    size = plan.bytes_per_device
+    if not size.scheduled or not plan.collectives:
+        return []
+    met = size.temporaries > NEAR * size.scheduled
+    found = "probably met: with more memory less may be exposed" if met else "not met"
+    return [
+        f"  memory limit of the schedule {found}; temporaries {gib(size.temporaries)} of "
+        f"{gib(size.scheduled)}"
     ]
 
 

@@ -56,10 +56,10 @@ class Work:
     `kind` is `product` for a matmul, or the kind that a rule gives. `dtype` is the dtype in which
     it multiplies: the operands' own, or `tf32` for fp32 operands on tensor cores. The `sizes` of a
     matmul are (batch, m, n, k) for `[m, k]` times `[k, n]`; a matmul that is emulated by several
-    has that many times as large a k. The `sizes` of attention are (batch, heads, length, head dim), and `backward` marks its gradient. `bytes` is
-    the memory traffic, if it is not the size of operands and results. `blocks` is true for operands
-    with a scale for each block. `launches` is the number of kernels, for a custom call that has
-    several.
+    has that many times as large a k. The `sizes` of attention are (batch, heads, length, head dim),
+    and `backward` marks its gradient. `bytes` is the memory traffic, if it is not the size of
+    operands and results. `blocks` is true for operands with a scale for each block. `launches` is
+    the number of kernels, for a custom call that has several.
     """
 
     kind: str
