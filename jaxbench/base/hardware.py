@@ -15,6 +15,11 @@ MEMORY_FRACTION = 0.92
 """Share of GPU memory that XLA's allocator takes. The rest is for NCCL's buffers, cuDNN, cuBLAS and
 the CUDA context."""
 
+ABSENT_FRACTION = 0.8
+"""Share of an absent GPU's memory with which XLA's scheduler plans. With a real GPU it plans with
+all that its allocator takes (openxla/xla, `GetSchedulerMemoryLimit` in
+service/gpu/gpu_hlo_schedule.cc, `PyClient::Compile`)."""
+
 HOST_FRACTION = 0.9
 """Share of a host's memory that offloaded activations may take."""
 
@@ -68,7 +73,9 @@ class Gpu:
     """One kind of GPU in its node.
 
     `name` consists of words of the driver's name for the GPU. `capability` is its compute
-    capability. `tflops` are dense peaks by dtype. `memory` is in bytes, as the driver reports it.
+    capability. `tflops` are dense peaks of the tensor cores by dtype. `fp32` is the peak of the
+    CUDA cores, `fp64` and `int8` are the highest of any unit, also in TFLOP/s. `memory` is in
+    bytes, as the driver reports it.
 
     Bandwidths are in GB/s (1e9 bytes), for links in one direction. `nvlink` joins the GPUs of a
     `domain`, and `nic` is each GPU's share of the network between domains. `host` is each GPU's
@@ -82,6 +89,9 @@ class Gpu:
     name: str
     capability: Capability
     tflops: dict[str, float]
+    fp32: float = 0.0
+    fp64: float = 0.0
+    int8: float = 0.0
     device: str = ""
     memory: int = 0
     bandwidth: float = 0.0
@@ -95,9 +105,14 @@ class Gpu:
     chip: Chip | None = None
 
     @property
+    def allocated(self) -> int:
+        """Bytes that XLA's allocator takes."""
+        return int(self.memory * MEMORY_FRACTION)
+
+    @property
     def memory_limit(self) -> int:
         """Bytes that a program may use."""
-        return int(self.memory * MEMORY_FRACTION) - RESERVE_BYTES
+        return self.allocated - RESERVE_BYTES
 
     @property
     def host_limit(self) -> int:
@@ -110,12 +125,14 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """`TARGET` filled in for this GPU."""
+        """`TARGET` filled in for this GPU. Its memory is such that the scheduler has the limit that
+        it has on a real GPU."""
         assert self.chip is not None
+        memory = round(self.allocated / ABSENT_FRACTION)
         bandwidth = round(self.bandwidth * 1e9)
         major, minor = self.capability
         return TARGET.format(
-            device=self.device, memory=self.memory, bandwidth=bandwidth, major=major, minor=minor,
+            device=self.device, memory=memory, bandwidth=bandwidth, major=major, minor=minor,
             **asdict(self.chip),
         )  # fmt: skip
 
@@ -147,6 +164,9 @@ H100 = Gpu(
     name="H100",
     capability=(9, 0),
     tflops={"bf16": 989.0, "fp8": 1979.0},
+    fp32=67.0,
+    fp64=67.0,
+    int8=1979.0,
     device="NVIDIA H100 80GB HBM3",
     memory=84942979072,
     bandwidth=3352.32,
@@ -162,6 +182,9 @@ B200 = Gpu(
     name="B200",
     capability=(10, 0),
     tflops={"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "nvfp4": 9000.0},
+    fp32=75.0,
+    fp64=37.0,
+    int8=4500.0,
     device="NVIDIA B200",
     memory=191514411008,
     bandwidth=7672.32,
@@ -176,6 +199,9 @@ GB200 = Gpu(
     name="GB200",
     capability=(10, 0),
     tflops={"bf16": 2450.0, "fp8": 4900.0, "mxfp8": 4900.0, "nvfp4": 9800.0},
+    fp32=80.0,
+    fp64=40.0,
+    int8=5000.0,
     device="NVIDIA GB200",
     memory=197897748480,
     bandwidth=7928.064,
@@ -203,6 +229,8 @@ GPUS = (
         name="B300",
         capability=(10, 3),
         tflops={"bf16": 2250.0, "fp8": 4500.0, "mxfp8": 4500.0, "nvfp4": 13500.0},
+        fp64=1.25,
+        int8=165.0,
         device="NVIDIA B300",
         memory=297021865984,
         bandwidth=7936.0,
@@ -215,6 +243,8 @@ GPUS = (
         name="GB300",
         capability=(10, 3),
         tflops={"bf16": 2450.0, "fp8": 4900.0, "mxfp8": 4900.0, "nvfp4": 14700.0},
+        fp64=1.4,
+        int8=165.0,
         device="NVIDIA GB300",
         memory=297021079552,
         bandwidth=7928.064,
@@ -227,6 +257,11 @@ GPUS = (
 Peaks: for A100, H100 and H200 published benchmark documents and pytorch/torchtitan tools/utils.py.
 For PCIe and NVL cards NVIDIA's H100 and H200 data sheets, half of what they print with sparsity.
 For Blackwell NVIDIA/dgxc-benchmarking README.md v26.02 (torchtitan has 2500 for the GB200's bf16).
+
+Peaks in fp32, fp64 and int8: NVIDIA's data sheets of the H100 and H200, HGX B200 (600, 296 and
+36,000 TFLOP/s for 8 GPUs), GB200 NVL72, HGX B300 (600 and 10 for 8 GPUs) and GB300 NVL72 (100 in
+fp64 and 12,000 in int8 for 72 GPUs). Blackwell Ultra has hardly any fp64 and int8; for the B300's
+int8 we take the GB300's, which is higher than what the tables of HGX B300 say.
 
 Chips, memory and bandwidth of Blackwell: openxla/xla,
 xla/backends/gpu/target_config/specs/b200.txtpb and gb200.txtpb at 300ec95, b300.txtpb and

@@ -135,16 +135,22 @@ class Measured(Roofline):
         return "scan" if work.kind.startswith(SCAN) else work.kind
 
     def format(self, work: Work) -> str:
-        """The format whose table a matmul uses. fp32 uses the table of bf16 and takes twice its
-        time. MXFP8 uses FP8's if it has no table of its own."""
+        """The format whose table a matmul uses. A format without a table uses FP8's if its peak is
+        above that of bf16, and bf16's otherwise."""
         if work.format in self.products:
             return work.format
-        return "fp8" if work.format == "mxfp8" else "bf16"
+        return "fp8" if peak(self._measured, work.dtype) > peak(self._measured, "bf16") else "bf16"
+
+    @property
+    def _measured(self) -> Gpu:
+        """The GPU of the tables. A user may have changed the links of `gpu`."""
+        return PLANNED[self.gpu.name.lower()]
 
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work."""
         if work.kind == "product":
-            grid = self.products[self.format(work)]
+            if (grid := self.products.get(work.format)) is None:
+                return False
             return self._profiled_s(work) is not None or grid.covers(self._as_measured(work))
         if work.kind in GROUPED:
             times = self.tables.values.get((work.kind, work.format), {})
@@ -176,8 +182,18 @@ class Measured(Roofline):
         if (profiled := self._profiled_s(work)) is not None:
             return max(profiled, self._least(work))
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
-        wide = 2.0 if work.dtype == "f32" else 1.0
-        return max(wide * max(measured, self._sustained_s(work)), self._least(work))
+        seconds = max(measured, self._sustained_s(work))
+        if (slower := self._slower_than_table(work)) > 1:
+            start, _ = self._memory(0)
+            seconds = start + slower * max(0.0, seconds - start)
+        return max(seconds, self._least(work))
+
+    def _slower_than_table(self, work: Work) -> float:
+        """The factor by which a matmul is slower than one in the format of its table, by the peaks
+        of the GPU that was measured. 1 for a format with a table."""
+        if work.format in self.products:
+            return 1.0
+        return self._measured.tflops[self.format(work)] / peak(self.gpu, work.dtype)
 
     def _grouped_s(self, work: Work) -> float:
         """Seconds of a grouped matmul. It is no faster than a plain one of the same size. Without a
@@ -333,7 +349,7 @@ class Measured(Roofline):
     @property
     def _slower(self) -> float:
         """The factor by which NVLink is slower than on the GPU of the tables."""
-        return PLANNED[self.gpu.name.lower()].nvlink / self.gpu.nvlink
+        return self._measured.nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
         """The share of the NICs' rate that a ring over domains reaches after its latencies. The

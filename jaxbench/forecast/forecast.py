@@ -33,10 +33,11 @@ class Forecast:
     - `in proportion` to measured shapes; `beyond` has the largest of these shapes
     - `bytes`: kernels without arithmetic
     - `links`: waits for collectives and copies, and being slowed by collectives
-    - `nothing`: custom calls without a rule
+    - `nothing`: calls without a rule
 
     `outside` is the share of the kernels' seconds that are in proportion or rest on nothing.
-    `unknown` has, by target, the seconds of custom calls without a rule, from their bytes alone.
+    `unknown` has the seconds of calls without a rule by their names, from their bytes alone. Such a
+    call may compute for any time, so with one of them there is no forecast.
     `sources` says where each kind of table is from. `assumed` says what stands in for tables that
     the program needs, and for which share of the step.
     """
@@ -96,7 +97,12 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
 
 def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
     """The schedule with the seconds that a forecast expects."""
-    return walk.under(Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices))
+    return walk.under(expected_costs(walk, gpu, tables))
+
+
+def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
+    """The cost model of a forecast."""
+    return Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices)
 
 
 def _bases(

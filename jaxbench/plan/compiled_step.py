@@ -3,10 +3,11 @@ forecast."""
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.forecast.forecast import Forecast, forecast
+from jaxbench.forecast.forecast import Forecast, expected_costs, forecast
+from jaxbench.forecast.sensitivity import Sensitivity, sensitivities
 from jaxbench.forecast.tables import FORMATS, Tables
 from jaxbench.plan.traffic import Traffic, traffic
 from jaxbench.xla import memory
@@ -35,7 +36,8 @@ class Step:
     `kernels` counts the launches of matmuls by format (`gemm_bf16`) and of fused `attention`,
     forward and backward. `bound_parts_s` are `compute` (matmuls and attention), `memory` (other
     kernels) and `exposed` (collectives, and copies from and to the host). `quantization_bytes` are
-    the bytes that kernels read and write to make operands of quantized matmuls.
+    the bytes that kernels read and write to make operands of quantized matmuls. `sensitivities` say
+    what moves the forecast.
     """
 
     collectives: list[Traffic]
@@ -50,6 +52,7 @@ class Step:
     bound_step_s: float
     forecast_step_s: float
     forecast: Forecast
+    sensitivities: list[Sensitivity] = field(default_factory=list)
 
 
 def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Step:
@@ -73,6 +76,9 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         bound_step_s=bound.step_s,
         forecast_step_s=expected.step_s,
         forecast=expected,
+        sensitivities=[]
+        if expected.unknown
+        else sensitivities(walk, expected_costs(walk, gpu, tables), expected.step_s),
     )
 
 

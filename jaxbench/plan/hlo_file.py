@@ -36,11 +36,11 @@ MEMORY_REPORT = "-memory-usage-report.txt"
 OF_JAX = re.compile(r"\b(?:stack_frame_id|source_file)=|__(?:ynn|xnn|onednn)")
 """Found in the text of a compiled program, and hardly in a program that was written by hand."""
 
+OF_TPUS = re.compile(r':T\([\d,]+\)|custom_call_target="tpu_')
+"""Found in a program for TPUs: layouts in tiles, kernels."""
+
 OF_GPUS = re.compile(r'fingerprint_before_lhs|-start\(|custom_call_target="(?:__cu|__gpu|__triton)')
 """Found in a program for GPUs: XLA's mark of its scheduler, asynchronous collectives, kernels."""
-
-UNKNOWN_LIMIT = 0.05
-"""If unknown custom calls take more than this share of the step, there is no forecast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +112,11 @@ def parse(path: Path, option: str) -> tuple[str, Program]:
         )
     if "\n}" not in content.rpartition("\nENTRY ")[2]:
         raise RecipeError(f"{option}: {path} is cut off within its last computation")
-    if OF_JAX.search(content) and not OF_GPUS.search(content):
+    tpus = OF_TPUS.search(content)
+    if tpus or (OF_JAX.search(content) and not OF_GPUS.search(content)):
         raise RecipeError(
-            f"{option}: {path} is a program for CPUs; expected one that was compiled for GPUs"
+            f"{option}: {path} is a program for {'TPUs' if tpus else 'CPUs'}; expected one that "
+            "was compiled for GPUs"
         )
     with whole_text(path, option):
         program = Program.parse(content, RULES, strict=False)
@@ -149,7 +151,7 @@ def as_json(step: HloStep) -> str:
 def plain(step: HloStep) -> dict[str, Any]:
     """The step as plain values. If there is no forecast, its values are None."""
     values = asdict(step)
-    if _unknown(step) > UNKNOWN_LIMIT:
+    if step.forecast.unknown:
         unknown = {"unknown": step.forecast.unknown}
         values |= {
             "forecast_step_s": None,
@@ -191,7 +193,6 @@ def _peak(path: Path) -> int | None:
 def report(step: HloStep) -> str:
     """The step as text."""
     forecast = step.forecast
-    share = _unknown(step)
     compiled = ", ".join(f"{n / 1e12:.1f} {name}" for name, n in step.flops.items()) or "none"
     lines = [
         f"{step.file}: {step.devices} x {step.system['device']}",
@@ -203,22 +204,15 @@ def report(step: HloStep) -> str:
         *text.host(step),
         *text.bound(step),
     ]
-    if share > UNKNOWN_LIMIT:
-        lines.append(
-            f"forecast    none: custom calls without a rule take at least {100 * share:.0f} % of "
-            "the step"
-        )
-    else:
-        lines += text.forecast(forecast)
-    runs = [f"{target}: at least {s:.3f} s, by its bytes" for target, s in forecast.unknown.items()]
-    for title, entries in (("without a rule", runs), ("assumed", step.assumed)):
-        lines += [title, *(f"  {entry}" for entry in entries)] if entries else []
+    lines += [*text.forecast(forecast), *text.moves(step)]
+    if step.assumed:
+        lines += ["assumed", *(f"  {entry}" for entry in step.assumed)]
     return "\n".join(lines)
 
 
 def page(step: HloStep) -> str:
     """The step as a page."""
-    f, known = step.forecast, _unknown(step) <= UNKNOWN_LIMIT
+    f, known = step.forecast, not step.forecast.unknown
     content = step_content(step, f.parts_s) | ({} if known else {"forecast": []})
     expected = f"{f.fast_s:.3f} to {f.slow_s:.3f} s", "range of the forecast"
     result = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
@@ -247,11 +241,6 @@ def page(step: HloStep) -> str:
         href=attached(plain(step)),
         **content,
     )
-
-
-def _unknown(step: HloStep) -> float:
-    """The least share of the step that custom calls without a rule take."""
-    return sum(step.forecast.unknown.values()) / max(step.forecast_step_s, 1e-12)
 
 
 def _memory(step: HloStep) -> str:

@@ -38,13 +38,18 @@ from jaxbench.xla.memory import Buffer
 
 SHOWN_BUFFERS = 12
 
+SLOP_FACTOR, SLOP = "xla_gpu_memory_limit_slop_factor", 95
+"""The option for the percentage of the memory beside arguments and outputs that XLA's scheduler may
+fill with temporaries, and its default (openxla/xla, `GetSchedulerMemoryLimit`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one device as compiled, and the limit of a program. `peak` is what the runtime holds
     during a step, including the holes between temporaries. `host` are the bytes of host memory that
     hold one device's offloaded activations; `host_limit` is how much of its node's memory a device
-    may use."""
+    may use. `scheduled` is the limit of XLA's scheduler for temporaries, to which it gives up
+    overlap."""
 
     arguments: int
     temporaries: int
@@ -52,6 +57,7 @@ class Memory:
     limit: int
     host: int
     host_limit: int
+    scheduled: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -59,8 +65,8 @@ class Memory:
         return self.peak <= self.limit and self.host <= self.host_limit
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled, gpu: Gpu) -> "Memory":
-        """The memory of a program that is compiled for a GPU."""
+    def of(cls, compiled: jax.stages.Compiled, gpu: Gpu, slop: int = SLOP) -> "Memory":
+        """The memory of a program that is compiled for a GPU, with the option `SLOP_FACTOR`."""
         stats: Any = compiled.memory_analysis()
         arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
         outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -71,6 +77,7 @@ class Memory:
             limit=gpu.memory_limit,
             host=offloaded_bytes(compiled),
             host_limit=gpu.host_limit,
+            scheduled=(gpu.allocated - arguments - outputs) * slop // 100,
         )
 
 
@@ -189,7 +196,7 @@ def make_plan(
         state = state_bytes(run)
     if dump is not None:
         (dump / "program.hlo.txt").write_text(compiled.as_text())
-    program = read_program(compiled, run)
+    program, options = read_program(compiled, run), flags.options(run, "gpu")
     if trace is not None:
         title = f"{run.recipe} on {run.gpus} x {gpu.name}"
         write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))
@@ -198,7 +205,7 @@ def make_plan(
         gpu,
         tables,
         program,
-        bytes_per_device=Memory.of(compiled, gpu),
+        bytes_per_device=Memory.of(compiled, gpu, int(options.get(SLOP_FACTOR, SLOP))),
         state_bytes=state,
         largest_buffers=memory.largest(program, live_ranges, SHOWN_BUFFERS),
         lower_s=lower_s,

@@ -120,6 +120,11 @@ def step_content(
             Bar("other" if name in UNSURE else "part", name, 0, s, f"{100 * s / f.step_s:.0f} %")
             for name, s in f.rests_on.items()
         ],
+        "moves": [
+            Bar("part", f"{s.what}: {s.change}", 0, s.percent, f"{s.percent:+.1f} %")
+            for s in step.sensitivities
+            if s.percent >= text.MOVES
+        ],
     }
 
 

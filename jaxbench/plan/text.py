@@ -20,8 +20,19 @@ RANGE = (
 )
 """The ends of a forecast's range (`docs/design/forecast.md`)."""
 
-IGNORED = ("lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels")
+IGNORED = (
+    "lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels",
+    "sensitivities",
+)  # fmt: skip
 """Fields of a plan that `difference` leaves out. It compares collectives by their sums."""
+
+NEAR = 0.9
+"""The share of the scheduler's memory limit above which temporaries have probably met it. If a
+schedule is above the limit, XLA schedules again with nine tenths of it
+(`LatencyHidingScheduler::Run`)."""
+
+MOVES, SHOWN_MOVES = 0.1, 6
+"""The least percent by which a change must move a forecast to be shown, and the most changes."""
 
 
 def gib(count: float) -> str:
@@ -54,9 +65,11 @@ def report(plan: Plan) -> str:
             f"  kernels     {kernels(plan)}",
             *pipeline(plan),
             *network(plan),
+            *schedule(plan),
             *host(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
+            *moves(plan),
             *_published(plan),
         ]
     )
@@ -135,6 +148,19 @@ def network(step: Step) -> list[str]:
     ]
 
 
+def schedule(plan: Plan) -> list[str]:
+    """Whether XLA's scheduler has probably given up overlap to save memory."""
+    size = plan.bytes_per_device
+    if not size.scheduled or not plan.collectives:
+        return []
+    met = size.temporaries > NEAR * size.scheduled
+    found = "probably met: with more memory less may be exposed" if met else "not met"
+    return [
+        f"  memory limit of the schedule {found}; temporaries {gib(size.temporaries)} of "
+        f"{gib(size.scheduled)}"
+    ]
+
+
 def host(step: Step) -> list[str]:
     """The copies of a step from and to the host."""
     moved = step.host
@@ -163,7 +189,12 @@ def _rates(plan: Plan, name: str) -> str:
 
 
 def forecast(f: Forecast, rates: str = "") -> list[str]:
-    """A forecast and its parts, with bars."""
+    """A forecast and its parts, with bars; or why there is none."""
+    if f.unknown:
+        return [
+            "forecast    none: what these calls compute is unknown, and so is their time",
+            *(f"  {name}: at least {s:.3f} s, by its bytes" for name, s in f.unknown.items()),
+        ]
     longest = max(f.parts_s.values())
     lines = [f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}{rates}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
@@ -175,6 +206,13 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
         lines.append(f"  measured: {'; '.join(sources)}")
     lines += [f"  assumed: {assumed}" for assumed in f.assumed]
     return [*lines, _rests_on(f)]
+
+
+def moves(step: Step) -> list[str]:
+    """What moves a forecast most."""
+    shown = [s for s in step.sensitivities if s.percent >= MOVES][:SHOWN_MOVES]
+    lines = (f"  {s.percent:+5.1f} %  {s.what}: {s.change}" for s in shown)
+    return ["moves       what would make this forecast longer:", *lines] if shown else []
 
 
 def _rests_on(f: Forecast) -> str:

@@ -64,22 +64,27 @@ class Collective:
         step waits for the slowest group."""
         return _domain_members((self.devices, *self.others), gpu.domain)
 
-    def seconds(self, gpu: Gpu) -> float:
-        """The least time of one run: bytes over bandwidth, without latency.
+    def adapter_bytes(self, gpu: Gpu) -> float:
+        """The bytes that one run sends over the network adapter of each GPU; 0 inside a domain.
 
         A ring passes through all members of a domain before it leaves the domain, and each member
-        carries a share of the traffic on its NIC. So the rate between domains is NIC x members of
-        the smallest domain, up to NVLink's rate. An all-to-all sends every byte directly to its
-        receiver, and bytes for other domains leave through the sender's NIC.
+        carries a share of the traffic on its adapter. An all-to-all sends every byte directly to
+        its receiver, and bytes for other domains leave through the sender's adapter.
         """
-        per_run, members = self.wire_bytes / self.count, self.domain_members(gpu)
-        if not self.crosses_domains(gpu):
-            rate = gpu.nvlink
-        elif self.like == "all-to-all":
-            per_run, rate = self.bytes * (self.group - members) / self.group, gpu.nic
-        else:
-            rate = min(gpu.nvlink, gpu.nic * members)
-        return per_run / (rate * 1e9)
+        members = self.domain_members(gpu)
+        if members == self.group:
+            return 0.0
+        if self.like == "all-to-all":
+            return self.bytes * (self.group - members) / self.group
+        return self.wire_bytes / self.count / members
+
+    def seconds(self, gpu: Gpu) -> float:
+        """The least time of one run: bytes over bandwidth, without latency. A ring between domains
+        is no faster than NVLink, over which it passes inside each domain."""
+        on_nvlink = 0.0
+        if self.like != "all-to-all" or not self.crosses_domains(gpu):
+            on_nvlink = self.wire_bytes / self.count / (gpu.nvlink * 1e9)
+        return max(on_nvlink, self.adapter_bytes(gpu) / (gpu.nic * 1e9))
 
 
 @cache

@@ -23,6 +23,9 @@ METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
 WINDOW = r'"sliding_window_length":\s*"?(\d+)'
 """Pattern of the sliding window in a call of attention; 0 without one."""
 
+MASK = r'"mask_type":\s*"(\w+)"'
+"""Pattern of the mask in a call of attention."""
+
 TILE = 128
 """Keys, and queries, of a tile of cuDNN's attention: it computes a window in whole tiles."""
 
@@ -46,7 +49,7 @@ def attention(i: Instruction, scope: Scope) -> Work:
 
     A sliding window counts as more, but shorter sequences with as many tokens in all. They are so
     short that under a causal mask a query sees on average as many keys as the tiles of its window
-    have.
+    have. Tables are causal, so attention without such a mask counts as twice as many sequences.
     """
     dtype, (batch, length, heads, head_dim) = scope[i.operands[0]].arrays[0]
     _, (_, key_length, _, value_dim) = scope[i.operands[2]].arrays[0]
@@ -56,7 +59,8 @@ def attention(i: Instruction, scope: Scope) -> Work:
         length = key_length = min(length, 2 * TILE * (-(-window // TILE) + 1))
     flops = ATTENTION[i.target] * 2 * tokens * heads * key_length * (head_dim + value_dim)
     backward = i.target.endswith("Backward")
-    sizes = (-(-tokens // length), heads, length, head_dim, value_dim)
+    sequences = -(-tokens // length) * (1 if "CAUSAL" in (i.attribute(MASK) or "CAUSAL") else 2)
+    sizes = (sequences, heads, length, head_dim, value_dim)
     return Work("attention", dtype, flops, sizes, backward)
 
 
@@ -67,9 +71,11 @@ def block_scaled(i: Instruction, scope: Scope) -> Work:
     return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), blocks=True)
 
 
-def pallas(i: Instruction, scope: Scope) -> Work:
-    """A Pallas kernel of this package, by the cost that its call carries."""
+def pallas(i: Instruction, scope: Scope) -> Work | None:
+    """A Pallas kernel of this package, by the cost that its call carries; None for others."""
     cost = json.loads((i.attribute(METADATA) or "{}").replace(r"\22", '"').replace(r"\"", '"'))
+    if "moved" not in cost:
+        return None
     return Work(
         cost["kind"],
         cost["dtype"],

@@ -32,12 +32,25 @@ PROFILED = "program.txt"
 ALLOCATES = "AllocateBuffer"
 """The target of the custom call that allocates an uninitialised buffer."""
 
-MEMORY_BOUND = re.compile(rf"{ALLOCATES}|__cub\$.*|__gpu\$TopK|cu_threefry2x32.*")
+MEMORY_BOUND = re.compile(
+    rf"{ALLOCATES}|__cub\$.*|__gpu\$TopK|cu_threefry2x32.*|cu_lu_pivots_to_permutation|"
+    r"__cudnn\$norm|PadToStatic|SliceToDynamic"
+)
 """Targets of custom calls that take only the time to move their bytes. They need no rule."""
 
 GROUPED = "grouped", "grouped_weights"
 """Kinds of grouped matmuls (`ops.grouped`): of the rows of each group with a weight of its own, and
 the gradient of these weights."""
+
+COMPUTING = ("fft", "convolution", "cholesky", "triangular-solve")
+"""Opcodes of instructions that compute, and for which we have no rule."""
+
+EMULATED = re.compile(r'(?:algorithm=|"algorithm":"ALG_)dot_(\w+)', re.IGNORECASE)
+"""Pattern of the algorithm that a program asks for, as in `dot_bf16_bf16_f32_x3`: the dtype in
+which operands are multiplied, and how many matmuls of this dtype emulate the one of the program."""
+
+PRECISION = r'operand_precision"?[=:]([{\[][^}\]]*[}\]])'
+"""Pattern of the precision of both operands, in an instruction and in the settings of cuBLAS."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +58,13 @@ class Work:
     """The arithmetic of one run of a kernel. A multiply-add is 2 FLOPs.
 
     `kind` is `product` for a matmul, one of `GROUPED`, or the kind that a rule gives. `dtype` is
-    the dtype of the operands. The `sizes` of a matmul are (batch, m, n, k) for `[m, k]` times
-    `[k, n]`; the batch of a grouped one is its groups, and m is their mean number of rows. The
-    `sizes` of attention are (batch, heads, length, head dim of keys, head dim of values), and
-    `backward` marks its gradient. `bytes` is the memory traffic, if it is not the size of operands
-    and results. `blocks` is true for operands with a scale for each block. `launches` is the number
-    of kernels, for a custom call that has several.
+    the dtype in which it multiplies: the operands' own, or `tf32` for fp32 operands on tensor
+    cores. The `sizes` of a matmul are (batch, m, n, k) for `[m, k]` times `[k, n]`. The batch of a
+    grouped one is its groups, and m is their mean number of rows; a matmul that is emulated by
+    several has that many times as large a k. The `sizes` of attention are (batch, heads, length,
+    head dim of keys, head dim of values), and `backward` marks its gradient. `bytes` is the memory
+    traffic, if it is not the size of operands and results. `blocks` is true for operands with a
+    scale for each block. `launches` is the number of kernels, for a custom call that has several.
     """
 
     kind: str
@@ -75,8 +89,9 @@ class Work:
         return {"f8": "mxfp8" if self.blocks else "fp8", "f4": "nvfp4"}.get(short, self.dtype)
 
 
-Rules = Mapping[str, Callable[[Instruction, Scope], Work]]
-"""Functions that give the work of custom calls, by target."""
+Rules = Mapping[str, Callable[[Instruction, Scope], Work | None]]
+"""Functions that give the work of custom calls, by target; None for a call that they do not
+know."""
 
 
 @dataclass
@@ -175,10 +190,18 @@ class Program:
             if work := self.work(i, scope):
                 yield work, runs, i.attribute(SOURCE) or ""
 
-    def without_rule(self, i: Instruction) -> bool:
-        """True for a custom call whose work is unknown."""
-        known = i.target in GEMM_CALLS or i.target in self.rules or MEMORY_BOUND.fullmatch(i.target)
-        return bool(i.target and not known)
+    def unknown(self, i: Instruction, scope: Scope) -> str:
+        """The name of what an instruction computes, possibly inside a fusion, if its work is
+        unknown: the target of a custom call, or an opcode. Empty for other instructions."""
+        if i.opcode in COMPUTING:
+            return i.opcode
+        if i.target:
+            known = MEMORY_BOUND.fullmatch(i.target) or self.work(i, scope)
+            return "" if known else i.target
+        if not i.opcode.startswith("fusion"):
+            return ""
+        fused = self.computations[i.callees[0][0]]
+        return next((name for inner in fused.values() if (name := self.unknown(inner, fused))), "")
 
     def flops(self) -> Counter[tuple[str, str]]:
         """FLOPs per step by kind and operand dtype."""
@@ -199,10 +222,31 @@ class Program:
 def _product(i: Instruction, scope: Scope) -> Work:
     dtype, lhs = scope[i.operands[0]].arrays[0]
     result = math.prod(i.arrays[0][1])
+    multiplied, matmuls = _multiplied(dtype, i)
     k, batch = (
         math.prod(lhs[d] for d in ints(i.attribute(rf'"?{dims}_dim\w*"?[=:][{{\[]([\d,"]*)[}}\]]')))
         for dims in ("lhs_contracting", "lhs_batch")
     )
     m = math.prod(lhs) // (batch * k)
-    sizes = (batch, m, result // (batch * m), k)
-    return Work("product", dtype, 2 * result * k, sizes)
+    sizes = (batch, m, result // (batch * m), matmuls * k)
+    return Work("product", multiplied, 2 * result * matmuls * k, sizes)
+
+
+def _multiplied(dtype: str, i: Instruction) -> tuple[str, int]:
+    """The dtype in which a matmul of these operands multiplies, and the number of real matmuls of
+    this dtype that it takes.
+
+    XLA multiplies fp32 operands in TF32, on tensor cores, unless a higher precision is asked for.
+    The precision `high` is TF32 for cuBLAS and fp32 for Triton (openxla/xla, `IsTf32Allowed` in
+    service/gpu/matmul_utils.cc and backends/gpu/codegen/triton/dot_algorithms.cc). A complex matmul
+    takes four real ones.
+    """
+    real = {"c64": "f32", "c128": "f64"}.get(dtype, dtype)
+    parts = 1 if real == dtype else 4
+    algorithm = EMULATED.search(i.attributes)
+    if algorithm and not algorithm[1].lower().startswith("any"):
+        of, *_, last = algorithm[1].lower().split("_")
+        return of, parts * int(last.removeprefix("x") if last.startswith("x") else 1)
+    precision = (i.attribute(PRECISION) or "").lower()
+    exact = "highest" in precision or ("high" in precision and not i.target)
+    return ("tf32" if real == "f32" and not exact else real), parts

@@ -89,11 +89,12 @@ class HostLink:
         self.traffic.exposed_s += waiting
         return waiting
 
-    def share(self, now: float, seconds: float) -> None:
-        """Occupies the lanes for a collective of `seconds`, if the network shares them."""
+    def share(self, now: float, size: float) -> None:
+        """Occupies the lanes for a collective that sends and receives `size` bytes over the network
+        adapter, if the adapter shares them."""
         if self.gpu.host_shared:
             for direction in (TO_HOST, FROM_HOST):
-                self._queue(direction, now, seconds * self.gpu.nic * 1e9)
+                self._queue(direction, now, size)
 
     def _queue(self, direction: str, now: float, size: float) -> float:
         """The end of a transfer that begins when the link is free."""

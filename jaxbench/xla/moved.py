@@ -4,6 +4,7 @@ import math
 
 from jaxbench.xla.hlo import GEMM_CALLS, Program
 from jaxbench.xla.instruction import Instruction, Scope, root
+from jaxbench.xla.launches import sort
 
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -13,8 +14,10 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     workspaces of matmuls.
 
     An operand that is only sliced counts as its slice. An array that is updated in place counts as
-    its update. `Work.bytes` takes precedence.
+    its update. A sort moves its arrays in each of its passes. `Work.bytes` takes precedence.
     """
+    if (sorting := sort(program, i, scope)) is not None:
+        return sorting.bytes
     work = program.work(i, scope)
     if work is not None and work.bytes is not None:
         return work.bytes

@@ -18,7 +18,7 @@ from jaxbench.xla import collectives, host_copies
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.host_copies import HostLink
-from jaxbench.xla.instruction import SOURCE, Instruction, Scope
+from jaxbench.xla.instruction import DTYPE_BITS, SOURCE, Instruction, Scope
 from jaxbench.xla.launches import launches, launches_kernel
 from jaxbench.xla.moved import traffic
 from jaxbench.xla.rewrites import COLLECTIVES
@@ -56,6 +56,7 @@ class Walk:
     def __init__(self, program: Program):
         self.program = program
         self._kernels: dict[tuple[str, str], Kernel | None] = {}
+        self._launches: dict[tuple[str, str], int] = {}
 
     def under(self, costs: Roofline) -> Schedule:
         """The simulated schedule of one step with a cost model."""
@@ -80,10 +81,19 @@ class Walk:
             if launches_kernel(i) and not collective and not host_copies.copies(i, scope):
                 works = tuple(_works(self.program, i, scope))
                 moved = traffic(self.program, i, scope)
-                unknown = i.target if self.program.without_rule(i) else ""
+                unknown = self.program.unknown(i, scope)
                 kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown)
             self._kernels[key] = kernel
         return self._kernels[key]
+
+    def _launched(self, computation: str, i: Instruction) -> int:
+        """The number of kernels, copies and fills that an instruction launches."""
+        key = computation, i.name
+        if key not in self._launches:
+            further = kernel.further if (kernel := self._kernel(computation, i)) else 0
+            scope = self.program.computations[computation]
+            self._launches[key] = launches(self.program, i, scope) + further
+        return self._launches[key]
 
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
@@ -95,8 +105,7 @@ class Walk:
         uncovered: set[str] = set()
         for i in scope.values():
             start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
-            kernel = self._kernel(name, i)
-            launched = launches(self.program, i) + (kernel.further if kernel else 0)
+            kernel, launched = self._kernel(name, i), self._launched(name, i)
             total.kernels += launched
             if kernel is not None and _moves_beside(i, kernel):
                 beside.start(i.name, kernel, costs.kernel(kernel))
@@ -132,8 +141,7 @@ class Walk:
                 free_at[queue] = begins + seconds
                 running[i.name] = collective, seconds, free_at[queue]
                 total.occupy(LINKS[links], i.name, begins, seconds, launched, collective)
-                if links:
-                    link.share(total.step_s, seconds)
+                link.share(total.step_s, collective.adapter_bytes(costs.gpu))
                 uncovered.add(i.name)
             if not i.opcode.endswith("-start") and (start := _start_name(i)) in running:
                 collective, seconds, end = running.pop(start)
@@ -206,10 +214,17 @@ def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
 
 
 def peak(gpu: Gpu, dtype: str) -> float:
-    """The tensor-core peak in TFLOP/s for an HLO dtype. fp32 runs as TF32, at half of bf16's peak.
-    Raises RunFailed if we know no peak of the GPU for this dtype."""
-    if dtype == "f32":
+    """The peak in TFLOP/s at which a GPU multiplies in an HLO dtype or in `tf32`. Tensor cores
+    multiply in TF32 at half of bf16's peak. fp32, and integers of more than 8 bits, run on the CUDA
+    cores. Raises RunFailed if we know no peak of the GPU for this dtype."""
+    if dtype == "tf32":
         return gpu.tflops["bf16"] / 2
+    if dtype == "f64":
+        return gpu.fp64
+    if dtype[0] in "su":
+        return gpu.int8 if DTYPE_BITS[dtype] <= 8 else gpu.fp32
+    if dtype in ("f32", "pred"):
+        return gpu.fp32
     name = {"f8": "fp8", "f6": "fp6", "f4": "nvfp4"}.get(dtype[:2], "bf16")
     if name not in gpu.tflops:
         raise RunFailed(f"no bound of products in {dtype}: the {gpu.name}'s peak is not known")

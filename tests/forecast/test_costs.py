@@ -189,10 +189,26 @@ def test_products_are_padded_to_tiles_and_batches_are_rows():
     assert costs.work(product(1024, 2048, 2048, batch=4)) == costs.work(product(4096, 2048, 2048))
 
 
-def test_fp32_products_take_twice_as_long():
-    costs = measured()
-    twice = 2 * costs.work(product(4096, 8192, 8192))
-    assert costs.work(product(4096, 8192, 8192, "f32")) == pytest.approx(twice)
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "slower"),
+    [
+        ("h100", "tf32", 2), ("h100", "f32", 989 / 67), ("h100", "f64", 989 / 67),
+        ("h100", "s32", 989 / 67), ("b200", "f64", 2250 / 37), ("b300", "s8", 2250 / 165),
+        ("gb300", "f64", 2450 / 1.4),
+    ],
+)  # fmt: skip
+def test_a_format_without_a_table_is_slower_in_proportion_to_the_peaks(gpu, dtype, slower):
+    """The start of a kernel takes as long in every format."""
+    costs = Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS["expected"])
+    in_bf16, start = costs.work(product(4096, 8192, 8192)), 3e-6
+    work = product(4096, 8192, 8192, dtype)
+    assert costs.work(work) == pytest.approx(start + slower * (in_bf16 - start), rel=1e-3)
+    assert not costs.covers(work)
+
+
+def test_int8_products_take_the_time_of_fp8_on_hopper():
+    sizes = (4096, 8192, 8192)
+    assert measured().work(product(*sizes, "s8")) == measured().work(product(*sizes, "f8e4m3fn"))
 
 
 def test_no_product_is_faster_than_the_peak_or_its_bytes():

@@ -117,7 +117,7 @@ backend_config={{serialized_metadata = "{quoted}"}}
     assert found.beyond == ["grouped_weights bf16 16 x 1024 x 1536 x 4096"]
     assert found.fast_s < 0.6 * found.step_s < found.slow_s
     (line,) = (line for line in text.forecast(found) if line.startswith("  range: "))
-    assert line.endswith("; grouped matmuls by other kernels")
+    assert line.endswith("; the ends use other kernels of grouped matmuls")
 
 
 def test_slow_conditions_have_the_slowest_of_the_programs_devices():

@@ -200,6 +200,27 @@ def test_a_plan_says_why_workspaces_are_not_counted():
     assert "workspaces of cuDNN's attention: asking it needs gcc" in text.report(not_asked)
 
 
+@pytest.mark.parametrize(("temporaries", "result"), [(40, "not met"), (55, "probably met")])
+def test_a_plan_says_whether_the_schedule_met_its_memory_limit(temporaries, result):
+    """XLA's scheduler gives up overlap to stay below it."""
+    plan = made()
+    size = replace(plan.bytes_per_device, temporaries=temporaries * 2**30, scheduled=57 * 2**30)
+    said = text.report(replace(plan, bytes_per_device=size))
+    (line,) = re.findall(r"\n  memory limit of the schedule (.*)", said)
+    assert line.startswith(result)
+    assert line.endswith(f"temporaries {temporaries}.0 GiB of 57.0 GiB")
+    assert "memory limit of the schedule" not in text.report(plan)
+
+
+def test_a_plan_of_before_can_be_read(tmp_path):
+    """One without what moves its forecast, and without the scheduler's limit."""
+    plan = asdict(made())
+    assert plan.pop("sensitivities")
+    del plan["bytes_per_device"]["scheduled"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert read(tmp_path / "plan.json").sensitivities == []
+
+
 def test_an_attention_that_cudnn_refuses_is_one_line():
     error = RuntimeError("NOT_FOUND: no engine.\nReason: Embedding dim per head is not | <= 128\n")
     refusal = str(ask_cudnn.refusal(error, PLANNED["gb200"]))

@@ -100,6 +100,16 @@ def test_attention_has_the_head_dims_of_keys_and_of_values():
     assert forward.flops == 2 * 2 * 4 * 64 * 64 * (16 + 8)
 
 
+@pytest.mark.parametrize(("mask", "sequences"), [("CAUSAL", 2), ("NO_MASK", 4)])
+def test_attention_without_a_causal_mask_takes_twice_as_long(mask, sequences):
+    target = 'custom_call_target="__cudnn$fmhaSoftmax"'
+    text = PROGRAM.replace(target, f'{target}, backend_config={{"mask_type": "{mask}"}}')
+    works = [work for work, *_ in hlo.Program.parse(text, RULES).works() if not work.backward]
+    (forward,) = [work for work in works if work.kind == "attention"]
+    assert forward.sizes[:3] == (sequences, 4, 64)
+    assert forward.flops == 4 * 2 * 4 * 64 * 64 * 16
+
+
 def test_a_window_counts_the_keys_of_its_tiles():
     """Of 4096 tokens a query sees two tiles of 128, as on average in sequences of 512."""
     options = '"sliding_window_length": 128, "max_seg_per_batch": 1'
@@ -163,7 +173,7 @@ def test_a_real_program():
 
     x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
     program = hlo.Program.parse(jax.jit(step).lower(x, w).compile().as_text())
-    assert program.flops() == {("product", "f32"): 2 * 8 * 16 * 16 * 21}
+    assert program.flops() == {("product", "tf32"): 2 * 8 * 16 * 16 * 21}
 
 
 def test_products_by_name():
@@ -416,8 +426,95 @@ def test_collectives_in_wrappers_and_fusions_are_counted():
 
 def test_custom_calls_without_a_rule_are_known_by_name():
     program = hlo.Program.parse(INDIRECT, RULES)
-    unknown = [i.target for i, _, _ in program.walk() if program.without_rule(i)]
+    unknown = [name for i, s, _ in program.walk() if (name := program.unknown(i, s))]
     assert unknown == ["their_attention"]
+
+
+CUBLAS = (
+    'custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={{"gemm_backend_'
+    'config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],'
+    '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}},'
+    '"precision_config":{{"operand_precision":["{0}","{0}"],"algorithm":"ALG_{1}"}}}}}}'
+)
+TRITON = "dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{}"
+EXACT = ", operand_precision={highest,highest}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "call", "multiplied", "matmuls"),
+    [
+        ("f32", TRITON.format(""), "tf32", 1),
+        ("f32", TRITON.format(", operand_precision={high,high}"), "f32", 1),
+        ("f32", TRITON.format(EXACT), "f32", 1),
+        ("f32", TRITON.format(", algorithm=dot_f32_f32_f32"), "f32", 1),
+        ("f32", TRITON.format(", algorithm=dot_tf32_tf32_f32"), "tf32", 1),
+        ("f32", TRITON.format(", algorithm=dot_tf32_tf32_f32_x3"), "tf32", 3),
+        ("f32", TRITON.format(", algorithm=dot_bf16_bf16_f32"), "bf16", 1),
+        ("f32", TRITON.format(", algorithm=dot_bf16_bf16_f32_x3"), "bf16", 3),
+        ("f32", TRITON.format(", algorithm=dot_bf16_bf16_f32_x6"), "bf16", 6),
+        ("f32", TRITON.format(", algorithm=dot_bf16_bf16_f32_x9"), "bf16", 9),
+        ("f8e5m2", TRITON.format(", algorithm=dot_any_f8_any_f8_f32"), "f8e5m2", 1),
+        ("bf16", TRITON.format(EXACT), "bf16", 1),
+        ("f64", TRITON.format(""), "f64", 1),
+        ("s8", TRITON.format(""), "s8", 1),
+        ("f32", CUBLAS.format("DEFAULT", "UNSET"), "tf32", 1),
+        ("f32", CUBLAS.format("HIGH", "UNSET"), "tf32", 1),
+        ("f32", CUBLAS.format("HIGHEST", "UNSET"), "f32", 1),
+        ("f32", CUBLAS.format("DEFAULT", "DOT_F32_F32_F32"), "f32", 1),
+        ("f32", CUBLAS.format("DEFAULT", "DOT_TF32_TF32_F32"), "tf32", 1),
+        ("c64", CUBLAS.format("DEFAULT", "UNSET"), "tf32", 4),
+        ("c64", CUBLAS.format("HIGHEST", "UNSET"), "f32", 4),
+        ("c128", CUBLAS.format("DEFAULT", "UNSET"), "f64", 4),
+    ],
+)
+def test_a_matmul_multiplies_in_the_dtype_that_xla_chooses(dtype, call, multiplied, matmuls):
+    """As jax 0.11 compiles them for an H100, with Triton and with cuBLAS."""
+    program = hlo.Program.parse(f"""\
+HloModule toy, is_scheduled=true
+
+ENTRY %main (a: {dtype}[8,16], b: {dtype}[16,4]) -> {dtype}[8,4] {{
+  %a = {dtype}[8,16]{{1,0}} parameter(0)
+  %b = {dtype}[16,4]{{1,0}} parameter(1)
+  ROOT %p = {dtype}[8,4]{{1,0}} {call}
+}}
+""")
+    ((work, _, _),) = program.works()
+    assert (work.dtype, work.flops) == (multiplied, 2 * 8 * 4 * 16 * matmuls)
+    assert work.sizes == (1, 8, 4, 16 * matmuls)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("c64[8,4]{1,0} fft(%x), fft_type=FFT, fft_length={4}", "fft"),
+        ("f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%convolved", "convolution"),
+        ('f32[8,4]{1,0} custom-call(%x), custom_call_target="cusolver_syevd_ffi"',
+         "cusolver_syevd_ffi"),
+        ('f32[8,4]{1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", '
+         'backend_config={name = "their_kernel"}', "__gpu$xla.gpu.triton"),
+        ('f32[8,4]{1,0} custom-call(%x), custom_call_target="__cub$DeviceRadixSort"', ""),
+        ("f32[8,4]{1,0} tanh(%x)", ""),
+    ],
+)  # fmt: skip
+def test_what_computes_without_a_rule_is_named(line, name):
+    program = hlo.Program.parse(
+        f"""\
+HloModule toy, is_scheduled=true
+
+%convolved (p: f32[8,4]) -> f32[8,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  ROOT %c = f32[8,4]{{1,0}} convolution(%p, %p), window={{}}, dim_labels=bf_io->bf
+}}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
+  %x = f32[8,4]{{1,0}} parameter(0)
+  ROOT %y = {line}
+}}
+""",
+        RULES,
+    )
+    ((_, kernel, _),) = Walk(program).kernels()
+    assert kernel.unknown == name
 
 
 MODES = {

@@ -6,7 +6,7 @@ import pytest
 from compiled import collectives_of
 
 from jaxbench.base.errors import RunFailed
-from jaxbench.base.hardware import H100
+from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.xla import hlo, host_copies, schedule
 from jaxbench.xla.collectives import Collective
 
@@ -251,17 +251,47 @@ backend_config={{{trips}"known_induction_variable":{{"tuple_index":"0"}}}}
     assert sum(runs for _, _, runs in walk.kernels()) == launches
 
 
-@pytest.mark.parametrize(("shape", "launches"), [("32768", 13), ("16384", 7), ("4096,128", 2)])
-def test_a_sort_launches_several_kernels(shape, launches):
-    """As null GPUs count them, where XLA sorts long arrays by CUB (`benchmarks/host_time.py`)."""
+@pytest.mark.parametrize(
+    ("dtype", "shape", "read", "launches", "moved"),
+    [
+        ("s32", "32768", "0", 13, 32768 * 4 * (1 + 2 * 4)),
+        ("s32", "32768", "1", 13, 32768 * 4 * (1 + 2 * 4 * 2)),
+        ("s16", "32768", "0", 9, 32768 * 2 * (1 + 2 * 2)),
+        ("s64", "32768", "0", 21, 32768 * 8 * (1 + 2 * 8)),
+        ("s32", "16384", "0", 7, 16384 * 8 * 2 * 7),
+        ("s32", "128,4096", "0", 2, 128 * 4096 * 8 * 2 * 2),
+        ("s32", "16,65536", "0", 16, 16 * 65536 * 8 * 2 * 16),
+    ],
+)
+def test_a_sort_takes_several_kernels_and_passes(dtype, shape, read, launches, moved):
+    """As null GPUs count them, where XLA sorts long arrays by CUB (`benchmarks/host_time.py`). CUB
+    sorts the numbers along only if they are read."""
+    pair = f"({dtype}[{shape}], s32[{shape}])"
     fused = f"""\
-%fused (p: s32[{shape}]) -> s32[{shape}] {{
-  %p = s32[{shape}] parameter(0)
-  ROOT %s = s32[{shape}] sort(%p), dimensions={{0}}, to_apply=%less
+%fused (p: {dtype}[{shape}]) -> {pair} {{
+  %p = {dtype}[{shape}] parameter(0)
+  %n = s32[{shape}] iota(), iota_dimension=0
+  ROOT %s = {pair} sort(%p, %n), dimensions={{0}}, to_apply=%less
 }}
 """
-    body = f"  %f = s32[{shape}] fusion(%x), kind=kCustom, calls=%fused\n"
-    assert schedule.Walk(program(body, fused)).under(SYSTEM).kernels == launches
+    body = f"""\
+  %f = {pair} fusion(%x), kind=kCustom, calls=%fused
+  ROOT %read = {dtype if read == "0" else "s32"}[{shape}] get-tuple-element(%f), index={read}
+"""
+    walk = schedule.Walk(program(body, fused))
+    found = walk.under(SYSTEM)
+    assert found.kernels == launches
+    assert found.parts["memory"] == pytest.approx(moved / 1e9)
+
+
+def test_a_call_of_cub_sorts_in_passes():
+    body = """\
+  %s = (f32[65536]{0}, s32[65536]{0}, u8[1024]{0}) custom-call(%x, %x), \
+custom_call_target="__cub$DeviceRadixSort"
+"""
+    found = schedule.Walk(program(body)).under(SYSTEM)
+    assert found.parts["memory"] == pytest.approx(65536 * 4 * (1 + 2 * 4 * 2) / 1e9)
+    assert found.kernels == 13
 
 
 def test_a_product_inside_a_fusion_is_compute():
@@ -380,6 +410,19 @@ def test_a_dtype_has_its_own_peak_or_none():
         schedule.peak(GPU, "f4e2m1fn")
 
 
+@pytest.mark.parametrize("gpu", PLANNED.values(), ids=lambda gpu: gpu.name)
+def test_matmuls_that_are_not_for_training_have_peaks_too(gpu):
+    """One of them must not make a whole plan fail. Blackwell Ultra has hardly any fp64 and int8."""
+    found = {dtype: schedule.peak(gpu, dtype) for dtype in ("tf32", "f32", "f64", "s8", "u4")}
+    assert found["tf32"] == gpu.tflops["bf16"] / 2
+    assert 60 < found["f32"] < 90
+    assert found["s8"] == found["u4"]
+    ultra = gpu.name in ("B300", "GB300")
+    assert (found["f64"] < 2, found["s8"] < 200) == (ultra, ultra)
+    for dtype in ("f32", "s32", "u16", "pred", "f16"):
+        assert schedule.peak(gpu, dtype) > 0
+
+
 HOST = """
 %write (stack: bf16[4,8,8], slice: bf16[8,8], n: s32[]) -> bf16[4,8,8] {
   %stack = bf16[4,8,8]{2,1,0:S(5)} parameter(0)
@@ -456,3 +499,20 @@ def test_a_network_on_the_lanes_to_the_host_delays_copies():
     for shared, waits in ((False, 0.0), (True, sent_s * gpu.nic / gpu.host)):
         walked = schedule.Walk(beside).under(schedule.Roofline(replace(gpu, host_shared=shared)))
         assert walked.host.exposed_s == pytest.approx(ENTRY_S + waits)
+
+
+def test_an_adapter_of_any_rate_takes_the_lanes_for_as_many_bytes():
+    """Of a ring through both GPUs of a domain each adapter sends half; of an all-to-all and of a
+    permute, what leaves the domain."""
+    gather = Collective("all-gather", "c", 800, (0, 1, 2, 3), 3, "")
+    assert gather.adapter_bytes(replace(GPU, domain=2)) == 600 / 2
+    assert gather.adapter_bytes(GPU) == 0
+    exchange = replace(gather, kind="all-to-all")
+    assert exchange.adapter_bytes(replace(GPU, domain=2)) == 400
+    shift = Collective("collective-permute", "c", 800, (3, 4), 3, "")
+    assert shift.adapter_bytes(GPU) == 800
+    beside = program(GATHER + EMPTY + WRITE + WRITTEN + DONE, HOST)
+    for nic in (0.5, 5.0, 500.0):
+        gpu = replace(GPU, host=1.0, domain=2, nic=nic)
+        found = schedule.Walk(beside).under(schedule.Roofline(gpu))
+        assert found.host.exposed_s == pytest.approx(ENTRY_S + 48e-9)
