@@ -1,4 +1,4 @@
-"""Measures how long a row takes to compile for absent GPUs, beside MaxText's step of its model.
+"""Measures how long a row takes to compile for absent GPUs, next to MaxText's step of its model.
 
 MaxText is installed as `host_time_maxtext.py` says:
 
@@ -12,6 +12,7 @@ same compiler, and their own compiler options. Seconds are of this machine's cor
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -43,9 +44,9 @@ def compile_ours(row: str) -> None:
         print(*compile_program(run)[1:])
 
 
-def measured(*command: str) -> Seconds:
-    """The `Seconds` that a process prints last. Raises SystemExit with its errors."""
-    lower_s, compile_s = map(float, like_for_like.printed([*command]).splitlines()[-1].split())
+def measured(printed: str) -> Seconds:
+    """The `Seconds` that a process printed last."""
+    lower_s, compile_s = map(float, printed.splitlines()[-1].split())
     return lower_s, compile_s
 
 
@@ -75,15 +76,16 @@ def main() -> None:
         compile_ours(args.rows[0])
         return
     lines = []
+    peers = {peer.name: peer for peer in like_for_like.rows()}
     for row in args.rows:
         rounds = []
         for _ in range(args.rounds):
-            ours = measured(sys.executable, __file__, args.python, row, "--ours")
-            with tempfile.TemporaryDirectory() as folder:
-                unused = str(Path(folder, "program"))
-                theirs = measured(
-                    args.python, like_for_like.__file__, args.python, row, "--compile", unused
-                )
+            command = [sys.executable, __file__, args.python, row, "--ours"]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            ours = measured(done.stdout)
+            with tempfile.TemporaryDirectory() as unused:
+                peer = like_for_like.in_maxtext(args.python, peers[row], Path(unused), "--once")
+            theirs = measured(peer.stdout)
             rounds.append((ours, theirs))
             print(row, *ours, *theirs, flush=True)
         lines.append(line(row, rounds))

@@ -1,131 +1,199 @@
-"""Holds forecasts against steps that were measured with the same code: MaxText's train step,
-compiled for absent GPUs and forecast by `plan --hlo`, beside the times published with MaxText.
+"""Forecasts the programs that others timed: MaxText's train step, compiled for absent GPUs with the
+options of the published run, and read as `plan --hlo` reads a program.
 
-MaxText is installed as `host_time_maxtext.py` says. Rows are those of Llama 2 70B
-(configs/published.csv) and the two of AI-Hypercomputer/gpu-recipes (src/frameworks/{a3ultra,a4}/
-maxtext-configs/llama3-1-70b-256gpus-*.yaml) with cuDNN's attention by JAX:
+`like_for_like.yaml` has the published steps and the options. MaxText is installed as
+`host_time_maxtext.py` says. The first command compiles the programs that are missing; the second
+one forecasts all of them again in seconds, and writes the tables of the document:
 
-    python benchmarks/like_for_like.py MAXTEXT/bin/python [ROW ..] [--output docs/like_for_like.md]
+    python benchmarks/like_for_like.py --maxtext MAXTEXT/bin/python [ROW ..]
+    python benchmarks/like_for_like.py --output docs/like_for_like.md
 
-The compiler of the time reduced FP8's amax in each layer: it moved such an all-reduce out of a loop
-only since June 2025 (openxla/xla pull request 28184), so that pass is disabled for FP8 rows.
+Programs stay in results/like_for_like (or `--folder`). `--record STEP` adds the forecasts to
+like_for_like_steps.csv under the name of a change, so that the document shows what each change of
+the forecast did.
 
-What differs from the published runs: MaxText 0.2.5 and jax 0.11 instead of those of the time, and
-the schedule, which they had by PGLE. Where XLA's own estimates of times leave collectives exposed
-for more than `GUIDED` of the step, the program is compiled again with a profile as PGLE makes it,
-but of the forecast's times. Programs stay in results/like_for_like, so that a call that was
-interrupted goes on.
+All programs are compiled in one way:
+
+- Dynamic-slice fusion is off. It runs saved matmuls twice, and no measured run had it.
+- XLA's scheduler has no memory limit. Below its limit it gives up overlap, and it takes a program
+  for larger than it is. The table says how much memory the scheduler believed to need.
+- FP8's amax is reduced in each layer. XLA moves these all-reduces out of the loop only since June
+  2025 (openxla/xla pull request 28184).
+- The outputs of attention have the name that Transformer Engine gives them.
+- If the published run was scheduled with a profile of itself (PGLE), and if more than `GUIDED` of
+  our step is exposed, the program is compiled again with a profile of the forecast's times.
 """
 
 import argparse
+import csv
+import io
+import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import like_for_like_causes as causes
+import yaml
 from tables import replace_table
 
 from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
+from jaxbench.base.hardware import placed
+from jaxbench.forecast.forecast import Forecast, forecast
 from jaxbench.forecast.guide import guide
+from jaxbench.forecast.tables import load
 from jaxbench.plan import hlo_file
-from jaxbench.recipe import published, recipes
+from jaxbench.recipe import recipes
 from jaxbench.xla import flags
-from jaxbench.xla.custom_calls import RULES
-from jaxbench.xla.hlo import Program
+from jaxbench.xla.schedule import Walk
 
+FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text()
+)
 FOLDER = Path("results", "like_for_like")
+STEPS = Path(__file__).with_name("like_for_like_steps.csv")
 
-GUIDED = 0.03
-"""Exposed share of a step above which its program is scheduled again; the median error aimed at."""
+GUIDED = 0.01
+"""If the published run had a profile, and waits for collectives are a larger share of our step than
+this, the program is scheduled again."""
 
 BASE = {
-    "attention": "cudnn_flash_jax", "use_iota_embed": True, "scan_layers": True,
-    "logits_dot_in_fp32": False, "dataset_type": "synthetic", "enable_checkpointing": False,
-    "hardware": "gpu", "run_name": "peer", "steps": 50,
+    "attention": "cudnn_flash_jax", "use_iota_embed": True, "logits_dot_in_fp32": False,
+    "dataset_type": "synthetic", "enable_checkpointing": False, "hardware": "gpu",
+    "run_name": "peer", "steps": 50,
 }  # fmt: skip
-"""MaxText's options of every row: those of the published runs, with cuDNN's attention by JAX."""
+"""MaxText's options of every row: those of the published runs, with cuDNN's attention by JAX
+instead of Transformer Engine."""
 
-IN_LAYERS = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
-"""Compiler options of FP8 rows: amax is reduced where it arises, as it was when they ran."""
+SLOP = 1.4
+"""The limit of XLA's scheduler, as a factor on its usual one. No program comes near it."""
 
-SAVED = ("query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj")
-"""Activations that the Llama 2 runs saved; those in bf16 also the output of the MLP."""
+COMPILER: flags.Options = {
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+    "xla_gpu_memory_limit_slop_factor": round(100 * SLOP),
+}
+"""Compiler options of every row, next to the published ones."""
 
-GCP = {"model_name": "llama3.1-70b", "max_target_length": 8192}
+IN_LAYERS: flags.Options = {
+    "xla_disable_hlo_passes": "rematerialization,while-loop-all-reduce-code-motion"
+}
+"""FP8's amax is reduced where it arises; the published set disables rematerialization too."""
+
+COMBINE = [f"xla_gpu_{kind}_combine_threshold_bytes"
+           for kind in ("all_reduce", "all_gather", "reduce_scatter")]  # fmt: skip
+
+USUAL = 0.8
+"""The share of an absent GPU's memory that XLA's scheduler takes as its usual limit."""
+
+LOGGED = re.compile(
+    r"LatencyHidingScheduler current memory usage: (\d+) bytes. Current limit: (\d+)"
+)
+"""XLA's log of a schedule: the memory that the scheduler believes to need, and its limit. Arguments
+and outputs are in neither."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published step time, and MaxText's options and compiler options of its run."""
+    """A published step of a family."""
 
-    name: str
-    gpu: str
+    family: str
     gpus: int
-    fsdp: int
-    published_s: float
-    options: dict[str, object]
-    compiler: flags.Options
 
+    @property
+    def name(self) -> str:
+        return f"{self.family}:{self.gpus}"
 
-def llama2(dtype: str, row: published.Row) -> Row:
-    """A row of Llama 2 70B; the limits of combined collectives depend on precision and nodes."""
-    assert row.step_time_s is not None
-    large = row.gpus >= 512
-    reduce, gather, scatter = (2**31, 2**31, 2**24 if large else 2**25)
-    if dtype == "fp8":
-        reduce, gather, scatter = 2**30, 2**29, 2**22 if large else 2**23
-    extra = {"quantization": "fp8"} if dtype == "fp8" else {"mlpwo": "device"}
-    options = {
-        "model_name": "llama2-70b", "per_device_batch_size": 2, "max_target_length": 4096,
-        "remat_policy": "custom", **dict.fromkeys(SAVED, "device"), **extra,
-    }  # fmt: skip
-    run = recipes.resolve(recipes.load(f"llama2_70b_{dtype}"), row.gpus)
-    compiler = compiler_options() | {
-        "xla_gpu_all_reduce_combine_threshold_bytes": reduce,
-        "xla_gpu_all_gather_combine_threshold_bytes": gather,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": scatter,
-    }
-    if dtype == "fp8":
-        compiler |= IN_LAYERS
-    fsdp = 256 if row.gpus == 256 else min(row.gpus, 128)
-    assert run.batch.global_batch == 2 * row.gpus
-    return Row(f"llama2_70b_{dtype}:{row.gpus}", "h100", row.gpus, fsdp, row.step_time_s,
-               BASE | options, compiler)  # fmt: skip
+    @property
+    def of(self) -> dict[str, Any]:
+        """What all rows of the family share."""
+        return FAMILIES[self.family]
 
+    @property
+    def own(self) -> dict[str, Any]:
+        return self.of["rows"][self.gpus]
 
-def compiler_options() -> flags.Options:
-    """The published set, in the names of the installed jax."""
-    overrides = recipes.parse_overrides(["execution.xla_flags=published", "execution.offload=none"])
-    run = recipes.resolve(recipes.load("llama2_70b_bf16"), 64, overrides=overrides)
-    return flags.options(run, "gpu")
+    @property
+    def published_s(self) -> float:
+        return self.own["step_s"]
+
+    @property
+    def gpu(self) -> hardware.Gpu:
+        gpu = hardware.PLANNED[self.of["gpu"]]
+        return replace(gpu, nic=self.of.get("nic", gpu.nic))
+
+    def path(self, folder: Path, end: str = ".hlo.txt") -> Path:
+        return folder / f"{self.family}-{self.gpus}{end}"
 
 
 def rows() -> list[Row]:
-    """All rows that were measured with MaxText."""
-    measured = [r for r in published.rows() if (r.workload, r.size) == ("llama2", "70b")]
-    found = [llama2(r.dtype, r) for r in measured]
-    large = compiler_options() | {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**24}
-    h200 = {"per_device_batch_size": 2, "remat_policy": "save_dot_with_context_except_mlp"}
-    b200 = {"per_device_batch_size": 8, "remat_policy": "full", "quantization": "fp8"}
-    in_layers = large | IN_LAYERS
-    return [
-        *found,
-        Row("llama31_70b_bf16:256 h200", "h200", 256, 128, 15.516, BASE | GCP | h200, large),
-        Row("llama31_70b_fp8:256 b200", "b200", 256, 256, 20.935, BASE | GCP | b200, in_layers),
-    ]
+    """All rows."""
+    return [Row(family, gpus) for family, of in FAMILIES.items() for gpus in of["rows"]]
 
 
-def compile_row(row: Row, path: Path, profile: Path | None) -> None:
-    """Writes MaxText's compiled program, scheduled with a profile if there is one, and prints the
-    seconds to lower and to compile it; runs in its environment."""
+def maxtext_options(row: Row) -> dict[str, object]:
+    """MaxText's options of a row."""
+    inner = [*row.own["mesh"]][-1]
+    node = min(row.gpu.node, row.gpus)
+    mesh: dict[str, int] = {}
+    for axis, size in row.own["mesh"].items():
+        inside = node if axis == inner else 1
+        mesh |= {f"ici_{axis}_parallelism": inside, f"dcn_{axis}_parallelism": size // inside}
+    return BASE | {
+        "scan_layers": True,
+        "quantization": "fp8" if row.of["dtype"] == "fp8" else "",
+        "max_target_length": row.of["sequence"],
+        "per_device_batch_size": row.of["batch"],
+        "compile_topology": "a3",
+        "compile_topology_num_slices": row.gpus // node,
+    } | mesh | row.of["options"]  # fmt: skip
+
+
+def compiler_options(row: Row) -> flags.Options:
+    """The compiler options of a row, by their names in the installed jax."""
+    overrides = recipes.parse_overrides(["execution.xla_flags=published", "execution.offload=none"])
+    run = recipes.resolve(recipes.load("llama2_70b_bf16"), 64, overrides=overrides)
+    reduce, gather, scatter = row.of["combine"]
+    limits = (reduce, gather, row.own.get("scatter", scatter))
+    in_layers = IN_LAYERS if row.of["dtype"] == "fp8" else {}
+    return (
+        flags.options(run, "gpu") | COMPILER | in_layers | dict(zip(COMBINE, limits, strict=True))
+    )
+
+
+@contextmanager
+def saved_by_name() -> Iterator[None]:
+    """Names the outputs of cuDNN's attention `context`, as Transformer Engine does, while a program
+    is traced. Otherwise a policy that saves `context` runs attention forward a second time."""
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax.ad_checkpoint import checkpoint_name
+
+    from jaxbench.jax_internals import replaced
+
+    forward = fused_attention_stablehlo._dot_product_attention_fwd_p_wrapper
+
+    class Named:
+        @staticmethod
+        def bind(*args: Any, **options: Any) -> list[Any]:
+            return [checkpoint_name(output, "context") for output in forward.bind(*args, **options)]
+
+    with replaced(fused_attention_stablehlo, "_dot_product_attention_fwd_p_wrapper", Named):
+        yield
+
+
+def lowered(row: Row) -> Any:
+    """MaxText's lowered train step; runs in its environment."""
     os.environ["DECOUPLE_GCLOUD"] = "TRUE"
     import jax
     import numpy as np
@@ -137,20 +205,12 @@ def compile_row(row: Row, path: Path, profile: Path | None) -> None:
     from jaxbench.jax_internals import attention_for_mesh
     from jaxbench.plan.absent import compile_only_devices
 
-    gpu = hardware.PLANNED[row.gpu]
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    sizes = {"data": row.gpus // row.fsdp, "fsdp": row.fsdp}
-    inside = {"data": 1, "fsdp": gpu.node}
-    options = row.options | {"compile_topology": "a3"}
-    options["compile_topology_num_slices"] = row.gpus // gpu.node
-    for axis, size in sizes.items():
-        options[f"ici_{axis}_parallelism"] = inside[axis]
-        options[f"dcn_{axis}_parallelism"] = size // inside[axis]
-    start = time.perf_counter()
     base = Path(pyconfig.__file__).with_name("base.yml")
-    config = pyconfig.initialize(["", str(base), *(f"{k}={v}" for k, v in options.items())])
-    shape = [sizes.get(axis, 1) for axis in config.mesh_axes]
-    devices = np.array(compile_only_devices(gpu, row.gpus)).reshape(shape)
+    options = [f"{name}={value}" for name, value in maxtext_options(row).items()]
+    config = pyconfig.initialize(["", str(base), *options])
+    shape = [row.own["mesh"].get(axis, 1) for axis in config.mesh_axes]
+    devices = np.array(compile_only_devices(row.gpu, row.gpus)).reshape(shape)
     mesh = Mesh(devices, config.mesh_axes, axis_types=(AxisType.Auto,) * len(shape))
     args, kwargs, state, _, model = maxtext.get_shaped_inputs(mesh, config)
     parameters, state = maxtext.sharding.maybe_update_params_sharding_with_opt(config, state)
@@ -159,114 +219,329 @@ def compile_row(row: Row, path: Path, profile: Path | None) -> None:
     step, ins, outs, static, donate = maxtext.maxtext_utils.get_functional_train_with_signature(
         maxtext.train.train_step, data, given, model, config, parameters
     )
-    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules), attention_for_mesh():
-        lowered = jax.jit(
+    with (
+        jax.set_mesh(mesh),
+        logical_axis_rules(config.logical_axis_rules),
+        attention_for_mesh(),
+        saved_by_name(),
+    ):
+        return jax.jit(
             step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donate
         ).lower(*args, **kwargs)
-    options = row.compiler | ({flags.PGLE: str(profile)} if profile else {})
+
+
+def compile_row(row: Row, folder: Path, once: bool) -> None:
+    """Writes MaxText's compiled program, and the one that is guided if there should be one; prints
+    the seconds to lower and to compile the first one. Runs in MaxText's environment."""
+    start = time.perf_counter()
+    step, options = lowered(row), compiler_options(row)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
-    print(lowered_at - start, time.perf_counter() - lowered_at)
-    path.write_text(compiled.as_text())
+    text = step.compile(compiler_options=options).as_text()
+    print(lowered_at - start, time.perf_counter() - lowered_at, flush=True)
+    write_whole(row.path(folder), text)
+    if once or not row.of.get("profiled"):
+        return
+    walk, first = read(row, row.path(folder))
+    if exposed(first) > GUIDED * first.step_s:
+        profile = row.path(folder, ".pbtxt").absolute()
+        write_whole(profile, guide(walk.program, row.gpu))
+        print("guided", flush=True)
+        text = step.compile(compiler_options=options | {flags.PGLE: str(profile)}).as_text()
+        write_whole(row.path(folder, "-guided.hlo.txt"), text)
 
 
-def stem(row: Row) -> str:
-    """The name of a row's files."""
-    return row.name.replace(":", "-").replace(" ", "-")
-
-
-def guided(row: Row, python: str) -> hlo_file.HloStep:
-    """The forecast of MaxText's program, scheduled with the forecast's times of its first one."""
-    gpu = hardware.PLANNED[row.gpu]
-    program = Program.parse((FOLDER / f"{stem(row)}.hlo.txt").read_text(), RULES, strict=False)
-    path = (FOLDER / f"{stem(row)}.pbtxt").absolute()
-    write_whole(path, guide(program, gpu))
-    return forecast(row, python, path)
-
-
-def printed(command: list[str]) -> str:
-    """What a process prints. Raises SystemExit with the end of its errors."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def in_maxtext(python: str, row: Row, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """`compile_row` in MaxText's environment, with XLA's log. Raises SystemExit with the end of its
+    errors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [python, __file__, row.name, "--folder", str(folder), "--compile", *more]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    return done.stdout
+        sys.exit(f"{' '.join(command)}: {done.stderr[-3000:]}")
+    return done
 
 
-def forecast(row: Row, python: str, profile: Path | None = None) -> hlo_file.HloStep:
-    """The forecast of MaxText's program. Raises SystemExit with what the compiler printed."""
-    path = FOLDER / f"{stem(row)}{'-guided' if profile else ''}.hlo.txt"
-    if not path.is_file():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        command = [python, __file__, python, row.name, "--compile", str(unfinished)]
-        command += ["--guide", str(profile)] if profile else []
-        printed(command)
-        unfinished.rename(path)
-    return hlo_file.read(path, hardware.PLANNED[row.gpu], None)
+def compile_missing(python: str, row: Row, folder: Path) -> None:
+    """Compiles a row's programs if they are not in the folder, and keeps what XLA said."""
+    if row.path(folder, ".json").is_file():
+        return
+    done = in_maxtext(python, row, folder)
+    used, limit = map(int, LOGGED.findall(done.stderr)[-1])
+    held = round(USUAL * SLOP * row.gpu.memory) - limit
+    write_whole(row.path(folder, ".json"), json.dumps({"believed": used + held}))
 
 
-def exposed(step: hlo_file.HloStep) -> float:
+def read(row: Row, path: Path) -> tuple[Walk, Forecast]:
+    """A row's program in a file, and its forecast."""
+    walk = Walk(hlo_file.parse(path, "--hlo")[1])
+    return walk, forecast(walk, placed(row.gpu, row.gpus), load(row.of["gpu"]), hlo_file.crossed)
+
+
+def exposed(of: Forecast) -> float:
     """Seconds of a step's forecast in which kernels wait for collectives."""
-    return sum(s for part, s in step.forecast.parts_s.items() if part.startswith("exposed"))
+    return sum(s for part, s in of.parts_s.items() if part.startswith("exposed"))
 
 
-def line(row: Row, step: hlo_file.HloStep, again: hlo_file.HloStep | None) -> str:
-    """The line of a row, with the forecast of its guided schedule if there is one."""
-    f = step.forecast
-    ratios = [seconds / row.published_s for seconds in (f.step_s, f.fast_s, f.slow_s)]
-    second = ""
-    if again is not None:
-        error = again.forecast_step_s / row.published_s - 1
-        second = f"{again.forecast_step_s:.3f} s, {100 * error:+.1f} %, {exposed(again):.3f} s"
-    return (
-        f"| {row.name} | {row.published_s} | {f.step_s:.3f} | {100 * (ratios[0] - 1):+.1f} | "
-        f"{100 * (ratios[1] - 1):+.1f} to {100 * (ratios[2] - 1):+.1f} | {exposed(step):.3f} | "
-        f"{second} | {step.bound_step_s:.3f} | {step.launches} | {100 * f.outside:.0f} |"
+@dataclass(frozen=True)
+class Result:
+    """A row's program and its forecast, with the guided schedule if there is one. `first` is the
+    forecast with XLA's own schedule."""
+
+    row: Row
+    walk: Walk
+    forecast: Forecast
+    first: Forecast
+    believed: int
+
+    @property
+    def guided(self) -> bool:
+        return self.forecast is not self.first
+
+    @property
+    def error(self) -> float:
+        return self.forecast.step_s / self.row.published_s - 1
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The ends of the forecast's range, as errors."""
+        f = self.forecast
+        return f.fast_s / self.row.published_s - 1, f.slow_s / self.row.published_s - 1
+
+    @property
+    def held(self) -> bool:
+        """The published step lies within the range."""
+        return self.range[0] <= 0 <= self.range[1]
+
+
+def result(row: Row, folder: Path) -> Result:
+    """The forecast of a row's stored programs."""
+    walk, first = read(row, row.path(folder))
+    again = row.path(folder, "-guided.hlo.txt")
+    walk, step = read(row, again) if again.is_file() else (walk, first)
+    said = row.path(folder, ".json")
+    believed = json.loads(said.read_text())["believed"] if said.is_file() else 0
+    return Result(row, walk, step, first, believed)
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+COLUMNS = (
+    "program", "GPUs", "mesh", "published s", "forecast s", "error %", "range %", "inside",
+    "waiting for collectives s", "schedule", "scheduler's memory GiB, run's",
+    "beyond the tables %",
+)  # fmt: skip
+
+
+def line(found: Result) -> str:
+    """The line of a row."""
+    f, row = found.forecast, found.row
+    memory = row.gpu.memory * row.of["memory"] / 2**30
+    fast, slow = found.range
+    guided = f"profile ({exposed(found.first):.3f} s without)"
+    cells = [
+        row.family + (" (weak)" if "weak" in row.of else ""),
+        f"{row.gpus} {row.of['gpu'].upper()}",
+        " x ".join(f"{axis} {size}" for axis, size in row.own["mesh"].items()),
+        f"{row.published_s:.3f}",
+        f"{f.step_s:.3f}",
+        percent(found.error),
+        f"{percent(fast)} to {percent(slow)}",
+        "yes" if found.held else "no",
+        f"{exposed(f):.3f}",
+        guided if found.guided else "XLA's own",
+        f"{found.believed / 2**30:.0f} of {memory:.0f}" if found.believed else "",
+        f"{100 * f.outside:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(heading: Iterable[str], lines: Iterable[str]) -> list[str]:
+    """A Markdown table."""
+    heading = list(heading)
+    return [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *lines, ""]
+
+
+def spread(errors: list[float]) -> list[str]:
+    """Cells: number, median, median size, worst, forecasts that are too low."""
+    low = sum(error < 0 for error in errors)
+    return [
+        str(len(errors)),
+        percent(statistics.median(errors)),
+        f"{100 * statistics.median(map(abs, errors)):.1f}",
+        percent(max(errors, key=abs)),
+        f"{low} of {len(errors)}",
+    ]
+
+
+SPREAD = "programs", "median error %", "median size %", "worst %", "too low"
+
+
+def grouped(found: list[Result], by: Callable[[Row], str]) -> list[str]:
+    """Lines with the errors of each group of rows."""
+    lines = []
+    for group in dict.fromkeys(by(r.row) for r in found):
+        own = [r for r in found if by(r.row) == group]
+        cells = [
+            group,
+            *spread([r.error for r in own]),
+            f"{sum(r.held for r in own)} of {len(own)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def recorded() -> dict[str, dict[str, float]]:
+    """The forecasts that were recorded, in seconds by step and row."""
+    steps: dict[str, dict[str, float]] = {}
+    if STEPS.is_file():
+        with STEPS.open() as file:
+            for entry in csv.DictReader(file):
+                steps.setdefault(entry["step"], {})[entry["row"]] = float(entry["forecast_s"])
+    return steps
+
+
+def record(step: str, found: list[Result]) -> None:
+    """Adds forecasts to `STEPS`, in place of earlier ones of the same step and row."""
+    steps = recorded()
+    steps.setdefault(step, {}).update({r.row.name: r.forecast.step_s for r in found})
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "row", "forecast_s"])
+    writer.writerows([name, row, f"{s:.4f}"] for name, of in steps.items() for row, s in of.items())
+    write_whole(STEPS, text.getvalue())
+
+
+def changes() -> list[str]:
+    """The table of recorded steps: median and worst error by precision and GPU."""
+    published = {row.name: row for row in rows()}
+    groups = list(dict.fromkeys(kind(row) for row in published.values()))
+    lines = []
+    for step, of in recorded().items():
+        cells = [step]
+        for group in ["all", *groups]:
+            errors = [
+                s / published[name].published_s - 1
+                for name, s in of.items()
+                if name in published and group in ("all", kind(published[name]))
+            ]
+            worst = percent(max(errors, key=abs)) if errors else ""
+            cells.append(
+                f"{percent(statistics.median(errors))}, {worst} ({len(errors)})" if errors else ""
+            )
+        lines.append(f"| {' | '.join(cells)} |")
+    return table(["step", "all", *groups], lines)
+
+
+def kind(row: Row) -> str:
+    """A row's precision and GPU."""
+    return f"{row.of['dtype']} {row.of['gpu'].upper()}"
+
+
+WIDTHS = {"llama2-7b": 4096, "mixtral-8x7b": 4096, "llama3.1-405b": 16384}
+"""Features of the models that have other ones than Llama 70B's 8192."""
+
+
+def shape(row: Row) -> str:
+    """A row's precision, width, sequence length and GPU."""
+    width = WIDTHS.get(row.of["options"]["model_name"], 8192)
+    return f"{row.of['dtype']} {width} x {row.of['sequence']} {row.of['gpu'].upper()}"
+
+
+PARTS = ("products", "attention", "other kernels", "launches", "slowed", "exposed")
+"""Parts of a forecast, `exposed` whatever the axes."""
+
+
+def parts(found: list[Result]) -> list[str]:
+    """The table of a forecast's parts by program."""
+    lines = []
+    for family in dict.fromkeys(r.row.family for r in found):
+        own = [r for r in found if r.row.family == family]
+        cells = [
+            statistics.median(
+                sum(s for name, s in r.forecast.parts_s.items() if name.startswith(part))
+                / r.row.published_s
+                for r in own
+            )
+            for part in PARTS
+        ]
+        lines.append(f"| {family} | {' | '.join(f'{100 * cell:.1f}' for cell in cells)} |")
+    return table(["program", *PARTS], lines)
+
+
+def document(found: list[Result]) -> str:
+    """The tables of the document."""
+    strong = [r for r in found if "weak" not in r.row.of] or found
+    held = sum(r.held for r in strong)
+    cells = spread([r.error for r in strong])
+    head = (
+        f"{time.strftime('%Y-%m-%d')}, jax {version('jax')}. {len(strong)} programs with a full "
+        f"configuration: median error {cells[1]} %, median size {cells[2]} %, worst {cells[3]} %, "
+        f"too low {cells[4]}; {held} published steps lie in the range."
     )
-
-
-def summary(errors: list[float]) -> str:
-    """The median, the 90th percentile of sizes and the worst of signed errors."""
-    sizes = sorted(map(abs, errors))
-    ninth = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
-    return (
-        f"{len(errors)} rows: median {100 * statistics.median(errors):+.1f} %, nine of ten within "
-        f"{100 * ninth:.1f} %, worst {100 * max(errors, key=abs):+.1f} %."
-    )
+    inside = "in the range"
+    return "\n".join([
+        head, "",
+        "### By precision and GPU", "",
+        *table(["precision, GPU", *SPREAD, inside], grouped(strong, kind)),
+        "### By program", "",
+        *table(["program", *SPREAD, inside], grouped(found, lambda row: row.family)),
+        "### Every program", "",
+        *table(COLUMNS, map(line, found)),
+        "### Where the time goes", "",
+        "Parts of the forecast in % of the published step: the median of each program.", "",
+        *parts(found),
+        "### One assumption at a time", "",
+        "Median error in % of each kind of program: precision, width of the model, length of the "
+        "sequence, GPU. Weak figures are left out.", "",
+        *table(*causes.table(((shape(r.row), r.walk, placed(r.row.gpu, r.row.gpus),
+                               r.row.published_s) for r in strong), percent)),
+        "### What each change did", "",
+        "Median and worst error in %, and the number of programs.", "",
+        *changes(),
+    ])  # fmt: skip
 
 
 def main() -> None:
-    """Forecasts rows one after another, prints the table, and writes it with `--output`."""
+    """Compiles what is missing, forecasts rows one after another, and prints or writes tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("python", help="of the environment with MaxText")
-    parser.add_argument("rows", nargs="*", help="names, as llama2_70b_bf16:64")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--compile", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--guide", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("rows", nargs="*", help="names of rows or families, as llama2_70b_bf16:64")
+    parser.add_argument("--maxtext", help="Python of the environment with MaxText, to compile")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the programs")
+    parser.add_argument("--record", metavar="STEP", help="keep the forecasts under this name")
+    parser.add_argument("--output", type=Path, help="document whose tables are replaced")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    chosen = [row for row in rows() if not args.rows or row.name in args.rows]
+    chosen = [r for r in rows() if not args.rows or {r.name, r.family} & {*args.rows}]
+    if not chosen:
+        sys.exit(f"no such row; expected some of {', '.join(r.name for r in rows())}")
     if args.compile:
-        compile_row(chosen[0], args.compile, args.guide)
+        compile_row(chosen[0], args.folder, args.once)
         return
-    lines = [
-        "| row | published s | forecast s | error % | range % | exposed s | guided: s, error, "
-        "exposed | bound s | launches | outside the tables % |",
-        "|" + "---|" * 10,
-    ]
-    print("\n".join(lines), flush=True)
-    errors, guided_errors = [], []
+    found, missing = [], []
     for row in chosen:
-        step = forecast(row, args.python)
-        again = guided(row, args.python) if exposed(step) > GUIDED * step.forecast_step_s else None
-        errors.append(step.forecast_step_s / row.published_s - 1)
-        guided_errors.append((again or step).forecast_step_s / row.published_s - 1)
-        lines.append(line(row, step, again))
-        print(lines[-1], flush=True)
-    summaries = f"{summary(errors)} With guided schedules {summary(guided_errors)}"
-    lines = [f"{time.strftime('%Y-%m-%d')}, jax {version('jax')}. {summaries}", "", *lines]
-    print(f"\n{lines[0]}")
+        if args.maxtext:
+            compile_missing(args.maxtext, row, args.folder)
+        if row.path(args.folder).is_file():
+            found.append(result(row, args.folder))
+            print(line(found[-1]), flush=True)
+        else:
+            missing.append(row.name)
+    if missing:
+        print(f"No program in {args.folder}; --maxtext PYTHON compiles {', '.join(missing)}")
+    if not found:
+        sys.exit(1)
+    if args.record:
+        record(args.record, found)
+    if args.maxtext and not args.output:
+        return
+    text = document(found)
     if args.output:
-        replace_table(args.output, "\n".join(lines))
+        replace_table(args.output, text)
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

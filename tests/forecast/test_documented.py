@@ -104,9 +104,12 @@ def test_the_picture_is_of_the_tables(monkeypatch):
 
 
 def test_the_range_holds_as_many_published_steps_as_the_document_says():
-    """Ends are written as errors against the published step, which is 0 %."""
+    """Ends are written as errors against the published step, which is 0 %. Weak figures do not
+    count."""
     table = (ROOT / "docs" / "like_for_like.md").read_text()
-    ends = re.findall(r"\| ([-+][\d.]+) to ([-+][\d.]+) \|", table)
+    lines = [line for line in table.splitlines() if "(weak)" not in line]
+    ends = re.findall(r"\| ([-+][\d.]+) to ([-+][\d.]+) \|", "\n".join(lines))
     held = sum(float(fast) <= 0 <= float(slow) for fast, slow in ends)
+    assert f"{len(ends)} programs with a full configuration" in table
     claim = f"Of {len(ends)} published steps of [the same code](../like_for_like.md) {held} lie in"
     assert claim in (ROOT / "docs" / "design" / "forecast.md").read_text()
