@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.jax_internals import attention_for_mesh
+from jaxbench.models.context import Context as LayerContext
+from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import ForwardContext, Weight
+from jaxbench.models.layers import Weight
 from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized, ssd
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.grouped.groups import group
@@ -275,7 +277,7 @@ def experts(ctx: Context) -> Iterator[Case]:
 
         def mixture(platform, run=run, model=model):
             kernel = grouped.choose(run.execution, model, "bf16", platform)
-            ctx = ForwardContext(rotary=None, kernel="xla", ssd="xla", grouped_matmul=kernel)
+            ctx = LayerContext(kernels=Kernels(grouped_matmul=kernel))
 
             def function(x, router, gate_up, down):
                 layer = Experts(model, model.experts, key=jax.random.key(0))

@@ -11,15 +11,17 @@ loop's own index. With any other index XLA would let kernels read and write host
 engines do it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxbench import mesh
 from jaxbench.jax_internals import READS_HOST, residuals, restore_vjp
+from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import (
     allocate,
     read,
@@ -29,6 +31,7 @@ from jaxbench.ops.stash import (
     unstack,
     write,
 )
+from jaxbench.recipe.execution import INPUT
 
 Stash = list[jax.Array]
 """The residuals of every block that stay in device memory, without its weights. Each leaf is
@@ -60,34 +63,54 @@ def can_offload() -> bool:
     return READS_HOST or mesh.platform() != "gpu"
 
 
-def apply_blocks(
-    apply: Apply,
-    x: jax.Array,
-    weights: Any,
-    constants: Any,
-    common: Any,
-    stash: Stash | None = None,
-    *,
-    unrolled: bool = False,
-    offloading: Apply | None = None,
-    input_on_host: bool = False,
-) -> tuple[jax.Array, Any, Stash]:
-    """Applies all blocks in order. Returns (output of the last block, aux of all blocks stacked
-    `[blocks, ..]`, the written stash).
+class LayerLoop:
+    """Applies the segments of a model's layers, and keeps their stashes.
 
-    Leaves of `weights` and `constants` are `[blocks, ..]`; every block also gets `common`. Only `x`
-    and `weights` have gradients. `apply` recomputes what it does not save (`remat.recomputed`).
-    Without `stash` a new one is allocated.
-
-    With `unrolled` the stash is empty, and gathered weights are residuals too. With a stash the
-    backward pass would gather them again.
-
-    `offloading` is the same block, but its residuals have the types of the memory in which they
-    wait (`remat.recomputed`). With `input_on_host` the input of each block waits in host memory
-    too.
+    `stashes` come from an earlier microbatch, one for each call of `scan`; without them new ones
+    are allocated. `written` are the stashes after the calls.
     """
-    if unrolled:
-        return *_unrolled(apply, x, weights, constants, common), []
+
+    def __init__(self, stashes: Sequence[Stash] = ()):
+        self.stashes, self.written = iter(stashes), list[Stash]()
+
+    def scan(
+        self, apply: Apply, x: jax.Array, weights: Any, constants: Any, common: Any, policy: Policy
+    ) -> tuple[jax.Array, Any]:
+        """(output of the last block, aux of all blocks in fp32, stacked `[blocks, ..]`), as if by
+
+            for block_weights, block_constants in zip(weights, constants):
+                x, aux = remat.checkpoint(apply, policy)(x, block_weights, block_constants, common)
+
+        Leaves of `weights` and `constants` are `[blocks, ..]`; every block also gets `common`. Only
+        `x` and `weights` have gradients. If the policy saves everything, gathered weights are
+        residuals too. With a stash the backward pass would gather them again.
+        """
+        host = policy.offloaded if can_offload() else frozenset()
+        saved = None if policy.saved is None else policy.saved - (policy.offloaded - host)
+        # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
+        single = len(jax.tree.leaves(weights)[0]) == 1
+
+        def block(x, weights, constants, common, on_host=frozenset()):
+            compute = checkpoint(apply, Policy(saved, on_host), in_order=single)
+            x, aux = compute(x, weights, constants, common)
+            return x, jax.tree.map(lambda a: a.astype(jnp.float32), aux)
+
+        stash = next(self.stashes, None)
+        if saved is None:
+            (x, aux), stash = _unrolled(block, x, weights, constants, common), []
+        else:
+            named = host - {INPUT}
+            offloading = partial(block, on_host=named) if named else None
+            x, aux, stash = _scanned(
+                block, x, weights, constants, common, stash, offloading, INPUT in host
+            )
+        self.written.append(stash)
+        return x, aux
+
+
+def _scanned(apply, x, weights, constants, common, stash, offloading, input_on_host):
+    """`offloading` is the same block, but its residuals have the types of the memory in which they
+    wait."""
     flat, structure = jax.tree.flatten(constants)
 
     def flattened(apply):

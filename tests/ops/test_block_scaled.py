@@ -21,8 +21,8 @@ from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import PLANNED
 from jaxbench.models.layers import Weight
-from jaxbench.ops import dense, quantized
-from jaxbench.ops.quantized import block_scaled, draws, hadamard, kernels, te_blocks
+from jaxbench.ops import dense, draws, quantized
+from jaxbench.ops.quantized import block_scaled, hadamard, kernels, te_blocks
 from jaxbench.ops.quantized.block_formats import mxfp8, nvfp4
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program import check_run

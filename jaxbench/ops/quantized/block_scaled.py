@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxbench import mesh
-from jaxbench.ops import latency_hints
+from jaxbench.ops import draws, latency_hints
 from jaxbench.ops.duplicate_producers import Duplicated
-from jaxbench.ops.quantized import draws, hadamard, kernels
+from jaxbench.ops.quantized import hadamard, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks, dequantized, mxfp8, nvfp4
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.per_tensor import amax_of

@@ -7,10 +7,10 @@ order of the pytree.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.quantized import draws
+from jaxbench.ops import draws
+from jaxbench.ops.draws import FIRST, Counters
 from jaxbench.ops.quantized.block_formats import Blocks
 from jaxbench.ops.quantized.block_scaled import Copies, at_rest, copies, quantize_weight
 from jaxbench.ops.quantized.operand import Operand
 from jaxbench.ops.quantized.per_tensor import VALUES, amax_of, quantize, scale_invs_of
 from jaxbench.recipe.settings import Precision
-
-B = TypeVar("B", bound=nnx.Module)
 
 Histories = list[jax.Array]
 """The amax of past steps, for delayed scaling. For each stack of blocks it is `[blocks, products,
@@ -213,13 +212,14 @@ def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scale
     return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
 
 
-def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
-    """One block in which each weight with a quantized matmul is replaced by an `Operand`.
-    `microbatch` is a number that no other microbatch has, in this step or in another one. `depth`
-    is the number of this application of the block to the microbatch."""
+def attach(
+    block: Any, scaled: Scaled, counters: Counters = FIRST, bf16: Collection[int] = ()
+) -> Any:
+    """One block in which each weight with a quantized matmul is replaced by an `Operand`. The
+    layers in `bf16` stay as they are."""
     order, seeds = list(products(block)), scaled.seeds
     if seeds is not None:
-        seeds = draws.fold(seeds, microbatch, depth)
+        seeds = draws.fold(seeds, counters.sequence, counters.depth)
 
     def convert(path, variable):
         name = _name(path)
@@ -236,7 +236,10 @@ def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
             precision=scaled.precision,
         )
 
-    return jax.tree_util.tree_map_with_path(convert, block, is_leaf=is_variable)
+    attached = jax.tree_util.tree_map_with_path(convert, block, is_leaf=is_variable)
+    for position in bf16:
+        attached.layers[position] = block.layers[position]
+    return attached
 
 
 def update(

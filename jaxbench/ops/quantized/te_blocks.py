@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxbench.ops.quantized import draws, te
+from jaxbench.ops import draws
+from jaxbench.ops.quantized import te
 from jaxbench.ops.quantized.block_formats import (
     E2M1_MAX,
     E4M3_MAX,
