@@ -22,6 +22,8 @@ from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized, 
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import undeprecated
+from jaxbench.ops.ssd import pallas as ssd_kernels
+from jaxbench.ops.ssd.pallas import Tuning
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
@@ -226,7 +228,7 @@ def implementations_of_mixer(ctx: Context) -> dict[str, Callable]:
     """Mixers that run here, by name."""
     mixers = {name: entry.mixer for name, entry in ssd.IMPLEMENTATIONS.items()}
     if ctx.rehearsal:
-        mixers["pallas"] = partial(ssd.pallas.mixer, tuning=ssd.pallas.Tuning(interpret=True))
+        mixers["pallas"] = partial(ssd_kernels.mixer, tuning=Tuning(interpret=True))
     return mixers
 
 

@@ -91,7 +91,7 @@ def choose_kernels(
     dtype = precision.dtype
     return Kernels(
         attention=attention.choose(execution, cfg, dtype, length, platform, capability),
-        ssd=ssd.choose(execution, cfg, dtype, length // shards, platform),
-        grouped_matmul=grouped.choose(execution, cfg, dtype, platform),
+        ssd=ssd.choose(execution, cfg, dtype, length // shards, platform) if cfg.mamba else "xla",
+        grouped_matmul=grouped.choose(execution, cfg, dtype, platform) if cfg.experts else "xla",
         expert_parts=execution.expert_parts,
     )

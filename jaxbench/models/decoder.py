@@ -192,6 +192,8 @@ class Decoder(nnx.Module):
 
         output = Output(self.norm, self.head_weight(), self.prediction)
         value, further = output_loss(cfg, output, self.embedding, hidden, batch, predict)
+        if cfg.experts is None:
+            return value, {}
         return routing.with_balance_loss(value, figures + further, cfg.balance_loss)
 
     def head_weight(self) -> Float[Array, "D V"]:

@@ -176,8 +176,6 @@ def with_balance_loss(
     dropped assignments `"L B"`).
     """
     layers = [figures for segment in segments for figures in segment]
-    if not layers:
-        return loss, {}
     losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
     total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
     step_figures = jax.lax.stop_gradient(figures(losses, load, dropped))

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.duplicate_producers import Duplicated
-from jaxbench.ops.quantized import block_scaled, te, te_blocks, xla
-from jaxbench.ops.quantized.block_formats import FORMATS
+from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
     Histories,
@@ -30,7 +29,8 @@ from jaxbench.ops.quantized.scaling import (
     with_observed,
     zero_observed,
 )
-from jaxbench.recipe.settings import Precision
+from jaxbench.ops.registry import lazy
+from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
@@ -43,14 +43,14 @@ __all__ = [
 class Implementation:
     """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, `blocks` in block-scaled formats. `takes` is true for the matmuls that
-    it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
+    `dot` multiplies in FP8, `dot_blocks` in block-scaled formats. `takes` is true for the matmuls
+    that it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
     requests on a platform, or None. `mode` returns the scaling mode that its custom calls must
     have, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
-    blocks: block_scaled.Products
+    dot_blocks: Callable[[Product, Duplicated, Operand], Duplicated]
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
@@ -60,15 +60,15 @@ Name = Literal["te", "xla"]
 
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
-        dot=te.dot,
-        blocks=te_blocks.PRODUCTS,
-        takes=te.takes,
-        refusal=te.refusal,
-        mode=te.scaling_mode,
+        dot=lazy("quantized.te.dot"),
+        dot_blocks=lazy("quantized.te_blocks.dot"),
+        takes=lazy("quantized.te.takes"),
+        refusal=lazy("quantized.te.refusal"),
+        mode=lazy("quantized.te.scaling_mode"),
     ),
     "xla": Implementation(
         dot=xla.dot,
-        blocks=block_scaled.DENSE,
+        dot_blocks=lazy("quantized.block_scaled.dot"),
     ),
 }
 
@@ -96,6 +96,5 @@ def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplic
     chosen = IMPLEMENTATIONS[w.precision.implementation]
     if not chosen.takes(product):
         chosen = IMPLEMENTATIONS["xla"]
-    if w.precision.dtype in FORMATS:
-        return block_scaled.dot(product, x, w, chosen.blocks)
-    return chosen.dot(product, x, w)
+    multiply = chosen.dot_blocks if w.precision.dtype in BLOCKS else chosen.dot
+    return multiply(product, x, w)
