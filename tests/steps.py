@@ -10,7 +10,7 @@ from tiny import mesh_of, to_numpy
 from jaxbench import mesh
 from jaxbench.models.context import make_context
 from jaxbench.models.decoder import segments
-from jaxbench.models.layers import embed
+from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.train import data
 from jaxbench.train.step import gradients, init_state, train_step
 
@@ -45,9 +45,11 @@ def loss_and_gradients(run):
 
 def last_hidden(model, tokens, execution, precision):
     """The output of a model's last layer."""
-    x = embed(model.cfg, model.embedding, tokens, model.dtype)
+    x = model.embedding(tokens, model.dtype)
     ctx = make_context(model.cfg, tokens.shape[1], execution, precision)
-    return model.hidden(x, ctx, segments(model.cfg, execution, precision))[0]
+    for segment in segments(model.cfg, execution, precision):
+        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
+    return x
 
 
 def sequences(run, seed=0):

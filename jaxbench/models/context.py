@@ -58,20 +58,14 @@ class Context:
 
 
 def make_context(
-    cfg: ModelConfig,
-    length: int,
-    execution: Execution,
-    precision: Precision,
-    first_sequence: Any = 0,
+    cfg: ModelConfig, length: int, execution: Execution, precision: Precision
 ) -> Context:
-    """The context of a forward pass over sequences of `length` tokens, on the current mesh.
-    `first_sequence` is a field of `Counters`."""
+    """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
     shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
     kernels = choose_kernels(
         cfg, length, shards, execution, precision, mesh.platform(), mesh.capability()
     )
-    rotary = rotary_tables(mixer, length) if mixer else None
-    return Context(rotary, Counters(first_sequence), kernels)
+    return Context(rotary_tables(mixer, length) if mixer else None, kernels=kernels)
 
 
 def choose_kernels(
@@ -84,10 +78,7 @@ def choose_kernels(
     capability: Capability | None,
 ) -> Kernels:
     """The kernels that compute a model, whose sequences of `length` tokens lie on `shards` ranks.
-
-    `capability` is the compute capability of the GPUs, if it is known. Raises RecipeError if a
-    requested kernel cannot compute the model.
-    """
+    Raises RecipeError if a requested kernel cannot compute the model."""
     dtype = precision.dtype
     return Kernels(
         attention=attention.choose(execution, cfg, dtype, length, platform, capability),

@@ -23,7 +23,6 @@ from jaxbench.models.layers import (
     LayerOutput,
     RoutingFigures,
     Weight,
-    embed,
     normal,
 )
 from jaxbench.models.mamba2 import Mamba2
@@ -134,21 +133,38 @@ class Decoder(nnx.Module):
         leaves = jax.tree.leaves(self.stacks, is_leaf=lambda v: isinstance(v, Weight))
         return next(w for w in leaves if isinstance(w, Weight))[...].dtype
 
-    def hidden(
+    def loss(
         self,
-        x: Hidden,
-        ctx: Context,
-        segments: Sequence[Segment],
+        batch: Batch,
+        execution: Execution,
+        precision: Precision,
         scaled: Sequence[quantized.Scaled] = (),
         loop: LayerLoop | None = None,
-    ) -> tuple[Hidden, list[RoutingFigures]]:
-        """(output of the last layer, routing figures of each segment), from the embedding. In an
-        FP8 run `scaled` has the FP8 weights and scales of each stack."""
-        all_figures, loop = [], loop or LayerLoop()
-        for segment in segments:
+    ) -> tuple[Float[Array, ""], routing.Figures]:
+        """(mean cross entropy over all tokens in nats, routing figures). In an FP8 run `scaled` has
+        the FP8 weights and scales of each stack.
+
+        The load-balance losses and the loss of multi-token prediction contribute gradients, but are
+        not part of the value.
+        """
+        cfg, loop = self.cfg, loop or LayerLoop()
+        x = self.embedding(batch.tokens, self.dtype)
+        ctx = make_context(cfg, batch.tokens.shape[1], execution, precision)
+        ctx = ctx.count(sequence=batch.first_sequence)
+        all_figures: list[RoutingFigures] = []
+        for segment in segments(cfg, execution, precision):
             x, figures = self.apply(segment, x, ctx, scaled, loop)
             all_figures.append(figures)
-        return x, all_figures
+
+        def predict(x: Hidden, depth: int) -> LayerOutput:
+            segment = prediction_segment(cfg, execution, precision)
+            return self.apply(segment, x, ctx.count(depth=depth), scaled, loop)
+
+        output = Output(self.norm, self.head_weight(), self.prediction)
+        value, further = output_loss(cfg, output, self.embedding, x, batch, predict)
+        if cfg.experts is None:
+            return value, {}
+        return routing.with_balance_loss(value, all_figures + further, cfg.balance_loss)
 
     def apply(
         self,
@@ -166,35 +182,6 @@ class Decoder(nnx.Module):
         weights = block, None if scales is None else scales.observed
         apply = partial(apply_block, bf16=segment.bf16)
         return loop.scan(apply, x, weights, (scales, layers), ctx, segment.policy)
-
-    def loss(
-        self,
-        batch: Batch,
-        execution: Execution,
-        precision: Precision,
-        scaled: Sequence[quantized.Scaled] = (),
-        loop: LayerLoop | None = None,
-    ) -> tuple[Float[Array, ""], routing.Figures]:
-        """(mean cross entropy over all tokens in nats, routing figures).
-
-        The load-balance losses and the loss of multi-token prediction contribute gradients, but are
-        not part of the value.
-        """
-        cfg, loop = self.cfg, loop or LayerLoop()
-        x = embed(cfg, self.embedding, batch.tokens, self.dtype)
-        ctx = make_context(cfg, batch.tokens.shape[1], execution, precision, batch.first_sequence)
-        parts = segments(cfg, execution, precision)
-        hidden, figures = self.hidden(x, ctx, parts, scaled, loop)
-
-        def predict(x: Hidden, depth: int) -> LayerOutput:
-            segment = prediction_segment(cfg, execution, precision)
-            return self.apply(segment, x, ctx.count(depth=depth), scaled, loop)
-
-        output = Output(self.norm, self.head_weight(), self.prediction)
-        value, further = output_loss(cfg, output, self.embedding, hidden, batch, predict)
-        if cfg.experts is None:
-            return value, {}
-        return routing.with_balance_loss(value, figures + further, cfg.balance_loss)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""

@@ -117,24 +117,18 @@ NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}
 
 
 class Embedding(nnx.Module):
-    """Token embedding. The table is used in fp32, sharded over `embed`."""
+    """The input of the first layer. The table is used in fp32, sharded over `embed`."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
+        self.scale = cfg.embedding_scale
         sharding = mesh.spec("vocab embed", mesh.TABLE)
         self.table = nnx.Param(
             std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B s D"]:
-        return embedding.look_up(self.table[...], tokens, dtype)
-
-
-def embed(
-    cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
-) -> Float[Array, "B s D"]:
-    """The input of the first layer."""
-    return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
+        return times_constant(embedding.look_up(self.table[...], tokens, dtype), self.scale)
 
 
 def times_constant(x: Array, factor: float) -> Array:

@@ -18,12 +18,11 @@ from jaxbench.models.layers import (
     LayerOutput,
     RoutingFigures,
     Weight,
-    embed,
     normal,
     times_constant,
 )
 from jaxbench.ops import dense
-from jaxbench.ops.loss import MASKED, cross_entropy
+from jaxbench.ops.loss import MASKED, Options, cross_entropy
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -78,7 +77,7 @@ def output_loss(
     for depth in range(cfg.prediction.depth):
         tokens, targets = mesh.next_in_seq(tokens, 0), mesh.next_in_seq(targets, MASKED)
         hidden, value, further = jax.lax.optimization_barrier((hidden, value, further))
-        embedded = embed(cfg, embedding, tokens, hidden.dtype)
+        embedded = embedding(tokens, hidden.dtype)
         x, figures = apply(prediction(embedded, hidden), depth)
         hidden = prediction.norm(x)
         further += head_loss(cfg, head, hidden, targets, masked=True)
@@ -99,4 +98,4 @@ def head_loss(
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None
-    return cross_entropy(hidden, head, targets, masked, in_order)
+    return cross_entropy(hidden, head, targets, Options(masked, in_order))

@@ -37,14 +37,13 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
     `apply(x, weights, constants, common)`. The first of the `weights` is the block.
 
     A block of more than two layers whose inputs are saved (`residual`) is recomputed layer by
-    layer, by calls of `apply` with `only=index`. The backward pass goes through the layers from the
-    last to the first. The recomputation of layer i waits for the weight gradients of layer i + 2,
-    so that it can overlap with the weight gradients of layer i + 1 and their reduce-scatter.
-    Nemotron 3 Super in microbatches of 4 takes 59 GiB this way, and 123 GiB without.
+    layer, by calls with `only=index`: Nemotron 3 Super in microbatches of 4 takes 59 GiB this way,
+    and 123 GiB without. The recomputation of layer i waits for the weight gradients of layer i + 2,
+    so that it can overlap with those of layer i + 1 and their reduce-scatter.
 
-    With `in_order` the recomputation waits until the cotangent of the output is known, and the
-    gradient of x is available only after the gradients of the block's weights. Without it XLA
-    merges the forward pass and the recomputation if both are in one loop body.
+    With `in_order` the recomputation waits for the cotangent of the output, and the gradient of x
+    for the gradients of the weights. Without it XLA merges the forward pass and the recomputation
+    if both are in one loop body.
     """
     if (saved := policy.saved) is None:
         return apply
@@ -83,10 +82,8 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
 def _recomputed(body: Callable, policy: Policy, in_order: bool) -> Callable:
     """`body(x, weights, constants, common)` under `jax.checkpoint`.
 
-    With `in_order` an optimization barrier on `x` delays the recomputation until the cotangent of
-    the output is known. Without it XLA may also recompute several bodies ahead of their backward
-    passes, which keeps activations in memory. The other arguments, which are weights, have no
-    barrier, so that they can be gathered early.
+    With `in_order` `x` has an optimization barrier. The other arguments have none, so that weights
+    can be gathered early.
 
     The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`),
     because its backward kernel needs them. Activations that are offloaded get the type of an array

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxbench.models.context import Batch, Context
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import Embedding, LayerOutput, embed
+from jaxbench.models.layers import Embedding, LayerOutput
 from jaxbench.models.output import Output, output_loss
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
@@ -73,9 +73,9 @@ class Ends:
 
         def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
             tokens = read(self.batch.tokens, group)
-            x = embed(self.cfg, weights["embedding"], tokens, self.dtype)
-            for layers in zip(weights["first"], all_observed, self.first, strict=True):
-                x, _ = self._block(*layers, None, x, self.ctx)
+            x = weights["embedding"](tokens, self.dtype)
+            for *block, scaled in zip(weights["first"], all_observed, self.first, strict=True):
+                x, _ = self._apply(x, block, (scaled, None), self.ctx)
             return x
 
         return jax.vjp(function, self._fields("embedding", "first"), self.observed[0])
@@ -88,12 +88,11 @@ class Ends:
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
             batch: Batch = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
-            layer = None if numbers is None else numbers.start
 
             def apply(x: jax.Array, depth: int) -> LayerOutput:
-                (layers,) = zip(weights["last"], all_observed, self.last, strict=True)
+                (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last
                 ctx = self.ctx.count(sequence=batch.first_sequence, depth=depth)
-                return self._block(*layers, layer, x, ctx)
+                return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
 
             embedding = weights.get("embedding", self.weights.embedding)
             loss, further = output_loss(
@@ -111,8 +110,6 @@ class Ends:
     def _fields(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self.weights, name) for name in names}
 
-    def _block(
-        self, block: Any, observed: Any, scaled: Any, layer: int | None, x: jax.Array, ctx: Context
-    ) -> LayerOutput:
-        compute = checkpoint(apply_block, self.policy, in_order=True)
-        return compute(x, (block, observed), (scaled, layer), ctx)
+    @property
+    def _apply(self) -> Callable:
+        return checkpoint(apply_block, self.policy, in_order=True)

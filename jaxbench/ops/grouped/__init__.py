@@ -15,6 +15,7 @@ check of compiled programs and the plan read its entries.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +54,16 @@ class Implementation:
     the weights.
 
     A matmul of FP8 operands multiplies its result by a `scale`. Rows of padding are zero in
-    permuted results and undefined among arriving rows. `dot_blocks` multiplies block-scaled
-    operands. `refusal` returns why the implementation cannot multiply by a model's experts in a
-    dtype on a platform, or None. `calls` are the custom calls that a compiled step must contain.
+    permuted results and undefined among arriving rows. `in_blocks` makes the
+    `block_scaled.Products` of groups. `refusal` returns why the implementation cannot multiply by a
+    model's experts in a dtype on a platform, or None. `calls` are the custom calls that a compiled
+    step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "A D"]]
     weights: Callable[..., Float[Array, "E D N"]]
-    dot_blocks: Callable[..., Duplicated]
+    in_blocks: Callable[[Groups], Any]
     refusal: Callable[[ModelConfig, str, str], str | None]
     calls: tuple[str, ...] = ()
 
@@ -71,7 +73,7 @@ IMPLEMENTATIONS = {
         to_permuted=lazy("grouped.pallas.to_permuted"),
         from_permuted=lazy("grouped.pallas.from_permuted"),
         weights=lazy("grouped.pallas.weights"),
-        dot_blocks=lazy("grouped.scaled.dot_by_kernels"),
+        in_blocks=lazy("grouped.scaled.Kernels"),
         refusal=lazy("grouped.pallas.refusal"),
         calls=(TRITON,),
     ),
@@ -79,7 +81,7 @@ IMPLEMENTATIONS = {
         to_permuted=xla.to_permuted,
         from_permuted=xla.from_permuted,
         weights=xla.weights,
-        dot_blocks=lazy("grouped.scaled.dot_dequantized"),
+        in_blocks=lazy("grouped.scaled.Dequantized"),
         refusal=xla.refusal,
     ),
 }
@@ -187,8 +189,8 @@ def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Dupli
     equation, spec = f"{inputs},{dims}->{outputs}", _spec(products, x.value, w.weight)
     named = equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin
     if w.precision.dtype in BLOCKS:
-        dot_blocks = IMPLEMENTATIONS[products.implementation].dot_blocks
-        return dot_blocks(quantized.Product(*named), x, w, groups)
+        by = IMPLEMENTATIONS[products.implementation].in_blocks(groups)
+        return quantized.dot_blocks(quantized.Product(*named), x, w, by)
     return quantized.xla.dot(_Fp8Product(*named, products, groups), x, w)
 
 

@@ -17,15 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jaxbench.ops.duplicate_producers import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCH, TILES, scale_input, scaled_sum
 from jaxbench.ops.pallas_call import Inputs, Output, call, largest, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
-from jaxbench.ops.quantized.block_scaled import Products, dot, quantize_activation
+from jaxbench.ops.quantized.block_scaled import Products, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
-from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.recipe.settings import Precision
 
 DEPTHS = 128, 64
@@ -213,13 +211,3 @@ class Dequantized(Kernels):
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
         a, b = dequantized(first)[0].T, dequantized(last)[0].T
         return xla.weights(a, b, _in_order(self.groups)).astype(jnp.bfloat16)
-
-
-def dot_by_kernels(product: Product, x: Duplicated, w: Operand, groups: Groups) -> Duplicated:
-    """`block_scaled.dot` with grouped weights, by kernels."""
-    return dot(product, x, w, Kernels(groups))
-
-
-def dot_dequantized(product: Product, x: Duplicated, w: Operand, groups: Groups) -> Duplicated:
-    """`block_scaled.dot` with grouped weights, in plain XLA."""
-    return dot(product, x, w, Dequantized(groups))

@@ -7,7 +7,7 @@ A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
@@ -34,7 +34,7 @@ from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
-    "dot", "in_bf16", "init_histories", "product_name", "products", "scale",
+    "dot", "dot_blocks", "in_bf16", "init_histories", "product_name", "products", "scale",
     "update", "with_observed", "xla", "zero_observed",
 ]  # fmt: skip
 
@@ -43,14 +43,15 @@ __all__ = [
 class Implementation:
     """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, `dot_blocks` in block-scaled formats. `takes` is true for the matmuls
+    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Products` of this
+    implementation. `takes` is true for the matmuls
     that it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
     requests on a platform, or None. `mode` returns the scaling mode that its custom calls must
     have, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
-    dot_blocks: Callable[[Product, Duplicated, Operand], Duplicated]
+    in_blocks: Callable[[], Any]
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
@@ -61,14 +62,14 @@ Name = Literal["te", "xla"]
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
         dot=lazy("quantized.te.dot"),
-        dot_blocks=lazy("quantized.te_blocks.dot"),
+        in_blocks=lazy("quantized.te_blocks.TeProducts"),
         takes=lazy("quantized.te.takes"),
         refusal=lazy("quantized.te.refusal"),
         mode=lazy("quantized.te.scaling_mode"),
     ),
     "xla": Implementation(
         dot=xla.dot,
-        dot_blocks=lazy("quantized.block_scaled.dot"),
+        in_blocks=lazy("quantized.block_scaled.Products"),
     ),
 }
 
@@ -96,5 +97,9 @@ def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplic
     chosen = IMPLEMENTATIONS[w.precision.implementation]
     if not chosen.takes(product):
         chosen = IMPLEMENTATIONS["xla"]
-    multiply = chosen.dot_blocks if w.precision.dtype in BLOCKS else chosen.dot
-    return multiply(product, x, w)
+    if w.precision.dtype in BLOCKS:
+        return dot_blocks(product, x, w, chosen.in_blocks())
+    return chosen.dot(product, x, w)
+
+
+dot_blocks = lazy("quantized.block_scaled.dot")

@@ -179,12 +179,10 @@ class Products:
         return multiply(first, last)
 
 
-def dot(product: Product, x: Duplicated, w: Operand, by: Products | None = None) -> Duplicated:
+def dot(product: Product, x: Duplicated, w: Operand, by: Products) -> Duplicated:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients run
     in the recipe's format."""
-    return Duplicated.of(
-        _dot(product, w.precision, x.value, w.weight, w.stored, w.seed, by or Products())
-    )
+    return Duplicated.of(_dot(product, w.precision, x.value, w.weight, w.stored, w.seed, by))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

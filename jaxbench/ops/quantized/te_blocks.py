@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxbench.ops import draws
-from jaxbench.ops.duplicate_producers import Duplicated
-from jaxbench.ops.quantized import block_scaled, te
+from jaxbench.ops.quantized import te
 from jaxbench.ops.quantized.block_formats import (
     E2M1_MAX,
     E4M3_MAX,
@@ -23,7 +22,6 @@ from jaxbench.ops.quantized.block_formats import (
     as_bytes,
 )
 from jaxbench.ops.quantized.block_scaled import Products, check, operand
-from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import Precision
 
@@ -101,8 +99,3 @@ class TeProducts(Products):
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
         contracted = 1 if first.values.dtype == NVFP4.values else 0
         return _multiply(first.map(_matrix), last.map(_matrix), (contracted, contracted))
-
-
-def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
-    """`block_scaled.dot` by Transformer Engine."""
-    return block_scaled.dot(product, x, w, TeProducts())
