@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from jaxbench import mesh
 from jaxbench.base.hardware import Capability
-from jaxbench.models.layers import Rotary, rotary_tables
+from jaxbench.models.layers import rotary_tables
 from jaxbench.ops import attention, grouped, ssd
 from jaxbench.ops.draws import Counters
 from jaxbench.recipe.execution import Execution
@@ -41,9 +41,10 @@ class Kernels:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-    """The second argument of every layer. As a pytree it holds only the arrays."""
+    """The second argument of every layer. As a pytree it holds only the arrays. `rotary` are
+    `layers.rotary_tables`, None without position embedding."""
 
-    rotary: Rotary | None = None
+    rotary: Any = None
     counters: Counters = field(default_factory=Counters)
     kernels: Kernels = field(default_factory=Kernels, metadata={"static": True})
 

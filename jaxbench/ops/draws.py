@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, UInt32
 
 U32 = jnp.uint32
 
@@ -21,11 +21,11 @@ class Counters:
 
     `sequence` is the number of the microbatch's first sequence, counted from the first step.
     `layer` is the number of the layer, None unless routing is random. `depth` says how often the
-    block of multi-token prediction was applied before.
+    block of multi-token prediction was applied before. The first two are int32 scalars.
     """
 
-    sequence: Int[Array, ""] | int = 0
-    layer: Int[Array, ""] | int | None = None
+    sequence: Any = 0
+    layer: Any = None
     depth: int = field(default=0, metadata={"static": True})
 
 

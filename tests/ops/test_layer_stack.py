@@ -1,5 +1,7 @@
 """The loop over layers against the plain loop of its docstring."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def test_the_loop_computes_what_a_plain_loop_does(saved, blocks):
     with mesh_of(tiny_run()):
         actual, expected = (
             jax.jit(jax.value_and_grad(lambda *a, s=scan: value(s, *a), argnums=(0, 1)))(x, weights)
-            for scan in (by_loop, lambda *a: plain(*a, policy))
+            for scan in (by_loop, partial(plain, policy=policy))
         )
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6)
