@@ -33,10 +33,12 @@ from jaxbench.base import hardware  # noqa: E402
 from jaxbench.ops import ssd  # noqa: E402
 from jaxbench.ops.grouped import pallas, scaled  # noqa: E402
 from jaxbench.ops.grouped.groups import BLOCK, Groups, group  # noqa: E402
-from jaxbench.ops.pallas_call import TARGET, undeprecated  # noqa: E402
+from jaxbench.ops.pallas_call import undeprecated  # noqa: E402
 from jaxbench.ops.quantized import kernels  # noqa: E402
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks  # noqa: E402
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES  # noqa: E402
+from jaxbench.ops.registry import TRITON  # noqa: E402
+from jaxbench.ops.ssd import pallas as ssd_kernels  # noqa: E402
 from jaxbench.plan.absent import compile_only_devices  # noqa: E402
 from jaxbench.recipe import recipes  # noqa: E402
 
@@ -166,7 +168,7 @@ def mixer(model: str) -> Case:
     )  # fmt: skip
 
     def run_both(projected, parameters, cotangent):
-        mix = on_device(partial(ssd.pallas.mixer, dims, ()))
+        mix = on_device(partial(ssd_kernels.mixer, dims, ()))
         out, vjp = jax.vjp(mix, projected, parameters)
         return out, vjp(cotangent)
 
@@ -238,7 +240,7 @@ def compiled(case: Case, gpu: hardware.Gpu) -> Iterator[Kernel]:
     on = mesh.make_mesh((1,) * len(mesh.AXES), compile_only_devices(gpu, 1))
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(on), undeprecated():
         program = jax.jit(case.function).lower(*case.arrays).compile({"xla_dump_to": folder})
-        calls = rf'="{re.escape(TARGET)}".*, name = "(\w+)", num_stages'
+        calls = rf'="{re.escape(TRITON)}".*, name = "(\w+)", num_stages'
         ours = set(re.findall(calls, program.as_text()))
         launches = "".join(p.read_text() for p in Path(folder).glob("*thunk_sequence.txt"))
         shared = {

@@ -8,6 +8,9 @@ import pytest
 from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
+from jaxbench.models.context import make_context
+from jaxbench.models.decoder import segments
+from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.train import data
 from jaxbench.train.step import gradients, init_state, train_step
 
@@ -38,6 +41,15 @@ def loss_and_gradients(run):
         batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
         (loss, _), grads, _ = jax.jit(gradients, static_argnums=3)(state, *batch, run)
         return float(loss), to_numpy(grads)
+
+
+def last_hidden(model, tokens, execution, precision):
+    """The output of a model's last layer."""
+    x = model.embedding(tokens, model.dtype)
+    ctx = make_context(model.cfg, tokens.shape[1], execution, precision)
+    for segment in segments(model.cfg, execution, precision):
+        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
+    return x
 
 
 def sequences(run, seed=0):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_there_are_no_circles():
     TopologicalSorter(modules).prepare()
     packages = {name: allowed - {name} for name, allowed in MAY_IMPORT.items()}
     TopologicalSorter(packages).prepare()
+
+
+def test_what_registries_import_later_exists():
+    names = {n for p in MODULES.values() for n in re.findall(r'= ?lazy\("(.+)"\)', p.read_text())}
+    assert len(names) > 5
+    for name in names:
+        module, _, function = name.rpartition(".")
+        assert hasattr(import_module(f"jaxbench.ops.{module}"), function), name
 
 
 def test_a_package_says_what_it_imports():

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh
-from jaxbench.ops import ssd
 from jaxbench.ops.pallas_call import Launch, undeprecated
-from jaxbench.ops.ssd.pallas import Tuning
+from jaxbench.ops.ssd.pallas import Tuning, mixer
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.xla import flags
@@ -49,7 +48,7 @@ def candidates(ctx: Context) -> dict[str, Callable]:
     mixers = implementations_of_mixer(ctx)
     if not ctx.rehearsal:
         for what, change in CHANGES.items():
-            mixers[f"pallas, {what}"] = partial(ssd.pallas.mixer, tuning=Tuning(**change))
+            mixers[f"pallas, {what}"] = partial(mixer, tuning=Tuning(**change))
     return {name: partial(mixed, mix, ctx) for name, mix in mixers.items()}
 
 

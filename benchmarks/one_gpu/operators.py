@@ -14,12 +14,16 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.jax_internals import attention_for_mesh
+from jaxbench.models.context import Context as LayerContext
+from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import ForwardContext, Weight
+from jaxbench.models.layers import Weight
 from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized, ssd
 from jaxbench.ops.attention.scores import Scores
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import undeprecated
+from jaxbench.ops.ssd import pallas as ssd_kernels
+from jaxbench.ops.ssd.pallas import Tuning
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
@@ -224,7 +228,7 @@ def implementations_of_mixer(ctx: Context) -> dict[str, Callable]:
     """Mixers that run here, by name."""
     mixers = {name: entry.mixer for name, entry in ssd.IMPLEMENTATIONS.items()}
     if ctx.rehearsal:
-        mixers["pallas"] = partial(ssd.pallas.mixer, tuning=ssd.pallas.Tuning(interpret=True))
+        mixers["pallas"] = partial(ssd_kernels.mixer, tuning=Tuning(interpret=True))
     return mixers
 
 
@@ -275,7 +279,7 @@ def experts(ctx: Context) -> Iterator[Case]:
 
         def mixture(platform, run=run, model=model):
             kernel = grouped.choose(run.execution, model, "bf16", platform)
-            ctx = ForwardContext(rotary=None, kernel="xla", ssd="xla", grouped_matmul=kernel)
+            ctx = LayerContext(kernels=Kernels(grouped_matmul=kernel))
 
             def function(x, router, gate_up, down):
                 layer = Experts(model, model.experts, key=jax.random.key(0))

@@ -6,8 +6,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
+from jaxbench.models.context import Context
 from jaxbench.models.layers import (
-    ForwardContext,
     Hidden,
     LayerOutput,
     RMSNorm,
@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         self.qkv_bias = zero_bias(of_heads, self.qkv.shape[1:]) if mixer.biases else None
         self.out_bias = zero_bias("embed", (cfg.embed,)) if mixer.biases else None
 
-    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+    def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
         qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
         if self.qkv_bias is not None:
@@ -67,7 +67,7 @@ class Attention(nnx.Module):
         key = _positioned(qkv[..., -2, :], "key", self.key_norm, ctx.rotary)
         value = save(qkv[..., -1, :], "value")
         sinks = None if self.sinks is None else self.sinks[...]
-        context = attention.attend(query, key, value, ctx.kernel, self.scores, sinks)
+        context = attention.attend(query, key, value, ctx.kernels.attention, self.scores, sinks)
         y = mesh.scatter_seq(dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed"))
         # Added after the sum over tensor ranks, so that it is added once.
         return y if self.out_bias is None else dense.biased(y, self.out_bias[...]), ()
@@ -109,7 +109,7 @@ class LatentAttention(nnx.Module):
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, quantized=True)
 
-    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+    def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         cfg = self.cfg
         latent = save(dense.dot("BSD,DL->BSL", x, self.latent, "batch shard_seq latent"), "latent")
         ends = [cfg.query_latent, cfg.query_latent + cfg.kv_latent]
@@ -125,7 +125,7 @@ class LatentAttention(nnx.Module):
         shared_key = dense.broadcast_heads(shared_key, still)
         key = jnp.concatenate([still, rotate(shared_key, ctx.rotary)], axis=-1)
         query, key, value = save(query, "query"), save(key, "key"), save(value, "value")
-        context = attention.attend(query, key, value, ctx.kernel, self.scores)
+        context = attention.attend(query, key, value, ctx.kernels.attention, self.scores)
         y = dense.dot("BSNH,DNH->BSD", context, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()
 

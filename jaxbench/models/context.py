@@ -1,39 +1,75 @@
-"""The context of a forward pass: rotary tables, and which implementations compute it."""
+"""What every layer needs besides its input: the kernels to use, the rotary tables, and the counters
+that seed random draws."""
 
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
 from jaxtyping import Array, Int
 
 from jaxbench import mesh
 from jaxbench.base.hardware import Capability
-from jaxbench.models.layers import ForwardContext, rotary_tables
+from jaxbench.models.layers import rotary_tables
 from jaxbench.ops import attention, grouped, ssd
+from jaxbench.ops.draws import Counters
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Precision
 
 
-def forward_context(
-    cfg: ModelConfig,
-    length: int,
-    execution: Execution,
-    precision: Precision,
-    first_sequence: Int[Array, ""] | int = 0,
-) -> ForwardContext:
+class Batch(NamedTuple):
+    """The sequences of a microbatch, or of several, with a leading dimension: tokens, targets, and
+    the number of the first sequence, counted from the first step."""
+
+    tokens: Int[Array, "*n B S"]
+    targets: Int[Array, "*n B S"]
+    first_sequence: Int[Array, "*n"] | int = 0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The names of what computes attention, Mamba-2 and dropless experts: keys of
+    `attention.KERNELS`, `ssd.IMPLEMENTATIONS` and `grouped.IMPLEMENTATIONS`. The experts of a layer
+    compute a microbatch in `expert_parts`."""
+
+    attention: str = "xla"
+    ssd: str = "xla"
+    grouped_matmul: str = "xla"
+    expert_parts: int = 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """The second argument of every layer. As a pytree it holds only the arrays. `rotary` are
+    `layers.rotary_tables`, None without position embedding."""
+
+    rotary: Any = None
+    counters: Counters = field(default_factory=Counters)
+    kernels: Kernels = field(default_factory=Kernels, metadata={"static": True})
+
+    def count(self, **changes: Any) -> "Context":
+        """This context with changed `counters`."""
+        return replace(self, counters=replace(self.counters, **changes))
+
+    def at_layer(self, index: int) -> "Context":
+        """The context of a layer of a block; `counters.layer` is that of the block's first one."""
+        first = self.counters.layer
+        return self if first is None else self.count(layer=first + index)
+
+
+def make_context(
+    cfg: ModelConfig, length: int, execution: Execution, precision: Precision
+) -> Context:
     """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
     shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
-    chosen = implementations(
+    kernels = choose_kernels(
         cfg, length, shards, execution, precision, mesh.platform(), mesh.capability()
     )
-    return ForwardContext(
-        rotary=rotary_tables(mixer, length) if mixer else None,
-        kernel=chosen["kernel"],
-        ssd=chosen["ssd"],
-        grouped_matmul=chosen["grouped_matmul"],
-        expert_parts=execution.expert_parts,
-        first_sequence=first_sequence,
-    )
+    return Context(rotary_tables(mixer, length) if mixer else None, kernels=kernels)
 
 
-def implementations(
+def choose_kernels(
     cfg: ModelConfig,
     length: int,
     shards: int,
@@ -41,16 +77,13 @@ def implementations(
     precision: Precision,
     platform: str,
     capability: Capability | None,
-) -> dict[str, str]:
-    """The names of the implementations that compute a model, by their fields of `ForwardContext`.
-
-    A sequence of `length` tokens lies on `shards` ranks. `capability` is the compute capability of
-    the GPUs, if it is known. Raises RecipeError if a requested implementation cannot compute the
-    model.
-    """
+) -> Kernels:
+    """The kernels that compute a model, whose sequences of `length` tokens lie on `shards` ranks.
+    Raises RecipeError if a requested kernel cannot compute the model."""
     dtype = precision.dtype
-    return {
-        "kernel": attention.choose(execution, cfg, dtype, length, platform, capability),
-        "ssd": ssd.choose(execution, cfg, dtype, length // shards, platform),
-        "grouped_matmul": grouped.choose(execution, cfg, dtype, platform),
-    }
+    return Kernels(
+        attention=attention.choose(execution, cfg, dtype, length, platform, capability),
+        ssd=ssd.choose(execution, cfg, dtype, length // shards, platform) if cfg.mamba else "xla",
+        grouped_matmul=grouped.choose(execution, cfg, dtype, platform) if cfg.experts else "xla",
+        expert_parts=execution.expert_parts,
+    )

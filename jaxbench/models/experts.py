@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxbench import mesh
+from jaxbench.models.context import Context
 from jaxbench.models.layers import (
-    ForwardContext,
     Hidden,
     LayerOutput,
     LoadBias,
@@ -87,7 +87,7 @@ class Experts(nnx.Module):
             )
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
-    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+    def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and out.
         The figures are, for each sequence, its load-balance loss, the assignments of each expert,
         and the number of dropped assignments."""
@@ -103,8 +103,7 @@ class Experts(nnx.Module):
             logits = dense.biased(logits, self.biases.router[...])
         logits = logits.astype(jnp.float32)
         if self.cfg.routing == "random":  # the same numbers when they are recomputed
-            assert ctx.layer is not None
-            logits = routing.random_logits(logits, ctx.first_sequence, ctx.layer, ctx.depth)
+            logits = routing.random_logits(logits, ctx.counters)
         else:
             logits = save(logits, SMALL)
         bias = None if self.bias is None else self.bias[...]
@@ -112,8 +111,9 @@ class Experts(nnx.Module):
         inputs = x
         if self.cfg.latent:
             inputs = dense.dot("BSD,DL->BSL", x, self.into_latent, "batch shard_seq latent")
-        parts = split_batch((inputs, gates, experts), ctx.expert_parts)
-        y, dropped = join_batch([self._routed(part, ctx.grouped_matmul) for part in parts])
+        kernels = ctx.kernels
+        parts = split_batch((inputs, gates, experts), kernels.expert_parts)
+        y, dropped = join_batch([self._routed(part, kernels.grouped_matmul) for part in parts])
         figures = (*routing.balance_loss(logits, experts, self.cfg), dropped)
         if self.cfg.latent:
             y = save(y, "latent")

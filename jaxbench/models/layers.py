@@ -1,4 +1,4 @@
-"""What all mixers share: weights, norms, embedding, rotary positions, and the forward context.
+"""What all mixers share: weights, norms, embedding, and rotary positions.
 
 Dimension letters as in `ops`. s is `shard_seq` (`mesh`): the global length S outside a `shard_map`,
 and a device's part of it inside. Weights have `embed` as their first dimension and are sharded over
@@ -7,7 +7,6 @@ it at rest.
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,35 +31,6 @@ RoutingFigures = tuple[tuple[Array, Array, Array], ...]
 """Routing figures (`ops.moe.Experts`) of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, RoutingFigures]
-
-
-class ForwardContext(NamedTuple):
-    """What every layer needs besides its input: the rotary tables, the names of the implementations
-    that compute it, and `Execution.expert_parts`.
-
-    Three counters seed random draws. `first_sequence` is the number of the microbatch's first
-    sequence, counted from the first step. `layer` is the number of the layer, None unless routing
-    is random. `depth` says how often the block of multi-token prediction was applied before.
-    """
-
-    rotary: Rotary | None
-    kernel: str
-    ssd: str
-    grouped_matmul: str
-    expert_parts: int = 1
-    first_sequence: Int[Array, ""] | int = 0
-    layer: Int[Array, ""] | int | None = None
-    depth: int = 0
-
-    @property
-    def arrays(self) -> tuple:
-        """The fields that are arrays, for functions that must not close over them."""
-        return self.rotary, self.first_sequence, self.layer
-
-    def with_arrays(self, arrays: tuple) -> "ForwardContext":
-        """This context with other `arrays`."""
-        rotary, first_sequence, layer = arrays
-        return self._replace(rotary=rotary, first_sequence=first_sequence, layer=layer)
 
 
 class Weight(nnx.Param):
@@ -147,24 +117,18 @@ NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}
 
 
 class Embedding(nnx.Module):
-    """Token embedding. The table is used in fp32, sharded over `embed`."""
+    """The input of the first layer. The table is used in fp32, sharded over `embed`."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
+        self.scale = cfg.embedding_scale
         sharding = mesh.spec("vocab embed", mesh.TABLE)
         self.table = nnx.Param(
             std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B s D"]:
-        return embedding.look_up(self.table[...], tokens, dtype)
-
-
-def embed(
-    cfg: ModelConfig, embedding: Embedding, tokens: Int[Array, "B S"], dtype
-) -> Float[Array, "B s D"]:
-    """The input of the first layer."""
-    return times_constant(embedding(tokens, dtype), cfg.embedding_scale)
+        return times_constant(embedding.look_up(self.table[...], tokens, dtype), self.scale)
 
 
 def times_constant(x: Array, factor: float) -> Array:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbench import mesh
+from jaxbench.models.context import Context
 from jaxbench.models.layers import (
-    ForwardContext,
     Hidden,
     LayerOutput,
     Vector,
@@ -80,8 +80,8 @@ class Mamba2(nnx.Module):
         out = normal(k_out, cfg, "embed groups inner", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, quantized=True)
 
-    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
-        mixer = ssd.IMPLEMENTATIONS[ctx.ssd].mixer
+    def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
+        mixer = ssd.IMPLEMENTATIONS[ctx.kernels.ssd].mixer
         x = mesh.gather_seq(x)
         projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbench import mesh
-from jaxbench.models.layers import ForwardContext, Hidden, LayerOutput, Weight, normal
+from jaxbench.models.context import Context
+from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal
 from jaxbench.ops import dense, gating
 from jaxbench.ops.duplicate_producers import Duplicated, single
 from jaxbench.ops.remat import save
@@ -28,7 +29,7 @@ class GatedMlp(nnx.Module):
         down = normal(k_down, cfg, dims, outer, fan_in=mixer.ffn, truncated=True, residual=True)
         self.down = Weight(down, quantized=True)
 
-    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+    def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
         gate_up = dense.dot_duplicated("BSD,DPF->BSPF", Duplicated.of(x), self.gate_up, dims)
@@ -47,7 +48,7 @@ class SquaredReluMlp(nnx.Module):
         down = normal(k_down, cfg, dims, shape, fan_in=mixer.ffn, residual=True)
         self.down = Weight(down, quantized=True)
 
-    def __call__(self, x: Hidden, ctx: ForwardContext) -> LayerOutput:
+    def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
         up = save(dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
         y = dense.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")

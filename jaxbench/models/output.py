@@ -1,8 +1,7 @@
 """The output of a model: final norm, head, loss, and all of multi-token prediction except its block
 (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2)."""
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,19 +10,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
+from jaxbench.models.context import Batch
 from jaxbench.models.layers import (
     NORMS,
     Embedding,
     Hidden,
+    LayerOutput,
     RoutingFigures,
     Weight,
-    embed,
     normal,
     times_constant,
 )
 from jaxbench.ops import dense
-from jaxbench.ops.layer_stack import Stash
-from jaxbench.ops.loss import MASKED, cross_entropy
+from jaxbench.ops.loss import MASKED, Options, cross_entropy
 from jaxbench.recipe.model import ModelConfig
 
 
@@ -59,35 +58,32 @@ def output_loss(
     output: Output,
     embedding: Embedding,
     hidden: Float[Array, "B s D"],
-    tokens: Int[Array, "B S"],
-    targets: Int[Array, "B S"],
-    apply: Callable[[Hidden, int, Stash | None], tuple[Hidden, RoutingFigures, Stash]],
-    stashes: Sequence[Stash | None] = (),
-) -> tuple[Float[Array, ""], tuple[list[RoutingFigures], list[Stash]]]:
-    """(mean cross entropy of the last layer's output, through final norm and head; (routing
-    figures, stash as written) of each further token).
+    batch: Batch,
+    apply: Callable[[Hidden, int], LayerOutput],
+) -> tuple[Float[Array, ""], list[RoutingFigures]]:
+    """(mean cross entropy of the last layer's output, through final norm and head; routing figures
+    of each further token).
 
     The loss of further tokens contributes gradients, but is not part of the value. `apply` computes
     the block that predicts them, and gets the number of times that it was applied before.
     """
-    norm, head, prediction = output
+    (norm, head, prediction), (tokens, targets, _) = output, batch
     hidden = norm(hidden)
     value = head_loss(cfg, head, hidden, targets)
     if cfg.prediction is None or prediction is None:
-        return value, ([], [])
-    all_figures, written = [], []
+        return value, []
+    all_figures = []
     further = jnp.zeros(())
-    for depth, stash in zip_longest(range(cfg.prediction.depth), stashes):
+    for depth in range(cfg.prediction.depth):
         tokens, targets = mesh.next_in_seq(tokens, 0), mesh.next_in_seq(targets, MASKED)
         hidden, value, further = jax.lax.optimization_barrier((hidden, value, further))
-        embedded = embed(cfg, embedding, tokens, hidden.dtype)
-        x, figures, stash = apply(prediction(embedded, hidden), depth, stash)
+        embedded = embedding(tokens, hidden.dtype)
+        x, figures = apply(prediction(embedded, hidden), depth)
         hidden = prediction.norm(x)
         further += head_loss(cfg, head, hidden, targets, masked=True)
         all_figures.append(figures)
-        written.append(stash)
     further *= cfg.prediction.loss / cfg.prediction.depth
-    return value + (further - jax.lax.stop_gradient(further)), (all_figures, written)
+    return value + (further - jax.lax.stop_gradient(further)), all_figures
 
 
 def head_loss(
@@ -102,4 +98,4 @@ def head_loss(
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None
-    return cross_entropy(hidden, head, targets, masked, in_order)
+    return cross_entropy(hidden, head, targets, Options(masked, in_order))

@@ -1,9 +1,9 @@
 """Applies a block of layers over stacked weights, with a stash of residuals.
 
 `jax.lax.scan` of a `jax.checkpoint` computes the same, but it allocates, zeroes and copies its
-stack of residuals for each microbatch. Here the caller passes the stash in and gets it back, and
-every microbatch writes into the same memory. Without remat nothing is stacked: the blocks are
-unrolled in the program.
+stack of residuals for each microbatch: 0.17 s of a forecast step of Llama 3.1 8B in FP8. Here the
+caller passes the stash in and gets it back, and every microbatch writes into the same memory.
+Without remat nothing is stacked: the blocks are unrolled in the program.
 
 Residuals can also wait in host memory. They are written one block after they are computed and read
 one block before they are needed, so that the copies overlap with the matmuls. The copies use the
@@ -11,15 +11,17 @@ loop's own index. With any other index XLA would let kernels read and write host
 engines do it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxbench import mesh
 from jaxbench.jax_internals import READS_HOST, residuals, restore_vjp
+from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import (
     allocate,
     read,
@@ -29,6 +31,7 @@ from jaxbench.ops.stash import (
     unstack,
     write,
 )
+from jaxbench.recipe.execution import INPUT
 
 Stash = list[jax.Array]
 """The residuals of every block that stay in device memory, without its weights. Each leaf is
@@ -60,52 +63,56 @@ def can_offload() -> bool:
     return READS_HOST or mesh.platform() != "gpu"
 
 
-def apply_blocks(
-    apply: Apply,
-    x: jax.Array,
-    weights: Any,
-    constants: Any,
-    common: Any,
-    stash: Stash | None = None,
-    *,
-    unrolled: bool = False,
-    offloading: Apply | None = None,
-    input_on_host: bool = False,
-) -> tuple[jax.Array, Any, Stash]:
-    """Applies all blocks in order. Returns (output of the last block, aux of all blocks stacked
-    `[blocks, ..]`, the written stash).
+class LayerLoop:
+    """Applies the segments of a model's layers, and keeps their stashes.
 
-    Leaves of `weights` and `constants` are `[blocks, ..]`; every block also gets `common`. Only `x`
-    and `weights` have gradients. `apply` recomputes what it does not save (`remat.recomputed`).
-    Without `stash` a new one is allocated.
-
-    With `unrolled` the stash is empty, and gathered weights are residuals too. With a stash the
-    backward pass would gather them again.
-
-    `offloading` is the same block, but its residuals have the types of the memory in which they
-    wait (`remat.recomputed`). With `input_on_host` the input of each block waits in host memory
-    too.
+    `stashes` come from an earlier microbatch, one for each call of `scan`; without them new ones
+    are allocated. `written` are the stashes after the calls.
     """
-    if unrolled:
-        return *_unrolled(apply, x, weights, constants, common), []
-    flat, structure = jax.tree.flatten(constants)
 
-    def flattened(apply):
-        return lambda x, weights, constants, common: apply(
-            x, weights, jax.tree.unflatten(structure, constants), common
-        )
+    def __init__(self, stashes: Sequence[Stash] = ()):
+        self.stashes, self.written = iter(stashes), list[Stash]()
 
-    operands = x, weights, flat, common
-    types, vjp, spaces = _linearized(flattened(apply), *operands)
-    if offloading is not None:
-        _, _, spaces = _linearized(flattened(offloading), *operands)
-    if input_on_host:
-        spaces = [HOST, *spaces[1:]]
-    on_host = zip(types, spaces, strict=True)
-    host = tuple(like if space == HOST else None for like, space in on_host)
-    if stash is None:
-        stash = allocate(_split(types, host)[0], len(jax.tree.leaves(weights)[0]))
-    return _looped(Block(flattened(apply), vjp, host), *operands, stash)
+    def scan(
+        self, apply: Apply, x: jax.Array, weights: Any, constants: Any, common: Any, policy: Policy
+    ) -> tuple[jax.Array, Any]:
+        """(output of the last block, aux of all blocks in fp32, stacked `[blocks, ..]`), as if by
+
+            for block_weights, block_constants in zip(weights, constants):
+                x, aux = remat.checkpoint(apply, policy)(x, block_weights, block_constants, common)
+
+        Leaves of `weights` and `constants` are `[blocks, ..]`; every block also gets `common`. Only
+        `x` and `weights` have gradients. If the policy saves everything, gathered weights are
+        residuals too. With a stash the backward pass would gather them again.
+        """
+        host = policy.offloaded if can_offload() else frozenset()
+        saved = None if policy.saved is None else policy.saved - (policy.offloaded - host)
+        # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
+        single = (count := len(jax.tree.leaves(weights)[0])) == 1
+
+        def block(x, weights, constants, common, on_host=frozenset()):
+            compute = checkpoint(apply, Policy(saved, on_host), in_order=single)
+            x, aux = compute(x, weights, constants, common)
+            return x, jax.tree.map(lambda a: a.astype(jnp.float32), aux)
+
+        stash = next(self.stashes, None)
+        if saved is None:
+            y, aux = _unrolled(block, x, weights, constants, common)
+            self.written.append([])
+            return y, aux
+        operands = x, weights, constants, common
+        types, vjp, spaces = _linearized(block, *operands)
+        if named := host - {INPUT}:
+            _, _, spaces = _linearized(partial(block, on_host=named), *operands)
+        if INPUT in host:
+            spaces = [HOST, *spaces[1:]]
+        on_host = zip(types, spaces, strict=True)
+        waiting = tuple(like if space == HOST else None for like, space in on_host)
+        if stash is None:
+            stash = allocate(_split(types, waiting)[0], count)
+        y, aux, stash = _looped(Block(block, vjp, waiting), *operands, stash)
+        self.written.append(stash)
+        return y, aux
 
 
 def _unrolled(block, x, weights, constants, common):

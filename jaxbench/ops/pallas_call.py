@@ -29,9 +29,6 @@ from jaxtyping import Array
 
 from jaxbench.jax_internals import fp8_product
 
-TARGET = "__gpu$xla.gpu.triton"
-"""Target of the compiled calls."""
-
 HLO_DTYPES = {
     "bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2",
 }  # fmt: skip

@@ -19,9 +19,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.models.context import forward_context
+from jaxbench.models.context import Batch, Context, make_context
 from jaxbench.models.decoder import Decoder, segments
-from jaxbench.models.layers import ForwardContext
 from jaxbench.models.output import Output
 from jaxbench.ops import quantized
 from jaxbench.ops.moe import routing
@@ -39,21 +38,18 @@ Values = tuple[jax.Array, routing.Figures]
 def accumulate(
     weights: Decoder,
     scaled: list[quantized.Scaled],
-    tokens: jax.Array,
-    targets: jax.Array,
-    first_sequences: jax.Array,
+    batches: Batch,
     run: Run,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
     with the same types as one forward and backward pass without a pipeline.
 
-    `weights` come from `mesh.accumulating`, and `scaled` from `quantized.with_observed`. `tokens`
-    and `targets` are `"microbatch batch seq"`. `first_sequences` has one entry for each microbatch
-    (`ForwardContext`).
+    `weights` come from `mesh.accumulating`, and `scaled` from `quantized.with_observed`. Tokens and
+    targets of the `batches` are `"microbatch batch seq"`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
-    ctx = forward_context(run.model, run.batch.sequence_length, run.execution, run.precision)
-    pipeline = _Pipeline(run, weights, head, scaled, ctx)
+    ctx = make_context(run.model, run.batch.sequence_length, run.execution, run.precision)
+    pipeline = _Pipeline(run, weights, head, scaled)
 
     parts = weights.stacks, weights.embedding, Output(weights.norm, head, weights.prediction)
     observed = [s.observed for s in scaled if s.observed is not None]
@@ -61,7 +57,7 @@ def accumulate(
     out_specs = PartitionSpec(), d_parts, observed, PartitionSpec()
     run_all = jax.shard_map(pipeline.on_rank, out_specs=out_specs, check_vma=False)
     loss, (d_stacks, embedding, output), observed, figures = run_all(
-        weights, head, scaled, tokens, targets, first_sequences, ctx.rotary
+        weights, head, scaled, batches, ctx
     )
     grads = jax.tree.map(lambda w: w, weights)
     grads.stacks, grads.embedding = d_stacks, embedding
@@ -82,10 +78,8 @@ class _Pipeline:
     index `staged`, and the ends of the pipeline compute the others.
     """
 
-    def __init__(
-        self, run: Run, weights: Decoder, head: Any, scaled: Any, ctx: ForwardContext
-    ):  # fmt: skip
-        self.run, self.ctx = run, ctx
+    def __init__(self, run: Run, weights: Decoder, head: Any, scaled: Any):
+        self.run = run
         self.stages, self.repeats = Stages.of(run), [times for _, times in stacks(run.model)]
         self.staged = len(repeating_blocks(run.model)) - 1
         self.first, self.last = range(self.staged), range(self.staged + 1, len(self.repeats))
@@ -95,35 +89,33 @@ class _Pipeline:
         self.stored_dims = [list(map(_gathered_dims, jax.tree.leaves(s.stored))) for s in scaled]
 
     def on_rank(
-        self, weights: Decoder, head: Any, scaled: Any, tokens: Any, targets: Any,
-        first_sequences: Any, rotary: Any,
-    ) -> tuple[jax.Array, Any, list[jax.Array], Any]:  # fmt: skip
+        self, weights: Decoder, head: Any, scaled: Any, batches: Batch, ctx: Context
+    ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
         """On one device: (loss, gradients at rest of (stacks, embedding, output layers), observed
         amax, routing figures)."""
         *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
         stacked, structure = jax.tree.flatten(weights.stacks[self.staged])
-        dims, ctx = self.stack_dims[self.staged], self.ctx._replace(rotary=rotary)
+        dims = self.stack_dims[self.staged]
         (first, first_scales), (last, last_scales) = (
             self._bring_end(part, weights, scaled) for part in (self.first, self.last)
         )
         prediction = _each(mesh.gather, weights.prediction, self.prediction_dims)
         output = Output(weights.norm, mesh.gather(head, self.head_dims), prediction)
-        first_sequences = first_sequences.reshape(self.stages.ranks, -1)
+        first_sequences = jnp.reshape(batches.first_sequence, (self.stages.ranks, -1))
+        own = first_sequences[jax.lax.axis_index(mesh.PIPELINE)]
         rank = Rank(
             run=self.run,
             stages=self.stages,
-            saved=segment.saved,
+            policy=segment.policy,
             ends=Ends(
                 cfg=self.run.model,
                 dtype=weights.dtype,
                 ctx=ctx,
-                saved=segment.saved,
+                policy=segment.policy,
                 weights=EndWeights(weights.embedding, first, output, last),
                 first=first_scales,
                 last=last_scales,
-                tokens=tokens,
-                targets=targets,
-                first_sequences=first_sequences[jax.lax.axis_index(mesh.PIPELINE)],
+                batch=batches._replace(first_sequence=own),
             ),
             blocks=self._of_chunk(
                 jax.tree.unflatten(structure, map(self.stages.gather_layers, stacked, dims))

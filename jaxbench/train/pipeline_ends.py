@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxbench.models.context import Batch, Context
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import Embedding, ForwardContext, LayerOutput, embed
+from jaxbench.models.layers import Embedding, LayerOutput
 from jaxbench.models.output import Output, output_loss
 from jaxbench.ops import quantized
+from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, read
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.repeats import first_layers
@@ -44,20 +46,17 @@ class Ends:
     """The computation outside the stages, for this rank's microbatches.
 
     `first` and `last` have the FP8 weights and scales of each block of the `weights`, or None.
-    `tokens` and `targets` are `[groups, batch, seq]`, and `first_sequences` (`ForwardContext`) is
-    `[groups]`. Activations in `saved` are not recomputed.
+    The arrays of `batch` are `[groups, ..]`.
     """
 
     cfg: ModelConfig
     dtype: Any
-    ctx: ForwardContext
-    saved: frozenset[str] | None
+    ctx: Context
+    policy: Policy
     weights: EndWeights
     first: list[quantized.Scaled | None]
     last: list[quantized.Scaled | None]
-    tokens: jax.Array
-    targets: jax.Array
-    first_sequences: jax.Array
+    batch: Batch
 
     @property
     def observed(self) -> tuple[list, list]:
@@ -73,10 +72,10 @@ class Ends:
         field of `EndWeights`, and the observed amax."""
 
         def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
-            tokens = read(self.tokens, group)
-            x = embed(self.cfg, weights["embedding"], tokens, self.dtype)
-            for layers in zip(weights["first"], all_observed, self.first, strict=True):
-                x, _ = self._block(*layers, x, self.ctx)
+            tokens = read(self.batch.tokens, group)
+            x = weights["embedding"](tokens, self.dtype)
+            for *block, scaled in zip(weights["first"], all_observed, self.first, strict=True):
+                x, _ = self._apply(x, block, (scaled, None), self.ctx)
             return x
 
         return jax.vjp(function, self._fields("embedding", "first"), self.observed[0])
@@ -87,19 +86,17 @@ class Ends:
         names = ("output", "last", "embedding") if self.last else ("output", "last")
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
-            first_sequence = read(self.first_sequences, group)
+            batch: Batch = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
-            layer = None if numbers is None else numbers.start
 
-            def apply(x: jax.Array, depth: int, _: Any) -> tuple[jax.Array, Any, list]:
-                (layers,) = zip(weights["last"], all_observed, self.last, strict=True)
-                ctx = self.ctx._replace(first_sequence=first_sequence, layer=layer, depth=depth)
-                return *self._block(*layers, x, ctx), []
+            def apply(x: jax.Array, depth: int) -> LayerOutput:
+                (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last
+                ctx = self.ctx.count(sequence=batch.first_sequence, depth=depth)
+                return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
 
             embedding = weights.get("embedding", self.weights.embedding)
-            batch = read(self.tokens, group), read(self.targets, group)
-            loss, (further, _) = output_loss(
-                self.cfg, weights["output"], embedding, hidden, *batch, apply
+            loss, further = output_loss(
+                self.cfg, weights["output"], embedding, hidden, batch, apply
             )
             figures = [figures for layers in further for figures in layers]
             balance = sum((jnp.sum(losses) for losses, _, _ in figures), jnp.zeros(()))
@@ -113,7 +110,6 @@ class Ends:
     def _fields(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self.weights, name) for name in names}
 
-    def _block(
-        self, block: Any, observed: Any, scaled: Any, x: jax.Array, ctx: ForwardContext
-    ) -> LayerOutput:
-        return apply_block(block, observed, scaled, x, ctx, self.saved, in_order=True)
+    @property
+    def _apply(self) -> Callable:
+        return checkpoint(apply_block, self.policy, in_order=True)

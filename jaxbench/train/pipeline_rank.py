@@ -26,10 +26,12 @@ import jax.numpy as jnp
 
 from jaxbench import mesh
 from jaxbench.jax_internals import residuals, restore_vjp
+from jaxbench.models.context import Context
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import ForwardContext, LoadBias
+from jaxbench.models.layers import LoadBias
 from jaxbench.ops import quantized
 from jaxbench.ops.quantized.scaling import is_variable
+from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
 from jaxbench.train.gradient_dtypes import sum_dtype
@@ -83,17 +85,16 @@ class Rank:
 
     `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`. They are
     a list, so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales
-    of each, or None. Activations in `saved` are not recomputed. `first_sequences`
-    (`ForwardContext`) has one entry for each microbatch, `[ranks, groups]`.
+    of each, or None. `first_sequences` are those of all microbatches, `[ranks, groups]`.
     """
 
     run: Run
     stages: Stages
-    saved: frozenset[str] | None
+    policy: Policy
     ends: Ends
     blocks: list[Any]
     scaled: list[quantized.Scaled | None]
-    ctx: ForwardContext
+    ctx: Context
     first_sequences: jax.Array
 
     def run_schedule(self) -> Carry:
@@ -180,7 +181,7 @@ class Rank:
 
     @property
     def _groups(self) -> int:
-        return len(self.ends.tokens)
+        return len(self.ends.batch.tokens)
 
     @cached_property
     def _x(self) -> jax.ShapeDtypeStruct:
@@ -305,20 +306,20 @@ class Rank:
         p, coefficient = self.run.parallelism, self.run.model.balance_loss
         return jnp.float32(coefficient / self.run.batch.global_batch / (p.context * p.tensor))
 
-    def _arguments(self, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
+    def _arguments(self, chunk: Any, microbatch: Any) -> tuple[Any, Any, Context]:
         """Arguments of a model chunk other than the hidden state: its blocks, each with zeros whose
-        gradients are the amax observed in FP8; their scales; and the context's arrays. They are
-        sliced outside the differentiated function, so that they do not become residuals."""
+        gradients are the amax observed in FP8; their scales; and the context. They are sliced
+        outside the differentiated function, so that they do not become residuals."""
         layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
         observed = [None if s is None else s.observed for s in scales]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
         here = self.stages.first_layer(chunk, jax.lax.axis_index(mesh.PIPELINE))
-        ctx = self.ctx._replace(first_sequence=self.first_sequences[rank, group], layer=here)
-        return list(zip(layers, observed, strict=True)), scales, ctx.arrays
+        ctx = self.ctx.count(sequence=self.first_sequences[rank, group], layer=here)
+        return list(zip(layers, observed, strict=True)), scales, ctx
 
     def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """((hidden state, sum of balance losses), VJP, routing figures) of a model chunk."""
-        function = partial(_compute, ctx=self.ctx.with_arrays((None, 0, None)), saved=self.saved)
+        function = partial(_compute, policy=self.policy)
         return jax.vjp(function, *self._arguments(chunk, microbatch), x, has_aux=True)
 
 
@@ -328,16 +329,13 @@ is sent after the transfers of the rings. XLA would otherwise leave these to the
 step, where no matmul hides them."""
 
 
-def _compute(
-    layers: Any, scales: Any, arrays: Any, x: jax.Array, *, ctx: ForwardContext, saved: Any
-) -> Any:
+def _compute(layers: Any, scales: Any, ctx: Context, x: jax.Array, *, policy: Policy) -> Any:
     """A model chunk, as in `Rank._vjp`."""
-
-    ctx, balance, sums = ctx.with_arrays(arrays), jnp.zeros(()), []
-    for (block, observed), scaled in zip(layers, scales, strict=True):
-        x, figures = apply_block(block, observed, scaled, x, ctx, saved)
-        if ctx.layer is not None:
-            ctx = ctx._replace(layer=ctx.layer + len(block.layers))
+    balance, sums = jnp.zeros(()), []
+    for weights, scaled in zip(layers, scales, strict=True):
+        constants = scaled, ctx.counters.layer
+        x, figures = checkpoint(apply_block, policy)(x, weights, constants, ctx)
+        ctx = ctx.at_layer(len(weights[0].layers))
         balance += sum(jnp.sum(losses) for losses, _, _ in figures)
         sums.append(jax.tree.map(partial(jnp.sum, axis=0), figures))
     stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks).astype(jnp.float32), *sums)

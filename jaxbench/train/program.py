@@ -12,7 +12,7 @@ from jaxbench import mesh
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.hardware import PLANNED, Capability, Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
-from jaxbench.models.context import implementations
+from jaxbench.models.context import Kernels, choose_kernels
 from jaxbench.models.decoder import prediction_segment, segments
 from jaxbench.ops import attention, grouped, quantized, ssd
 from jaxbench.ops.layer_stack import can_offload
@@ -95,19 +95,19 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
     flags.options(run, platform)
     flags.check_changes(run)
     quantized.choose(run.precision, platform)
-    _implementations(run, platform, gpu.capability if gpu else None)
+    _choose_kernels(run, platform, gpu.capability if gpu else None)
 
 
 def kernels(run: Run) -> dict[str, str]:
     """For the record: what computes attention, Mamba-2, dropless experts and matmuls on the current
     mesh, and the activations that wait in the host's memory."""
     platform = mesh.platform()
-    chosen = _implementations(run, platform, mesh.capability())
-    by = {"attention": chosen["kernel"]}
+    chosen = _choose_kernels(run, platform, mesh.capability())
+    by = {"attention": chosen.attention}
     if run.model.each(MambaConfig):
-        by["Mamba-2"] = _mamba(run, chosen["ssd"], platform)
+        by["Mamba-2"] = _mamba(run, chosen.ssd, platform)
     if run.model.dropless:
-        by["dropless experts"] = chosen["grouped_matmul"]
+        by["dropless experts"] = chosen.grouped_matmul
     if run.execution.offload != "none":
         wrong = f"none (jaxlib {jaxlib.__version__} reads them at wrong places: needs 0.11.2)"
         by["offload"] = run.execution.offload if can_offload() else wrong
@@ -143,11 +143,11 @@ def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one. It needs the current
     mesh."""
     model, platform = run.model, mesh.platform()
-    chosen = _implementations(run, platform, mesh.capability())
+    chosen = _choose_kernels(run, platform, mesh.capability())
     requested = (
-        ("fused attention", model.attention_mixer, attention.KERNELS[chosen["kernel"]]),
-        ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen["ssd"]]),
-        ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen["grouped_matmul"]]),
+        ("fused attention", model.attention_mixer, attention.KERNELS[chosen.attention]),
+        ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen.ssd]),
+        ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
     )
     expected = [(what, t) for what, present, kernel in requested if present for t in kernel.calls]
     is_quantized = run.precision.quantized and platform == "gpu"
@@ -162,9 +162,9 @@ def check_program(compiled: Any, run: Run) -> None:
         _check_quantized(program, run)
 
 
-def _implementations(run: Run, platform: str, capability: Capability | None) -> dict[str, str]:
+def _choose_kernels(run: Run, platform: str, capability: Capability | None) -> Kernels:
     length, shards = run.batch.sequence_length, run.parallelism.context
-    return implementations(
+    return choose_kernels(
         run.model, length, shards, run.execution, run.precision, platform, capability
     )
 
@@ -179,8 +179,8 @@ def _check_quantized(program: Program, run: Run) -> None:
         )
     compiled = custom_calls.quantized_matmuls(program, dtype)
     parts = segments(run.model, run.execution, run.precision)
-    further = prediction_segment(run.model, run.execution, run.precision)
-    if run.model.prediction and further:
+    if run.model.prediction:
+        further = prediction_segment(run.model, run.execution, run.precision)
         parts += run.model.prediction.depth * [further]
     in_fp8 = dtype == run.precision.gather == "fp8"
     hint = "; precision.gather=bf16 may help" if in_fp8 else ""

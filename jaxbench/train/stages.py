@@ -42,7 +42,7 @@ class Stages:
         return -(-self.blocks // (self.ranks * self.chunks))
 
     def first_layer(self, chunk: jax.Array | int, rank: jax.Array) -> jax.Array | None:
-        """The number of a model chunk's first layer (`ForwardContext.layer`)."""
+        """The number of a model chunk's first layer (`draws.Counters`)."""
         if self.numbers is None:
             return None
         block = (chunk * self.ranks + rank) * self.size

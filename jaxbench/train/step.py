@@ -11,9 +11,11 @@ import optax
 from flax import nnx
 
 from jaxbench import mesh
+from jaxbench.models.context import Batch
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import quantized
+from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe.routing import Figures
 from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
@@ -93,18 +95,16 @@ def gradients(
         weights.stacks = summing_in_layers(weights.stacks)
     scaled = quantized.scale(weights.stacks, state.fp8, precision, run.seed)
 
-    def share_of_loss(weights, observed, stashes, tokens, targets, first_sequence):
-        scales = quantized.with_observed(scaled, observed)
-        loss, (figures, stashes) = weights.loss(
-            tokens, targets, run.execution, precision, scales, stashes, first_sequence
-        )
-        share = partial(jax.tree.map, lambda value: value / run.accumulation)
-        return share(loss), (share(figures), stashes)
+    def share_of_loss(weights, observed, stashes, batch):
+        loop, scales = LayerLoop(stashes), quantized.with_observed(scaled, observed)
+        values = weights.loss(batch, run.execution, precision, scales, loop)
+        loss, figures = jax.tree.map(lambda value: value / run.accumulation, values)
+        return loss, (figures, loop.written)
 
     def one_microbatch(batch, stashes=()):
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             share_of_loss, argnums=(0, 1), has_aux=True
-        )(weights, quantized.zero_observed(state.fp8), stashes, *batch)
+        )(weights, quantized.zero_observed(state.fp8), stashes, batch)
         return ((loss, figures), grads), observed, stashes
 
     def accumulate(carry, batch):
@@ -113,17 +113,15 @@ def gradients(
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, amax, observed), stashes), None
 
-    batches = tokens, targets, first_sequences(state.step, tokens, run.seed)
+    batches = Batch(tokens, targets, first_sequences(state.step, tokens, run.seed))
     if run.parallelism.pipeline > 1:
         scaled = quantized.with_observed(scaled, quantized.zero_observed(state.fp8))
-        total, observed = pipeline.accumulate(weights, scaled, *batches, run)
+        total, observed = pipeline.accumulate(weights, scaled, batches, run)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        nothing = weights, quantized.zero_observed(state.fp8), ()
-        loss, (figures, stashes) = jax.eval_shape(
-            partial(share_of_loss, *nothing), *read(batches, 0)
-        )
+        operands = weights, quantized.zero_observed(state.fp8), (), read(batches, 0)
+        loss, (figures, stashes) = jax.eval_shape(share_of_loss, *operands)
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
             jax.tree.map(partial(zero_gradient, precision=precision), weights, is_leaf=is_variable),

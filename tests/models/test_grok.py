@@ -11,6 +11,7 @@ from tiny import mesh_of
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
+from jaxbench.models.context import Batch
 from jaxbench.models.decoder import Decoder
 from jaxbench.recipe import recipes
 from jaxbench.recipe.families import MODELS
@@ -71,7 +72,7 @@ def test_loss_of_the_original_against_numpy(overrides):
         placed = [jax.device_put(x, spec) for x in (tokens, targets)]
         loss = jax.jit(
             lambda model, *batch: compute_weights(model, jnp.float32).loss(
-                *batch, execution=run.execution, precision=run.precision
+                Batch(*batch), execution=run.execution, precision=run.precision
             )[0]
         )(model, *placed)
     shares = softmax(logits_reference(model, tokens, run.model))

@@ -10,6 +10,7 @@ from tiny import mesh_of, tiny_run
 
 from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
+from jaxbench.ops.remat import Policy
 from jaxbench.recipe.attention_config import Rope, RopeScaling
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
@@ -109,13 +110,13 @@ BOTH = frozenset({0, 1})
 def test_segments_of_one_remat_policy():
     cfg = replace(MODELS["llama31_8b"], layers=5)
     assert segments(cfg, Execution(remat="query,attention:2,residual:3"), Precision()) == [
-        Segment(0, slice(0, 2), frozenset({"query", "attention", "residual"}), frozenset()),
-        Segment(0, slice(2, 3), frozenset({"query", "residual"}), frozenset()),
-        Segment(0, slice(3, 5), frozenset({"query"}), frozenset()),
+        Segment(0, slice(0, 2), Policy(frozenset({"query", "attention", "residual"}))),
+        Segment(0, slice(2, 3), Policy(frozenset({"query", "residual"}))),
+        Segment(0, slice(3, 5), Policy(frozenset({"query"}))),
     ]
     for remat, kept in (("none", None), ("full", frozenset())):
         assert segments(cfg, Execution(remat=remat), Precision()) == [
-            Segment(0, slice(0, 5), kept, frozenset())
+            Segment(0, slice(0, 5), Policy(kept))
         ]
 
 
@@ -123,10 +124,10 @@ def test_segments_of_one_precision():
     cfg = replace(MODELS["llama31_8b"], layers=5)
     precision = Precision(first_bf16_layers=1, last_bf16_layers=1)
     assert segments(cfg, Execution(remat="query:3"), precision) == [
-        Segment(0, slice(0, 1), frozenset({"query"}), BOTH),
-        Segment(0, slice(1, 3), frozenset({"query"}), frozenset()),
-        Segment(0, slice(3, 4), frozenset(), frozenset()),
-        Segment(0, slice(4, 5), frozenset(), BOTH),
+        Segment(0, slice(0, 1), Policy(frozenset({"query"})), BOTH),
+        Segment(0, slice(1, 3), Policy(frozenset({"query"}))),
+        Segment(0, slice(3, 4), Policy(frozenset())),
+        Segment(0, slice(4, 5), Policy(frozenset()), BOTH),
     ]
     everything = Precision(first_bf16_layers=3, last_bf16_layers=9)
     in_bf16 = segments(cfg, Execution(remat="none"), everything)
@@ -138,10 +139,10 @@ def test_segments_of_blocks_of_several_layers():
     cfg = MODELS["nemotronh_56b"]
     precision = Precision(first_bf16_layers=2, last_bf16_layers=3)
     assert segments(cfg, Execution(remat="up:43,mamba:114"), precision) == [
-        Segment(0, slice(0, 1), frozenset({"mamba", "up"}), BOTH),
-        Segment(0, slice(1, 3), frozenset({"mamba", "up"}), frozenset()),
-        Segment(0, slice(3, 10), frozenset({"mamba"}), frozenset()),
-        Segment(1, slice(0, 2), frozenset({"mamba"}), frozenset()),
-        Segment(1, slice(2, 3), frozenset(), frozenset({1})),
-        Segment(1, slice(3, 4), frozenset(), BOTH),
+        Segment(0, slice(0, 1), Policy(frozenset({"mamba", "up"})), BOTH),
+        Segment(0, slice(1, 3), Policy(frozenset({"mamba", "up"}))),
+        Segment(0, slice(3, 10), Policy(frozenset({"mamba"}))),
+        Segment(1, slice(0, 2), Policy(frozenset({"mamba"}))),
+        Segment(1, slice(2, 3), Policy(frozenset()), frozenset({1})),
+        Segment(1, slice(3, 4), Policy(frozenset()), BOTH),
     ]

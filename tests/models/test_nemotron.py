@@ -11,6 +11,7 @@ from tiny import mesh_of, tiny_run, to_numpy
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.models import layers
+from jaxbench.models.context import Context
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import SquaredReluMlp
 from jaxbench.recipe.families import MODELS
@@ -55,7 +56,7 @@ def test_squared_relu():
     x = np.random.default_rng(0).normal(size=(2, 5, 32))
     with mesh_of(tiny_run()):
         mlp = SquaredReluMlp(cfg, MlpConfig(ffn=48), key=jax.random.key(0))
-        out, _ = mlp(jnp.asarray(x, jnp.float32), layers.ForwardContext(None, "xla", "xla", "xla"))
+        out, _ = mlp(jnp.asarray(x, jnp.float32), Context())
     up, down = (np.asarray(w[...], np.float64) for w in (mlp.up, mlp.down))
     expected = np.maximum(x @ up, 0) ** 2 @ down.T
     np.testing.assert_allclose(out, expected, atol=100 * EPS32 * np.abs(expected).max(), rtol=0)

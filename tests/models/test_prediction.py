@@ -5,19 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import tiered
-from steps import new_state, sequences
+from steps import last_hidden, new_state, sequences
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.context import forward_context
+from jaxbench.models.context import Batch, make_context
 from jaxbench.recipe.settings import Precision
 
 
 def written_out(model, tokens, targets, run):
     """(mean cross entropy of next tokens, mean over depths of those of further tokens)."""
     cfg = run.model
-    hidden, *_ = model.hidden(tokens, run.execution, Precision(dtype="fp32"))
+    hidden = last_hidden(model, tokens, run.execution, Precision(dtype="fp32"))
     last, head = model.norm(hidden), model.head[...]
-    ctx = forward_context(cfg, tokens.shape[1], run.execution, Precision(dtype="fp32"))
+    ctx = make_context(cfg, tokens.shape[1], run.execution, Precision(dtype="fp32"))
 
     def cross_entropy(hidden, targets):
         logits = jax.nn.log_softmax(hidden @ head)
@@ -45,7 +45,7 @@ def test_further_tokens_add_their_gradient_but_not_their_value(depth):
         tokens, targets = (batch[0] for batch in sequences(run))
 
         def loss(model):
-            value, _ = model.loss(tokens, targets, run.execution, Precision(dtype="fp32"))
+            value, _ = model.loss(Batch(tokens, targets), run.execution, Precision(dtype="fp32"))
             return value
 
         def expected(model):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from cases import tiered
 from public_weights import deepseek, gpt_oss, hybrid, transformer
+from steps import last_hidden
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.context import forward_context
+from jaxbench.models.context import Batch, make_context
 from jaxbench.models.decoder import Decoder, prediction_segment
+from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.recipe.attention_config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -131,7 +133,7 @@ def assert_logits(hidden, model, expected):
 def test_logits_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))
-        hidden, *_ = model.hidden(jnp.asarray(arrays["tokens"]), Execution(), FP32)
+        hidden = last_hidden(model, jnp.asarray(arrays["tokens"]), Execution(), FP32)
         assert_logits(model.norm(hidden), model, arrays["logits"])
 
 
@@ -141,11 +143,12 @@ def test_multi_token_prediction_equals_that_of_a_public_implementation():
     with mesh_of(tiny_run()):
         arrays, model = loaded("deepseek3", jax.random.key(0))
         tokens = jnp.asarray(arrays["tokens"])
-        hidden, *_ = model.hidden(tokens, Execution(), FP32)
+        hidden = last_hidden(model, tokens, Execution(), FP32)
         embedded = model.embedding.table[...][tokens[:, 1:]]
         x = model.prediction(embedded, model.norm(hidden)[:, :-1])
-        ctx = forward_context(model.cfg, x.shape[1], Execution(), FP32)
-        x, *_ = model.apply(prediction_segment(model.cfg, Execution(), Precision()), x, ctx)
+        ctx = make_context(model.cfg, x.shape[1], Execution(), FP32)
+        segment = prediction_segment(model.cfg, Execution(), Precision())
+        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
         assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 
@@ -156,8 +159,8 @@ def test_gradients_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))
         tokens = jnp.asarray(arrays["tokens"])
-        batch = tokens, jnp.roll(tokens, -1, axis=1)
-        grads = jax.jit(jax.grad(lambda m: m.loss(*batch, Execution(), FP32)[0]))(model)
+        batch = Batch(tokens, jnp.roll(tokens, -1, axis=1))
+        grads = jax.jit(jax.grad(lambda m: m.loss(batch, Execution(), FP32)[0]))(model)
     read = set()
 
     def gradient(weight):

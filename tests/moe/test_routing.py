@@ -13,9 +13,10 @@ from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
+from jaxbench.models.context import Batch, Context
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import ForwardContext
+from jaxbench.ops.draws import Counters
 from jaxbench.ops.grouped import NONE
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import capacity_routes, dropless_routes
@@ -25,7 +26,7 @@ from jaxbench.xla.hlo import Program
 
 EPS32 = np.finfo(np.float32).eps
 RNG = np.random.default_rng(0)
-SHARED = ForwardContext(rotary=None, kernel="xla", ssd="xla", grouped_matmul="xla")
+SHARED = Context()
 
 
 DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_factor=8"
@@ -151,7 +152,7 @@ def test_figures_of_a_step():
     with mesh_of(run):
         model = jax.jit(lambda: Decoder(run.model, key=jax.random.key(0)))()
         tokens = jnp.asarray(RNG.integers(0, 64, size=(2, 8, 32)), jnp.int32)
-        _, (figures, _) = model.loss(*tokens, run.execution, run.precision)
+        _, figures = model.loss(Batch(*tokens), run.execution, run.precision)
     assert 0 < float(figures["tokens_dropped"]) < 1
     assert 1 < float(figures["expert_load_max"]) <= run.model.experts.count / 2
     assert figures["expert_load"].shape == (run.model.experts.count,)
@@ -320,7 +321,7 @@ def test_random_logits():
         with mesh_of(tiny_grok(*axes, devices=devices)):
             spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
             placed = jax.device_put(logits, spec)
-            value, transpose = jax.vjp(lambda x: routing.random_logits(x, 0, 0), placed)
+            value, transpose = jax.vjp(lambda x: routing.random_logits(x, Counters(0, 0)), placed)
             drawn.append(np.asarray(value))
             np.testing.assert_array_equal(transpose(placed)[0], logits)
     np.testing.assert_array_equal(*drawn)
@@ -331,10 +332,10 @@ def test_random_logits():
     assert np.abs(np.corrcoef(tokens) - np.eye(len(tokens))).max() < 6 / 8
     with mesh_of(tiny_grok()):
         for place in ((0, 1), (8, 0), (0, 0, 1)):
-            other = np.asarray(routing.random_logits(logits, *place))
+            other = np.asarray(routing.random_logits(logits, Counters(*place)))
             assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
-        later = routing.random_logits(logits, 4, 0)
-        one_expert = routing.random_logits(logits[..., :1], 0, 0)
+        later = routing.random_logits(logits, Counters(4, 0))
+        one_expert = routing.random_logits(logits[..., :1], Counters(0, 0))
     np.testing.assert_array_equal(later[:4], drawn[0][4:])
     assert abs(np.asarray(one_expert).std() - 1) < 0.2
 

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxbench.ops.quantized import draws, hadamard
+from jaxbench.ops import draws
+from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.block_formats import FORMATS, dequantized, mxfp8, nvfp4, rounded_e2m1
 
 RNG = np.random.default_rng(7)

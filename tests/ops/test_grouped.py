@@ -248,6 +248,7 @@ def test_kernels_of_block_scaled_products(dtype):
 
     @together
     def reference(x, y, w):
+        plain = scaled.Dequantized(groups)
         weights = block_scaled.quantize_weight(w, amax, precision, experts=True)
         both, results, transposed = [], [], []
         for a, side in ((x, "first"), (y, "last")):
@@ -255,11 +256,10 @@ def test_kernels_of_block_scaled_products(dtype):
                 block_scaled.quantize_activation(a[None], precision, scaled.rows(side, groups))
             )
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
-            operands = values, weights[side].unpacked(of), side, groups
-            results.append(scaled.DEQUANTIZED.by_weight(*operands))
+            results.append(plain.by_weight(values, weights[side].unpacked(of), side))
             transposed.append(of_rows)
         first, last = transposed
-        return weights, both, results, scaled.DEQUANTIZED.of_weight(first, last, groups)
+        return weights, both, results, plain.of_weight(first, last)
 
     def by_kernels(x, y, weights):
         both, results, transposed = [], [], []

@@ -131,9 +131,10 @@ def test_it_quantizes_as_ours(dtype, hadamard):
     number with infinity; and a value between two neighbours may fall to the other one, for it is
     multiplied by the rounded inverse of what its kernel and ours divide by."""
     x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 128, 256)) ** 3, jnp.bfloat16)
-    arguments = x, Precision(dtype=dtype, hadamard=hadamard), None, None
+    precision = Precision(dtype=dtype, hadamard=hadamard)
     with on("one device"):
-        its, ours = te_blocks.PRODUCTS.quantize(*arguments), quantize_activation(*arguments)
+        its = te_blocks.TeProducts().quantize(x, precision, "first", None)
+        ours = quantize_activation(x, precision, None)
     if dtype == "mxfp8":
         ours = ours[0], ours[1].map(lambda part: part.swapaxes(1, 2))
     for got, want in zip(its, ours, strict=True):
@@ -158,7 +159,7 @@ def test_it_rounds_gradients_stochastically():
 
     @jax.jit
     def quantized_rows(draw):
-        rows, _ = te_blocks.PRODUCTS.quantize(x, precision, None, draw)
+        rows, _ = te_blocks.TeProducts().quantize(x, precision, "first", draw)
         return dequantized(rows.unpacked(FORMATS["nvfp4"]))[..., 16:]
 
     with on("one device"):
@@ -178,7 +179,7 @@ def test_what_it_cannot_do_is_one_line(monkeypatch):
     for hadamard, tile in ((True, "64 x 128"), (False, "32 x 32")):
         blocks = Precision(dtype="nvfp4", implementation="te", hadamard=hadamard)
         with pytest.raises(RecipeError, match=f"tiles of {tile}, not the 64 tokens x 16 features"):
-            te_blocks.PRODUCTS.quantize(jnp.ones((1, 64, 16)), blocks, None, None)
+            te_blocks.TeProducts().quantize(jnp.ones((1, 64, 16)), blocks, "first", None)
 
 
 def test_auto_is_what_was_planned_whatever_is_installed(monkeypatch):

@@ -12,8 +12,9 @@ import jax
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
-from jaxbench.ops.attention import cudnn, plain, soft_capped
+from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.registry import lazy
 from jaxbench.recipe.attention_config import Attention
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
@@ -53,7 +54,7 @@ KERNELS = {
         saved=cudnn.FORWARD,
     ),
     "xla": Kernel(call=plain.call),
-    "blocks": Kernel(call=soft_capped.call, capped=True),
+    "blocks": Kernel(call=lazy("attention.soft_capped.call"), capped=True),
 }
 """The kernels by name; `auto` takes the first one that runs."""
 

@@ -13,8 +13,9 @@ check of compiled programs and the plan read its entries.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,9 @@ from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops import quantized
 from jaxbench.ops.duplicate_producers import Duplicated
-from jaxbench.ops.grouped import pallas, scaled, xla
+from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
-from jaxbench.ops.pallas_call import TARGET
-from jaxbench.ops.quantized import block_scaled
+from jaxbench.ops.registry import TRITON, lazy
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS
@@ -54,33 +54,34 @@ class Implementation:
     the weights.
 
     A matmul of FP8 operands multiplies its result by a `scale`. Rows of padding are zero in
-    permuted results and undefined among arriving rows. `scaled` holds the matmuls of block-scaled
-    operands. `refusal` returns why the implementation cannot multiply by a model's experts in a
-    dtype on a platform, or None. `calls` are the custom calls that a compiled step must contain.
+    permuted results and undefined among arriving rows. `in_blocks` makes the
+    `block_scaled.Products` of groups. `refusal` returns why the implementation cannot multiply by a
+    model's experts in a dtype on a platform, or None. `calls` are the custom calls that a compiled
+    step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "A D"]]
     weights: Callable[..., Float[Array, "E D N"]]
-    scaled: block_scaled.Products
+    in_blocks: Callable[[Groups], Any]
     refusal: Callable[[ModelConfig, str, str], str | None]
     calls: tuple[str, ...] = ()
 
 
 IMPLEMENTATIONS = {
     "pallas": Implementation(
-        to_permuted=pallas.to_permuted,
-        from_permuted=pallas.from_permuted,
-        weights=pallas.weights,
-        scaled=scaled.KERNELS,
-        refusal=pallas.refusal,
-        calls=(TARGET,),
+        to_permuted=lazy("grouped.pallas.to_permuted"),
+        from_permuted=lazy("grouped.pallas.from_permuted"),
+        weights=lazy("grouped.pallas.weights"),
+        in_blocks=lazy("grouped.scaled.Kernels"),
+        refusal=lazy("grouped.pallas.refusal"),
+        calls=(TRITON,),
     ),
     "xla": Implementation(
         to_permuted=xla.to_permuted,
         from_permuted=xla.from_permuted,
         weights=xla.weights,
-        scaled=scaled.DEQUANTIZED,
+        in_blocks=lazy("grouped.scaled.Dequantized"),
         refusal=xla.refusal,
     ),
 }
@@ -159,20 +160,22 @@ class _Products:
         return grad.reshape(*grad.shape[:2], *permuted.shape[1:])
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Fp8Product(quantized.Product):
     """`_Products` in FP8."""
 
-    products: _Products
+    products: _Products = field(metadata={"static": True})
+    groups: Groups
 
-    def result(self, x, scale_inv_x, w, scale_inv_w, groups) -> Array:
-        return self.products.result(x, w, groups, scale_inv_x * scale_inv_w)
+    def result(self, x, scale_inv_x, w, scale_inv_w) -> Array:
+        return self.products.result(x, w, self.groups, scale_inv_x * scale_inv_w)
 
-    def of_input(self, dy, scale_inv_dy, w, scale_inv_w, groups) -> Array:
-        return self.products.of_input(dy, w, groups, scale_inv_dy * scale_inv_w)
+    def of_input(self, dy, scale_inv_dy, w, scale_inv_w) -> Array:
+        return self.products.of_input(dy, w, self.groups, scale_inv_dy * scale_inv_w)
 
-    def of_weight(self, x, scale_inv_x, dy, scale_inv_dy, groups) -> Array:
-        return self.products.of_weight(x, dy, groups, scale_inv_x * scale_inv_dy)
+    def of_weight(self, x, scale_inv_x, dy, scale_inv_dy) -> Array:
+        return self.products.of_weight(x, dy, self.groups, scale_inv_x * scale_inv_dy)
 
 
 def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
@@ -186,9 +189,9 @@ def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Dupli
     equation, spec = f"{inputs},{dims}->{outputs}", _spec(products, x.value, w.weight)
     named = equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin
     if w.precision.dtype in BLOCKS:
-        by = IMPLEMENTATIONS[products.implementation].scaled
-        return block_scaled.dot(quantized.Product(*named), x, w, by, groups)
-    return quantized.xla.dot(_Fp8Product(*named, products), x, w, groups)
+        by = IMPLEMENTATIONS[products.implementation].in_blocks(groups)
+        return quantized.dot_blocks(quantized.Product(*named), x, w, by)
+    return quantized.xla.dot(_Fp8Product(*named, products, groups), x, w)
 
 
 def _spec(products: _Products, x: Array, w: Array) -> PartitionSpec:

@@ -6,11 +6,12 @@ multiply by the scales, and plain XLA for CPUs, which dequantizes.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -21,8 +22,9 @@ from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCH, TILES, scale_input, scaled_sum
 from jaxbench.ops.pallas_call import Inputs, Output, call, largest, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
-from jaxbench.ops.quantized.block_scaled import Products
+from jaxbench.ops.quantized.block_scaled import Products, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
+from jaxbench.recipe.settings import Precision
 
 DEPTHS = 128, 64
 """Numbers of features in one step of a sum over features. We take the largest that divides the
@@ -30,7 +32,8 @@ features."""
 
 
 def rows(side: str, groups: Groups) -> Rows:
-    """`Products.rows`. Arriving rows are gathered into the permuted order."""
+    """The rows of an activation that are quantized. Arriving rows are gathered into the permuted
+    order."""
     filled = (groups.group < groups.ends.size).astype(jnp.int32)
     index = groups.row if side == "first" else None
     return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
@@ -169,27 +172,44 @@ def _cost(
     }
 
 
-def _dequantized_by_weight(x: Blocks, w: Blocks, side: str, groups: Groups) -> Array:
-    wide, weights = dequantized(x)[0], dequantized(w)
-    if side == "first":
-        y = xla.to_permuted(wide, weights.swapaxes(1, 2), _in_order(groups))
-    else:
-        y = xla.from_permuted(wide, weights, groups)
-    return y.astype(jnp.bfloat16)
-
-
-def _dequantized_of_weight(first: Blocks, last: Blocks, groups: Groups) -> Array:
-    a, b = dequantized(first)[0].T, dequantized(last)[0].T
-    return xla.weights(a, b, _in_order(groups)).astype(jnp.bfloat16)
-
-
 def _in_order(groups: Groups) -> Groups:
     """Groups for rows that are already permuted. Padding is zero, or it is what a Hadamard
     transform makes of a block that contains padding; the matmul has to include it then."""
     return replace(groups, row=jnp.arange(groups.row.size))
 
 
-KERNELS = Products(by_weight=by_weight, of_weight=of_weight, rows=rows)
-DEQUANTIZED = Products(
-    by_weight=_dequantized_by_weight, of_weight=_dequantized_of_weight, rows=rows
-)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kernels(Products):
+    """`Products` of grouped weights, by kernels."""
+
+    groups: Groups
+
+    def quantize(
+        self, x: Array, precision: Precision, side: str, draw: Array | None
+    ) -> tuple[Blocks, ...]:
+        return quantize_activation(x, precision, rows(side, self.groups), draw)
+
+    def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
+        return by_weight(rows, w, side, self.groups)
+
+    def of_weight(self, first: Blocks, last: Blocks) -> Array:
+        return of_weight(first, last, self.groups)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dequantized(Kernels):
+    """`Products` of grouped weights in plain XLA."""
+
+    def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
+        wide, weights = dequantized(rows)[0], dequantized(w)
+        if side == "first":
+            y = xla.to_permuted(wide, weights.swapaxes(1, 2), _in_order(self.groups))
+        else:
+            y = xla.from_permuted(wide, weights, self.groups)
+        return y.astype(jnp.bfloat16)
+
+    def of_weight(self, first: Blocks, last: Blocks) -> Array:
+        a, b = dequantized(first)[0].T, dequantized(last)[0].T
+        return xla.weights(a, b, _in_order(self.groups)).astype(jnp.bfloat16)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxbench import mesh
 from jaxbench.ops import dense
+from jaxbench.ops.draws import Counters
 from jaxbench.recipe.model import ExpertsConfig
 
 SMALLEST_SUM = 1e-20
@@ -97,25 +98,19 @@ def balance_shares(
     return shares, jax.lax.top_k(jax.lax.stop_gradient(shares), cfg.top_k)[1]
 
 
-def random_logits(
-    logits: Float[Array, "B S E"],
-    first_sequence: Int[Array, ""] | int,
-    layer: Int[Array, ""] | int,
-    depth: int = 0,
-) -> Float[Array, "B S E"]:
+def random_logits(logits: Float[Array, "B S E"], counters: Counters) -> Float[Array, "B S E"]:
     """Replaces the logits by standard normal numbers but keeps the gradient of the logits. Megatron
     calls this forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py). The
     loads of experts are then multinomial.
 
     The numbers depend only on counters, so that they are the same at every step for any mesh and
-    any division into microbatches. The counters are the token's position; the number of its
-    sequence, which counts from `first_sequence` over all steps; the number of the `layer`; and
-    `depth`, which counts the earlier applications of the layer. The numbers do not depend on
-    weights, because after an update the last bits of weights differ between meshes.
+    any division into microbatches: the token's position, the number of its sequence, and the layer
+    and its `depth`. They do not depend on weights, because after an update the last bits of weights
+    differ between meshes.
     """
 
     def local(logits, first, layer):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), depth)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), counters.depth)
         sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
         sequences += first
 
@@ -127,7 +122,7 @@ def random_logits(
 
     spec = PartitionSpec(*mesh.partition(logits))
     draw = mesh.on_each_device(local, spec, check_vma=False)
-    drawn = draw(logits, jnp.asarray(first_sequence), jnp.asarray(layer))
+    drawn = draw(logits, jnp.asarray(counters.sequence), jnp.asarray(counters.layer))
     return drawn + (logits - jax.lax.stop_gradient(logits))
 
 
@@ -181,8 +176,6 @@ def with_balance_loss(
     dropped assignments `"L B"`).
     """
     layers = [figures for segment in segments for figures in segment]
-    if not layers:
-        return loss, {}
     losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
     total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
     step_figures = jax.lax.stop_gradient(figures(losses, load, dropped))

@@ -7,15 +7,14 @@ A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.duplicate_producers import Duplicated
-from jaxbench.ops.quantized import block_scaled, te, te_blocks, xla
-from jaxbench.ops.quantized.block_formats import FORMATS
+from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
     Histories,
@@ -30,11 +29,12 @@ from jaxbench.ops.quantized.scaling import (
     with_observed,
     zero_observed,
 )
-from jaxbench.recipe.settings import Precision
+from jaxbench.ops.registry import lazy
+from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
-    "dot", "in_bf16", "init_histories", "product_name", "products", "scale",
+    "dot", "dot_blocks", "in_bf16", "init_histories", "product_name", "products", "scale",
     "update", "with_observed", "xla", "zero_observed",
 ]  # fmt: skip
 
@@ -43,14 +43,15 @@ __all__ = [
 class Implementation:
     """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, `blocks` in block-scaled formats. `takes` is true for the matmuls that
-    it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
+    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Products` of this
+    implementation. `takes` is true for the matmuls
+    that it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
     requests on a platform, or None. `mode` returns the scaling mode that its custom calls must
     have, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
-    blocks: block_scaled.Products
+    in_blocks: Callable[[], Any]
     takes: Callable[[Product], bool] = lambda product: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
@@ -60,15 +61,15 @@ Name = Literal["te", "xla"]
 
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
-        dot=te.dot,
-        blocks=te_blocks.PRODUCTS,
-        takes=te.takes,
-        refusal=te.refusal,
-        mode=te.scaling_mode,
+        dot=lazy("quantized.te.dot"),
+        in_blocks=lazy("quantized.te_blocks.TeProducts"),
+        takes=lazy("quantized.te.takes"),
+        refusal=lazy("quantized.te.refusal"),
+        mode=lazy("quantized.te.scaling_mode"),
     ),
     "xla": Implementation(
         dot=xla.dot,
-        blocks=block_scaled.DENSE,
+        in_blocks=lazy("quantized.block_scaled.Products"),
     ),
 }
 
@@ -96,6 +97,9 @@ def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplic
     chosen = IMPLEMENTATIONS[w.precision.implementation]
     if not chosen.takes(product):
         chosen = IMPLEMENTATIONS["xla"]
-    if w.precision.dtype in FORMATS:
-        return block_scaled.dot(product, x, w, chosen.blocks)
+    if w.precision.dtype in BLOCKS:
+        return dot_blocks(product, x, w, chosen.in_blocks())
     return chosen.dot(product, x, w)
+
+
+dot_blocks = lazy("quantized.block_scaled.dot")

@@ -19,12 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, UInt32
 
 from jaxbench import mesh
-from jaxbench.ops import latency_hints
+from jaxbench.ops import draws, latency_hints
 from jaxbench.ops.duplicate_producers import Duplicated
-from jaxbench.ops.quantized import draws, hadamard, kernels
+from jaxbench.ops.quantized import hadamard, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks, dequantized, mxfp8, nvfp4
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.per_tensor import amax_of
@@ -65,6 +66,31 @@ def quantize_weight(w: Array, amax: Array, precision: Precision, experts: bool) 
         else w
         for name in copies(precision, experts)
     }
+
+
+def quantize_stack(w: Array, amax: Array, precision: Precision, experts: bool) -> Copies:
+    """The copies of a weight at rest of all layers of a stack, on the current mesh. The weight of
+    each layer has its own fp32 scale."""
+    quantize = partial(quantize_weight, precision=precision, experts=experts)
+    columns = 2 + experts  # of the matrix, after layers, experts and rows
+    *before, rows = (split := mesh.partition(w))[:columns]
+    # The columns replace several dimensions and take the axes of all of them.
+    of_columns = tuple(jax.tree.leaves(split[columns:])) or None
+    inverse = PartitionSpec() if precision.dtype == "nvfp4" else None
+    on_a_device = jax.typeof(w).sharding.shard_shape(w.shape)[columns - 1]
+    specs: dict[str, Any] = {}
+    for copy in copies(precision, experts):
+        if at_rest(on_a_device, copy, precision):
+            turned = experts and copy == "first"
+            matrix = (of_columns, rows) if turned else (rows, of_columns)
+            spec = PartitionSpec(*before, *matrix)
+            specs[copy] = Blocks(spec, spec, inverse)
+        else:
+            specs[copy] = PartitionSpec(*before, rows, of_columns)
+    parts = mesh.on_each_device(jax.vmap(quantize), specs, check_vma=False)(mesh.unmarked(w), amax)
+    # We leave out the scale of a whole weight: its gradient is an unreduced zero, and XLA would
+    # merge it with other zeros.
+    return jax.tree.map(lambda part: mesh.accumulating(part) if part.ndim > 1 else part, parts)
 
 
 def _quantized(w: Array, name: str, amax: Array, precision: Precision) -> Blocks:
@@ -130,80 +156,78 @@ def _packed(*both: Blocks) -> tuple[Blocks, ...]:
     return tuple(blocks.packed() for blocks in both)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Products:
-    """The matmuls of one device, which `dot` uses with dense or with grouped weights.
+    """The matmuls of one device, which `dot` uses. These are XLA's, with dense weights. Subclasses
+    are Transformer Engine's (`te_blocks`) and the grouped ones (`ops.grouped.scaled`)."""
 
-    `quantize` quantizes an activation, as `quantize_activation` does; it has two results.
+    def quantize(
+        self, x: Array, precision: Precision, side: str, draw: Array | None
+    ) -> tuple[Blocks, ...]:
+        """`quantize_activation` of an activation that is multiplied by the copy `side`."""
+        return quantize_activation(x, precision, None, draw)
 
-    `by_weight(rows, w, side, groups)` multiplies the first result by a gathered weight, which is
-    the copy `side`.
+    def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
+        """Multiplies the first result of `quantize` by a gathered weight, which is the copy
+        `side`."""
+        return multiply(rows, operand(w, side))
 
-    `of_weight(first, last, groups)` computes the gradient of `[E, D, O]` from the second results
-    for the activation with the features D and the activation with the features O.
-
-    `rows(side, groups)` are the rows of an activation that are quantized; None for all.
-    """
-
-    by_weight: Callable[[Blocks, Blocks, str, Any], Array]
-    of_weight: Callable[[Blocks, Blocks, Any], Array]
-    rows: Callable[[str, Any], kernels.Rows | None] = lambda side, groups: None
-    quantize: Callable[..., tuple[Blocks, ...]] = quantize_activation
+    def of_weight(self, first: Blocks, last: Blocks) -> Array:
+        """The gradient of `[E, D, O]` from the second results of `quantize`, for the activation
+        with the features D and the activation with the features O."""
+        return multiply(first, last)
 
 
-def dot(
-    product: Product, x: Duplicated, w: Operand, by: Products, groups: Any = None
-) -> Duplicated:
+def dot(product: Product, x: Duplicated, w: Operand, by: Products) -> Duplicated:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients run
-    in the recipe's format. `groups` are the groups of a grouped matmul."""
-    return Duplicated.of(
-        _dot(product, w.precision, by, x.value, w.weight, w.stored, w.seed, groups)
-    )
+    in the recipe's format."""
+    return Duplicated.of(_dot(product, w.precision, x.value, w.weight, w.stored, w.seed, by))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dot(product, precision, by, x, weight, stored, seed, groups):
-    return _forward(product, precision, by, x, weight, stored, seed, groups)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dot(product, precision, x, weight, stored, seed, by):
+    return _forward(product, precision, x, weight, stored, seed, by)[0]
 
 
-def _forward(product, precision, by, x, weight, stored, seed, groups):
+def _forward(product, precision, x, weight, stored, seed, by):
     x_dims, w_dims, y_dims = product.dims
     side, of = "first" if _sums_first(product) else "last", FORMATS[precision.dtype]
     copy, gather = _copy(stored, side, product, precision)
 
-    def local(x, copy, weight, groups):
+    def local(x, copy, weight, by):
         with product.scope():
             w = gather(copy)
             matrix = _matrix(x, x_dims, w_dims)
-            rows, columns = by.quantize(matrix, precision, by.rows(side, groups), None)
-            y = by.by_weight(rows.unpacked(of), w, side, groups)
+            rows, columns = by.quantize(matrix, precision, side, None)
+            y = by.by_weight(rows.unpacked(of), w, side)
         sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, product, weight), strict=True))
         # A residual has no logical dimensions: it is one matrix on each device.
         columns = jax.tree.map(lambda part: part[None], columns)
         return y.reshape([sizes.get(d, -1) for d in y_dims]), columns
 
     specs = product.y_spec, mesh.per_device()
-    y, columns = mesh.on_each_device(local, specs, check_vma=False)(x, copy, weight, groups)
-    return y, (columns, weight, stored, seed, groups)
+    y, columns = mesh.on_each_device(local, specs, check_vma=False)(x, copy, weight, by)
+    return y, (columns, weight, stored, seed, by)
 
 
-def _backward(product, precision, by, residuals, dy):
-    columns, weight, stored, seed, groups = residuals
+def _backward(product, precision, residuals, dy):
+    columns, weight, stored, seed, by = residuals
     x_dims, w_dims, y_dims = product.dims
     side, of = "last" if _sums_first(product) else "first", FORMATS[precision.dtype]
     copy, gather = _copy(stored, side, product, precision)
     dims = mesh.gathered_dims(weight, product.experts)
 
-    def local(dy, columns, copy, weight, seed, groups):
+    def local(dy, columns, copy, weight, seed, by):
         with product.scope():
             draw = None if seed is None else draws.fold(seed, *_place())
             matrix = _matrix(dy, y_dims, w_dims)
-            rows, of_dy = by.quantize(matrix, precision, by.rows(side, groups), draw)
+            rows, of_dy = by.quantize(matrix, precision, side, draw)
             w = gather(copy)
-            dx = by.by_weight(rows.unpacked(of), w, side, groups)
+            dx = by.by_weight(rows.unpacked(of), w, side)
             of_dy = of_dy.unpacked(of)
             of_x = jax.tree.map(lambda part: part[0], columns).unpacked(of)
-            dw = by.of_weight(*((of_x, of_dy) if side == "last" else (of_dy, of_x)), groups)
+            dw = by.of_weight(*((of_x, of_dy) if side == "last" else (of_dy, of_x)))
         w_shape = _shape(w, side, product, weight)
         sizes = dict(zip(y_dims + w_dims, dy.shape + w_shape, strict=True))
         dx = dx.reshape([sizes.get(d, -1) for d in x_dims])
@@ -211,7 +235,7 @@ def _backward(product, precision, by, residuals, dy):
 
     specs = product.dx_spec, mesh.cotangent_spec(weight)
     run = mesh.on_each_device(local, specs, check_vma=False)
-    dx, dw = run(dy, columns, copy, weight, seed, groups)
+    dx, dw = run(dy, columns, copy, weight, seed, by)
     return dx, dw, None, None, None
 
 
@@ -290,9 +314,3 @@ def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
     if a.inverse is not None and b.inverse is not None:
         y = y.astype(jnp.float32) * (a.inverse * b.inverse)
     return y.astype(jnp.bfloat16)
-
-
-DENSE = Products(
-    by_weight=lambda rows, w, side, groups: multiply(rows, operand(w, side)),
-    of_weight=lambda first, last, groups: multiply(first, last),
-)

@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxbench import jax_internals
+from jaxbench.ops import draws
 from jaxbench.ops.pallas_call import Launch, Output, call, gathered, product, whole
-from jaxbench.ops.quantized import draws, hadamard
+from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.block_formats import (
     MXFP8,
     NVFP4,

@@ -42,17 +42,18 @@ class Operand:
     precision: Precision = field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Product:
-    """Static description of a matmul for its forward and backward pass: the einsum, the partitions
-    of the result and of the input's gradient, the name, and the margin of the scales in powers of
-    two."""
+    """A matmul and its gradients: the einsum, the partitions of the result and of the input's
+    gradient, the name, and the margin of the scales in powers of two. All of it is static; a
+    grouped matmul (`ops.grouped`) adds arrays."""
 
-    equation: str
-    y_spec: PartitionSpec
-    dx_spec: PartitionSpec
-    name: str
-    margin: int
+    equation: str = field(metadata={"static": True})
+    y_spec: PartitionSpec = field(metadata={"static": True})
+    dx_spec: PartitionSpec = field(metadata={"static": True})
+    name: str = field(metadata={"static": True})
+    margin: int = field(metadata={"static": True})
 
     @property
     def dims(self) -> tuple[str, str, str]:
@@ -65,16 +66,16 @@ class Product:
         _, w, _ = self.dims
         return w.index("E") if "E" in w else None
 
-    def result(self, x, scale_inv_x, w, scale_inv_w, groups) -> jax.Array:
+    def result(self, x, scale_inv_x, w, scale_inv_w) -> jax.Array:
         """The matmul of input and weight, in bf16. Each operand comes with its inverse scale."""
         return multiply(self.equation, x, scale_inv_x, w, scale_inv_w)
 
-    def of_input(self, dy, scale_inv_dy, w, scale_inv_w, groups) -> jax.Array:
+    def of_input(self, dy, scale_inv_dy, w, scale_inv_w) -> jax.Array:
         """The gradient of the input. Arguments are as in `result`."""
         x, weight, y = self.dims
         return multiply(f"{y},{weight}->{x}", dy, scale_inv_dy, w, scale_inv_w)
 
-    def of_weight(self, x, scale_inv_x, dy, scale_inv_dy, groups) -> jax.Array:
+    def of_weight(self, x, scale_inv_x, dy, scale_inv_dy) -> jax.Array:
         """The gradient of the weight. Arguments are as in `result`."""
         values, w, y = self.dims
         return multiply(f"{values},{y}->{w}", x, scale_inv_x, dy, scale_inv_dy)

@@ -7,10 +7,10 @@ order of the pytree.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.quantized import draws
-from jaxbench.ops.quantized.block_formats import Blocks
-from jaxbench.ops.quantized.block_scaled import Copies, at_rest, copies, quantize_weight
+from jaxbench.ops import draws
+from jaxbench.ops.draws import FIRST, Counters
 from jaxbench.ops.quantized.operand import Operand
 from jaxbench.ops.quantized.per_tensor import VALUES, amax_of, quantize, scale_invs_of
+from jaxbench.ops.registry import lazy
 from jaxbench.recipe.settings import Precision
-
-B = TypeVar("B", bound=nnx.Module)
 
 Histories = list[jax.Array]
 """The amax of past steps, for delayed scaling. For each stack of blocks it is `[blocks, products,
@@ -56,16 +54,6 @@ def products(block: nnx.Module) -> dict[str, Any]:
     returns shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
     return {_name(path): w.get_value() for path, w in leaves if _is_marked(w)}
-
-
-def _experts(block: nnx.Module) -> set[str]:
-    """The names in `products` whose weights have a dimension of experts in front."""
-    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
-    return {
-        _name(path)
-        for path, w in leaves
-        if _is_marked(w) and w.get_metadata().get("experts", False)
-    }
 
 
 def product_name(stack: int, name: str) -> str:
@@ -141,40 +129,19 @@ def _per_tensor(
     return scale_inv, stored
 
 
-def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Copies]:
-    """The copies of all weights in a block-scaled format. The weight of each layer has its own fp32
-    scale."""
-    amax, of_experts = _weight_amax(stack), _experts(stack)
-
-    def quantized(w: jax.Array, amax: jax.Array, name: str) -> Copies:
-        experts = name in of_experts
-        quantize = partial(quantize_weight, precision=precision, experts=experts)
-        columns = 2 + experts  # of the matrix, after layers, experts and rows
-        *before, rows = (split := mesh.partition(w))[:columns]
-        # The columns replace several dimensions and take the axes of all of them.
-        of_columns = tuple(jax.tree.leaves(split[columns:])) or None
-        inverse = PartitionSpec() if precision.dtype == "nvfp4" else None
-        on_a_device = jax.typeof(w).sharding.shard_shape(w.shape)[columns - 1]
-        specs: dict[str, Any] = {}
-        for copy in copies(precision, experts):
-            if at_rest(on_a_device, copy, precision):
-                turned = experts and copy == "first"
-                matrix = (of_columns, rows) if turned else (rows, of_columns)
-                spec = PartitionSpec(*before, *matrix)
-                specs[copy] = Blocks(spec, spec, inverse)
-            else:
-                specs[copy] = PartitionSpec(*before, rows, of_columns)
-        run = mesh.on_each_device(jax.vmap(quantize), specs, check_vma=False)
-        parts = run(mesh.unmarked(w), amax)
-        # We leave out the scale of a whole weight: its gradient is an unreduced zero, and XLA would
-        # merge it with other zeros.
-        return jax.tree.map(lambda part: mesh.accumulating(part) if part.ndim > 1 else part, parts)
-
+def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
+    """The copies of all weights in a block-scaled format (`block_scaled.Copies`)."""
+    amax = _weight_amax(stack)
+    leaves = jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_variable)
+    experts = [bool(w.get_metadata().get("experts")) for _, w in leaves if _is_marked(w)]
     return {
-        name: quantized(w, amax[:, n], name)
+        name: _quantize_stack(w, amax[:, n], precision, experts[n])
         for n, (name, w) in enumerate(products(stack).items())
         if not in_bf16(name, precision)
     }
+
+
+_quantize_stack = lazy("quantized.block_scaled.quantize_stack")
 
 
 def _seeds(stack: nnx.Module, seed: int, number: int) -> jax.Array:
@@ -213,13 +180,14 @@ def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scale
     return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
 
 
-def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
-    """One block in which each weight with a quantized matmul is replaced by an `Operand`.
-    `microbatch` is a number that no other microbatch has, in this step or in another one. `depth`
-    is the number of this application of the block to the microbatch."""
+def attach(
+    block: Any, scaled: Scaled, counters: Counters = FIRST, bf16: Collection[int] = ()
+) -> Any:
+    """One block in which each weight with a quantized matmul is replaced by an `Operand`. The
+    layers in `bf16` stay as they are."""
     order, seeds = list(products(block)), scaled.seeds
     if seeds is not None:
-        seeds = draws.fold(seeds, microbatch, depth)
+        seeds = draws.fold(seeds, counters.sequence, counters.depth)
 
     def convert(path, variable):
         name = _name(path)
@@ -236,7 +204,10 @@ def attach(block: B, scaled: Scaled, microbatch: Any = 0, depth: int = 0) -> B:
             precision=scaled.precision,
         )
 
-    return jax.tree_util.tree_map_with_path(convert, block, is_leaf=is_variable)
+    attached = jax.tree_util.tree_map_with_path(convert, block, is_leaf=is_variable)
+    for position in bf16:
+        attached.layers[position] = block.layers[position]
+    return attached
 
 
 def update(

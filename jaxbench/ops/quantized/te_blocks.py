@@ -1,15 +1,18 @@
-"""Block-scaled matmuls by Transformer Engine: `PRODUCTS`, for `block_scaled.dot`.
+"""Block-scaled matmuls by Transformer Engine: `TeProducts` for `block_scaled.dot`.
 
 Our code quantizes weights at rest and gathers them; Transformer Engine's matmul takes their values
 and scales as they are. Transformer Engine quantizes activations, once for both of their matmuls.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxbench.ops.quantized import draws, te
+from jaxbench.ops import draws
+from jaxbench.ops.quantized import te
 from jaxbench.ops.quantized.block_formats import (
     E2M1_MAX,
     E4M3_MAX,
@@ -30,52 +33,11 @@ LARGEST = E4M3_MAX * E2M1_MAX
 """The amax of a tensor in NVFP4 whose fp32 scale is 1."""
 
 
-def _quantize(
-    x: Float[Array, "1 T F"], precision: Precision, rows: None, draw: UInt32[Array, ""] | None
-) -> tuple[Blocks, ...]:
-    """`block_scaled.quantize_activation`. In MXFP8, though, the copy along tokens is `[1, T, F]`
-    too."""
-    tokens, features = x.shape[1:]
-    check(precision, {"tokens of a microbatch": tokens, "features": features})
-    options: dict[str, Any] = {}
-    if precision.dtype == "nvfp4":
-        tile = TURNED if precision.hadamard else MULTIPLIED
-        require(
-            not (tokens % tile[0] or features % tile[1]),
-            f"precision.implementation = te: its NVFP4 takes tiles of {tile[0]} x {tile[1]}, not "
-            f"the {tokens} tokens x {features} features that a device holds; use auto or xla",
-        )
-        options["use_rht"] = precision.hadamard
-        if draw is not None:
-            options["stochastic_rounding_rng_state"] = draws.fold(draw, jnp.arange(4))[None]
-    from transformer_engine.jax import quantize
-
-    quantizer = quantize.QuantizerFactory.create(
-        scaling_mode=te.mode(precision.dtype),
-        q_dtype=FORMATS[precision.dtype].values,
-        q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE,
-        **options,
-    )
-    both = te.quantize_by(quantizer, x[0])
-    return _packed(both.rowwise_tensor), _packed(both.colwise_tensor)
-
-
 def _packed(x: Any) -> Blocks:
     """A matrix that Transformer Engine has quantized, as bytes `[1, ..]`."""
     inverse = x.amax[0] / LARGEST if x.data.dtype == NVFP4.values else None
     blocks = Blocks(x.data[None], x.scale_inv[None], inverse)
     return blocks.map(as_bytes) if te.on_gpu() else blocks.packed()
-
-
-def _by_weight(x: Blocks, w: Blocks, side: str, groups: None) -> Array:
-    if w.values.dtype == NVFP4.values:
-        return _multiply(x.map(_matrix), operand(w, side).map(_matrix), (1, 1))
-    return _multiply(x.map(_matrix), w, (1, 0 if side == "first" else 1))
-
-
-def _of_weight(first: Blocks, last: Blocks, groups: None) -> Array:
-    contracted = 1 if first.values.dtype == NVFP4.values else 0
-    return _multiply(first.map(_matrix), last.map(_matrix), (contracted, contracted))
 
 
 def _matrix(part: Array) -> Array:
@@ -91,4 +53,49 @@ def _parts(x: Blocks) -> tuple[Array, ...]:
     return x.values, x.scales, *amax
 
 
-PRODUCTS = Products(by_weight=_by_weight, of_weight=_of_weight, quantize=_quantize)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TeProducts(Products):
+    """`Products` by Transformer Engine."""
+
+    def quantize(
+        self,
+        x: Float[Array, "1 T F"],
+        precision: Precision,
+        side: str,
+        draw: UInt32[Array, ""] | None,
+    ) -> tuple[Blocks, ...]:
+        """In MXFP8 the copy along tokens is `[1, T, F]` too."""
+        tokens, features = x.shape[1:]
+        check(precision, {"tokens of a microbatch": tokens, "features": features})
+        options: dict[str, Any] = {}
+        if precision.dtype == "nvfp4":
+            tile = TURNED if precision.hadamard else MULTIPLIED
+            require(
+                not (tokens % tile[0] or features % tile[1]),
+                f"precision.implementation = te: its NVFP4 takes tiles of {tile[0]} x {tile[1]}, "
+                f"not the {tokens} tokens x {features} features that a device holds; use auto or "
+                "xla",
+            )
+            options["use_rht"] = precision.hadamard
+            if draw is not None:
+                options["stochastic_rounding_rng_state"] = draws.fold(draw, jnp.arange(4))[None]
+        from transformer_engine.jax import quantize
+
+        quantizer = quantize.QuantizerFactory.create(
+            scaling_mode=te.mode(precision.dtype),
+            q_dtype=FORMATS[precision.dtype].values,
+            q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE,
+            **options,
+        )
+        both = te.quantize_by(quantizer, x[0])
+        return _packed(both.rowwise_tensor), _packed(both.colwise_tensor)
+
+    def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
+        if w.values.dtype == NVFP4.values:
+            return _multiply(rows.map(_matrix), operand(w, side).map(_matrix), (1, 1))
+        return _multiply(rows.map(_matrix), w, (1, 0 if side == "first" else 1))
+
+    def of_weight(self, first: Blocks, last: Blocks) -> Array:
+        contracted = 1 if first.values.dtype == NVFP4.values else 0
+        return _multiply(first.map(_matrix), last.map(_matrix), (contracted, contracted))

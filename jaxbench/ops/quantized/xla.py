@@ -4,9 +4,6 @@ On GPUs XLA turns the matmul of two FP8 tensors and their inverse scales into on
 matmul with a bf16 result. Elsewhere it computes the matmul in bf16.
 """
 
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -18,48 +15,48 @@ from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quanti
 from jaxbench.ops.remat import SMALL, save
 
 
-def dot(product: Product, x: Duplicated, w: Operand, groups: Any = None) -> Duplicated:
+def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients are
-    in FP8. `groups` are the groups of a grouped matmul.
+    in FP8.
 
     Under current scaling the scales of input and gradient come from each device's local part, under
     delayed scaling from past steps on all devices.
     """
-    return _dot(product, x, w.weight, w.observed, w.stored, w.scale_inv, groups)
+    return _dot(x, w.weight, w.observed, w.stored, w.scale_inv, product)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, x, weight, observed, stored, scale_inv, groups):
-    return _forward(product, x, weight, observed, stored, scale_inv, groups)[0]
+@jax.custom_vjp
+def _dot(x, weight, observed, stored, scale_inv, product):
+    return _forward(x, weight, observed, stored, scale_inv, product)[0]
 
 
-def _forward(product, x, weight, observed, stored, scale_inv, groups):
+def _forward(x, weight, observed, stored, scale_inv, product):
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
 
-    def local(x, stored, scale_inv, groups):
+    def local(x, stored, scale_inv, product):
         with product.scope():
             amax = amax_of(x.for_amax)
             scale_inv_x = scale_inv_of(amax, VALUES, product.margin) if current else scale_inv[0]
             quantized = quantize(x.value, scale_inv_x, VALUES)
             weight = gathered(stored, dims, scale_inv[1])
-            y = product.result(quantized, scale_inv_x, weight, scale_inv[1], groups)
+            y = product.result(quantized, scale_inv_x, weight, scale_inv[1])
         return y, quantized, amax[None]
 
     specs = product.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
-    y, quantized, amax = run(x, stored, scale_inv, groups)
-    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed, groups)
+    y, quantized, amax = run(x, stored, scale_inv, product)
+    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed, product)
 
 
-def _backward(product, residuals, dy):
-    quantized, amax, stored, scale_inv, observed, groups = residuals
+def _backward(residuals, dy):
+    quantized, amax, stored, scale_inv, observed, product = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
     # The barrier makes XLA compute the amax no later than the FP8 gradient, so that the bf16
     # gradient can be freed. With tensor or context parallelism the barrier would delay gradients
     # that are sent to other ranks, which costs more.
     together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
-    def local(dy, quantized, amax, stored, scale_inv, groups):
+    def local(dy, quantized, amax, stored, scale_inv, product):
         with product.scope():
             amax_dy = amax_of(dy.for_amax)
             scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
@@ -70,13 +67,13 @@ def _backward(product, residuals, dy):
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = gathered(stored, dims, scale_inv_w)
-            dx = product.of_input(gradient, scale_inv_dy, weight, scale_inv_w, groups)
-            dw = product.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy, groups)
+            dx = product.of_input(gradient, scale_inv_dy, weight, scale_inv_w)
+            dw = product.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
     specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
-    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv, groups)
+    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv, product)
     return Duplicated(dx, None), dw, None if current else amaxes, None, None, None
 
 

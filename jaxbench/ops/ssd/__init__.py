@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.pallas_call import TARGET
-from jaxbench.ops.ssd import pallas, xla
+from jaxbench.ops.registry import TRITON, lazy
+from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import MambaConfig, ModelConfig
@@ -46,7 +46,10 @@ class Implementation:
 
 IMPLEMENTATIONS = {
     "pallas": Implementation(
-        mixer=pallas.mixer, platforms=("gpu",), refusal=pallas.refusal, calls=(TARGET,)
+        mixer=lazy("ssd.pallas.mixer"),
+        platforms=("gpu",),
+        refusal=lazy("ssd.pallas.refusal"),
+        calls=(TRITON,),
     ),
     "xla": Implementation(mixer=xla.mixer),
 }

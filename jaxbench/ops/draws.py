@@ -1,7 +1,9 @@
-"""Uniform numbers for stochastic rounding. A number is a hash of the element's index and a seed. So
-XLA computes the numbers where they are used, and a resumed run draws the same numbers as one that
-was never interrupted."""
+"""Random numbers of a training step: the counters that seed all of them, and uniform numbers for
+stochastic rounding. A uniform number is a hash of the element's index and a seed. So XLA computes
+the numbers where they are used, and a resumed run draws the same numbers as one that was never
+interrupted."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -9,6 +11,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
 U32 = jnp.uint32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Counters:
+    """The counters that seed the random draws of a layer, so that the draws do not depend on the
+    mesh.
+
+    `sequence` is the number of the microbatch's first sequence, counted from the first step.
+    `layer` is the number of the layer, None unless routing is random. `depth` says how often the
+    block of multi-token prediction was applied before. The first two are int32 scalars.
+    """
+
+    sequence: Any = 0
+    layer: Any = None
+    depth: int = field(default=0, metadata={"static": True})
+
+
+FIRST = Counters()
 
 
 def mix(x: Any) -> UInt32[Array, "*D"]:
