@@ -37,7 +37,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -477,7 +476,7 @@ def document(found: list[Result]) -> str:
     held = sum(r.held for r in strong)
     cells = spread([r.error for r in strong])
     head = (
-        f"{time.strftime('%Y-%m-%d')}, jax {version('jax')}. {len(strong)} programs with a full "
+        f"{time.strftime('%Y-%m-%d')}. {len(strong)} programs with a full "
         f"configuration: median error {cells[1]} %, median size {cells[2]} %, worst {cells[3]} %, "
         f"too low {cells[4]}; {held} published steps lie in the range."
     )
