@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -177,7 +178,7 @@ class _Pipeline:
 
     def _of_chunk(self, tree: Any) -> list[Any]:
         """The blocks of a model chunk, `[chunks, ..]`, from leaves `[chunks, size, ..]`."""
-        return [jax.tree.map(partial(_at, k), tree) for k in range(self.stages.size)]
+        return [jax.tree.map(itemgetter((slice(None), k)), tree) for k in range(self.stages.size)]
 
     def _observed(self, carry: Carry, scaled: Any) -> list[jax.Array]:
         """The observed amax of every stack; none under current scaling."""
@@ -218,10 +219,6 @@ def _each(function: Callable, tree: Any, dims: list[mesh.Gathered]) -> Any:
     gathers."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(function, leaves, dims))
-
-
-def _at(index: int, stacked: jax.Array) -> jax.Array:
-    return stacked[:, index]
 
 
 def _stack(blocks: list[Any], axis: int = 0) -> Any:

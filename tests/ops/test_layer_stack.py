@@ -52,4 +52,5 @@ def test_the_loop_computes_what_a_plain_loop_does(saved, blocks):
             for scan in (by_loop, partial(plain, policy=policy))
         )
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-6)
+        # Sums of up to 32 terms in another order.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

@@ -42,9 +42,9 @@ class Scaled:
     """
 
     stored: dict[str, Any]
-    scale_inv: jax.Array | None
-    observed: jax.Array | None
-    seeds: jax.Array | None
+    scale_inv: Any
+    observed: Any
+    seeds: Any
     stack: int = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})
 
