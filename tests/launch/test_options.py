@@ -124,7 +124,7 @@ def test_options_of_sbatch_reach_the_script():
         (("--gpu", "512"), "unrecognized arguments: --gpu 512; did you mean '--gpus'?"),
         (("--seed", "x"), "argument --seed: invalid int value: 'x'"),
         (("--checkpoint-every", "0"), "--checkpoint-every = 0 must be above 0"),
-        (("--", "--chek"), "behind --, options of train: unrecognized arguments: --chek"),
+        (("--", "--chek"), "after --, options of train: unrecognized arguments: --chek"),
         (("--", "--steps", "many"), "argument --steps: invalid int value: 'many'"),
         (("--", "--profile", "cupti"), "argument --profile: invalid choice: 'cupti'"),
         (("--", "--keep", "0"), "--keep = 0 must be above 0"),
@@ -145,7 +145,7 @@ def test_options_of_sbatch_reach_the_script():
         (("--seed", "1", "--", "--seed", "2"), "--seed 1, which options or variables of launch/"),
         (
             ("--set", "batch.microbatch=2", "--", "--set", "batch.microbatch=4"),
-            "--set batch.microbatch=2 and --set batch.microbatch=4 behind -- contradict",
+            "--set batch.microbatch=2 and --set batch.microbatch=4 after -- contradict",
         ),
         (("--sbatch", "nodes=3"), "--nodes=3 contradicts launch/submit.sh, which sets nodes; use"),
         (("--sbatch", "node=3"), "--node=3 contradicts launch/submit.sh, which sets nodes"),
