@@ -69,13 +69,13 @@ def test_no_rate_is_above_the_peak():
 
 NULL_DEVICE = """
 import sys
-from jaxbench.run import command, session, starts
+from jaxbench.run import command, session, start_record
 train = session.run_steps
 zeros = {"loss": 0.0, "grad_norm": 0.0}
 session.run_steps = lambda *a, **k: (step | zeros for step in train(*a, **k))
 if "null" in sys.argv:
     sys.argv.remove("null")
-    starts.hardware = lambda f=starts.hardware: f() | {"null": True}
+    start_record.hardware = lambda f=start_record.hardware: f() | {"null": True}
 sys.exit(command.main(sys.argv[1:]))
 """
 
