@@ -88,7 +88,9 @@ def test_a_spread_has_the_median_its_size_the_worst_and_the_sign(script):
 
 
 MATMUL = Kernel((Work("product", "bf16", 2 * 16384**3, (1, 16384, 16384, 16384)),), 3 * 2**29, "")
-BACKWARD = Kernel((Work("attention", "bf16", 0, (1, 64, 8192, 128, 128), backward=True),), 2**28, "")
+BACKWARD = Kernel(
+    (Work("attention", "bf16", 0, (1, 64, 8192, 128, 128), backward=True),), 2**28, ""
+)
 COPY = Kernel((), 2**30, "")
 
 
