@@ -1,6 +1,6 @@
 """Forecast of step times: measured kernels and links under the compiled schedule. Needs no JAX.
 
-Imports `xla` and `base`. `tables` holds the measurements, `costs` turns them into the
-time of a kernel or a collective of any size, and `forecast` walks the schedule with these times.
-Nothing is fitted to a training step.
+Imports `xla` and `base`. `tables` holds the measurements, `costs` turns them into the time of a
+kernel or a collective of any size, `forecast` walks the schedule with these times, and
+`sensitivity` does so with one assumption changed. Nothing is fitted to a training step.
 """

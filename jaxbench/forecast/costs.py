@@ -161,7 +161,7 @@ class Measured(Roofline):
             )
         if work.kind != "attention":
             return not work.flops
-        times = self.tables.values["attention", "backward" if work.backward else "forward"]
+        times = self.tables.values["attention", direction(work)]
         return work.dtype == "bf16" and spans(times, work.sizes[3:], work.sizes[2])
 
     def _as_measured(self, work: Work) -> tuple[int, int, int]:
@@ -245,26 +245,24 @@ class Measured(Roofline):
         shorter and the longer one of both measurements. Only the *fast* ones have the rate of short
         runs."""
         seconds = [half_scores(work) / rate for rate in self._attention_rates(work)]
-        direction = "backward" if work.backward else "forward"
-        kept = self.tables.values.get(("kept", direction), {}) if self.conditions.sustained else {}
-        return self.conditions.of_two(seconds) / next(iter(kept.values()), 1.0)
+        kept = self.tables.values.get(("kept", direction(work)), {})
+        share = next(iter(kept.values()), 1.0) if self.conditions.sustained else 1.0
+        return self.conditions.of_two(seconds) / share
 
     def _attention_rates(self, work: Work) -> list[float]:
         """FLOP/s of attention by the table, and by the second one if that has this width and
         length."""
-        direction = "backward" if work.backward else "forward"
         width, length = self.width(work), work.sizes[2]
-        tables = [self.tables.values["attention", direction]]
-        again = self.tables.values.get(("repeated-attention", direction), {})
+        tables = [self.tables.values["attention", direction(work)]]
+        again = self.tables.values.get(("repeated-attention", direction(work)), {})
         if spans(again, width, length):
             tables.append(again)
-        return [rate(times, width, direction, length) for times in tables]
+        return [rate(times, width, length, backward=work.backward) for times in tables]
 
     def width(self, work: Work) -> Width:
         """The head dims of the table by which attention is forecast: its own ones, or else those
         whose sum is nearest in proportion."""
-        direction = "backward" if work.backward else "forward"
-        known = {(k, v) for *_, k, v in self.tables.values["attention", direction]}
+        known = {(k, v) for *_, k, v in self.tables.values["attention", direction(work)]}
         *_, k, v = work.sizes
         if (k, v) in known:
             return k, v
@@ -322,16 +320,12 @@ class Measured(Roofline):
         the domain. An all-reduce uses trees if they are faster. In a permute and an all-to-all each
         GPU sends directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
-        domains = -(-group // members)
-        sent = collective.wire_bytes / collective.count
-        direct = self.gpu.nic * self.tables.values["network", "direct"][(2,)] * 1e9
-        if collective.like == "collective-permute":
-            return START + NETWORK + sent / direct
-        if collective.like == "all-to-all":
-            leaving = collective.bytes * (group - members) / group
+        domains, leaving = -(-group // members), collective.adapter_bytes(self.gpu)
+        if collective.like in ("collective-permute", "all-to-all"):
+            direct = self.gpu.nic * self.tables.values["network", "direct"][(2,)] * 1e9
             return START + NETWORK + leaving / direct
-        rate = self.gpu.nic * members * self._ring_share(domains) * 1e9
-        sending = sent / min(rate, self._nvlink(collective.like))
+        on_nvlink = collective.wire_bytes / collective.count / self._nvlink(collective.like)
+        sending = max(on_nvlink, leaving / (self.gpu.nic * self._ring_share(domains) * 1e9))
         ring = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
         if collective.like != "all-reduce":
             return START + ring + sending
@@ -390,11 +384,15 @@ def spans(times: Mapping[Sizes, float], width: Width, length: int) -> bool:
     return bool(lengths) and min(lengths) <= length <= max(lengths)
 
 
-def rate(times: Mapping[Sizes, float], width: Width, direction: str, length: int) -> float:
+def direction(work: Work) -> str:
+    """The name of attention's pass in the tables."""
+    return "backward" if work.backward else "forward"
+
+
+def rate(times: Mapping[Sizes, float], width: Width, length: int, *, backward: bool) -> float:
     """FLOP/s of attention with a width that is in a table, interpolated over the logarithm of the
     length. Beyond the lengths of this width, the rate changes as that of the base width does, and
     beyond those not at all."""
-    backward = direction == "backward"
     points = sorted(
         (sizes[2], half_scores(Work("attention", "bf16", 0, sizes, backward)) / (time * MICRO))
         for sizes, time in times.items()
@@ -404,8 +402,8 @@ def rate(times: Mapping[Sizes, float], width: Width, direction: str, length: int
     reached = between([(log(known), value) for known, value in points], log(nearest))
     if nearest == length or width == BASE or all(sizes[3:] != BASE for sizes in times):
         return reached
-    base = (rate(times, BASE, direction, at) for at in (length, nearest))
-    return reached * next(base) / next(base)
+    at_length, at_nearest = (rate(times, BASE, at, backward=backward) for at in (length, nearest))
+    return reached * at_length / at_nearest
 
 
 def half_scores(work: Work) -> float:

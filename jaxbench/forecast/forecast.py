@@ -57,20 +57,18 @@ class Forecast:
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
     """The forecast of a program's walk on a GPU. `axes` names the mesh axes of a collective."""
 
-    def costs(conditions: str, tables: Tables = tables) -> Measured:
-        return Measured(gpu, tables, CONDITIONS[conditions], walk.program.devices)
-
     def steps(conditions: str) -> list[float]:
-        return [walk.under(costs(conditions, t)).step_s for t in tables.independent()]
+        every = (_costs(walk, gpu, t, conditions) for t in tables.independent())
+        return [walk.under(costs).step_s for costs in every]
 
-    expected_costs = costs("expected")
-    expected = walk.under(expected_costs)
+    costs = expected_costs(walk, gpu, tables)
+    expected = walk.under(costs)
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)
     parts["slowed"] = expected.slowed_s
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
     parts["exposed: host"] = expected.host.exposed_s
-    measured_s, beyond, unknown, used = _bases(walk, expected_costs)
+    measured_s, beyond, unknown, used = _bases(walk, costs)
     largest = sorted(beyond, key=lambda work: -beyond[work])
     beyond_s, unknown_s = sum(beyond.values()), sum(unknown.values())
     rests_on = {"measured shapes": measured_s, "in proportion": beyond_s, "nothing": unknown_s}
@@ -102,7 +100,11 @@ def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
 
 def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
     """The cost model of a forecast."""
-    return Measured(gpu, tables, CONDITIONS["expected"], walk.program.devices)
+    return _costs(walk, gpu, tables, "expected")
+
+
+def _costs(walk: Walk, gpu: Gpu, tables: Tables, conditions: str) -> Measured:
+    return Measured(gpu, tables, CONDITIONS[conditions], walk.program.devices)
 
 
 def _bases(

@@ -4,7 +4,7 @@ between two tables, for example between two versions of jax."""
 import csv
 import sys
 import time
-from io import SEEK_END, StringIO
+from io import StringIO
 from pathlib import Path
 
 from jaxbench.base.errors import RecipeError
@@ -103,8 +103,8 @@ def write_table(
     options = " and ".join(" ".join(target.options()) for target in targets)
     comments = [f"{time.strftime('%Y-%m-%d')}, {len(table)} rows, {options}. {names}."]
     comments += [f"not planned: {failure}" for failure in failures]
-    text = StringIO("".join(f"# {comment}\n" for comment in comments))
-    text.seek(0, SEEK_END)
+    text = StringIO()
+    text.writelines(f"# {comment}\n" for comment in comments)
     csv.writer(text, lineterminator="\n").writerows([columns, *(line.values() for line in table)])
     write_whole(output / "plan.csv", text.getvalue())
 
@@ -137,9 +137,9 @@ def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
     """The lines of a table by recipe, GPU and number of GPUs. A table without a GPU column is for
     H100."""
     try:
-        _, lines = planned.read(path)
+        comments, lines = planned.read(path)
         needed = {"recipe", "GPUs", "fits", *COMPARED}
-        for number, line in enumerate(lines, 2):
+        for number, line in enumerate(lines, len(comments) + 2):
             if missing := [name for name in needed if line.get(name) is None]:
                 raise ValueError(f"line {number} has no {', '.join(sorted(missing))}")
         table = {(line["recipe"], line.get("GPU", "h100"), line["GPUs"]): line for line in lines}

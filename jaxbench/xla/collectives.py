@@ -71,9 +71,9 @@ class Collective:
         carries a share of the traffic on its adapter. An all-to-all sends every byte directly to
         its receiver, and bytes for other domains leave through the sender's adapter.
         """
-        members = self.domain_members(gpu)
-        if members == self.group:
+        if not self.crosses_domains(gpu):
             return 0.0
+        members = self.domain_members(gpu)
         if self.like == "all-to-all":
             return self.bytes * (self.group - members) / self.group
         return self.wire_bytes / self.count / members

@@ -42,8 +42,9 @@ class Kernel:
         other = "quantization" if QUANTIZED in self.source else "other kernels"
         if not self.works:
             return other
-        kind = "product" if self.works[0].matmul else self.works[0].kind
-        return {"product": "products", "attention": "attention"}.get(kind, other)
+        if self.works[0].matmul:
+            return "products"
+        return "attention" if self.works[0].kind == "attention" else other
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def test_a_file_that_is_no_plan_is_one_line(spoil, message, tmp_path, capsys):
     [
         (
             lambda text: text.replace(",", ";"),
-            "b.csv: not a table of plan --all (plan.csv): line 2 ",
+            "b.csv: not a table of plan --all (plan.csv): line 3 ",
         ),
         (lambda text: text[: len(text) // 2], "b.csv: not a table"),
         (lambda text: text.replace(",64.3,", ",x,", 1), "could not convert string to float"),
