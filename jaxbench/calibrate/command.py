@@ -2,8 +2,9 @@
 
 The file that it writes has the format of `forecast.tables`. It holds matmuls in bf16 and FP8,
 attention forward and backward, copies, and with several GPUs collectives inside the node. With it
-`jaxbench plan .. --kernels mine.csv` forecasts any row. Two kinds of rates still come from the
-package: rates of the network between nodes, and rates that matmuls sustain.
+`jaxbench plan .. --kernels mine.csv` forecasts any row. What it does not measure still comes from
+the package: grouped matmuls, Mamba-2's scan, rates that matmuls sustain, and the network between
+nodes.
 """
 
 import time
