@@ -75,7 +75,7 @@ def test_examples_are_what_the_options_allow(name):
 
 
 def test_list_shows_every_row(capsys):
-    assert main(["list"]) == 0
+    assert main(["list", "--all"]) == 0
     table, _, legend = capsys.readouterr().out.partition("\n\n")
     heading, *lines = table.splitlines()
     assert heading.split()[:3] == ["recipe", "GPU", "GPUs"]
@@ -85,13 +85,29 @@ def test_list_shows_every_row(capsys):
     assert len(lines) == known
     assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
     # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
-    planned = listing.forecasts()["llama2_70b_bf16", "h100", 64]
-    expected = rf"H100 +64 +fsdp 64 +{planned:.3f} +6\.999 +{planned / 6.999:.2f} +52\.59 +80 +128"
-    assert re.search(rf"(?m)^llama2_70b_bf16 +{expected}$", table)
-    assert re.search(
-        r"(?m)^llama31_405b_bf16 +GB200 +256 .* 9\.484 +0\.\d+ +46\.7 +126 +128$", table
-    )
-    assert re.search(r"(?m)^llama2_70b_bf16 +B200 +64 .* 6\.999 \(H100\) +52", table)
+    step_s = listing.forecasts()["llama2_70b_bf16", "h100", 64]
+    forecast, published = 128 * 4096 / 64 / step_s, 128 * 4096 / 64 / 6.999
+    expected = rf"{forecast:,.0f} +{published:,.0f} +{6.999 / step_s:.2f} +{step_s:.3f} +fsdp 64"
+    assert re.search(rf"(?m)^llama2_70b_bf16 +H100 +64 +{expected} +80 +128$", table)
+    assert re.search(r"(?m)^llama2_70b_bf16 +B200 +64 .* 1,170 \(H100\) +\d+\.\d+ +fsdp", table)
+
+
+def test_list_without_options_is_a_line_for_each_model(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]
+    assert len(lines) == len({recipe.name.rpartition("_")[0] for recipe in recipes.load_all()})
+    (line,) = (line for line in lines if line.startswith("llama31_8b "))
+    assert re.search(r" bf16 fp8 mxfp8 nvfp4 +H100 4-128, B200 8, GB200 8, GB300 8", line)
+
+
+def test_list_says_what_it_leaves_out(capsys):
+    assert main(["list", "llama31_8b_bf16"]) == 0
+    assert "\n1 row for one GPU: --all" in capsys.readouterr().out
+    lines = [line for line in listing.rows() if line["recipe"] == "llama31_8b_bf16"]
+    assert listing.table(lines, 120)[1] == ()
+    narrow, left_out = listing.table(lines, 80)
+    assert left_out == ("mesh", "layers", "batch")
+    assert [column.header for column in narrow.columns][-1] == "step s"
 
 
 def test_list_is_filtered():

@@ -1,4 +1,5 @@
-"""The command `jaxbench list`: rows of recipes, with forecast and published step times."""
+"""The command `jaxbench list`: models, and the rows of recipes with their forecast and published
+throughput."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,37 +14,42 @@ from jaxbench.base.terminal import Parser, command, completes, console
 from jaxbench.recipe import planned, published, recipes
 
 EXAMPLES = """
-    jaxbench list                            every row
-    jaxbench list llama --gpu gb200          rows of Llama that are for GB200
+    jaxbench list                            every model: its precisions, GPUs and numbers of GPUs
+    jaxbench list llama --gpu gb200          rows of Llama for the GB200
     jaxbench list 70b fp8 --gpus 64          one row: 70B in FP8 on 64 GPUs
+    jaxbench list --all                      every row, also those of one GPU
 """
 
-LEGEND = """
-forecast: seconds per step as jaxbench plan expects them; not measured.
-published: of another program that does the same work, on this GPU or the one that is named; MFU as
-its source prints it.
-Every recipe has a smoke row too, for a CPU."""
+OVERVIEW = """
+A recipe is a model and a precision, such as {recipe}.
+`jaxbench list {model}` shows its rows, with mesh, forecast and published throughput."""
 
-COLUMNS = ("recipe", "GPU", "GPUs", "mesh", "forecast s", "published s", "ratio", "MFU %", "layers",
+LEGEND = """
+forecast: tokens/s per GPU that jaxbench plan expects, not measured; step s: the same as seconds.
+published: another program's tokens/s per GPU for the same work, on this GPU or the one in brackets.
+ratio: forecast over published; above 1, we expect to be faster."""
+
+COLUMNS = ("recipe", "GPU", "GPUs", "forecast", "published", "ratio", "step s", "mesh", "layers",
            "batch")  # fmt: skip
-WIDE, FURTHER = 115, 3
-"""Characters of a terminal that shows all columns, and the number of columns that a narrower one
-leaves out at the end."""
+WIDTHS = {115: 10, 100: 8, 0: 7}
+"""The number of columns that a terminal of at least so many characters shows."""
 
 
 def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
     parser = Parser(
         prog="jaxbench list", examples=EXAMPLES,
-        description="Every recipe with its rows: mesh, batch, forecast and published step time.",
+        description="Which benchmarks there are. Without options: a line for each model. With "
+        "words or options: rows, with their forecast and published throughput.",
     )  # fmt: skip
     add = parser.add_argument_group("which rows").add_argument
     completes(
         add("words", nargs="*", metavar="WORD", help="parts of a recipe's name: llama 70b fp8"),
         recipes.names,
     )
-    add("--gpu", choices=list(hardware.PLANNED), help="rows that are for this GPU")
-    add("--gpus", type=int, metavar="N", help="rows for so many GPUs")
+    add("--gpu", choices=list(hardware.PLANNED), help="rows for this GPU")
+    add("--gpus", type=int, metavar="N", help="rows for this number of GPUs")
+    add("--all", action="store_true", help="also rows for one GPU, with models cut to a few layers")
     return parser
 
 
@@ -57,6 +63,7 @@ def rows() -> Iterator[dict[str, Any]]:
             if row == recipes.SMOKE:
                 continue
             run = recipes.resolve(recipe.on(gpu), row)
+            step_s = planned.get((recipe.name, gpu.name.lower(), run.gpus))
             yield {
                 "recipe": recipe.name,
                 "gpu": gpu,
@@ -64,7 +71,8 @@ def rows() -> Iterator[dict[str, Any]]:
                 "layers": run.model.layers,
                 "mesh": run.mesh_text(),
                 "batch": run.batch.global_batch,
-                "forecast_s": planned.get((recipe.name, gpu.name.lower(), run.gpus)),
+                "step_s": step_s,
+                "forecast": run.tokens_per_step / step_s / run.gpus if step_s else None,
                 "published": published.lookup(run, gpu),
             }
 
@@ -104,39 +112,74 @@ def chosen(
     return [line for line in kept if gpus in (None, line["gpus"])]
 
 
-def table(lines: Sequence[dict[str, Any]], width: int) -> Table:
-    """The rows as a table for a terminal of `width` characters."""
+def overview(lines: Sequence[dict[str, Any]]) -> Table:
+    """A line for each model: its precisions, and the numbers of GPUs of its rows."""
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    columns = COLUMNS if width >= WIDE else COLUMNS[:-FURTHER]
-    for heading in columns:
+    for heading in ("model", "precisions", "GPUs"):
+        grid.add_column(heading, no_wrap=heading == "model")
+    models: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        models.setdefault(line["recipe"].rpartition("_")[0], []).append(line)
+    for model, its in models.items():
+        precisions = dict.fromkeys(line["recipe"].rpartition("_")[2] for line in its)
+        counts: dict[str, set[int]] = {}
+        for line in its:
+            counts.setdefault(line["gpu"].name, set()).add(line["gpus"])
+        ranges = (
+            f"{gpu} {'-'.join(dict.fromkeys(map(str, (min(n), max(n)))))}"
+            for gpu, n in counts.items()
+        )
+        grid.add_row(model, " ".join(precisions), ", ".join(ranges))
+    return grid
+
+
+def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[str]]:
+    """The rows as a table for a terminal of `width` characters, and the columns that it has no
+    room for."""
+    shown = next(count for least, count in WIDTHS.items() if width >= least)
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in COLUMNS[:shown]:
         text = heading in ("recipe", "GPU", "mesh")
         grid.add_column(heading, justify="left" if text else "right", no_wrap=heading != "mesh")
     for line in lines:
-        row, forecast = line["published"], line["forecast_s"]
+        row, forecast = line["published"], line["forecast"]
+        rate = row.tokens_per_step / row.step_time_s / row.gpus if row else None
         other = f" ({row.gpu.name})" if row and row.gpu is not line["gpu"] else ""
         cells = (
             line["recipe"],
             line["gpu"].name,
             str(line["gpus"]),
+            f"{forecast:,.0f}" if forecast else "",
+            f"{rate:,.0f}{other}" if rate else "",
+            f"{forecast / rate:.2f}" if forecast and rate and not other else "",
+            f"{line['step_s']:.3f}" if forecast else "",
             line["mesh"],
-            f"{forecast:.3f}" if forecast else "",
-            f"{row.step_time_s:.3f}{other}" if row else "",
-            f"{forecast / row.step_time_s:.2f}" if forecast and row and not other else "",
-            str(row.mfu_pct) if row and row.mfu_pct else "",
             str(line["layers"]),
             str(line["batch"]),
         )
-        grid.add_row(*cells[: len(columns)])
-    return grid
+        grid.add_row(*cells[:shown])
+    return grid, COLUMNS[shown:]
 
 
 @command
 def main(argv: Sequence[str] | None) -> int:
-    """Prints the table."""
+    """Prints the models, or the rows that were asked for."""
     args = make_parser().parse_args(argv)
-    lines = chosen([*rows()], args.words, args.gpu, args.gpus)
+    every = [*rows()]
     output = console()
-    output.print(table(lines, output.width))
-    shown = len({line["recipe"] for line in lines})
-    output.print(f"\n{counted(len(lines), 'row')} of {counted(shown, 'recipe')}.{LEGEND}")
+    if not (args.words or args.gpu or args.gpus or args.all):
+        output.print(overview([line for line in every if line["gpus"] > 1]))
+        example = every[0]["recipe"]
+        output.print(OVERVIEW.format(recipe=example, model=example.rpartition("_")[0]))
+        return 0
+    lines = chosen(every, args.words, args.gpu, args.gpus)
+    kept = [line for line in lines if line["gpus"] > 1 or args.all] or lines
+    grid, left_out = table(kept, output.width)
+    output.print(grid)
+    shown = len({line["recipe"] for line in kept})
+    output.print(f"\n{counted(len(kept), 'row')} of {counted(shown, 'recipe')}.{LEGEND}")
+    if len(kept) < len(lines):
+        output.print(f"{counted(len(lines) - len(kept), 'row')} for one GPU: --all")
+    if left_out:
+        output.print(f"A wider window also shows: {', '.join(left_out)}.")
     return 0
