@@ -55,21 +55,27 @@ def find_run(args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Ove
     check_profiled(args, jax.process_count())
     if args.local_devices is not None:
         devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
-    if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
-        print("warning: JAX does not see this machine's GPU: pip install '.[gpu]'", file=sys.stderr)
     gpu = identify(jax.devices()[0].device_kind)
+    warnings = []
+    if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
+        warnings.append("warning: JAX does not see this machine's GPU: pip install '.[gpu]'")
     if line := devices.other_gpu(gpu):
-        print(f"warning: {line}", file=sys.stderr)
+        warnings.append(f"warning: {line}")
+    _warn(warnings)
     run = resolve(args, recipe, overrides, platform, count, gpu)
     check_run(run, platform, gpu)
-    if jax.process_index() == 0:
-        for line in flags.overruled(run, platform):
-            print(line, file=sys.stderr)
+    _warn(flags.overruled(run, platform))
     if args.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     if platform == "gpu" and READS_HOST:
         host_memory.check_host_memory(host_bytes(run), "hosts before compiling")
     return run
+
+
+def _warn(lines: list[str]) -> None:
+    """Prints lines once for the job."""
+    for line in lines if jax.process_index() == 0 else []:
+        print(line, file=sys.stderr)
 
 
 def resolve(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxbench import mesh
-from jaxbench.base.errors import STATUS, RunFailed, listed
+from jaxbench.base.errors import STATUS, RecipeError, RunFailed, listed
 from jaxbench.base.files import write_json
 from jaxbench.base.terminal import live
 from jaxbench.cluster import job
@@ -35,7 +35,7 @@ from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import begun, new_record
 from jaxbench.run.step_errors import Launches
-from jaxbench.train.loop import Pause, run_steps
+from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
 
@@ -80,7 +80,8 @@ def benchmark(run: Run, session: Session) -> int:
             tell(f"error: {reason}")
         recorder.finish(status, reason, cause)
         signals.close()
-    except (RunFailed, OSError, jax.errors.JaxRuntimeError) as error:  # outside of training
+    except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
+        # Outside of training.
         return refuse(error, wait=False)
     if status == "interrupted":
         number = signals.agreed or signals.received or signal.SIGINT
@@ -148,18 +149,20 @@ class Attempt:
         if number and cause_of(error) == "network":
             # Another process that is before its first step ends at once on the job's signal.
             return "interrupted", name_of(number), None
-        reason, cause, own = one_line(error), cause_of(error), isinstance(error, RunFailed)
-        if own:
+        reason, cause = one_line(error), cause_of(error)
+        is_ours = isinstance(error, RecipeError | RunFailed)
+        if is_ours:
             reason = str(error)
         elif cause == "failed":
             traceback.print_exception(error)
         if cause in ("gpu", "network") and self.launches and (gpu := self.launches.failed()):
             reason = f"{gpu}: {reason}"
-        lost = None if own and cause != "network" else self.watchdog.lost()
+        lost = None if is_ours and cause != "network" else self.watchdog.lost()
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
 
     def _train(self) -> None:
-        program = self.launches = Launches(compiled := self._compile(), self._failed_launch)
+        compiled = self._compile()
+        self.launches = Launches(compiled, self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restore(), self._saver()
         pauses = self._pauses(saver, compiled)
@@ -169,7 +172,7 @@ class Attempt:
         recompiled = compilations()
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
         with contextlib.ExitStack() as sampled:
-            for step in run_steps(self.run, program, self._stop, state, pauses):
+            for step in run_steps(self.run, self.launches, self._stop, state, pauses):
                 self.watchdog.completed = step["step"]
                 if recompiled and times:
                     step["compiled_s"] = sum(recompiled)
@@ -190,10 +193,7 @@ class Attempt:
             self.recorder.say(line)
         if self.session.options.nccl_trace and not self.signals.agreed:
             profiling.check_nccl_trace(self.session.folder, self.recorder.say)
-        self._refuse(job.broadcast("rate", self._rate_problem))
-
-    def _rate_problem(self) -> str | None:
-        return plausible.rate_problem(self.recorder.summary())
+        self._refuse(job.broadcast("rate", lambda: plausible.rate_problem(self.recorder.summary())))
 
     def _refuse(self, problem: str | None) -> None:
         """Raises RunFailed for implausible figures, except on a null GPU."""
@@ -208,8 +208,7 @@ class Attempt:
 
     def _enter(self, phase: str, detail: str) -> None:
         """Begins a phase, for the watchdog and in the log."""
-        # For the watchdog training begins with the first step; until then weights are initialized.
-        self.watchdog.phase = "loading" if phase == "training" else phase
+        self.watchdog.phase = phase
         self.recorder.phase(phase, detail)
 
     def _stop(self, step: int) -> bool:
@@ -250,8 +249,8 @@ class Attempt:
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
-        recorder.add(kernels=kernels(run))
-        recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
+        recorder.add(kernels=(described := kernels(run)))
+        recorder.say(", ".join(f"{part}: {by}" for part, by in described.items()))
         if options.pgle:
             compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
             recorder.add(pgle=pgle)
@@ -260,10 +259,10 @@ class Attempt:
             recorder.add(repeatable=repeatable.check(run, compiled, recorder.say))
         return compiled
 
-    def _restore(self) -> State | None:
-        """The state of the checkpoint to start from; None without one."""
+    def _restore(self) -> State:
+        """The state of the checkpoint to start from, or the initial state without one."""
         if self.session.restore is None:
-            return None
+            return new_state(self.run)
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
         like, skipped = abstract_state(self.run), list(self.session.skipped)

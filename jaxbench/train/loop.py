@@ -33,12 +33,13 @@ def run_steps(
     """Trains from `state`, or from the initial one, and yields the figures of each completed step.
 
     A step is queued before the figures of the previous one are awaited, so the device never waits
-    for the host. Step times are from completion to completion. `wait_s` is the part of it for which
-    the host waited. `host_s` is how long the caller worked on the figures of the previous step; it
-    lengthens a step only if it is longer than the step. No step n is started after `stop(n)`.
+    for the host. Step times are from completion to completion. `wait_s` is the part of the step
+    time for which the host waited. `host_s` is the time from the completion of the previous step
+    until the caller asked for the next figures; it lengthens a step only if it is longer than the
+    step. No step n is started after `stop(n)`.
     """
     if state is None:
-        state = jax.block_until_ready(jax.jit(partial(init_state, run))())
+        state = new_state(run)
     last_completed, host_s = time.perf_counter(), 0.0
 
     def completed(step: int, figures: dict[str, jax.Array]) -> dict[str, Any]:
@@ -69,6 +70,11 @@ def run_steps(
             last_completed, host_s = time.perf_counter(), 0.0
         state, figures = program(state)
         queued.append((step, figures))
+
+
+def new_state(run: Run) -> State:
+    """The initial state on the current mesh."""
+    return jax.block_until_ready(jax.jit(partial(init_state, run))())
 
 
 def memory() -> dict[str, int]:

@@ -17,11 +17,13 @@ from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
 from jaxbench.base.errors import STATUS, RecipeError
+from jaxbench.cluster import ending
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.recipe import recipes
 from jaxbench.run import command, saved_checkpoints
 from jaxbench.run import prepare as beginning
-from jaxbench.run.session import Attempt
+from jaxbench.run.arguments import parse_arguments
+from jaxbench.run.session import Attempt, Session, benchmark
 
 STEPS = 400
 SAVING = (*TINY, "--steps", STEPS, "--checkpoint-every", 50, "--resume")
@@ -174,6 +176,30 @@ def test_a_peer_lost_after_the_job_s_signal_is_its_consequence(number, outcome, 
     status, reason, _ = attempt.outcome()
     assert status == outcome[0]
     assert reason.startswith(outcome[1])
+
+
+def test_a_mistake_that_the_compiler_finds_is_one_line_and_no_lost_rank(monkeypatch):
+    def refuse(_):
+        raise RecipeError("xla_gpu_some_flag is unknown")
+
+    monkeypatch.setattr(Attempt, "_train", refuse)
+    monkeypatch.setattr(Watchdog, "lost", lambda _: "rank 1 is lost")
+    attempt = object.__new__(Attempt)
+    attempt.run, attempt.watchdog = tiny_run(), Watchdog()
+    attempt.signals = SimpleNamespace(received=None, agreed=None)
+    assert attempt.outcome() == ("failed", "xla_gpu_some_flag is unknown", "mistake")
+
+
+def test_a_rank_that_reads_a_stale_record_ends_with_one_line(tmp_path, monkeypatch, capsys):
+    """It does not wait for the others, as an exit with a traceback would."""
+    (tmp_path / "run.json").write_text("{")
+    waits = []
+    monkeypatch.setattr(ending, "leave", lambda status, wait: waits.append(wait) or status)
+    options = parse_arguments(["--config", "x", "--output", str(tmp_path), "--resume"])
+    session = Session(folder=tmp_path, restore=None, options=options)
+    assert benchmark(tiny_run(), session) == 2
+    assert "is no whole record" in capsys.readouterr().err
+    assert waits == [False]
 
 
 @pytest.mark.slow

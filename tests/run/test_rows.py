@@ -25,6 +25,15 @@ def found(monkeypatch):
     return find
 
 
+def test_a_warning_is_printed_once_for_the_job(found, monkeypatch, capsys):
+    monkeypatch.setattr(command.devices, "other_gpu", lambda gpu: "other GPUs")
+    found("llama31_405b_bf16", "NVIDIA GB200", 256)
+    assert capsys.readouterr().err == "warning: other GPUs\n"
+    monkeypatch.setattr(command.jax, "process_index", lambda: 1)
+    found("llama31_405b_bf16", "NVIDIA GB200", 256)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_kind_of_gpu_chooses_its_rows(found):
     run, reasons = found("llama31_405b_bf16", "NVIDIA GB200", 256)
     assert (run.row, run.label, run.model.layers, reasons) == ("256", "full", 126, [])
