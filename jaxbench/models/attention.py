@@ -50,8 +50,11 @@ class Attention(nnx.Module):
         self.out = Weight(out, quantized=True)
         self.query_norm = RMSNorm(cfg, "head_dim", head_dim) if mixer.qk_norm else None
         self.key_norm = RMSNorm(cfg, "head_dim", head_dim) if mixer.qk_norm else None
-        sinks = normal(k_sinks, cfg, "heads", (mixer.heads,), fan_in=cfg.embed)
-        self.sinks = Vector(sinks) if mixer.sinks else None
+        self.sinks = (
+            Vector(normal(k_sinks, cfg, "heads", (mixer.heads,), fan_in=cfg.embed))
+            if mixer.sinks
+            else None
+        )
         of_heads = "kv_heads group head_dim"
         self.qkv_bias = zero_bias(of_heads, self.qkv.shape[1:]) if mixer.biases else None
         self.out_bias = zero_bias("embed", (cfg.embed,)) if mixer.biases else None

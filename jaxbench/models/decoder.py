@@ -91,7 +91,7 @@ class Segment:
     """Consecutive blocks of one stack that have the same settings.
 
     `stack` is the index of the stack, and `repeats` says which of its blocks. `bf16` are the mixers
-    of a block, by position, whose matmuls stay in bf16 in an FP8 run.
+    of a block, by position, whose matmuls stay in bf16 in a quantized run.
     """
 
     stack: int
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self):
-        """The compute dtype, which is the dtype of the weights."""
+        """The dtype of the `Weight`s; after `train.step.compute_weights` the compute dtype."""
         leaves = jax.tree.leaves(self.stacks, is_leaf=lambda v: isinstance(v, Weight))
         return next(w for w in leaves if isinstance(w, Weight))[...].dtype
 
@@ -141,8 +141,8 @@ class Decoder(nnx.Module):
         scaled: Sequence[quantized.Scaled] = (),
         loop: LayerLoop | None = None,
     ) -> tuple[Float[Array, ""], routing.Figures]:
-        """(mean cross entropy over all tokens in nats, routing figures). In an FP8 run `scaled` has
-        the FP8 weights and scales of each stack.
+        """(mean cross entropy over all tokens in nats, routing figures). In a quantized run
+        `scaled` has the quantized weights and scales of each stack.
 
         The load-balance losses and the loss of multi-token prediction contribute gradients, but are
         not part of the value.
@@ -226,7 +226,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     """
     result, first = [], 0
     counts, mixers = execution.saved(cfg.layers), len(cfg.layer_patterns[0])
-    fp8_layers = range(precision.first_bf16_layers, cfg.layers - precision.last_bf16_layers)
+    quantized_layers = range(precision.first_bf16_layers, cfg.layers - precision.last_bf16_layers)
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
         size = len(pattern) // mixers
 
@@ -234,7 +234,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
             return min(max((layers - first) // size, 0), times)
 
         in_bf16 = [
-            frozenset(n for n in range(len(pattern)) if layer + n // mixers not in fp8_layers)
+            frozenset(n for n in range(len(pattern)) if layer + n // mixers not in quantized_layers)
             for layer in range(first, first + times * size, size)
         ]
         changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}

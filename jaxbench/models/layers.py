@@ -1,8 +1,8 @@
 """What all mixers share: weights, norms, embedding, and rotary positions.
 
 Dimension letters as in `ops`. s is `shard_seq` (`mesh`): the global length S outside a `shard_map`,
-and a device's part of it inside. Weights have `embed` as their first dimension and are sharded over
-it at rest.
+and a device's part of it inside. The first dimension of a matmul's weight, or the first one after
+the experts, is the one that is gathered for use, usually `embed`.
 """
 
 import math
@@ -24,17 +24,18 @@ TRUNCATED_STD = 0.87962566103423978
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
-Hidden = Float[Array, "B S D"]
+Hidden = Float[Array, "B s D"]
 """The hidden state, the input and output of every layer."""
 
 RoutingFigures = tuple[tuple[Array, Array, Array], ...]
-"""Routing figures (`ops.moe.Experts`) of each layer with experts; other layers have none."""
+"""Routing figures (`models.experts.Experts.__call__`) of each layer with experts; other layers have
+none."""
 
 LayerOutput = tuple[Hidden, RoutingFigures]
 
 
 class Weight(nnx.Param):
-    """A matrix that `dense.dot` multiplies by, cast to the compute dtype once per step. With
+    """The matrix of a matmul, cast to the compute dtype once per step. With
     `quantized=True` the matmul runs in the quantized format of the recipe. `experts=True` says that
     the first dimension is that of experts."""
 
@@ -117,7 +118,8 @@ NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}
 
 
 class Embedding(nnx.Module):
-    """The input of the first layer. The table is used in fp32, sharded over `embed`."""
+    """The input of the first layer. The table stays in fp32, sharded over `embed`; the rows that
+    are looked up are cast."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
@@ -127,7 +129,7 @@ class Embedding(nnx.Module):
             std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
         )
 
-    def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B s D"]:
+    def __call__(self, tokens: Int[Array, "B S"], dtype) -> Hidden:
         return times_constant(embedding.look_up(self.table[...], tokens, dtype), self.scale)
 
 

@@ -51,6 +51,7 @@ class SquaredReluMlp(nnx.Module):
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
         up = save(dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
+        # In the compute dtype, unlike `gating.squared_relu`: a square is rounded once either way.
         y = dense.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")
         return mesh.scatter_seq(y), ()
 

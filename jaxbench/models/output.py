@@ -37,7 +37,7 @@ class Prediction(nnx.Module):
         shape = 2 * cfg.embed, cfg.embed
         self.project = Weight(normal(key, cfg, "embed latent", shape, fan_in=2 * cfg.embed))
 
-    def __call__(self, embedded: Float[Array, "B S D"], hidden: Hidden) -> Hidden:
+    def __call__(self, embedded: Hidden, hidden: Hidden) -> Hidden:
         """The input of the block, from the embedding of the next tokens and the normed h."""
         both = self.embedding_norm(embedded), self.hidden_norm(hidden)
         x = jnp.concatenate(both, axis=-1)
@@ -57,7 +57,7 @@ def output_loss(
     cfg: ModelConfig,
     output: Output,
     embedding: Embedding,
-    hidden: Float[Array, "B s D"],
+    hidden: Hidden,
     batch: Batch,
     apply: Callable[[Hidden, int], LayerOutput],
 ) -> tuple[Float[Array, ""], list[RoutingFigures]]:
@@ -70,8 +70,9 @@ def output_loss(
     (norm, head, prediction), (tokens, targets, _) = output, batch
     hidden = norm(hidden)
     value = head_loss(cfg, head, hidden, targets)
-    if cfg.prediction is None or prediction is None:
+    if prediction is None:
         return value, []
+    assert cfg.prediction
     all_figures = []
     further = jnp.zeros(())
     for depth in range(cfg.prediction.depth):
@@ -89,7 +90,7 @@ def output_loss(
 def head_loss(
     cfg: ModelConfig,
     head: Float[Array, "D V"],
-    hidden: Float[Array, "B s D"],
+    hidden: Hidden,
     targets: Int[Array, "B S"],
     masked: bool = False,
 ) -> Float[Array, ""]:

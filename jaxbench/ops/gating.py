@@ -54,8 +54,8 @@ def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = N
 
 
 def squared_relu(up: Float[Array, "*T F"], weights: Float[Array, "*T"]) -> Float[Array, "*T F"]:
-    """relu(up)^2 times one weight per token. It computes in fp32 and returns the dtype of `up`,
-    which remat policies save."""
+    """relu(up)^2 times one weight per token, for experts. It computes in fp32 and returns the dtype
+    of `up`. Remat policies can save `up`."""
     wide = save(up, "up").astype(jnp.float32)
     return (jnp.square(jax.nn.relu(wide)) * weights[..., None]).astype(up.dtype)
 

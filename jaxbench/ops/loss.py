@@ -53,7 +53,8 @@ def cross_entropy(
     targets: Int[Array, "B S"],
     options: Options = PLAIN,
 ) -> Float[Array, ""]:
-    """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32.
+    """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32;
+    with `masked` over the tokens whose target is not `MASKED`.
 
     `hidden` is `"batch seq embed"`, `head` is a weight at rest `"embed vocab"`, and `targets` is
     `"batch seq"`. Each rank of `SEQUENCES` has other sequences.
@@ -68,10 +69,9 @@ def _forward(hidden, head, targets, options):
 
 def _backward(_, residuals, cotangent):
     def scaled(d):
-        # In fp32: 1/3 rounded to bf16 would make all gradients 1.002 times too large. A factor of
-        # an unreduced array has to be reduced over the same axes: every rank scales its part.
-        marks = PartitionSpec(reduced=jax.typeof(d).sharding.spec.unreduced)
-        return (d.astype(jnp.float32) * jax.sharding.reshard(cotangent, marks)).astype(d.dtype)
+        # The cotangent is 1 / the number of microbatches, and stays in fp32: 1/3 rounded to bf16
+        # would make all gradients 1.002 times too large.
+        return (d.astype(jnp.float32) * mesh.scaling(cotangent, d)).astype(d.dtype)
 
     return *map(scaled, residuals), None
 

@@ -1,5 +1,5 @@
-"""The dtypes in which gradients are summed over microbatches and reduced between devices. The loads
-of experts are fp32 in both, since bf16 could not count them."""
+"""Dtypes by their names in recipes, and those in which gradients are summed over microbatches and
+reduced between devices. The loads of experts are fp32 in both, since bf16 could not count them."""
 
 from typing import Any
 

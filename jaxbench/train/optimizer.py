@@ -20,18 +20,18 @@ Tree = TypeVar("Tree")
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019) with betas 0.9 and 0.95, and clipping at global norm 1.
 
-    Vectors (norm gains) are decayed only if the source does so.
+    `Vector`s are decayed only if the recipe says so; a `LoadBias` never is.
     """
 
-    def decayed(params):
-        kept = (LoadBias,) if cfg.decay_vectors else (LoadBias, Vector)
+    def decay_mask(params):
+        undecayed = (LoadBias,) if cfg.decay_vectors else (LoadBias, Vector)
         return jax.tree.map(
-            lambda p: p.replace(not isinstance(p, kept)), params, is_leaf=is_variable
+            lambda p: p.replace(not isinstance(p, undecayed)), params, is_leaf=is_variable
         )
 
     adamw = optax.adamw(
         learning_rate(cfg, steps), b1=0.9, b2=0.95, eps=cfg.eps, weight_decay=cfg.weight_decay,
-        mask=decayed,
+        mask=decay_mask,
     )  # fmt: skip
     if cfg.moments == "bf16":
         adamw = kept_in_bf16(adamw)

@@ -109,8 +109,11 @@ def kernels(run: Run) -> dict[str, str]:
     if run.model.dropless:
         by["dropless experts"] = chosen.grouped_matmul
     if run.execution.offload != "none":
-        wrong = f"none (jaxlib {jaxlib.__version__} reads them at wrong places: needs 0.11.2)"
-        by["offload"] = run.execution.offload if can_offload() else wrong
+        by["offload"] = (
+            run.execution.offload
+            if can_offload()
+            else f"none (jaxlib {jaxlib.__version__} reads them at wrong places: needs 0.11.2)"
+        )
     if flags.guided(run) and platform == "gpu":
         unknown = f"XLA's estimates (no forecast of {run.gpus} x {_device_kind()})"
         by["schedule"] = "guided by the forecast" if _forecast_gpu(run) else unknown

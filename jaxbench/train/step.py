@@ -30,8 +30,9 @@ from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, wit
 class State:
     """The state that a step changes.
 
-    `step`, an int32 scalar, is the number of the next step; data and learning rate follow from it
-    alone. `fp8` are the amax histories of delayed scaling.
+    `step`, an int32 scalar, is the number of the next step. The tokens follow from it alone. AdamW
+    keeps an equal count of its own, from which its learning rate follows. `fp8` are the amax
+    histories of delayed scaling.
     """
 
     step: Any
@@ -58,7 +59,7 @@ def train_step(
     state: State, tokens: jax.Array, targets: jax.Array, run: Run
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): (next state, figures of
-    the step)."""
+    the step). `grad_norm` is the norm before clipping."""
     (loss, routing_figures), all_grads, histories = gradients(state, tokens, targets, run)
     rate = run.model.bias_rate
     grads = all_grads if rate is None else without_loads(all_grads)

@@ -1,6 +1,7 @@
 """Causal attention: one file for each kernel, and the registry that chooses among them.
 
-A new kernel is a file and an entry in `KERNELS` (and its name in `settings.Execution.attention`).
+A new kernel is a file and an entry in `KERNELS`. If recipes may ask for it, its name also goes into
+`recipe.settings.Execution.attention`.
 Remat policies, the check of compiled programs and the plan all read that entry.
 """
 
@@ -56,7 +57,8 @@ KERNELS = {
     "xla": Kernel(call=plain.call),
     "blocks": Kernel(call=lazy("attention.soft_capped.call"), capped=True),
 }
-"""The kernels by name; `auto` takes the first one that runs."""
+"""The kernels by name. `auto` takes the first one that fits scores, dtype and platform; if that one
+refuses the model, `choose` raises an error."""
 
 
 def choose(
@@ -79,7 +81,7 @@ def choose(
     chosen = next(name for name in names if not _mismatch(name, capped, dtype, platform))
     mixer = cfg.attention_mixer
     if mixer and (refused := KERNELS[chosen].refusal(mixer, length, capability)):
-        raise RecipeError(f"{refused}; or execution.attention=xla")
+        raise RecipeError(f"{refused}; use execution.attention=xla")
     return chosen
 
 

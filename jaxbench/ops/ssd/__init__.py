@@ -58,8 +58,7 @@ IMPLEMENTATIONS = {
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
     """The name of the implementation that computes a model's mixers, with `length` tokens of a
-    sequence on each rank. Without mixers it is the first candidate. Raises RecipeError if the
-    requested implementation cannot do it."""
+    sequence on each rank. Raises RecipeError if the requested implementation cannot do it."""
     requested = execution.ssd
     if requested != "auto" and (refused := refusal(requested, cfg, dtype, length, platform)):
         raise RecipeError(f"execution.ssd = {requested} {refused}; expected auto or xla")
@@ -70,8 +69,7 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, plat
 def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:
     """Why an implementation cannot compute a model's mixers; None if it can."""
     implementation = IMPLEMENTATIONS[name]
-    if cfg.mamba is None:
-        return None
+    assert cfg.mamba
     if platform not in (implementation.platforms or (platform,)):
         return f"does not run on a {platform}"
     refused = implementation.refusal(cfg.mamba, dtype, length)
