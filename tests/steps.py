@@ -11,8 +11,7 @@ from jaxbench import mesh
 from jaxbench.models.context import make_context
 from jaxbench.models.decoder import segments
 from jaxbench.ops.layer_stack import LayerLoop
-from jaxbench.train import data
-from jaxbench.train.step import gradients, init_state, train_step
+from jaxbench.train.step import gradients, init_state, synthetic_batch, train_step
 
 MESHES = {
     "data 8": (),
@@ -38,7 +37,7 @@ def loss_and_gradients(run):
     with mesh_of(run):
         state = new_state(run)
         shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
-        batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
+        batch = synthetic_batch(run.seed, state.step, shape, run.model.vocabulary)
         (loss, _), grads, _ = jax.jit(gradients, static_argnums=3)(state, *batch, run)
         return float(loss), to_numpy(grads)
 

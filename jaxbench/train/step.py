@@ -1,5 +1,6 @@
 """The train step: state, gradients, and the optimizer's update."""
 
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from jaxbench.ops.moe.routing import Figures
 from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Precision, Run
-from jaxbench.train import data, pipeline
+from jaxbench.train import pipeline
 from jaxbench.train.gradient_dtypes import DTYPES, sum_dtype, to_reduce
 from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
 
@@ -44,7 +45,7 @@ class State:
 def init_state(run: Run) -> State:
     """The state before the first step, on the current mesh: fp32 weights, and AdamW moments in the
     dtype of `optimizer.moments`, sharded like the weights."""
-    model = Decoder(run.model, key=data.root_key(run.seed, "model"))
+    model = Decoder(run.model, key=root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
     histories = quantized.init_histories(model.stacks, run.precision)
     return State(jnp.zeros((), jnp.int32), model, optimizer, histories)
@@ -178,7 +179,32 @@ def make_program(run: Run) -> Any:
     shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
 
     def step(state: State):
-        batch = data.synthetic(run.seed, state.step, shape, run.model.vocabulary)
+        batch = synthetic_batch(run.seed, state.step, shape, run.model.vocabulary)
         return train_step(state, *batch, run)
 
     return jax.jit(step, donate_argnums=0)
+
+
+def root_key(seed: int, purpose: str) -> jax.Array:
+    """The key from which all keys of one purpose, such as `model`, are derived.
+
+    JAX derives the same key from `split(key, n)[i]` as from `fold_in(key, i)`. With one root for
+    everything, the tokens of step 1 would share a key with the layers.
+    """
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(purpose.encode()))
+
+
+def synthetic_batch(
+    seed: int, step: jax.Array, shape: tuple[int, int, int], vocabulary: int
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens, targets) of a step, int32 `"microbatch batch seq"`, made on the devices that use
+    them.
+
+    They are independent uniform integers, as in NeMo's mock data, and differ at every step. The loss
+    therefore stays near ln(vocabulary), instead of falling to zero on a memorised batch. They depend
+    only on seed and step, not on the mesh.
+    """
+    k_tokens, k_targets = jax.random.split(jax.random.fold_in(root_key(seed, "tokens"), step))
+    sharding = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
+    tokens = jax.random.randint(k_tokens, shape, 0, vocabulary, out_sharding=sharding)
+    return tokens, jax.random.randint(k_targets, shape, 0, vocabulary, out_sharding=sharding)

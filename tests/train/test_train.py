@@ -13,7 +13,6 @@ from tiny import FAMILIES, mesh_of, tiny_run, to_numpy
 from jaxbench.models.layers import Vector
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.settings import AXES
-from jaxbench.train import data
 from jaxbench.train.optimizer import learning_rate
 from jaxbench.train.program import kernels
 from jaxbench.train.step import (
@@ -21,6 +20,7 @@ from jaxbench.train.step import (
     gradients,
     init_state,
     make_program,
+    synthetic_batch,
     train_step,
 )
 
@@ -121,7 +121,7 @@ def test_three_steps_of_adamw(decay_vectors, moments):
         shape = (1, run.batch.global_batch, run.batch.sequence_length)
         gradients_of = jax.jit(gradients, static_argnums=3)
         for step in range(3):
-            batch = data.synthetic(run.seed, jnp.int32(step), shape, run.model.vocabulary)
+            batch = synthetic_batch(run.seed, jnp.int32(step), shape, run.model.vocabulary)
             all_grads.append(to_numpy(gradients_of(state, *batch, run)[1]))
             state, figures = program(state)
             norm = np.sqrt(sum(np.sum(g**2) for g in all_grads[-1].values()))
@@ -276,7 +276,7 @@ def test_tokens_depend_on_seed_and_step_alone():
     ):  # fmt: skip
         with mesh_of(tiny_run(*overrides, devices=8)):
             draws[key] = np.stack(jax.jit(
-                lambda s, seed=seed: data.synthetic(seed, s, (2, 8, 32), 64)
+                lambda s, seed=seed: synthetic_batch(seed, s, (2, 8, 32), 64)
             )(jnp.int32(step)))  # fmt: skip
     np.testing.assert_array_equal(draws["first"], draws["again"])
     assert np.mean(draws["first"] == draws["next step"]) < 0.1
@@ -312,7 +312,7 @@ def test_no_two_uses_share_a_key(monkeypatch, family):
         jax.effects_barrier()
         weights = len(uses)
         for step in range(5):
-            data.synthetic(run.seed, jnp.int32(step), (1, 8, 32), 64)
+            synthetic_batch(run.seed, jnp.int32(step), (1, 8, 32), 64)
         jax.effects_barrier()
     assert weights > 2 * run.model.layers
     assert len(uses) == weights + 3 * 5
