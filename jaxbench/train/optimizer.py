@@ -1,4 +1,5 @@
-"""AdamW and the learning-rate schedules of the published recipes."""
+"""From gradients to new weights: dtypes of gradients, AdamW, and the learning-rate schedules of the
+published recipes."""
 
 import math
 from typing import Any, TypeVar
@@ -10,11 +11,33 @@ import optax
 from jaxbench.models.layers import LoadBias, Vector
 from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.recipe.optimizer_settings import Optimizer
+from jaxbench.recipe.settings import Precision
+
+DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
+"""Dtypes by their names in recipes; of a quantized format the dtype of what is not quantized."""
 
 CLIP_NORM = 1.0
 
 Tree = TypeVar("Tree")
 """A model, or another pytree of variables."""
+
+
+def sum_dtype(variable: Any, precision: Precision) -> Any:
+    """The dtype in which gradients of a variable are summed over microbatches. The loads of experts
+    are fp32 here and in `in_reduce_dtype`, since bf16 could not count them."""
+    return jnp.float32 if isinstance(variable, LoadBias) else DTYPES[precision.accumulate]
+
+
+def in_reduce_dtype(gradients: Any, precision: Precision) -> Any:
+    """Gradients in the dtype in which they are reduced between devices."""
+    if precision.reduce == "accumulate":
+        return gradients
+    dtype = DTYPES[precision.reduce]
+
+    def cast(g: Any) -> Any:
+        return g if isinstance(g, LoadBias) else jax.tree.map(lambda a: a.astype(dtype), g)
+
+    return jax.tree.map(cast, gradients, is_leaf=is_variable)
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:

@@ -28,7 +28,7 @@ from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
 from jaxbench.recipe.repeats import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
-from jaxbench.train.gradient_dtypes import to_reduce
+from jaxbench.train.optimizer import in_reduce_dtype
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
@@ -126,7 +126,7 @@ class _Pipeline:
             first_sequences=first_sequences,
         )
         carry = rank.run_schedule()
-        d_blocks, d_ends = to_reduce((carry.d_blocks, carry.d_ends), self.run.precision)
+        d_blocks, d_ends = in_reduce_dtype((carry.d_blocks, carry.d_ends), self.run.precision)
         d_blocks = _stack(d_blocks, axis=1)
         d_staged = [
             self.stages.scatter_gradients(grad, dims, w.shape)

@@ -34,7 +34,7 @@ from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
-from jaxbench.train.gradient_dtypes import sum_dtype
+from jaxbench.train.optimizer import sum_dtype
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
 from jaxbench.train.stages import Stages

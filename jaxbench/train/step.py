@@ -22,8 +22,15 @@ from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train import pipeline
-from jaxbench.train.gradient_dtypes import DTYPES, sum_dtype, to_reduce
-from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
+from jaxbench.train.optimizer import (
+    DTYPES,
+    balance,
+    in_reduce_dtype,
+    learning_rate,
+    make_optimizer,
+    sum_dtype,
+    without_loads,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +138,7 @@ def gradients(
         start = zeros, quantized.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
-    reduced = jax.tree.map(mesh.sum_replicas, to_reduce(grads, precision), state.model)
+    reduced = jax.tree.map(mesh.sum_replicas, in_reduce_dtype(grads, precision), state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
     return values, grads, quantized.update(state.fp8, weights.stacks, observed)
 
