@@ -111,7 +111,7 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
     from jaxbench import mesh
     from jaxbench.jax_internals import attention_for_mesh, cudnn_attention
     from jaxbench.ops.attention import cudnn as attention
-    from jaxbench.ops.attention.scores import Scores
+    from jaxbench.ops.attention.plain import Scores
     from jaxbench.plan.absent import compile_only_devices
 
     seen, options = ask_cudnn.asked(gpu)

@@ -19,7 +19,7 @@ from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Weight
 from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized, ssd
-from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import undeprecated
 from jaxbench.ops.ssd import pallas as ssd_kernels

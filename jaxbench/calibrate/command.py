@@ -28,7 +28,7 @@ from jaxbench.calibrate.arguments import make_parser
 from jaxbench.cluster.timing import collective_kinds, repeated
 from jaxbench.forecast.tables import Sizes, line, text
 from jaxbench.ops import attention
-from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.quantized.operand import multiply
 from jaxbench.ops.quantized.per_tensor import VALUES
 from jaxbench.xla import flags

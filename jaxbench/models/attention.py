@@ -19,7 +19,7 @@ from jaxbench.models.layers import (
     zero_bias,
 )
 from jaxbench.ops import attention, dense
-from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.remat import save
 from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.model import ModelConfig

@@ -13,7 +13,7 @@ from tiny import tiny_run
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.attention import KERNELS, attend, choose, cudnn, soft_capped
-from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.execution import Execution
 
 RNG = np.random.default_rng(0)

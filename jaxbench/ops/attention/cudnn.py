@@ -15,7 +15,7 @@ from jaxbench.jax_internals import (
     cudnn_attention_forward,
 )
 from jaxbench.ops import latency_hints
-from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.attention_config import Attention
 
 FORWARD = "dot_product_attention_fwd_wrapper"

@@ -1,13 +1,26 @@
-"""Attention in plain JAX, which computes the scores of all pairs. It is the reference for every
-other kernel."""
+"""Attention in plain JAX, which computes the scores of all pairs: the reference for every other
+kernel. Also what all kernels get besides their operands, `Scores`."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxbench.ops.attention.scores import Scores
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How scores are computed from query and key, and which keys a query sees in addition to the
+    causal mask.
+
+    A score is `scale` times query . key. A `cap` c then bounds a score z to c tanh(z / c). With a
+    `window` a query sees at most that many positions, including its own.
+    """
+
+    scale: float
+    cap: float | None = None
+    window: int | None = None
 
 
 def call(
@@ -23,7 +36,8 @@ def call(
     value = jnp.pad(value, [*[(0, 0)] * 3, (0, key.shape[-1] - width)])
     attention = partial(jax.nn.dot_product_attention, scale=scores.scale, implementation="xla")
     if sinks is None:
-        out = attention(query, key, value, is_causal=True, local_window_size=scores.local_window)
+        to_left_and_right = scores.window and (scores.window - 1, 0)
+        out = attention(query, key, value, is_causal=True, local_window_size=to_left_and_right)
     else:
         key, value, bias, mask = _with_sinks(key, value, scores.window, sinks)
         out = attention(query, key, value, bias=bias, mask=mask)

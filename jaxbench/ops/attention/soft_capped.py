@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxbench.ops.attention.scores import Scores
+from jaxbench.ops.attention.plain import Scores
 
 BLOCK = 512
 """Positions of a block. This size makes the matmuls efficient. For a sequence with Grok-1's 48
