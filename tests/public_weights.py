@@ -6,8 +6,7 @@
 import numpy as np
 
 from jaxbench.recipe.attention_config import LatentAttentionConfig
-from jaxbench.recipe.model import ExpertsConfig, MambaConfig
-from jaxbench.recipe.repeats import repeating_blocks, stacks
+from jaxbench.recipe.model import ExpertsConfig, MambaConfig, repeating_blocks, stacks
 
 
 def transformer(model, get):

@@ -34,8 +34,16 @@ from jaxbench.ops.moe import routing
 from jaxbench.ops.remat import Policy, save
 from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
 from jaxbench.recipe.execution import Execution
-from jaxbench.recipe.model import ExpertsConfig, MambaConfig, Mixer, MlpConfig, ModelConfig
-from jaxbench.recipe.repeats import first_layers, repeating_blocks, stacks
+from jaxbench.recipe.model import (
+    ExpertsConfig,
+    MambaConfig,
+    Mixer,
+    MlpConfig,
+    ModelConfig,
+    first_layers,
+    repeating_blocks,
+    stacks,
+)
 from jaxbench.recipe.settings import Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {

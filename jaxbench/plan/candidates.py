@@ -13,7 +13,7 @@ from itertools import combinations, product
 from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import flops
 from jaxbench.recipe.activations import BF16, Activation, activations
-from jaxbench.recipe.repeats import repeating_blocks
+from jaxbench.recipe.model import repeating_blocks
 from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
 
 KEYS = (

@@ -11,9 +11,8 @@ from typing import Literal
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
 from jaxbench.recipe.execution import Execution
-from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig
+from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig, repeating_blocks
 from jaxbench.recipe.optimizer_settings import Optimizer
-from jaxbench.recipe.repeats import repeating_blocks
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist. An unused axis has size 1."""

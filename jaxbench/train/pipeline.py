@@ -26,7 +26,7 @@ from jaxbench.models.output import Output
 from jaxbench.ops import quantized
 from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
-from jaxbench.recipe.repeats import repeating_blocks, stacks
+from jaxbench.recipe.model import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
 from jaxbench.train.optimizer import in_reduce_dtype
 from jaxbench.train.pipeline_ends import Ends, EndWeights

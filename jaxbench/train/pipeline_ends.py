@@ -22,8 +22,7 @@ from jaxbench.models.output import Output, output_loss
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, read
-from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.repeats import first_layers
+from jaxbench.recipe.model import ModelConfig, first_layers
 
 
 class EndWeights(NamedTuple):

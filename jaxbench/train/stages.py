@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh
-from jaxbench.recipe.repeats import first_layers, repeating_blocks
+from jaxbench.recipe.model import first_layers, repeating_blocks
 from jaxbench.recipe.settings import Run
 
 

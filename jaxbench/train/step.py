@@ -1,4 +1,5 @@
-"""The train step: state, gradients, and the optimizer's update."""
+"""The train step: state, gradients, the optimizer's update, and synthetic tokens, which need no
+tokenizer, no download and no account."""
 
 import zlib
 from dataclasses import dataclass, replace
@@ -207,8 +208,8 @@ def synthetic_batch(
     """(tokens, targets) of a step, int32 `"microbatch batch seq"`, made on the devices that use
     them.
 
-    They are independent uniform integers, as in NeMo's mock data, and differ at every step. The loss
-    therefore stays near ln(vocabulary), instead of falling to zero on a memorised batch. They depend
+    They are independent uniform integers, as in NeMo's mock data, and differ at every step. So the
+    loss stays near ln(vocabulary), instead of falling to zero on a memorised batch. They depend
     only on seed and step, not on the mesh.
     """
     k_tokens, k_targets = jax.random.split(jax.random.fold_in(root_key(seed, "tokens"), step))
