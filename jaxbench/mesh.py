@@ -79,7 +79,7 @@ WEIGHT = {
 
 TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "embed": TABLE_EMBED}
-"""The embedding table, looked up without a gather (`ops.embedding.look_up`)."""
+"""The embedding table, looked up without a gather (`models.layers.look_up`)."""
 
 VECTOR = {
     "embed": None, "latent": None, "kv_heads": TENSOR, "heads": TENSOR, "group": None,

@@ -18,7 +18,7 @@ from jaxbench.models.context import Context as LayerContext
 from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Weight
-from jaxbench.ops import attention, dense, embedding, grouped, loss, quantized, ssd
+from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import undeprecated
@@ -245,7 +245,7 @@ def embedding_and_loss(ctx: Context) -> Iterator[Case]:
     ids = np.random.default_rng(0).integers(0, vocabulary, (1, tokens), np.int32)
 
     def looked_up(table, ids):
-        return embedding.look_up(table, ids, jnp.bfloat16)
+        return look_up(table, ids, jnp.bfloat16)
 
     def mean_loss(hidden, head, ids):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)

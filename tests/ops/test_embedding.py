@@ -7,7 +7,7 @@ import pytest
 from arrays import EPS32, MESHES, on, put
 
 from jaxbench import mesh
-from jaxbench.ops.embedding import look_up
+from jaxbench.models.layers import look_up
 
 RNG = np.random.default_rng(0)
 
