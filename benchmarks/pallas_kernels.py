@@ -33,11 +33,11 @@ from jaxbench.base import hardware  # noqa: E402
 from jaxbench.ops import ssd  # noqa: E402
 from jaxbench.ops.grouped import pallas, scaled  # noqa: E402
 from jaxbench.ops.grouped.groups import BLOCK, Groups, group  # noqa: E402
+from jaxbench.ops.implementations import TRITON  # noqa: E402
 from jaxbench.ops.pallas_call import undeprecated  # noqa: E402
 from jaxbench.ops.quantized import kernels  # noqa: E402
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks  # noqa: E402
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES  # noqa: E402
-from jaxbench.ops.registry import TRITON  # noqa: E402
 from jaxbench.ops.ssd import pallas as ssd_kernels  # noqa: E402
 from jaxbench.plan.absent import compile_only_devices  # noqa: E402
 from jaxbench.recipe import recipes  # noqa: E402

@@ -15,7 +15,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.plain import Scores
-from jaxbench.ops.registry import lazy
+from jaxbench.ops.implementations import lazy
 from jaxbench.recipe.attention_config import Attention
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig

@@ -14,8 +14,8 @@ from jaxbench.jax_internals import (
     cudnn_attention_backward,
     cudnn_attention_forward,
 )
-from jaxbench.ops import latency_hints
 from jaxbench.ops.attention.plain import Scores
+from jaxbench.ops.implementations import latency_hint
 from jaxbench.recipe.attention_config import Attention
 
 FORWARD = "dot_product_attention_fwd_wrapper"
@@ -47,13 +47,11 @@ def call(
     """Attention of one device's heads over whole sequences."""
     batch, length, heads, _ = query.shape
     # All pairs of positions count, also those above the diagonal, which the kernel skips: no kernel
-    # reaches the peak that `of_product` assumes.
+    # reaches the peak that `latency_hint` assumes.
     flops_per_feature = 2 * batch * heads * length * min(length, scores.window or length)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        with latency_hints.of_product(
-            flops_per_feature * (key.shape[-1] + value.shape[-1]), "bf16"
-        ):
+        with latency_hint(flops_per_feature * (key.shape[-1] + value.shape[-1]), "bf16"):
             if sinks is None:
                 return cudnn_attention(query, key, value, scores.scale, scores.window)
             return _with_sinks(query, key, value, sinks, scores.scale, scores.window)

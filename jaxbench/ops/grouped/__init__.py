@@ -29,7 +29,7 @@ from jaxbench.ops import quantized
 from jaxbench.ops.duplicate_producers import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
-from jaxbench.ops.registry import TRITON, lazy
+from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
@@ -29,7 +30,6 @@ from jaxbench.ops.quantized.scaling import (
     with_observed,
     zero_observed,
 )
-from jaxbench.ops.registry import lazy
 from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [

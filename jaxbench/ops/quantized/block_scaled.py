@@ -23,8 +23,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, UInt32
 
 from jaxbench import mesh
-from jaxbench.ops import draws, latency_hints
+from jaxbench.ops import draws
 from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks, dequantized, mxfp8, nvfp4
 from jaxbench.ops.quantized.operand import Operand, Product
@@ -307,7 +308,7 @@ def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
         wide = jnp.einsum("emk,enk->emn", dequantized(a), dequantized(b))
         return wide.astype(jnp.bfloat16)
     (experts, m, k), n = a.values.shape, b.values.shape[1]
-    with latency_hints.of_product(2 * experts * m * n * k, a.format):
+    with latency_hint(2 * experts * m * n * k, a.format):
         y = jax.nn.scaled_matmul(
             a.values, b.values, a.scales, b.scales, preferred_element_type=jnp.bfloat16
         )

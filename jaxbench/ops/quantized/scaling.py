@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.ops import draws
 from jaxbench.ops.draws import FIRST, Counters
+from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized.operand import Operand
 from jaxbench.ops.quantized.per_tensor import VALUES, amax_of, quantize, scale_invs_of
-from jaxbench.ops.registry import lazy
 from jaxbench.recipe.settings import Precision
 
 Histories = list[jax.Array]

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.jax_internals import empty_arrays_from, replaced
-from jaxbench.ops import latency_hints
 from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
@@ -252,5 +252,5 @@ def multiply(
     flops, dtype = 2 * m * n * a[0].shape[contracted[0]], scaling if scaling in BLOCKS else "fp8"
     # In MXFP8 it swizzles the scales of both operands by XLA, whose two kernels are marked too.
     marked = 3 if scaling == "mxfp8" else 1
-    with _traced(a[1]), latency_hints.of_product(flops // marked, dtype):
+    with _traced(a[1]), latency_hint(flops // marked, dtype):
         return cpp_extensions.gemm(*tensors, contracting_dims=tuple((dim,) for dim in contracted))

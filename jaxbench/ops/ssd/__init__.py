@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.registry import TRITON, lazy
+from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
 from jaxbench.recipe.execution import Execution

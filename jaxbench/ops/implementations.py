@@ -1,0 +1,34 @@
+"""What implementations of operators share: imports at the first call, and custom calls."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jaxbench.base import hardware
+
+TRITON = "__gpu$xla.gpu.triton"
+"""Target of the custom calls that Pallas kernels compile to."""
+
+
+def lazy(name: str) -> Callable[..., Any]:
+    """A function of `jaxbench.ops` by its name, such as `attention.soft_capped.call`. Its module is
+    imported when it is first called, so a run only loads the implementations that it uses."""
+    module, _, function = name.rpartition(".")
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(f"jaxbench.ops.{module}"), function)(*args, **options)
+
+    return call
+
+
+def latency_hint(flops: int, dtype: str) -> AbstractContextManager:
+    """Marks the custom calls that are traced inside with the time that their `flops` take at the
+    GPU's peak, so that XLA's scheduler overlaps collectives with them. Without a mark it assumes
+    that they take no time. The GPU is the H100, or the
+    B200 for a `dtype` that the H100 lacks."""
+    gpu = hardware.H100 if dtype in hardware.H100.tflops else hardware.B200
+    least_ns = flops / (gpu.tflops[dtype] * 1e3)
+    return set_xla_metadata(latency_metadata=str(round(least_ns)))
