@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxbench.base.errors import RecipeError, RunFailed, counted, listed
+from jaxbench.base.errors import RecipeError, RunFailed, cause_of, counted, listed
 from jaxbench.base.hardware import Gpu, is_null
 from jaxbench.cluster import job
-from jaxbench.cluster.causes import cause_of
 from jaxbench.jax_internals import taken_gpus
 
 LISTED = 4

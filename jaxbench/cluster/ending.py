@@ -7,8 +7,7 @@ from typing import NoReturn
 
 import jax
 
-from jaxbench.base.errors import STATUS
-from jaxbench.cluster.causes import cause_of
+from jaxbench.base.errors import STATUS, cause_of
 from jaxbench.cluster.messages import tell
 from jaxbench.jax_internals import coordination_client
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxbench.base.errors import STATUS, RecipeError, RunFailed, listed
-from jaxbench.cluster.causes import cause_of
+from jaxbench.base.errors import STATUS, RecipeError, RunFailed, cause_of, listed
 from jaxbench.cluster.membership import Membership, membership
 from jaxbench.cluster.messages import tell
 from jaxbench.jax_internals import coordination_client

@@ -24,10 +24,9 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-from jaxbench.base.errors import RunFailed
+from jaxbench.base.errors import RunFailed, cause_of
 from jaxbench.base.hardware import is_null
 from jaxbench.cluster import job
-from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.run.records import Recorder
 from jaxbench.run.saved_checkpoints import FOLDER, RECIPE, STATE, steps

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 
 from jaxbench import mesh
-from jaxbench.base.errors import STATUS, RecipeError, RunFailed, listed
+from jaxbench.base.errors import STATUS, RecipeError, RunFailed, cause_of, listed
 from jaxbench.base.files import write_json
 from jaxbench.base.terminal import live
 from jaxbench.cluster import job
-from jaxbench.cluster.causes import cause_of
 from jaxbench.cluster.devices import variables
 from jaxbench.cluster.ending import exit_now, leave, refuse
 from jaxbench.cluster.messages import tell

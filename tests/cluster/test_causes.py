@@ -6,9 +6,8 @@ import jax
 import pytest
 from commands import TINY, kill, read, start_two, wait_for_steps
 
-from jaxbench.base.errors import STATUS, RecipeError, RunFailed
+from jaxbench.base.errors import STATUS, RecipeError, RunFailed, cause_of
 from jaxbench.cluster import job
-from jaxbench.cluster.causes import cause_of
 
 NCCL = "INTERNAL: NCCL operation ncclGroupEnd() failed: {}. Last NCCL warning(error) log entry "
 
