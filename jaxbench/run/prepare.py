@@ -3,7 +3,7 @@
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,27 @@ from jaxbench.recipe.build import differing
 from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling, records, saved_checkpoints
 from jaxbench.run.arguments import Options
-from jaxbench.run.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Where a process of a run begins: folder, checkpoint and options.
+
+    `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
+    it cannot be read, and `skipped` says why newer ones are not used. `options` are those of the
+    command line.
+    """
+
+    folder: Path
+    restore: Path | None
+    options: Options
+    older: tuple[Path, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """The number of steps that were completed before this session."""
+        return int(self.restore.name) if self.restore else 0
 
 
 def prepare(run: Run, args: Options, held: ExitStack) -> tuple[Run, Session | None]:

@@ -26,10 +26,11 @@ from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
 from jaxbench.run import plausible, profiling, repeatable, sampling
-from jaxbench.run.arguments import KEEP, Options
+from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
 from jaxbench.run.live_metrics import open_stream
+from jaxbench.run.prepare import Session
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import begun, new_record
@@ -37,27 +38,6 @@ from jaxbench.run.step_errors import Launches
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """The folder and the beginning of one start of a run.
-
-    `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
-    it cannot be read, and `skipped` says why newer ones are not used. `options` are those of the
-    command line.
-    """
-
-    folder: Path
-    restore: Path | None
-    options: Options
-    older: tuple[Path, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def start(self) -> int:
-        """The number of steps that were completed before this session."""
-        return int(self.restore.name) if self.restore else 0
 
 
 def benchmark(run: Run, session: Session) -> int:
