@@ -17,7 +17,7 @@ from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.models.context import Context as LayerContext
 from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
-from jaxbench.models.layers import Weight
+from jaxbench.models.layers import Weight, look_up
 from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.grouped.groups import group

@@ -211,7 +211,7 @@ def test_head_dims_are_refused_by_compute_capability(capability, widths, message
     if message is None:
         assert choose(*arguments) == "cudnn"
     else:
-        with pytest.raises(RecipeError, match=f"{message}; or execution.attention=xla"):
+        with pytest.raises(RecipeError, match=f"{message}; use execution.attention=xla"):
             choose(*arguments)
 
 
@@ -250,7 +250,7 @@ def test_fp32_takes_the_plain_kernel():
             "gpu",
             "heads of 100 features: cuDNN attention takes multiples of 8",
         ),
-        ("model.attention.head_dim=264", "gpu", "up to 256; or execution.attention=xla"),
+        ("model.attention.head_dim=264", "gpu", "up to 256; use execution.attention=xla"),
         ("batch.sequence_length=33", "gpu", "takes even lengths"),
     ],
 )
