@@ -50,18 +50,14 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
 
 
 class Residual(nnx.Module):
-    """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and the sum work on 1/tensor of the
-    sequence."""
+    """x + mixer(norm(x)). The norm and the sum work on 1/tensor of the sequence."""
 
     def __init__(self, cfg: ModelConfig, mixer: Mixer, *, key):
         self.norm = NORMS[cfg.norm](cfg)
         self.mixer = MIXERS[type(mixer)](cfg, mixer, key=key)
-        self.post_norm = NORMS[cfg.norm](cfg) if cfg.post_norm else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         y, figures = self.mixer(self.norm(x), ctx)
-        if self.post_norm is not None:
-            y = self.post_norm(y)
         return x + y, figures
 
 

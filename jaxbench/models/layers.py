@@ -121,19 +121,13 @@ class Embedding(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
-        self.scale = cfg.embedding_scale
         sharding = mesh.spec("vocab embed", mesh.TABLE)
         self.table = nnx.Param(
             std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Float[Array, "B s D"]:
-        return times_constant(embedding.look_up(self.table[...], tokens, dtype), self.scale)
-
-
-def times_constant(x: Array, factor: float) -> Array:
-    """`x` times a constant that its dtype may not hold exactly."""
-    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+        return embedding.look_up(self.table[...], tokens, dtype)
 
 
 def rotary_tables(cfg: Attention, length: int) -> Rotary | None:

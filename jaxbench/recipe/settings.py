@@ -235,11 +235,6 @@ class Run:
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         for names in (self.execution.saved, self.execution.offloaded):
             names(self.model.layers)  # raises if they cannot read it
-        require(
-            self.model.softcap is None or self.execution.attention == "auto",
-            f"execution.attention = {self.execution.attention} has no soft cap, which "
-            "model.attention.softcap asks for; expected auto",
-        )
         if prediction := self.model.prediction:
             depth, length = prediction.depth, self.batch.sequence_length
             name = f"model.prediction.depth = {depth}"

@@ -62,9 +62,9 @@ def test_what_leaves_the_result_as_it_is_is_free(settings):
 
 def test_every_change_is_named():
     assert reasons(
-        "grok1_314b_bf16", 512, "model.experts.routing=balanced", "optimizer.eps=1e-6"
+        "grok1_314b_bf16", 512, "model.experts.routing=random", "optimizer.eps=1e-6"
     ) == [
-        "model.experts.routing is balanced, the row has learned",
+        "model.experts.routing is random, the row has learned",
         "optimizer.eps is 1e-06, the row has 1e-08",
     ]
 
