@@ -222,7 +222,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     """
     result, first = [], 0
     counts, mixers = execution.saved(cfg.layers), len(cfg.layer_patterns[0])
-    fp8_layers = range(precision.first_bf16_layers, cfg.layers - precision.last_bf16_layers)
+    first_in_bf16 = cfg.layers - precision.last_bf16_layers
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
         size = len(pattern) // mixers
 
@@ -230,7 +230,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
             return min(max((layers - first) // size, 0), times)
 
         in_bf16 = [
-            frozenset(n for n in range(len(pattern)) if layer + n // mixers not in fp8_layers)
+            frozenset(n for n in range(len(pattern)) if layer + n // mixers >= first_in_bf16)
             for layer in range(first, first + times * size, size)
         ]
         changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}

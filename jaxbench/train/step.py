@@ -21,7 +21,7 @@ from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train import data, pipeline
-from jaxbench.train.gradient_dtypes import DTYPES, sum_dtype, to_reduce
+from jaxbench.train.gradient_dtypes import DTYPES, sum_dtype
 from jaxbench.train.optimizer import balance, learning_rate, make_optimizer, without_loads
 
 
@@ -129,7 +129,7 @@ def gradients(
         start = zeros, quantized.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
-    reduced = jax.tree.map(mesh.sum_replicas, to_reduce(grads, precision), state.model)
+    reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
     return values, grads, quantized.update(state.fp8, weights.stacks, observed)
 
