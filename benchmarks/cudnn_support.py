@@ -85,7 +85,7 @@ def shapes(gpu: hardware.Gpu) -> dict[str, set[Shape]]:
                 continue
             run = recipes.resolve(on, row, devices=int(row))
             mixer, split = run.model.attention_mixer, run.parallelism
-            if mixer is None or run.model.softcap is not None:
+            if mixer is None:
                 continue
             ranks = split.tensor * split.context
             kv_heads = getattr(mixer, "kv_heads", mixer.heads)

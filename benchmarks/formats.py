@@ -4,8 +4,8 @@
 
 A token follows from the one before by a fixed permutation, but one in eight is random: the least
 loss is known, and no sequence occurs twice. Prints the mean loss of the last tenth of the steps in
-each format, and what is more than in bf16; NVFP4 also with square blocks, stochastic rounding and
-the Hadamard transform switched off one by one.
+each format, and what is more than in bf16; NVFP4 also without stochastic rounding and without the
+Hadamard transform.
 """
 
 import argparse
@@ -32,7 +32,6 @@ FORMATS = {
     "fp8, current scaling": ("dtype=fp8", "scaling=current"),
     "mxfp8": ("dtype=mxfp8",),
     "nvfp4": ("dtype=nvfp4",),
-    "nvfp4, blocks of 16 x 1 in weights": ("dtype=nvfp4", "square_blocks=false"),
     "nvfp4, rounding to nearest": ("dtype=nvfp4", "stochastic_rounding=false"),
     "nvfp4, no Hadamard transform": ("dtype=nvfp4", "hadamard=false"),
     "nvfp4, last layer in bf16": ("dtype=nvfp4", "last_bf16_layers=1"),

@@ -28,7 +28,7 @@ def put(x, dims: str, rules=mesh.ACTIVATION, dtype=jnp.float32):
     return jax.device_put(jnp.asarray(x, dtype), mesh.spec(dims, rules))
 
 
-def attention_reference(q, k, v, cap=None, window=None, sinks=None):
+def attention_reference(q, k, v, window=None, sinks=None):
     """Causal grouped-query attention in float64, one query position at a time."""
     batch, length, heads, dim = q.shape
     out = np.zeros_like(q)
@@ -38,8 +38,6 @@ def attention_reference(q, k, v, cap=None, window=None, sinks=None):
             for t in range(length):
                 seen = slice(max(0, t + 1 - (window or length)), t + 1)
                 scores = k[b, seen, group] @ q[b, t, h] / np.sqrt(dim)
-                if cap is not None:
-                    scores = cap * np.tanh(scores / cap)
                 weights = np.exp(scores)
                 sink = 0 if sinks is None else np.exp(sinks[h])
                 out[b, t, h] = weights / (weights.sum() + sink) @ v[b, seen, group]

@@ -6,14 +6,6 @@ import numpy as np
 from tiny import tiny_run
 
 tiny_grok = partial(tiny_run, family="grok1_314b_bf16")
-ORIGINAL = (
-    "model.post_norm=true", "model.tied=true", "model.embedding_scale=8.0",
-    "model.logit_scale=0.5773502691896257", "model.attention.softcap=30.0",
-    "model.attention.rope.base=10000", "model.experts.router=softmax_topk",
-    "model.experts.balance_loss=0", "model.experts.capacity_factor=null",
-    "model.experts.rank_capacity_factor=8",
-)  # fmt: skip
-"""Overrides that make the recipe Grok-1 as it was released."""
 
 
 def softmax(x):
@@ -35,10 +27,7 @@ def reference(x, router, gate_up, down, cfg):
         best = np.argsort(-logits, axis=-1, kind="stable")[:, : cfg.top_k]
         gates = np.zeros_like(logits)
         for t, chosen in enumerate(best):
-            if cfg.router == "topk_softmax":
-                gates[t, chosen] = softmax(logits[t, chosen])
-            else:
-                gates[t, chosen] = probabilities[t, chosen]
+            gates[t, chosen] = softmax(logits[t, chosen])
             loads[b, chosen] += 1
         share = loads[b] / loads[b].sum()
         losses[b] = cfg.count * np.sum(share * probabilities.mean(0))

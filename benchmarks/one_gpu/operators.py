@@ -110,8 +110,7 @@ def attentions(ctx: Context) -> Iterator[Case]:
 
             def on(platform, run=run, mixer=mixer, length=length, window=window):
                 kernel = attention.choose(run.execution, run.model, "bf16", length, platform)
-                cap = getattr(mixer, "softcap", None)
-                scores = Scores(scale=mixer.score_scale, cap=cap, window=window)
+                scores = Scores(scale=mixer.score_scale, window=window)
 
                 def function(query, key, value, *sinks):
                     return attention.attend(query, key, value, kernel, scores, *sinks)

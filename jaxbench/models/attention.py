@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         # the scores.
         query = normal(k_query, cfg, dims, queries, fan_in=cfg.embed, scale=head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, keys_values, fan_in=cfg.embed)
-        self.scores = Scores(scale=mixer.score_scale, cap=mixer.softcap, window=mixer.window)
+        self.scores = Scores(scale=mixer.score_scale, window=mixer.window)
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), quantized=True)
         shape, fan_in = (cfg.embed, mixer.heads, head_dim), mixer.heads * head_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)

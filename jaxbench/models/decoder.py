@@ -58,18 +58,14 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
 
 
 class Residual(nnx.Module):
-    """x + mixer(norm(x)), or x + norm(mixer(norm(x))). Norms and the sum work on 1/tensor of the
-    sequence."""
+    """x + mixer(norm(x)). The norm and the sum work on 1/tensor of the sequence."""
 
     def __init__(self, cfg: ModelConfig, mixer: Mixer, *, key):
         self.norm = NORMS[cfg.norm](cfg)
         self.mixer = MIXERS[type(mixer)](cfg, mixer, key=key)
-        self.post_norm = NORMS[cfg.norm](cfg) if cfg.post_norm else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         y, figures = self.mixer(self.norm(x), ctx)
-        if self.post_norm is not None:
-            y = self.post_norm(y)
         return x + y, figures
 
 
@@ -234,7 +230,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     """
     result, first = [], 0
     counts, mixers = execution.saved(cfg.layers), len(cfg.layer_patterns[0])
-    quantized_layers = range(precision.first_bf16_layers, cfg.layers - precision.last_bf16_layers)
+    first_in_bf16 = cfg.layers - precision.last_bf16_layers
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
         size = len(pattern) // mixers
 
@@ -242,7 +238,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
             return min(max((layers - first) // size, 0), times)
 
         in_bf16 = [
-            frozenset(n for n in range(len(pattern)) if layer + n // mixers not in quantized_layers)
+            frozenset(n for n in range(len(pattern)) if layer + n // mixers >= first_in_bf16)
             for layer in range(first, first + times * size, size)
         ]
         changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}

@@ -123,14 +123,13 @@ class Embedding(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
-        self.scale = cfg.embedding_scale
         sharding = mesh.spec("vocab embed", mesh.TABLE)
         self.table = nnx.Param(
             std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Hidden:
-        return times_constant(look_up(self.table[...], tokens, dtype), self.scale)
+        return look_up(self.table[...], tokens, dtype)
 
 
 def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
@@ -157,11 +156,6 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
     return mesh.on_each_device(local, out)(table, tokens)
-
-
-def times_constant(x: Array, factor: float) -> Array:
-    """`x` times a constant that its dtype may not hold exactly."""
-    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def rotary_tables(cfg: Attention, length: int) -> Rotary | None:

@@ -19,7 +19,6 @@ from jaxbench.models.layers import (
     RoutingFigures,
     Weight,
     normal,
-    times_constant,
 )
 from jaxbench.ops import dense
 from jaxbench.ops.loss import MASKED, Options, cross_entropy
@@ -95,7 +94,7 @@ def head_loss(
     masked: bool = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of a normed output, through the head."""
-    hidden = mesh.gather_seq(times_constant(hidden, cfg.logit_scale))
+    hidden = mesh.gather_seq(hidden)
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None

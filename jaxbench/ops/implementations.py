@@ -14,7 +14,7 @@ TRITON = "__gpu$xla.gpu.triton"
 
 
 def lazy(name: str) -> Callable[..., Any]:
-    """A function of `jaxbench.ops` by its name, such as `attention.soft_capped.call`. Its module is
+    """A function of `jaxbench.ops` by its name, such as `quantized.te.dot`. Its module is
     imported when it is first called, so a run only loads the implementations that it uses."""
     module, _, function = name.rpartition(".")
 

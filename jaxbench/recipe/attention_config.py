@@ -5,10 +5,6 @@ from dataclasses import dataclass
 
 from jaxbench.recipe.checks import divides, positive, require
 
-MAX_SOFTCAP = 60
-"""exp(60) and exp(-60), times any number of keys, are normal fp32 numbers. The blockwise softmax
-needs this (`ops.attention.soft_capped`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -103,8 +99,6 @@ class AttentionConfig:
     qk_norm: bool = False
     """RMSNorm of each head's query and key, before the rotary embedding (Henry et al. 2020), with
     one gain for all query heads and one for all keys"""
-    softcap: float | None = None
-    """soft cap c of the scores z: c tanh(z / c)"""
     window: int | None = None
     """in mixers `W` of the pattern: positions that a query sees, its own included (sliding window;
     Beltagy et al. 2020)"""
@@ -138,14 +132,6 @@ class AttentionConfig:
             2 <= self.head_dim * fraction <= self.head_dim,
             f"model.attention.rope.fraction = {fraction} must be at most 1 and leave a pair of "
             f"the {self.head_dim} features of a head",
-        )
-        require(
-            self.softcap is None or 0 < self.softcap <= MAX_SOFTCAP,
-            f"model.attention.softcap = {self.softcap} must be above 0 and at most {MAX_SOFTCAP}",
-        )
-        require(
-            self.softcap is None or not (self.window or self.sinks),
-            f"model.attention.softcap = {self.softcap}: no kernel has window or sinks with it",
         )
 
 

@@ -37,7 +37,7 @@ class Execution:
     which every `remat` except `none` saves. Copies to the host and back run alongside the matmuls
     of the layers (docs/design/offload.md)"""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """attention implementation; `auto` is cuDNN on GPUs, except in fp32 and with a soft cap"""
+    """attention implementation; `auto` is cuDNN on GPUs, except in fp32"""
     ssd: Literal["auto", "pallas", "xla"] = "auto"
     """the part of Mamba-2 between its projections (docs/design/scan.md); `auto` is Pallas kernels
     on GPUs where they can compute the model's mixers"""

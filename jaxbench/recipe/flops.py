@@ -29,7 +29,7 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
     embed, mixers = cfg.embed, (*cfg.mixers, *cfg.predicting)
     attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
     experts, mamba = _each(ExpertsConfig, mixers), _each(MambaConfig, mixers)
-    norms = len(mixers) * (2 if cfg.post_norm else 1) + (4 if cfg.prediction else 1)
+    norms = len(mixers) + (4 if cfg.prediction else 1)
     counts = {
         "embedding": cfg.vocabulary * embed,
         "attention": sum(

@@ -65,10 +65,10 @@ class ExpertsConfig:
     for `model.embed`"""
     shared_ffn: int | None = None
     """width of an expert that every token passes through, in addition to its chosen ones"""
-    router: Literal["topk_softmax", "softmax_topk", "sigmoid"] = "topk_softmax"
+    router: Literal["topk_softmax", "sigmoid"] = "topk_softmax"
     """how the gates of the chosen experts are computed: `topk_softmax` is the softmax over the
-    chosen logits, `softmax_topk` takes the largest values of the softmax over all logits, and
-    `sigmoid` divides the sigmoid of each by their sum (DeepSeek-AI 2024, "DeepSeek-V3")"""
+    chosen logits, and `sigmoid` divides the sigmoid of each by their sum (DeepSeek-AI 2024,
+    "DeepSeek-V3")"""
     router_dtype: Literal["fp32", "bf16"] = "fp32"
     """dtype of the router's matmul; `bf16` is the dtype of the hidden state. Everything after that
     matmul is in fp32"""
@@ -99,10 +99,9 @@ class ExpertsConfig:
     tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
     counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
     `expert` x `tensor` drops none"""
-    routing: Literal["learned", "random", "balanced"] = "learned"
+    routing: Literal["learned", "random"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
-    balancing), and `balanced` assigns experts in turn. Both take the router's choice out of a
-    benchmark. `balanced` is easier, since all experts get equally many tokens"""
+    balancing). It takes the router's choice out of a benchmark"""
 
     def __post_init__(self) -> None:
         prefix = "model.experts."
@@ -245,18 +244,12 @@ class ModelConfig:
     """RMSNorm, or LayerNorm with a gain of 1 + weight"""
     norm_eps: float = 1e-5
     """epsilon of norms, added to the variance"""
-    post_norm: bool = False
-    """a second norm, after each mixer"""
     init_std: float | None = None
     """standard deviation of Megatron's initialisation; `null` for MaxText's fan-in scaling"""
     prediction: PredictionConfig | None = None
     """multi-token prediction"""
     tied: bool = False
     """the embedding table is also the output head"""
-    embedding_scale: float = 1.0
-    """factor of the embeddings"""
-    logit_scale: float = 1.0
-    """factor of the logits"""
 
     @property
     def architecture(self) -> "ModelConfig":
@@ -300,11 +293,6 @@ class ModelConfig:
         return self.attention or self.latent_attention
 
     @property
-    def softcap(self) -> float | None:
-        """The soft cap of attention scores; None without one."""
-        return self.attention.softcap if self.attention else None
-
-    @property
     def balance_loss(self) -> float:
         """Coefficient of the load-balance loss; 0 without experts."""
         return self.experts.balance_loss if self.experts else 0.0
@@ -320,10 +308,7 @@ class ModelConfig:
         return self.experts is not None and self.experts.capacity_factor is None
 
     def __post_init__(self) -> None:
-        positive(
-            "model.", self, "layers", "embed", "vocabulary", "norm_eps", "init_std",
-            "embedding_scale", "logit_scale",
-        )  # fmt: skip
+        positive("model.", self, "layers", "embed", "vocabulary", "norm_eps", "init_std")
         require(
             self.layers <= MAX_LAYERS, f"model.layers = {self.layers} must be at most {MAX_LAYERS}"
         )

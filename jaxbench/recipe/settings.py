@@ -29,11 +29,6 @@ SMOKE_STEPS = 15
 MAX_SEED = 2**32 - 1
 """The largest seed of a JAX key."""
 
-MAX_MARGIN = 16
-"""The most headroom in powers of two. e4m3 has normal numbers over 15 powers of two, so a larger
-headroom would leave none."""
-
-
 PRODUCTS = (
     "qkv", "out", "latent", "query", "key_value", "gate_up", "up", "down", "into_latent",
     "out_of_latent", "in_proj",
@@ -54,8 +49,8 @@ class Parallelism:
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
     shorten the bubble. It requires that the number of microbatches is a multiple of `pipeline`, and
     that all layers compute alike: the same mixers (no Mamba-2; first layers that are unlike the
-    others are computed with the embedding), no layer counts in `execution.remat`, no first or last
-    layers in bf16"""
+    others are computed with the embedding), no layer counts in `execution.remat`, no last layers
+    in bf16"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -83,21 +78,15 @@ class Precision:
     for each block of 32 or 16 elements. In all three, head, embedding, attention scores and the
     Mamba-2 scan stay in bf16, norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """dtype in which gradients are summed over microbatches. With a single microbatch they stay in
-    bf16, the gradient of the embedding in fp32"""
-    reduce: Literal["accumulate", "bf16"] = "accumulate"
-    """dtype in which these sums are reduced between devices, once per step: over replicas, in a
-    pipeline over all ranks. `accumulate` leaves them as they are. Within a replica without a
+    """dtype in which gradients are summed over microbatches, and in which these sums are reduced
+    between devices, once per step: over replicas, in a pipeline over all ranks. With a single
+    microbatch they stay in bf16, the gradient of the embedding in fp32. Within a replica without a
     pipeline, the gradients of each microbatch are reduced in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
     (`delayed`, as published), or the tensor itself (`current`)"""
     amax_history: int = 1024
     """steps whose amax `delayed` scaling considers"""
-    margin: int = 0
-    """powers of two of headroom in FP8, up to 16"""
-    first_bf16_layers: int = 0
-    """first layers whose matmuls stay in bf16"""
     last_bf16_layers: int = 0
     """last layers whose matmuls stay in bf16"""
     bf16_products: str = ""
@@ -109,8 +98,6 @@ class Precision:
     implementation: Literal["auto", "te", "xla"] = "auto"
     """who computes quantized matmuls: XLA, Transformer Engine (`te`), or `auto`, which is XLA on
     every machine"""
-    square_blocks: bool = True
-    """NVFP4 weights have blocks of 16 x 16, so that all three matmuls see the same weight"""
     stochastic_rounding: bool = True
     """NVFP4 gradients are rounded stochastically"""
     hadamard: bool = True
@@ -118,12 +105,10 @@ class Precision:
 
     def __post_init__(self) -> None:
         positive("precision.", self, "amax_history")
-        not_negative("precision.", self, "margin", "first_bf16_layers", "last_bf16_layers")
+        not_negative("precision.", self, "last_bf16_layers")
         unknown = sorted(self.in_bf16 - {*PRODUCTS, "prediction"})
         known = f"expected some of {', '.join(PRODUCTS)}, prediction"
         require(not unknown, f"precision.bf16_products: no product {', '.join(unknown)}; {known}")
-        limit = f"precision.margin = {self.margin} must be at most {MAX_MARGIN}"
-        require(self.margin <= MAX_MARGIN, limit)
 
     @property
     def quantized(self) -> bool:
@@ -234,11 +219,6 @@ class Run:
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
         for names in (self.execution.saved, self.execution.offloaded):
             names(self.model.layers)  # raises if they cannot read it
-        require(
-            self.model.softcap is None or self.execution.attention == "auto",
-            f"execution.attention = {self.execution.attention} has no soft cap, which "
-            "model.attention.softcap asks for; expected auto",
-        )
         if prediction := self.model.prediction:
             depth, length = prediction.depth, self.batch.sequence_length
             name = f"model.prediction.depth = {depth}"
@@ -340,6 +320,6 @@ class Run:
         pipelined = "execution.offload: a pipeline cannot offload"
         require(self.execution.offload == "none", pipelined)
         require(
-            not (self.precision.first_bf16_layers or self.precision.last_bf16_layers),
-            f"precision: {alike}; no first_bf16_layers and last_bf16_layers",
+            self.precision.last_bf16_layers == 0,
+            f"precision.last_bf16_layers = {self.precision.last_bf16_layers}: {alike}; expected 0",
         )

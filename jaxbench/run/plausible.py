@@ -21,7 +21,7 @@ def first_loss(run: Run) -> tuple[float, float]:
     tokens.
     """
     m, tokens = run.model, run.tokens_per_step
-    variance = m.logit_scale**2 * (1 if m.init_std is None else m.init_std**2 * m.embed)
+    variance = 1 if m.init_std is None else m.init_std**2 * m.embed
     least, margin = math.log(m.vocabulary), ROUNDING + SIGMAS * math.sqrt(variance / tokens)
     return least - margin, least + variance / 2 + margin
 

@@ -24,20 +24,8 @@ Tree = TypeVar("Tree")
 
 def sum_dtype(variable: Any, precision: Precision) -> Any:
     """The dtype in which gradients of a variable are summed over microbatches. The loads of experts
-    are fp32 here and in `in_reduce_dtype`, since bf16 could not count them."""
+    are summed in fp32, since bf16 could not count them."""
     return jnp.float32 if isinstance(variable, LoadBias) else DTYPES[precision.accumulate]
-
-
-def in_reduce_dtype(gradients: Any, precision: Precision) -> Any:
-    """Gradients in the dtype in which they are reduced between devices."""
-    if precision.reduce == "accumulate":
-        return gradients
-    dtype = DTYPES[precision.reduce]
-
-    def cast(g: Any) -> Any:
-        return g if isinstance(g, LoadBias) else jax.tree.map(lambda a: a.astype(dtype), g)
-
-    return jax.tree.map(cast, gradients, is_leaf=is_variable)
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:

@@ -28,7 +28,6 @@ from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
 from jaxbench.recipe.model import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
-from jaxbench.train.optimizer import in_reduce_dtype
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
@@ -126,24 +125,23 @@ class _Pipeline:
             first_sequences=first_sequences,
         )
         carry = rank.run_schedule()
-        d_blocks, d_ends = in_reduce_dtype((carry.d_blocks, carry.d_ends), self.run.precision)
-        d_blocks = _stack(d_blocks, axis=1)
+        d_blocks = _stack(carry.d_blocks, axis=1)
         d_staged = [
             self.stages.scatter_gradients(grad, dims, w.shape)
             for grad, dims, w in zip(jax.tree.leaves(d_blocks), dims, stacked, strict=True)
         ]
         d_stacks = [
-            *self._scatter_end(self.first, d_ends.first),
+            *self._scatter_end(self.first, carry.d_ends.first),
             jax.tree.unflatten(structure, d_staged),
-            *self._scatter_end(self.last, d_ends.last),
+            *self._scatter_end(self.last, carry.d_ends.last),
         ]
-        d_norm, d_head, d_prediction = d_ends.output
+        d_norm, d_head, d_prediction = carry.d_ends.output
         d_output = Output(
             d_norm,
             mesh.scatter(d_head, self.head_dims),
             _each(mesh.scatter, d_prediction, self.prediction_dims),
         )
-        d_parts = nnx.List(d_stacks), d_ends.embedding, d_output
+        d_parts = nnx.List(d_stacks), carry.d_ends.embedding, d_output
         return carry.loss, d_parts, self._observed(carry, scaled), self._routing(carry)
 
     def _bring_end(self, part: range, weights: Decoder, scaled: Any) -> tuple[list, list]:

@@ -26,7 +26,6 @@ from jaxbench.train import pipeline
 from jaxbench.train.optimizer import (
     DTYPES,
     balance,
-    in_reduce_dtype,
     learning_rate,
     make_optimizer,
     sum_dtype,
@@ -139,7 +138,7 @@ def gradients(
         start = zeros, quantized.zero_observed(state.fp8), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
-    reduced = jax.tree.map(mesh.sum_replicas, in_reduce_dtype(grads, precision), state.model)
+    reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
     return values, grads, quantized.update(state.fp8, weights.stacks, observed)
 

@@ -1,21 +1,17 @@
-"""Grok-1 as it was released, the whole model against numpy: four norms, soft cap, tied embedding
-with multipliers, softmax before top-2, experts that drop nothing."""
+"""Grok-1, the whole model against numpy, with a head of its own and with a tied one."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import attention_reference
-from experts import ORIGINAL, reference, softmax, tiny_grok
+from experts import reference, softmax, tiny_grok
 from tiny import mesh_of
 
 from jaxbench import mesh
-from jaxbench.base.errors import RecipeError
 from jaxbench.models.context import Batch
 from jaxbench.models.decoder import Decoder
 from jaxbench.recipe import recipes
-from jaxbench.recipe.families import MODELS
-from jaxbench.train.program import kernels
 from jaxbench.train.step import compute_weights
 
 EPS32 = np.finfo(np.float32).eps
@@ -35,10 +31,10 @@ def rotate(x, base):
 
 
 def logits_reference(model, tokens, cfg):
-    """Logits of the decoder by the release's model.py, in float64."""
+    """Logits of the decoder in float64."""
     table = np.asarray(model.embedding.table[...], np.float64)
     attention, experts = model.stacks[0].layers
-    x, heads = table[tokens] * cfg.embedding_scale, cfg.attention
+    x, heads = table[tokens], cfg.attention
     for i in range(cfg.layers):
 
         def w(variable, i=i):
@@ -48,23 +44,22 @@ def logits_reference(model, tokens, cfg):
         qkv = np.einsum("bsd,dkgh->bskgh", y, w(attention.mixer.qkv))
         query = qkv[..., :-2, :].reshape(*y.shape[:2], heads.heads, heads.head_dim)
         query, key = rotate(query, heads.rope.base), rotate(qkv[..., -2, :], heads.rope.base)
-        y = attention_reference(query, key, qkv[..., -1, :], heads.softcap)
-        y = np.einsum("bsnh,dnh->bsd", y, w(attention.mixer.out))
-        x = x + norm(y, w(attention.post_norm.gain))
+        y = attention_reference(query, key, qkv[..., -1, :])
+        x = x + np.einsum("bsnh,dnh->bsd", y, w(attention.mixer.out))
         y = norm(x, w(experts.norm.gain))
         mixer = experts.mixer
-        y = reference(y, w(mixer.router), w(mixer.gate_up), w(mixer.down), cfg.experts)[0]
-        x = x + norm(y, w(experts.post_norm.gain))
-    return norm(x, np.asarray(model.norm.gain[...], np.float64)) @ table.T * cfg.logit_scale
+        x = x + reference(y, w(mixer.router), w(mixer.gate_up), w(mixer.down), cfg.experts)[0]
+    head = table.T if cfg.tied else np.asarray(model.head[...], np.float64)
+    return norm(x, np.asarray(model.norm.gain[...], np.float64)) @ head
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), pytest.param(TENSOR, marks=pytest.mark.slow)],
-    ids=["one device", "fsdp x expert x tensor"],
+    [(), ("model.tied=true",), pytest.param(TENSOR, marks=pytest.mark.slow)],
+    ids=["one device", "tied", "fsdp x expert x tensor"],
 )
-def test_loss_of_the_original_against_numpy(overrides):
-    run = tiny_grok(*ORIGINAL, *overrides, devices=8 if overrides else 1)
+def test_loss_against_numpy(overrides):
+    run = tiny_grok(*overrides, devices=8 if overrides == TENSOR else 1)
     tokens, targets = np.random.default_rng(0).integers(0, 64, size=(2, 8, 32), dtype=np.int32)
     with mesh_of(run):
         model = jax.jit(lambda: different_gains(run))()
@@ -81,34 +76,17 @@ def test_loss_of_the_original_against_numpy(overrides):
     assert abs(float(loss) - expected) < 50 * EPS32 * expected
 
 
-def test_the_record_names_the_blocks_of_capped_attention():
-    for overrides, expected in ((ORIGINAL, "blocks"), ((), "xla")):
-        run = tiny_grok(*overrides)
-        with mesh_of(run):
-            assert kernels(run)["attention"] == expected
-
-
 def different_gains(run):
     """The initial model with norm gains that differ from 1 and from each other."""
     model = Decoder(run.model, key=jax.random.key(0))
-    norms = [n for layer in model.stacks[0].layers for n in (layer.norm, layer.post_norm)]
+    norms = [layer.norm for layer in model.stacks[0].layers]
     for n, layer_norm in enumerate([*norms, model.norm]):
         gain = layer_norm.gain[...]
         layer_norm.gain[...] = gain + 0.3 * jnp.cos(n + jnp.arange(gain.shape[-1]))
     return model
 
 
-def test_soft_cap_excludes_kernels_without_one():
-    for override in ("execution.attention=cudnn", "model.attention.softcap=100"):
-        with pytest.raises(RecipeError, match=r"soft ?cap"):
-            tiny_grok("model.attention.softcap=30", override)
-
-
-def test_the_variants_differ_as_documented():
-    recipe, original = MODELS["grok1_314b"], MODELS["grok1_314b_original"]
-    assert original.embedding_scale == pytest.approx(6144**0.5)
-    assert original.logit_scale == pytest.approx(3**-0.5)
-    assert (recipe.vocabulary, original.vocabulary) == (128256, 131072)
+def test_the_published_ranks_have_the_published_capacity():
     run = recipes.resolve(recipes.load("grok1_314b_bf16"), 512)
     # The published ranks hold 1024 tokens: 256 slots for each expert.
     assert run.model.experts.capacity == 256

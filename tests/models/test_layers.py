@@ -122,14 +122,13 @@ def test_segments_of_one_remat_policy():
 
 def test_segments_of_one_precision():
     cfg = replace(MODELS["llama31_8b"], layers=5)
-    precision = Precision(first_bf16_layers=1, last_bf16_layers=1)
+    precision = Precision(last_bf16_layers=1)
     assert segments(cfg, Execution(remat="query:3"), precision) == [
-        Segment(0, slice(0, 1), Policy(frozenset({"query"})), BOTH),
-        Segment(0, slice(1, 3), Policy(frozenset({"query"}))),
+        Segment(0, slice(0, 3), Policy(frozenset({"query"}))),
         Segment(0, slice(3, 4), Policy(frozenset())),
         Segment(0, slice(4, 5), Policy(frozenset()), BOTH),
     ]
-    everything = Precision(first_bf16_layers=3, last_bf16_layers=9)
+    everything = Precision(last_bf16_layers=9)
     in_bf16 = segments(cfg, Execution(remat="none"), everything)
     assert all(segment.bf16 == BOTH for segment in in_bf16)
 
@@ -137,10 +136,9 @@ def test_segments_of_one_precision():
 def test_segments_of_blocks_of_several_layers():
     """A layer is one mixer here: of two blocks only a part stays in bf16."""
     cfg = MODELS["nemotronh_56b"]
-    precision = Precision(first_bf16_layers=2, last_bf16_layers=3)
+    precision = Precision(last_bf16_layers=3)
     assert segments(cfg, Execution(remat="up:43,mamba:114"), precision) == [
-        Segment(0, slice(0, 1), Policy(frozenset({"mamba", "up"})), BOTH),
-        Segment(0, slice(1, 3), Policy(frozenset({"mamba", "up"}))),
+        Segment(0, slice(0, 3), Policy(frozenset({"mamba", "up"}))),
         Segment(0, slice(3, 10), Policy(frozenset({"mamba"}))),
         Segment(1, slice(0, 2), Policy(frozenset({"mamba"}))),
         Segment(1, slice(2, 3), Policy(frozenset()), frozenset({1})),

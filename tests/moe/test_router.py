@@ -19,7 +19,6 @@ RNG = np.random.default_rng(0)
 SIGMOID = {"router": "sigmoid", "bias_rate": 1e-3, "gate_scale": 2.5}
 ROUTERS = {
     "softmax over the chosen": {},
-    "softmax over all": {"router": "softmax_topk"},
     "sigmoid": {"router": "sigmoid", "gate_scale": 2.5},
     "sigmoid, bias": SIGMOID,
     "sigmoid, bias, groups": {**SIGMOID, "groups": 4, "top_groups": 2},
@@ -41,8 +40,6 @@ def by_hand(logits, bias, cfg):
         chosen = sorted(allowed, key=lambda e: -score[e])[: cfg.top_k]
         if cfg.router == "topk_softmax":
             gates[t, chosen] = exponential[t, chosen] / exponential[t, chosen].sum()
-        elif cfg.router == "softmax_topk":
-            gates[t, chosen] = softmax[t, chosen]
         else:
             gates[t, chosen] = sigmoid[t, chosen] / (sigmoid[t, chosen].sum() + 1e-20)
         counted[np.argsort(-logits[t])[: cfg.top_k]] += 1

@@ -20,8 +20,8 @@ from jaxbench.ops.draws import Counters
 from jaxbench.ops.grouped import NONE
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import capacity_routes, dropless_routes
-from jaxbench.recipe import flops, published, recipes
-from jaxbench.train.step import first_sequences, make_program, train_step
+from jaxbench.recipe import flops
+from jaxbench.train.step import first_sequences, train_step
 from jaxbench.xla.hlo import Program
 
 EPS32 = np.finfo(np.float32).eps
@@ -36,8 +36,6 @@ CASES = {
     "published": (),
     "a larger capacity": ("model.experts.capacity_factor=1.5",),
     "dropless": DROPLESS,
-    "the original's router": ("model.experts.router=softmax_topk", *DROPLESS),
-    "softmax first, with drops": ("model.experts.router=softmax_topk",),
 }
 ALL_AXES = ("parallelism.expert=2", "parallelism.context=2", "parallelism.tensor=2")
 
@@ -127,24 +125,6 @@ def test_accumulation_and_balance_loss():
     assert router
     for name in router:
         assert np.abs(with_loss[1][name] - without[1][name]).max() > 1e-4
-
-
-@pytest.mark.slow
-def test_balanced_routing_drops_nothing_and_is_no_published_work():
-    run = tiny_grok("model.experts.routing=balanced")
-    with mesh_of(run):
-        state = new_state(run)
-        _, figures = make_program(run)(state)
-    assert {name: float(figures[name]) for name in
-            ("tokens_dropped", "expert_load_max", "balance_loss")} == {
-        "tokens_dropped": 0.0, "expert_load_max": 1.0, "balance_loss": pytest.approx(1.0),
-    }  # fmt: skip
-    row = recipes.resolve(
-        recipes.load("grok1_314b_bf16"),
-        512,
-        overrides=recipes.parse_overrides(["model.experts.routing=balanced"]),
-    )
-    assert published.lookup(row) is None
 
 
 def test_figures_of_a_step():

@@ -12,7 +12,7 @@ from tiny import tiny_run
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.attention import KERNELS, attend, choose, cudnn, soft_capped
+from jaxbench.ops.attention import KERNELS, attend, choose, cudnn
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.execution import Execution
 
@@ -21,7 +21,6 @@ RNG = np.random.default_rng(0)
 
 KINDS: dict[str, dict] = {
     "plain": {},
-    "capped": {"cap": 2.0},
     "window": {"window": 5},
     "sinks": {"sinks": True},
     "window and sinks": {"window": 5, "sinks": True},
@@ -30,26 +29,24 @@ KINDS: dict[str, dict] = {
 
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_and_its_gradient(mesh_name, kind, monkeypatch):
-    monkeypatch.setattr(soft_capped, "BLOCK", 4)
-    cap, window = (KINDS[kind].get(name) for name in ("cap", "window"))
+def test_attention_and_its_gradient(mesh_name, kind):
+    window = KINDS[kind].get("window")
     inputs = [RNG.normal(size=(8, 16, heads, 8)) for heads in (8, 4, 4)]
     cotangent = RNG.normal(size=inputs[0].shape)
     if "sinks" in KINDS[kind]:
         inputs.append(RNG.normal(size=8))
-    scores = Scores(scale=8**-0.5, cap=cap, window=window)
-    kernel = "xla" if cap is None else "blocks"
+    scores = Scores(scale=8**-0.5, window=window)
 
     def attended(q, k, v, sinks=None):
         # As a weight is used: marked so that its gradient stays local.
         sinks = None if sinks is None else mesh.accumulating(sinks)
-        return attend(q, k, v, kernel, scores, sinks)
+        return attend(q, k, v, "xla", scores, sinks)
 
     def loss(cotangent, *inputs):
         return jnp.sum(attended(*inputs) * cotangent)
 
     def exact(q, k, v, sinks=None):
-        return attention_reference(q, k, v, cap, window, sinks)
+        return attention_reference(q, k, v, window, sinks)
 
     with on(mesh_name):
         dims = "batch seq heads head_dim"
@@ -135,26 +132,9 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=3 * 2**-8 * np.abs(v).max())
 
 
-def test_capped_attention_needs_memory_linear_in_the_sequence():
-    """Temporaries of the compiled loss and gradients, at twice and four times the sequence."""
-    sizes = []
-    for length in (1024, 2048, 4096):
-        shapes = [jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32) for heads in (2, 1, 1)]
-
-        def loss(q, k, v):
-            return jnp.sum(soft_capped.call(q, k, v, Scores(scale=8**-0.5, cap=30.0)) ** 2)
-
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
-        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert 0 < sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0])
-    # One head's scores alone would be 64 MiB.
-    assert sizes[2] < 16 * 2**20
-
-
 def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
-    asked = {name for name, kernel in KERNELS.items() if not kernel.capped}
     hints = typing.get_type_hints(Execution)
-    assert asked == set(typing.get_args(hints["attention"])) - {"auto"}
+    assert set(KERNELS) == set(typing.get_args(hints["attention"])) - {"auto"}
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 192), (192, 128), (160, 136), (136, 64)])

@@ -27,7 +27,7 @@ VALUES = (
     "&a {heads: *a}", "{ffn: 64}",
     "!!python/object:os.system x", "&a [*a]", "fp8", "bf16", "full", "none", "query:3", "query:",
     "query:²", "cudnn", "xla", "auto", "te", "tuned,xla_a=1", "*-", "M", "E", "*E-M", "-" * 2000,
-    "silu", "relu2", "layer1p", "softmax_topk", "balanced", "1.5", "0.001", "[" * 500,
+    "silu", "relu2", "layer1p", "topk_softmax", "random", "1.5", "0.001", "[" * 500,
 )  # fmt: skip
 
 

@@ -146,7 +146,7 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         (["batch.microbatch=1.5"], "expected int, got float"),
         (["optimizer.eps=tiny"], "expected float, got str"),
         (["precision.dtype=fp4"], "expected one of bf16, fp8, mxfp8, nvfp4, fp32"),
-        (["precision.margin=-1"], "precision.margin = -1 must not be negative"),
+        (["precision.last_bf16_layers=-1"], "precision.last_bf16_layers = -1 must not be negative"),
         (["precision.amax_history=0"], "precision.amax_history = 0 must be above 0"),
         (["precision.dtype={"], "cannot read the value"),
         (["execution.remat=queries"], "cannot read 'queries'; expected none, full, or some of"),
@@ -178,7 +178,7 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         ),
         (
             ["parallelism.pipeline=2", "precision.last_bf16_layers=1"],
-            "the stages of a pipeline compute alike; no first_bf16_layers and last_bf16_layers",
+            "last_bf16_layers = 1: the stages of a pipeline compute alike; expected 0",
         ),
         (["parallelism.tensor=8"], "context x tensor = 8 must divide model.attention.kv_heads = 4"),
         (["model.vocabulary=2047", "parallelism.tensor=2"], "must divide model.vocabulary = 2047"),
@@ -263,7 +263,6 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
             ["optimizer.schedule=wsd", "optimizer.constant=5"],
             "optimizer.constant = 5: wsd has no constant tail",
         ),
-        (["precision.margin=99"], "precision.margin = 99 must be at most 16"),
         (
             [
                 "model.pattern='*E'",

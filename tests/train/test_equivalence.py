@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 from cases import tiered
-from experts import ORIGINAL
 from steps import MESHES, assert_same, loss_and_gradients
 from tiny import tiny_run
 
@@ -50,7 +49,7 @@ MODELS = {
         "model.experts={capacity_factor: 1.0, capacity_tokens: 8}",
     ),
     # Tied: gradients of the table come from both of its uses.
-    "grok1, released": ("grok1_314b_bf16", *ORIGINAL),
+    "grok1, tied": ("grok1_314b_bf16", "model.tied=true"),
 }
 """Recipes with overrides of the model."""
 
@@ -98,7 +97,7 @@ CASES = [
     # Four ranks of experts with each other axis; with stages in `test_pipeline`.
     *zip(("qwen3", "nemotron3", "deepseek3", "gpt_oss"), FOUR, [None] * 4, strict=True),
     *(("gpt_oss, with a capacity", mesh, None) for mesh in (EXPERTS, CONTEXT)),
-    *(("grok1, released", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
+    *(("grok1, tied", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
 ]
 """(model, mesh or None for one device, remat or None for the recipe's)."""
 

@@ -15,7 +15,6 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.plain import Scores
-from jaxbench.ops.implementations import lazy
 from jaxbench.recipe.attention_config import Attention
 from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
@@ -25,10 +24,9 @@ from jaxbench.recipe.model import ModelConfig
 class Kernel:
     """One way to compute attention.
 
-    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`) and `Scores`. A
-    kernel that is not `capped` also takes optional sinks (`N`). `capped` is true for a kernel that
-    computes soft-capped scores, `fp32` is false for a kernel that takes no fp32 operands, and
-    `platforms` are the platforms on which the kernel runs (None: all).
+    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and
+    optional sinks (`N`). `fp32` is false for a kernel that takes no fp32 operands, and `platforms`
+    are the platforms on which the kernel runs (None: all).
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
@@ -39,7 +37,6 @@ class Kernel:
     call: Callable[..., jax.Array]
     platforms: tuple[str, ...] | None = None
     fp32: bool = True
-    capped: bool = False
     calls: tuple[str, ...] = ()
     refusal: Callable[[Attention, int, Capability | None], str | None] = lambda *_: None
     saved: str | None = None
@@ -55,9 +52,8 @@ KERNELS = {
         saved=cudnn.FORWARD,
     ),
     "xla": Kernel(call=plain.call),
-    "blocks": Kernel(call=lazy("attention.soft_capped.call"), capped=True),
 }
-"""The kernels by name. `auto` takes the first one that fits scores, dtype and platform; if that one
+"""The kernels by name. `auto` takes the first one that fits dtype and platform; if that one
 refuses the model, `choose` raises an error."""
 
 
@@ -74,22 +70,20 @@ def choose(
     Raises RecipeError if the requested kernel does not fit, or if the chosen one cannot compute the
     model's attention.
     """
-    requested, capped = execution.attention, cfg.softcap is not None
-    if requested != "auto" and (reason := _mismatch(requested, capped, dtype, platform)):
+    requested = execution.attention
+    if requested != "auto" and (reason := _mismatch(requested, dtype, platform)):
         raise RecipeError(f"execution.attention = {requested} {reason}; expected auto")
     names = KERNELS if requested == "auto" else (requested,)
-    chosen = next(name for name in names if not _mismatch(name, capped, dtype, platform))
+    chosen = next(name for name in names if not _mismatch(name, dtype, platform))
     mixer = cfg.attention_mixer
     if mixer and (refused := KERNELS[chosen].refusal(mixer, length, capability)):
         raise RecipeError(f"{refused}; use execution.attention=xla")
     return chosen
 
 
-def _mismatch(name: str, capped: bool, dtype: str, platform: str) -> str | None:
-    """Why a kernel does not fit these scores, this dtype or this platform; None if it fits."""
+def _mismatch(name: str, dtype: str, platform: str) -> str | None:
+    """Why a kernel does not fit this dtype or this platform; None if it fits."""
     kernel = KERNELS[name]
-    if kernel.capped != capped:
-        return f"is for {'soft-capped' if kernel.capped else 'plain'} scores"
     if platform not in (kernel.platforms or (platform,)):
         return f"does not run on a {platform}"
     if dtype == "fp32" and not kernel.fp32:

@@ -14,12 +14,12 @@ class Scores:
     """How scores are computed from query and key, and which keys a query sees in addition to the
     causal mask.
 
-    A score is `scale` times query . key. A `cap` c then bounds a score z to c tanh(z / c). With a
-    `window` a query sees at most that many positions, including its own.
+    A score is `scale` times query . key. With a `window` a query sees at most that many positions,
+    including its own.
     """
 
     scale: float
-    cap: float | None = None
+
     window: int | None = None
 
 

@@ -187,7 +187,7 @@ def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Dupli
     dims = "EDPF" if w.weight.ndim == 4 else "EDF"
     inputs, outputs = ("AD", f"R{dims[2:]}") if products.into else (f"R{dims[2:]}", "AD")
     equation, spec = f"{inputs},{dims}->{outputs}", _spec(products, x.value, w.weight)
-    named = equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin
+    named = equation, spec, mesh.cotangent_spec(x.value), w.name
     if w.precision.dtype in BLOCKS:
         by = IMPLEMENTATIONS[products.implementation].in_blocks(groups)
         return quantized.dot_blocks(quantized.Product(*named), x, w, by)

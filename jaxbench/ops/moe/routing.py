@@ -23,32 +23,19 @@ def choose(
 ) -> tuple[Float[Array, "B S k"], Int[Array, "B S k"]]:
     """(gates, experts) of each token's assignments. The gates are fp32 and carry the gradient.
 
-    `topk_softmax` takes the softmax over the largest logits (Megatron). `softmax_topk` takes the
-    largest values of the softmax over all logits and does not normalise them again (Grok-1).
-    `sigmoid` takes the sigmoids of the chosen logits divided by their sum (DeepSeek-V3); it chooses
-    the largest after it has added `bias`. The gradient of the bias is the number of assignments
-    (`count_loads`). All gates are multiplied by `gate_scale`.
-
-    Of equal scores the first expert wins. Balanced routing assigns experts in turn.
+    `topk_softmax` takes the softmax over the largest logits (Megatron). `sigmoid` takes the
+    sigmoids of the chosen logits divided by their sum (DeepSeek-V3); it chooses the largest after
+    it has added `bias`. The gradient of the bias is the number of assignments (`count_loads`). All
+    gates are multiplied by `gate_scale`. Of equal scores the first expert wins.
     """
     scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
-
-    def in_turn(logits):
-        assignments = mesh.indices("shard_seq", logits.shape[1])[:, None] * cfg.top_k
-        assignments += jnp.arange(cfg.top_k)
-        return jnp.broadcast_to(assignments % cfg.count, (*logits.shape[:2], cfg.top_k))
-
-    if cfg.routing == "balanced":
-        experts = mesh.on_each_device(in_turn, PartitionSpec(*mesh.partition(logits)))(logits)
-    else:
-        biased = scores if bias is None else dense.shift(scores, bias)
-        experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
-    values = jax.nn.softmax(logits) if cfg.router == "softmax_topk" else scores
+    biased = scores if bias is None else dense.shift(scores, bias)
+    experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
     chosen = experts[..., None] == jnp.arange(cfg.count)
-    gates = jnp.sum(jnp.where(chosen, values[..., None, :], 0.0), axis=-1)
+    gates = jnp.sum(jnp.where(chosen, scores[..., None, :], 0.0), axis=-1)
     if cfg.router == "topk_softmax":
         gates = jax.nn.softmax(gates)
-    elif cfg.router == "sigmoid":
+    else:
         gates /= jnp.sum(gates, axis=-1, keepdims=True) + SMALLEST_SUM
     if bias is not None:
         of_chosen = jnp.where(chosen, dense.along(bias, scores)[..., None, :], 0.0)
@@ -93,8 +80,6 @@ def balance_shares(
         return jax.nn.softmax(logits), experts
     scores = jax.nn.sigmoid(logits)
     shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + SMALLEST_SUM)
-    if cfg.routing == "balanced":
-        return shares, experts
     return shares, jax.lax.top_k(jax.lax.stop_gradient(shares), cfg.top_k)[1]
 
 

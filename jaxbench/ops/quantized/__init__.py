@@ -92,7 +92,7 @@ def choose(precision: Precision, platform: str) -> Name:
 def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
     This matmul and both of its gradients run in the quantized format of the weight."""
-    product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name, w.precision.margin)
+    product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name)
     assert w.precision.implementation != "auto"
     chosen = IMPLEMENTATIONS[w.precision.implementation]
     if not chosen.takes(product):

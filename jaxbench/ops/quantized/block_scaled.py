@@ -42,12 +42,11 @@ def copies(precision: Precision, experts: bool) -> tuple[str, ...]:
     """The names of a weight's copies.
 
     `first` is for matmuls that contract the weight's first dimension (after the experts). `last` is
-    for matmuls that contract the other dimensions; its blocks run along the last dimension. If
-    blocks are square and there are no experts, one copy, `square`, serves both. The `first` copy of
+    for matmuls that contract the other dimensions; its blocks run along the last dimension. NVFP4's
+    blocks are square, so without experts one copy, `square`, serves both. The `first` copy of
     experts is transposed, `[E, O, D]`, so that kernels read both copies along the contraction.
     """
-    square = precision.dtype == "nvfp4" and precision.square_blocks
-    return ("square",) if square and not experts else ("first", "last")
+    return ("square",) if precision.dtype == "nvfp4" and not experts else ("first", "last")
 
 
 def at_rest(rows: int, name: str, precision: Precision) -> bool:
@@ -96,13 +95,13 @@ def quantize_stack(w: Array, amax: Array, precision: Precision, experts: bool) -
 
 def _quantized(w: Array, name: str, amax: Array, precision: Precision) -> Blocks:
     """One copy of a weight `[D, O]`, or of the weights of experts `[E, D, O]`."""
-    experts, square = w.ndim == 3, precision.dtype == "nvfp4" and precision.square_blocks
+    experts = w.ndim == 3
     turned = experts and name == "first"
     matrix = w.swapaxes(1, 2) if turned else w
     axis = matrix.ndim - (2 if name == "first" and not turned else 1)
     if precision.dtype == "mxfp8":
         return mxfp8(matrix, axis)
-    blocks = nvfp4(matrix, (w.ndim - 2, w.ndim - 1) if square else (axis,), amax)
+    blocks = nvfp4(matrix, (w.ndim - 2, w.ndim - 1), amax)
     return _of_each_row(blocks) if experts else blocks
 
 

@@ -46,14 +46,12 @@ class Operand:
 @dataclass(frozen=True)
 class Product:
     """A matmul and its gradients: the einsum, the partitions of the result and of the input's
-    gradient, the name, and the margin of the scales in powers of two. All of it is static; a
-    grouped matmul (`ops.grouped`) adds arrays."""
+    gradient, and the name. All of it is static; a grouped matmul (`ops.grouped`) adds arrays."""
 
     equation: str = field(metadata={"static": True})
     y_spec: PartitionSpec = field(metadata={"static": True})
     dx_spec: PartitionSpec = field(metadata={"static": True})
     name: str = field(metadata={"static": True})
-    margin: int = field(metadata={"static": True})
 
     @property
     def dims(self) -> tuple[str, str, str]:

@@ -16,22 +16,22 @@ TENSORS = (VALUES, VALUES, GRADIENTS)
 """The types of the three tensors of a matmul: input, weight, gradient of the output."""
 
 
-def scale_inv_of(amax: jax.Array, dtype: Any, margin: int = 0) -> jax.Array:
-    """The inverse scale of a tensor: amax 2^margin / (largest value of `dtype`); 1 for zeros.
+def scale_inv_of(amax: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse scale of a tensor: amax / (largest value of `dtype`); 1 for zeros.
 
     It is rounded up to a bf16 value, since `operand.multiply` multiplies by it in bf16. If `amax`
     is not finite it is returned as it is, so that the loss is not finite either.
     """
     smallest = jnp.finfo(jnp.float32).tiny
-    exact = jnp.maximum(amax * (2.0**margin / LARGEST[dtype]), smallest)
+    exact = jnp.maximum(amax * (1 / LARGEST[dtype]), smallest)
     bits = jax.lax.bitcast_convert_type(exact, jnp.uint32) + jnp.uint32(0xFFFF)
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(amax == 0, 1.0, jnp.where(jnp.isfinite(amax), rounded, amax))
 
 
-def scale_invs_of(amax: jax.Array, margin: int) -> jax.Array:
+def scale_invs_of(amax: jax.Array) -> jax.Array:
     """`scale_inv_of` for input, weight and gradient, which are the last dimension of `amax`."""
-    values = [scale_inv_of(amax[..., i], dtype, margin) for i, dtype in enumerate(TENSORS)]
+    values = [scale_inv_of(amax[..., i], dtype) for i, dtype in enumerate(TENSORS)]
     return jnp.stack(values, axis=-1)
 
 

@@ -121,7 +121,7 @@ def _per_tensor(
     else:  # current scaling: the matmul scales inputs and gradients
         of_weights = _weight_amax(stack)
         amax = jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
-    scale_inv = scale_invs_of(amax, precision.margin)
+    scale_inv = scale_invs_of(amax)
     stored = {
         name: _quantized(w, scale_inv[:, product, 1]) if precision.gather == "fp8" else w
         for product, (name, w) in enumerate(products(stack).items())

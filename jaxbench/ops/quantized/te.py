@@ -44,8 +44,6 @@ def refusal(precision: Precision, platform: str) -> str | None:
     """Why Transformer Engine cannot multiply here; None if it can."""
     if platform != "gpu":
         return "Transformer Engine needs an NVIDIA GPU"
-    if _scaling(precision) == "current" and precision.margin:
-        return "Transformer Engine's current scaling leaves no precision.margin"
     if reason := _unimportable():
         return f"Transformer Engine cannot be imported (README: Transformer Engine): {reason}"
     return None

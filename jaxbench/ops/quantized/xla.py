@@ -36,7 +36,7 @@ def _forward(x, weight, observed, stored, scale_inv, product):
     def local(x, stored, scale_inv, product):
         with product.scope():
             amax = amax_of(x.for_amax)
-            scale_inv_x = scale_inv_of(amax, VALUES, product.margin) if current else scale_inv[0]
+            scale_inv_x = scale_inv_of(amax, VALUES) if current else scale_inv[0]
             quantized = quantize(x.value, scale_inv_x, VALUES)
             weight = gathered(stored, dims, scale_inv[1])
             y = product.result(quantized, scale_inv_x, weight, scale_inv[1])
@@ -61,8 +61,8 @@ def _backward(residuals, dy):
             amax_dy = amax_of(dy.for_amax)
             scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
             if current:
-                scale_inv_x = scale_inv_of(amax[0], VALUES, product.margin)
-                scale_inv_dy = scale_inv_of(amax_dy, GRADIENTS, product.margin)
+                scale_inv_x = scale_inv_of(amax[0], VALUES)
+                scale_inv_dy = scale_inv_of(amax_dy, GRADIENTS)
             gradient = quantize(dy.value, scale_inv_dy, GRADIENTS)
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
