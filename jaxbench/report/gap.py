@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
 
-CLOCKED = ("matrix products", "attention", "scan", "products and attention")
+CLOCKED = ("matmuls", "attention", "scan", "matmuls and attention")
 """Parts of a plan (`plans.LABELS`) whose time is inverse to the clock of the multiprocessors."""
 
 REMAINS = "what remains"

@@ -57,7 +57,7 @@ def test_links_are_what_the_rank_that_waits_least_waits_longer(tmp_path):
     parsed = Parsed(text)
     assert parsed.all("section", id="profile")
     assert text.index("rank 0, 5 steps") < text.index("rank 11, 5 steps")
-    for said in ("all-gather over fsdp", "product bf16 1x8192x28672x64", "+0.7000"):
+    for said in ("all-gather over fsdp", "matmul bf16 1x8192x28672x64", "+0.7000"):
         assert said in text
 
 

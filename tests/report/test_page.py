@@ -272,7 +272,7 @@ def test_the_plan_of_the_same_program_is_shown(place, tmp_path):
     path.write_text(json.dumps(PLAN | {"settings": settings, "forecast": forecast}))
     status, text = page(tmp_path / "runs")
     assert status == 0
-    for said in ("matrix products", "cold starts", "forecast of the plan", "1.08 times the fore"):
+    for said in ("matmuls", "cold starts", "forecast of the plan", "1.08 times the fore"):
         assert said in text
     (line,) = [d["report"] for d in downloads(Parsed(text))]
     assert line["forecast_s"] == 6.5
