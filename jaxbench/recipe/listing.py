@@ -14,15 +14,16 @@ from jaxbench.recipe import planned, published, recipes
 
 EXAMPLES = """
     jaxbench list                            every row
-    jaxbench list llama --gpu gb200          rows of Llama that are for GB200
+    jaxbench list llama --gpu gb200          rows of Llama for GB200
     jaxbench list 70b fp8 --gpus 64          one row: 70B in FP8 on 64 GPUs
 """
 
 LEGEND = """
-forecast: seconds per step as jaxbench plan expects them; not measured.
-published: of another program that does the same work, on this GPU or the one that is named; MFU as
-its source prints it.
-Every recipe has a smoke row too, for a CPU."""
+forecast: the step time that jaxbench plan expects; not measured.
+published: the step time of another program that does the same work, on this GPU or the one in
+brackets, and its MFU as its source prints it.
+ratio: forecast over published.
+Every recipe also has a smoke row, for a CPU."""
 
 COLUMNS = ("recipe", "GPU", "GPUs", "mesh", "forecast s", "published s", "ratio", "MFU %", "layers",
            "batch")  # fmt: skip
@@ -42,8 +43,8 @@ def make_parser() -> Parser:
         add("words", nargs="*", metavar="WORD", help="parts of a recipe's name: llama 70b fp8"),
         recipes.names,
     )
-    add("--gpu", choices=list(hardware.PLANNED), help="rows that are for this GPU")
-    add("--gpus", type=int, metavar="N", help="rows for so many GPUs")
+    add("--gpu", choices=list(hardware.PLANNED), help="rows for this GPU")
+    add("--gpus", type=int, metavar="N", help="rows for this number of GPUs")
     return parser
 
 
