@@ -26,6 +26,7 @@ from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
+from jaxbench.results.plans import LABELS
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
@@ -246,12 +247,14 @@ class Attempt:
         )  # fmt: skip
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         if visible:
-            recorder.say("it has no CUDA graphs, which hide kernels from the profiler")
+            recorder.say("compiled without CUDA graphs, since they hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
         recorder.add(kernels=kernels(run))
-        recorder.say(", ".join(f"{part}: {by}" for part, by in kernels(run).items()))
+        recorder.say(
+            ", ".join(f"{LABELS.get(part, part)}: {by}" for part, by in kernels(run).items())
+        )
         if options.pgle:
             compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
             recorder.add(pgle=pgle)

@@ -118,7 +118,7 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
         ),
         (
             [*ROW, "--set", "precision.dtype=nvfp4"],
-            "nvfp4: not on H100, but on b200, b300",
+            "nvfp4: H100 does not support it; b200, b300",
         ),
         ([*ROW, "--system", "node=7"], "a domain of 8 GPUs does not consist of nodes of 7"),
         (
