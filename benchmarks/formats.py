@@ -1,11 +1,11 @@
-"""Training in each format beside bf16: losses of a small Llama on a task that can be learned.
+"""Compares training in each format with bf16: losses of a small Llama on a task that it can learn.
 
     python benchmarks/formats.py [--steps 200]
 
-A token follows from the one before by a fixed permutation, but one in eight is random: the least
-loss is known, and no sequence occurs twice. Prints the mean loss of the last tenth of the steps in
-each format, and what is more than in bf16; NVFP4 also without stochastic rounding and without the
-Hadamard transform.
+A token follows from the one before by a fixed permutation, except that one in eight is random. The
+least possible loss is therefore known, and no sequence occurs twice. Prints the mean loss of the
+last tenth of the steps in each format, and its difference from bf16. NVFP4 is also trained
+without stochastic rounding and without the Hadamard transform.
 """
 
 import argparse

@@ -229,7 +229,7 @@ def in_mode(args: argparse.Namespace, name: str) -> bool:
 
 def table(output: Path) -> str:
     """The findings as Markdown."""
-    lines = ["| check | what | verdict | figure | beside |", "|---|---|---|---|---|"]
+    lines = ["| check | what | verdict | figure | for comparison |", "|---|---|---|---|---|"]
     columns = ("check", "what", "verdict", "figure", "beside")
     lines += ["| " + " | ".join(f[c] for c in columns) + " |" for f in results(output)]
     return "\n".join(lines)

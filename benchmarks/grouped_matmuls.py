@@ -166,7 +166,7 @@ def mosaic_interpreted(m: int, n: int, k: int) -> Iterator[None]:
 class Candidate:
     """`products(product, a, b, groups)`; the context in which they run on a CPU, None without one;
     `multiplied(product, groups, rows, capability)`, the rows that others' kernels multiply, where
-    groups have so many; what has to be installed; compiler options beside the recipe's; whether
+    groups have so many; what has to be installed; compiler options besides the recipe's; whether
     XLA is told the version of cuDNN that is installed, 9.28, where plans say 9.10."""
 
     products: Callable

@@ -1,14 +1,15 @@
-"""Measures what the host takes to enqueue a step, on null GPUs, and compares plans with what ran.
+"""Measures how long the host takes to enqueue a step, on null GPUs, and compares plans with runs.
 
     python benchmarks/host_time.py [--steps 40] ['llama31_8b_bf16:8 model.layers=2' ..]
 
 Rows are given as `recipe:gpus key=value ..`; the default is row `1` of every recipe, each with and
-without command buffers. A row is planned and then run three times on null GPUs, whose kernels take
-no time (`tests/null_gpu`): its median step is the time of Python, JAX and XLA's runtime, and what
-the driver and NCCL were asked for per step is the difference of two runs of different length.
-Prints two tables: host time over the forecast step, and planned beside counted launches, NCCL
-bytes of a device, and peak memory. Times are of this machine's cores, on which the null GPUs'
-streams run too; none is a GPU's.
+without command buffers. Each row is planned, and then run three times on null GPUs, whose kernels
+take no time (`tests/null_gpu`). The median step is then the time of Python, JAX and XLA's runtime.
+The calls of the driver and of NCCL per step are the difference of two runs of different length.
+
+Prints two tables: host time over the forecast step; and launches, NCCL bytes of a device and peak
+memory, as planned and as counted. Times are of this machine's cores, on which the null GPUs'
+streams run too; no time is a GPU's.
 """
 
 import argparse

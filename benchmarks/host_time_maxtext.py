@@ -1,4 +1,4 @@
-"""Measures host time per step on null GPUs beside that of MaxText's step of the same model.
+"""Compares host time per step on null GPUs with MaxText's, for a step of the same model.
 
 MaxText is installed into an environment of its own, with the jax of this one (Python 3.12), and
 without its extras, which pin all that it depends on; Google Cloud is left out (`DECOUPLE_GCLOUD`):
@@ -17,7 +17,7 @@ sides have the row's dimensions, batch, mesh, remat and compiler options (`execu
 AdamW, clipping, cuDNN's attention, and one process for all GPUs. Each runs its own training loop on
 synthetic tokens, one after the other in each round; a round's figure is the median time from step
 to step, and its ratio is ours over MaxText's. Times are of this machine's cores, on which the null
-GPUs' streams run too; none is a GPU's.
+GPUs' streams run too; no time is a GPU's.
 """
 
 import argparse

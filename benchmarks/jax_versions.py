@@ -1,13 +1,13 @@
-"""Holds plans of the same rows against each other between versions of jax: peak memory, traffic,
-exposed time, bound, forecast and launches, by `plan --diff`.
+"""Compares plans of the same rows between versions of jax: peak memory, traffic, exposed time,
+bound, forecast and launches, by `plan --diff`.
 
     python benchmarks/jax_versions.py PYTHON PYTHON .. [--rows ROW ..] [--gpu h100] [--percent 2]
         [--output docs/jax_versions.md]
 
-Each PYTHON is of an environment with this package's dependencies and the compiler (`.[plan]`); all
-plan this tree's code. The others are held against the first. The status is 1 if a row got worse in
-one of them (`jaxbench.plan.sweep.difference`). Plans stay in results/jax_versions, so that a call
-that was interrupted goes on.
+Each PYTHON belongs to an environment with this package's dependencies and the compiler (`.[plan]`).
+All plan this tree's code. The first is compared with each of the others. The status is 1 if a row
+got worse in one of them (`jaxbench.plan.sweep.difference`). Plans stay in results/jax_versions, so
+that an interrupted call can continue.
 """
 
 import argparse

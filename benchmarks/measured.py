@@ -93,10 +93,15 @@ def grouped(findings: list[dict]) -> list[str]:
     return ["## Grouped matmuls", "", *table(columns, lines)]
 
 
+def what(finding: dict) -> str:
+    """The name of a finding. Findings of November 2026 call a matmul a product."""
+    return finding["what"].replace("FP8 product", "FP8 matmul")
+
+
 def operators(findings: list[dict]) -> list[str]:
     """Errors of operators, and differences of losses."""
     lines = [
-        [f["what"], f["verdict"], f["figure"].removeprefix("error "), f["each"]]
+        [what(f), f["verdict"], f["figure"].removeprefix("error "), f["each"]]
         for f in findings
         if f["check"] == "operators"
     ]

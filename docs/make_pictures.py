@@ -14,7 +14,7 @@ from playwright import sync_api
 ROOT = Path(__file__).parents[1]
 WIDTH, SCALE = 560, 2
 """Of a page on the picture, in pixels of CSS, and the pixels of the picture for each: README shows
-two pictures beside each other, whose words must be legible there."""
+two pictures next to each other, in which words must be legible."""
 
 PAGES = {"report": "#scaling", "plan": "#time"}
 """Page -> its section on the picture, below its head."""

@@ -39,11 +39,11 @@ COMMANDS = {
     ),
     "train": Command("run.arguments", "run.command", "run a benchmark", prints=False),
     "plan": Command(
-        "plan.arguments", "plan.command", "compile one for GPUs that are not there: does it fit, "
-        "how long will it take", first="plan.stubs",
+        "plan.arguments", "plan.command", "compile a benchmark for GPUs that are not here: does it "
+        "fit, how long will it take?", first="plan.stubs",
     ),
     "report": Command(
-        "report.arguments", "report.command", "results beside the published ones", jax=False
+        "report.arguments", "report.command", "compare results with published ones", jax=False
     ),
     "jobs": Command(
         "cluster.jobs", "cluster.jobs",
@@ -72,11 +72,14 @@ def make_parser() -> terminal.Parser:
     """The parser of all commands. It lists them, and completes words for a shell."""
     parser = terminal.Parser(
         prog="jaxbench",
-        description="LLM training benchmarks in pure JAX: one recipe per model, size and "
-        "precision, runs on GPUs, plans without one, reports beside the published figures.",
+        description="LLM training benchmarks in pure JAX, with one recipe per model, size and "
+        "precision. Runs them on GPUs, plans them without one, and compares results with "
+        "published figures.",
         examples=EXAMPLES,
     )
-    parser.add_argument("--version", action="store_true", help="versions, of what decides results")
+    parser.add_argument(
+        "--version", action="store_true", help="show the versions that decide results"
+    )
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         parser_of_command = options_of(command)

@@ -32,13 +32,13 @@ def parse_train(texts: list[str]) -> dict[str, Any]:
     try:
         options = arguments.given(texts)
     except RecipeError as error:
-        raise RecipeError(f"after --, options of train: {error}") from error
+        raise RecipeError(f"after --, in the options of train: {error}") from error
     for name, instead in RESERVED.items():
         if name in options:
-            raise RecipeError(f"{arguments.flag(name)} is the launcher's: {instead}")
+            raise RecipeError(f"only the launcher sets {arguments.flag(name)}: {instead}")
     if options.get("profile") == "nsys":
         raise RecipeError(
-            "--profile nsys is the launcher's: ENABLE_PROFILE=true starts nsys around the processes"
+            "only the launcher starts nsys: set ENABLE_PROFILE=true instead of --profile nsys"
         )
     return options
 
@@ -52,8 +52,8 @@ def merge(submit: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]
                 " ".join(arguments.as_texts({name: side[name]})) for side in (submit, train)
             )
             raise RecipeError(
-                f"{first}, which options or variables of launch/submit.sh ask for, and {second} "
-                "after -- contradict; give one"
+                f"{first} (by options or variables of launch/submit.sh) contradicts {second} "
+                "after --; give only one of them"
             )
     first, second = submit.get("set", []), train.get("set", [])
     values = dict(text.partition("=")[::2] for text in first)
@@ -83,9 +83,11 @@ def train_options(
         train["restore"] = train["restore"].absolute()
     options = merge(options, train)
     if "restore" in options and not options["restore"].is_dir():
-        raise RecipeError(f"LOAD_CHECKPOINT_PATH or --restore: {options['restore']} is no folder")
+        raise RecipeError(
+            f"LOAD_CHECKPOINT_PATH or --restore: {options['restore']} is not a folder"
+        )
     if args.cpu and "pgle" in options:
-        raise RecipeError("--pgle needs GPUs: a rehearsal (--cpu) has no latencies to hide")
+        raise RecipeError("--pgle needs GPUs, since a rehearsal (--cpu) has no latencies to hide")
     saves = "checkpoint" in options or "checkpoint_every" in options
     if args.requeue_at_time_limit and not saves:
         raise RecipeError(

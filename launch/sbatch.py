@@ -92,7 +92,7 @@ def parse(texts: Iterable[str], additional: str) -> Options:
             )
         if options.get(key, value) != value:
             raise RecipeError(
-                f"{source} {text}: sbatch is told --{key}={options[key]} too; use one"
+                f"{source} {text}: --{key}={options[key]} is given too; use one of them"
             )
         options[key] = value
     return options
@@ -186,7 +186,7 @@ def refusal(script: str) -> list[str]:
     )
     reason = " ".join(done.stderr.split())
     return (
-        [f"with its nodes as they are, Slurm will never start this job ({reason}); scancel ends it"]
+        [f"with the nodes as they are, Slurm will never start this job ({reason}); scancel ends it"]
         if done.returncode
         else []
     )

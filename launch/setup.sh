@@ -12,7 +12,7 @@ with RUN_CONF_IMAGE a container image. Environment variables:
 
   JAXBENCH_VENV   the virtual environment (default: .venv in the source tree); launch/submit.sh reads it too
   PYTHON          the Python that makes it, 3.11 or newer (default: python3)
-  EXTRAS          what is installed: gpu (default), or of pyproject.toml plan, te, dev, docs; several with commas between
+  EXTRAS          extras of pyproject.toml to install: gpu (default), plan, te, dev, docs; several are separated by commas
   RUN_CONF_IMAGE  a container image for enroot and pyxis to make instead, such as /shared/jaxbench.sqsh
   IMAGE           what that image is built on (default: docker://python:3.12)
 END
@@ -31,10 +31,10 @@ unset PYTHONPATH PYTHONHOME # otherwise pip thinks that packages in these are in
 
 extras=${EXTRAS:-gpu}
 [[ "$extras" =~ ^(gpu|plan|te|dev|docs)(,(gpu|plan|te|dev|docs))*$ ]] || {
-  echo "error: EXTRAS=$extras: expected gpu, plan, te, dev or docs, several with commas between" >&2
+  echo "error: EXTRAS=$extras: expected gpu, plan, te, dev or docs, separated by commas" >&2
   exit 2
 }
-size="few packages and no GPU"
+size="few packages, none for GPUs"
 [[ ",$extras," != *,plan,* ]] || size="XLA's compiler for GPUs, about 1.4 GB"
 [[ ! ",$extras," =~ ,(gpu|te), ]] || size="JAX with CUDA, about 2.5 GB, 4.7 GB when unpacked"
 
@@ -57,7 +57,7 @@ fi
 
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { echo "error: $python is missing or older than 3.11; set PYTHON" >&2; exit 2; }
-echo "1/3 virtual environment in $venv, of $("$python" --version)"
+echo "1/3 making a virtual environment in $venv with $("$python" --version)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo "2/3 installing jaxbench and its packages ($extras): $size; some minutes"
 "$venv/bin/pip" install --constraint constraints.txt --editable ".[$extras]"

@@ -215,21 +215,30 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--time", metavar="LIMIT", help="time limit, as H:M:S (or TIME_LIMIT; default 00:30:00)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting")
     add("--seed", type=int, help="seed of weights and tokens (default 0)")
-    add("--processes-per-node", type=int, help="default one per GPU; 1: one per node")
-    add("--system", help="settings of a system: a name in launch/env")
+    add("--processes-per-node", type=int, help="1, or one per GPU (default)")
+    add("--system", help="name of a file in launch/env with settings of a system")
     add("--sbatch", action="append", default=[], metavar="KEY=VALUE",
         help="any other option of sbatch: qos=high")  # fmt: skip
     add("--checkpoint-every", type=int, help="save every N steps, at the end, and when stopped")
     add("--watchdog", type=float, help="seconds without progress that end the job (default 300)")
-    add("--restarts", type=int, default=3, help="times that a saving job is requeued by itself")
+    add(
+        "--restarts",
+        type=int,
+        default=3,
+        help="how often a job that saves requeues itself (default 3)",
+    )
     add("--requeue-at-time-limit", action="store_true",
-        help="let a saving job go on in a new start when it reaches its time limit")  # fmt: skip
+        help="if a job that saves reaches its time limit, continue it in a new start")  # fmt: skip
     add("--check", choices=("on", "warn", "off"),
-        help="measure GPUs, links and nodes first (jaxbench check), and end if one is slow or "
-        "broken, or only say so (default on for jobs of several nodes)")  # fmt: skip
+        help="first measure GPUs, links and nodes (jaxbench check): on ends the job if one is slow "
+        "or broken, warn only says so (default: on for jobs of several nodes)")  # fmt: skip
     add("--exclude-slow", action="store_true",
-        help="requeue the job without nodes that the check names, or that lose a GPU")  # fmt: skip
-    add("--cpu", action="store_true", help="rehearse: the smoke row, a CPU device for each GPU")
+        help="requeue the job without nodes that the check names or that lose a GPU")  # fmt: skip
+    add(
+        "--cpu",
+        action="store_true",
+        help="rehearse with the smoke row, on a CPU device for each GPU",
+    )
     add("--dry-run", action="store_true", help="print the batch script and the resolved recipe")
     at = argv.index("--") if "--" in argv else len(argv)
     args, unknown = parser.parse_known_args(argv[:at])
@@ -237,7 +246,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         names = (arguments.flag(option.name) for option in fields(arguments.Options))
         if unknown[0].partition("=")[0] in names:
             raise RecipeError(
-                f"{unknown[0]} is an option of train: launch/submit.sh ... -- {shlex.join(unknown)}"
+                f"{unknown[0]} is an option of train; put it after --: ... -- {shlex.join(unknown)}"
             )
         parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
     if args.restarts < 0:

@@ -68,9 +68,9 @@ class Entry:
         try:
             args = submit.parse_arguments(argv)
             if args.gpus != self.gpus:
-                raise RecipeError("--gpus after -- changes what the list says")
+                raise RecipeError("--gpus after -- contradicts the list; change it there")
             if args.dry_run or submit.Variables(os.environ).flag("DRY_RUN"):
-                raise RecipeError("a sweep has no dry run; --show submits nothing")
+                raise RecipeError("a sweep has no dry run; use --show, which submits nothing")
             job = submit.make_job(args, os.environ)
             sbatch.check(job.results, job.settings, submit.ROOT)
         except RecipeError as error:
@@ -114,7 +114,7 @@ def new(run: Entry, jobs: Mapping[str, Any]) -> str:
     base = run.key([])
     rests = [key[len(base) :] for key in jobs if key.startswith(f"{base} ") or key == base]
     others = [rest.strip() or "no options" for rest in rests if not rest.startswith(" --set=")]
-    return f"new, there with {', with '.join(others)}" if others else "new"
+    return f"new; submitted with {', with '.join(others)}" if others else "new"
 
 
 def result(job: dict[str, str]) -> str:
@@ -184,7 +184,9 @@ def main(argv: list[str] | None = None) -> int:
         "train]]",
     )  # fmt: skip
     parser.add_argument("list", type=Path)
-    parser.add_argument("--show", action="store_true", help="submit nothing")
+    parser.add_argument(
+        "--show", action="store_true", help="show the state of every run, and submit nothing"
+    )
     parser.add_argument("--report", action="store_true", help="compare with published figures")
     try:
         args = parser.parse_args(arguments[:at])

@@ -176,12 +176,12 @@ def day(number):
 
 
 def write_profile(folder, waits_s, rank=0):
-    """A profile of a run beside its forecast, in which kernels wait so much longer."""
-    parts = [{"name": "products", "measured_s": 3.1, "forecast_s": 3.0},
+    """A profile of a run next to its forecast, in which kernels wait so much longer."""
+    parts = [{"name": "matmuls", "measured_s": 3.1, "forecast_s": 3.0},
              {"name": WAITS, "measured_s": 0.2 + waits_s, "forecast_s": 0.2}]  # fmt: skip
     gather = {"name": "all-gather over fsdp", "measured_s": 1.0 + waits_s, "forecast_s": 1.0}
     single = {"name": "cublas-lt-matmul.5", "measured_s": 0.5, "forecast_s": 0.4, "runs": 320,
-              "source": "forward BSD,DF->BSF/dot_general", "sizes": "product bf16 1x8192x28672x64",
+              "source": "forward BSD,DF->BSF/dot_general", "sizes": "matmul bf16 1x8192x28672x64",
               }  # fmt: skip
     content = {
         "profile": str(folder / "profile" / f"rank-{rank}"), "gpu": "h100", "devices": 64,

@@ -61,7 +61,7 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert (
-        done.stderr == "error: cpu is none of the GPUs that are planned for: "
+        done.stderr == "error: cpu is not a GPU that plan knows; expected one of "
         "h100, h200, b200, b300, gb200, gb300\n"
     )
 

@@ -14,7 +14,7 @@ from jaxbench.check import command, host_facts, judge
 from jaxbench.check.judge import Rate
 from jaxbench.check.measure import distances, pairs
 
-SINGLE = {"bf16 products": 700.0, "fp8 products": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
+SINGLE = {"bf16 matmuls": 700.0, "fp8 matmuls": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
 FACTS = {
     "nvlinks": 18, "nvlinks_up": 18, "unreached": [], "power_limit_w": 700.0, "reasons": [],
     "power_default_w": 700.0, "sm_mhz": 1700, "sm_max_mhz": 1980, "ecc_uncorrected": 0, "xids": [],
@@ -72,7 +72,7 @@ def test_a_healthy_cluster_has_no_finding():
 
 SLOWED = {
     "throttled": (2, [("bf16", "node1 gpu 3", 0.85), ("fp8", "node1 gpu 3", 0.85)], "gpu",
-                  "node1 gpu 3: bf16 products 1"),
+                  "node1 gpu 3: bf16 matmuls 1"),
     "dead NVLinks": (2, [(judge.IN_NODE, "node0 gpu 5", 0.5), ("all", "node0", 0.6)], "gpu",
                      "node0 gpu 5: exchange in a node"),
     "adapter of two nodes": (2, [(judge.BETWEEN_NODES, "node0 gpu 5", 0.5)], "network",
@@ -130,13 +130,13 @@ def test_two_bad_nodes_are_told(nodes):
     found = judge.judge(*made(nodes, 0, slowed=slowed))
     assert [f.where for f in found] == ["node0", "node3"]
     *_, remark = judge.judge(*made(4, 0, slowed=slowed))
-    assert "below the tables" in str(remark)
+    assert "below the expected" in str(remark)
 
 
 def test_of_two_nodes_either_end_may_be_bad():
     (finding,) = judge.judge(*made(2, 0, slowed=[(judge.BETWEEN_NODES, "node0 gpu 5", 0.5)]))
     assert finding.what.endswith(
-        "; either end may be bad: leave one of the two out and check again"
+        "; either end may be bad, so leave one of the two out and check again"
     )
     finding, *_ = judge.judge(*made(2, 0, slowed=[("all-gather", "node1", 0.5)]))
     assert str(finding) == "node1: all-gather in a node 33 % below the median of 2"
@@ -170,14 +170,14 @@ def test_another_firmware_or_link_of_an_adapter_is_named(tmp_path):
     assert hosts["node0"]["settings"]["mlx5_0 board"] == "MT_0000000838"
     assert hosts["node0"]["settings"]["mlx5_0 PCIe speed"] is None
     slow, down, firmware = judge.judge(rates, hosts)
-    assert str(slow) == "node1: mlx5_0 port 1: 200, elsewhere 400 Gb/s"
-    assert str(down) == "node2: mlx5_1 port 1: no link, elsewhere 400 Gb/s"
+    assert str(slow) == "node1: mlx5_0 port 1: 200, but 400 Gb/s elsewhere"
+    assert str(down) == "node2: mlx5_1 port 1: no link, but 400 Gb/s elsewhere"
     assert (down.cause, down.nodes) == ("network", ("node2",))
-    assert str(firmware) == "node1: mlx5_1 firmware 28.36.1010, elsewhere 28.39.1002"
+    assert str(firmware) == "node1: mlx5_1 firmware 28.36.1010, but 28.39.1002 elsewhere"
     assert firmware.cause is None
     del hosts["node2"], hosts["node1"]["ports"]["mlx5_1 port 1"]
     (absent, *_) = judge.judge([], hosts)
-    assert str(absent).endswith("mlx5_1 port 1: no link, elsewhere 400 Gb/s")
+    assert str(absent).endswith("mlx5_1 port 1: no link, but 400 Gb/s elsewhere")
     del hosts["node0"]["ports"]["mlx5_1 port 1"]
     slow, firmware = judge.judge([], hosts)
     assert slow.where == "node1"
@@ -187,13 +187,13 @@ def test_another_firmware_or_link_of_an_adapter_is_named(tmp_path):
 
 TOLD = {
     "nvlinks_up": (15, "3 of 18 NVLinks are down"),
-    "power_limit_w": (500.0, "power limit 500 W of 700"),
+    "power_limit_w": (500.0, "power limit 500 W instead of 700"),
     "reasons": (
         ["hardware thermal slowdown"],
         "1700 of 1980 MHz under load: hardware thermal slow",
     ),
     "ecc_uncorrected": (2, "uncorrected ECC errors: 2"),
-    "remap_pending": (1, "remapping of memory rows waits for a reset"),
+    "remap_pending": (1, "remapped memory rows need a reset of the GPU"),
     "mig": (True, "MIG is on"),
     "pcie_lanes": (8, "8 of 16 PCIe lanes"),
     "unreached": ([3], "no NVLink to gpu 3"),
@@ -221,11 +221,11 @@ def test_what_all_gpus_share_is_the_clusters():
         for gpu in told["gpus"].values():
             gpu |= {"nvlinks_up": 0, "unreached": [*range(7)], "power_limit_w": 500.0}
     (finding,) = judge.judge(rates, hosts)
-    assert str(finding) == "node0 gpu 0 and 15 more: power limit 500 W of 700"
+    assert str(finding) == "node0 gpu 0 and 15 more: power limit 500 W instead of 700"
     assert finding.cause is None
     hosts["node0"]["gpus"]["node0 gpu 0"] |= {"power_limit_w": 700.0, "pcie_lanes": 32}
     (finding,) = judge.judge(rates, hosts)  # of one that has more the others are no faults
-    assert str(finding) == "node0 gpu 1 and 14 more: power limit 500 W of 700"
+    assert str(finding) == "node0 gpu 1 and 14 more: power limit 500 W instead of 700"
     assert finding.cause is None
 
 
@@ -242,14 +242,14 @@ def test_hosts_and_tables_are_remarked():
     assert "all: memory" in text
     assert "no locks" in text
     assert "clock differs by -4.0 s" in text
-    assert "node2: driver 580.1, elsewhere 590.0" in text
-    assert "node2 gpu 4: VBIOS 96.00.68, elsewhere 96.00.99" in text
+    assert "node2: driver 580.1, but 590.0 elsewhere" in text
+    assert "node2 gpu 4: VBIOS 96.00.68, but 96.00.99 elsewhere" in text
 
 
 @pytest.mark.slow
 def test_one_gpu_of_two_thousand_is_named():
     (finding,) = judge.judge(*made(256, 0, slowed=[("bf16", "node17 gpu 3", 0.8)]))
-    assert re.fullmatch(r"node17 gpu 3: bf16 products \d+ % below the median of 2048", str(finding))
+    assert re.fullmatch(r"node17 gpu 3: bf16 matmuls \d+ % below the median of 2048", str(finding))
 
 
 @pytest.mark.parametrize("number", range(1, 10))
@@ -277,7 +277,7 @@ def test_the_command_in_two_processes(tmp_path):
     )
     (out, err), _ = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], err
-    assert "not judged: CPU devices share the host's cores" in out
+    assert "not judged: rates, since CPU devices share the host's cores" in out
     assert "check: no fault in 4 devices of 1 node" in out
     report = json.loads((tmp_path / "check.json").read_text())
     assert len(report["rates"]["exchange in a node"]["values"]) == 6

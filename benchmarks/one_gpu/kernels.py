@@ -1,4 +1,4 @@
-"""This GPU's kernels beside the package's tables, from which forecasts are made."""
+"""Compares this GPU's kernels with the package's tables, from which we make forecasts."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Every operator at the recipes' shapes, forward and gradients, beside the CPU's in float32, which
-unit tests compare with independent references in float64."""
+"""Compares every operator at the recipes' shapes, forward and gradients, with float32 on the CPU.
+Unit tests compare that with independent references in float64."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -151,7 +151,7 @@ def products(ctx: Context) -> Iterator[Case]:
         for name in implementations():
             arrays = random(1, tokens, k), random(k, n, seed=1, scale=k**-0.5)
             yield Case(
-                f"FP8 product by {name}, {tokens} x {k} x {n}",
+                f"FP8 matmul by {name}, {tokens} x {k} x {n}",
                 lambda platform, name=name: partial(product, name if platform == "gpu" else "xla"),
                 arrays, (0, 1), jnp.bfloat16,
                 tolerance=max(TOLERANCE, FP8_SUM * max(tokens, k, n)),

@@ -14,7 +14,7 @@ def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
     parser = Parser(
         prog="jaxbench calibrate", examples=EXAMPLES,
-        description="Measures products, attention, copies and collectives of this machine's GPUs, "
+        description="Measures matmuls, attention, copies and collectives on this machine's GPUs, "
         "for plan --kernels FILE. A few minutes.",
     )  # fmt: skip
     parser.add_argument(

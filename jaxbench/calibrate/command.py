@@ -217,12 +217,12 @@ def main(argv: Sequence[str] | None) -> int:
     gpu = hardware.identify(device)
     if not args.rehearse and gpu not in hardware.PLANNED.values():
         known = ", ".join(hardware.PLANNED)
-        raise RecipeError(f"{device} is none of the GPUs that are planned for: {known}")
+        raise RecipeError(f"{device} is not a GPU that plan knows; expected one of {known}")
     sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
     planned = list(probes(sample, kernel, devices))
     console = Console(stderr=True)
     shown = track(planned, "measuring", console=console, disable=not console.is_terminal)
     lines = [line(p.kind, p.name, p.sizes, measure(p)) for p in shown]
     write_whole(args.output, table(gpu.name.lower() if gpu else "cpu", device, lines))
-    print(f"{len(lines)} kernels of {device}: plan with --kernels {args.output}")
+    print(f"measured {len(lines)} kernels of {device}; for jaxbench plan --kernels {args.output}")
     return 0

@@ -15,18 +15,18 @@ def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
     parser = Parser(
         prog="jaxbench check", examples=EXAMPLES,
-        description="Measures each GPU and link of this job, asks driver and system, and names "
-        "what is slow or broken, in one process or in those of a job.",
+        description="Measures each GPU and link of this job, asks the driver and the system, and "
+        "names what is slow or broken. Runs in one process, or in all processes of a job.",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, default=Path("."), metavar="FOLDER",
-        help="where check.json is written and files are tried: one that the job uses, and no other "
-        "check or run at the same time (default .)",
+        help="folder for check.json, in which the check also tries files; name one that the job "
+        "uses, and no other check or run at the same time (default .)",
     )  # fmt: skip
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--cpu-devices", type=int, metavar="N", help="try the check on N virtual CPU devices"
     )
     group.add_argument("--local-devices", type=int, metavar="N",
-        help="fail, naming the node, where a process does not see exactly N devices")  # fmt: skip
+        help="fail, and name the node, if a process does not see exactly N devices")  # fmt: skip
     return parser

@@ -130,7 +130,7 @@ def found_here(
     ended = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         loaded = thread.submit(host_facts.under_load, told.values(), ended)
-        rates = timed(cluster, measure.PRODUCTS, seconds)
+        rates = timed(cluster, measure.MATMULS, seconds)
         ended.set()
     for device, counters in zip(told, loaded.result(), strict=True):
         gpus[cluster.names[device]] |= counters
@@ -221,26 +221,26 @@ def unjudged(
     """The reasons why this check could not judge some things."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
-        yield "CPU devices share the host's cores: rates are shown, not judged; no GPU, no NVML"
+        yield "rates, since CPU devices share the host's cores; NVML, since there is no GPU"
     elif missing:
         yield missing
     if is_null(device.device_kind):
-        yield f"{NULL}; rates are not compared with the tables"
+        yield f"rates against the tables, since these are {NULL}"
     elif device.platform == "gpu" and not any(rates[0].expected for rates in kinds.values()):
-        yield f"there are no tables of {device.device_kind}"
+        yield f"rates against tables, since there are none for {device.device_kind}"
     if alone := [kind for kind, rates in kinds.items() if len(rates) == 1]:
-        yield f"one, and no other to compare it with: {', '.join(alone)}"
+        yield f"{', '.join(alone)}, since there is only one of each"
     if len(hosts) == 1:
-        yield "one node: no network"
+        yield "the network, since there is only one node"
     if any(gpu["xids"] is None for host in hosts.values() for gpu in host["gpus"].values()):
-        yield "the kernel's log cannot be read here: XIDs are not known"
+        yield "XIDs, since the kernel's log cannot be read here"
 
 
 def show(report: Mapping[str, Any]) -> None:
     """Prints the table and the verdict."""
     grid = Table(box=None, pad_edge=False, header_style="bold")
     grid.add_column("rate")
-    for heading in ("number", "least", "median", "greatest", "tables", ""):
+    for heading in ("number", "lowest", "median", "highest", "expected", ""):
         grid.add_column(heading, justify="right" if heading else "left")
     for kind, entry in report["rates"].items():
         values, expected = entry["values"].values(), entry["expected"]
@@ -257,4 +257,4 @@ def show(report: Mapping[str, Any]) -> None:
     faults = counted(len(report["faults"]), "fault") if report["faults"] else "no fault"
     print(f"check: {faults} in {where}, {report['seconds']['all']:.0f} s")
     if report["exclude"]:
-        print(f"leave them out: --sbatch exclude={report['exclude']}")
+        print(f"to leave these nodes out: --sbatch exclude={report['exclude']}")

@@ -15,7 +15,7 @@ from jaxbench.base.errors import listed
 from jaxbench.base.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
 from jaxbench.cluster import nvml
 
-GPU_KINDS = "bf16 products", "fp8 products", "memory"
+GPU_KINDS = "bf16 matmuls", "fp8 matmuls", "memory"
 """Kinds of rates that depend on a single GPU."""
 
 BELOW_TABLE = 0.25
@@ -28,8 +28,8 @@ SKEW_S, SLOW_FILE_S = 1.0, 1.0
 With more skew the lines of two logs are in the wrong order. With slower files the write of a record
 can delay a step."""
 
-PATH = "both ends are fast with others, so it is the path between them: cable or switch ports"
-EITHER = "either end may be bad: leave one of the two out and check again"
+PATH = "both ends are fast with others, so look at the path between them: cable or switch ports"
+EITHER = "either end may be bad, so leave one of the two out and check again"
 """What we say of a slow link: `PATH` if both of its ends have fast links, else `EITHER`."""
 
 IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
@@ -160,7 +160,7 @@ def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
             yield Finding(
                 "all" if len(rates) > 1 else rates[0].ends[0],
                 f"{kind} {middle:.0f} {rates[0].unit}, {100 * (1 - middle / expected):.0f} % below "
-                f"the tables' {expected:.0f}",
+                f"the expected {expected:.0f}",
             )
 
 
@@ -182,11 +182,11 @@ def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         faults = {
             f"{down} of {gpu.get('nvlinks')} NVLinks are down": less["nvlinks_up"],
             f"no NVLink to gpu {', '.join(map(str, unreached))}": len(unreached) > cut_off,
-            f"power limit {limit or 0:.0f} W of {default or 0:.0f}": less["power_limit_w"],
+            f"power limit {limit or 0:.0f} W instead of {default or 0:.0f}": less["power_limit_w"],
             f"{clocks} MHz under load: {', '.join(held)}": held,
             f"uncorrected ECC errors: {gpu.get('ecc_uncorrected')}": gpu.get("ecc_uncorrected"),
-            "remapping of memory rows waits for a reset": gpu.get("remap_pending"),
-            "remapping of memory rows failed": gpu.get("remap_failed"),
+            "remapped memory rows need a reset of the GPU": gpu.get("remap_pending"),
+            "memory rows could not be remapped": gpu.get("remap_failed"),
             "MIG is on": gpu.get("mig"),
             f"{gpu.get('pcie_lanes')} of {gpu.get('pcie_max_lanes')} PCIe lanes": less[
                 "pcie_lanes"
@@ -194,7 +194,7 @@ def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         }
         capped = limit and default and limit < default and not less["power_limit_w"]
         remarks = {
-            f"power limit {limit or 0:.0f} W of {default or 0:.0f}": capped,
+            f"power limit {limit or 0:.0f} W instead of {default or 0:.0f}": capped,
             f"XIDs in the kernel's log: {', '.join(map(str, gpu.get('xids') or ()))}": gpu.get(
                 "xids"
             ),
@@ -216,13 +216,13 @@ def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         if problem := files.get("problem"):
             yield Finding(name, problem, "storage", (name,))
         if files.get("latency_s", 0) > SLOW_FILE_S:
-            yield Finding(name, f"a small file takes {files['latency_s']:.1f} s")
+            yield Finding(name, f"writing a small file takes {files['latency_s']:.1f} s")
         if files.get("lock") is False:
             yield Finding(name, "the file system has no locks (flock)")
         if abs(host.get("skew_s", 0)) > SKEW_S:
-            yield Finding(name, f"its clock differs by {host['skew_s']:+.1f} s")
+            yield Finding(name, f"its clock differs from the others by {host['skew_s']:+.1f} s")
         if (governor := host.get("settings", {}).get("governor")) in ("powersave", "conservative"):
-            yield Finding(name, f"CPU governor {governor}")
+            yield Finding(name, f"the CPU governor is {governor}")
     yield from unlike({name: host.get("settings", {}) for name, host in hosts.items()})
     for port in dict.fromkeys(port for host in hosts.values() for port in host.get("ports", ())):
         rates = {name: host.get("ports", {}).get(port, 0.0) for name, host in hosts.items()}
@@ -230,7 +230,9 @@ def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         for name, rate in rates.items():
             if rate < most:
                 what = f"{rate:g}" if rate else "no link"
-                yield Finding(name, f"{port}: {what}, elsewhere {most:g} Gb/s", "network", (name,))
+                yield Finding(
+                    name, f"{port}: {what}, but {most:g} Gb/s elsewhere", "network", (name,)
+                )
 
 
 def usual(values: Iterable[float | None]) -> float:
@@ -254,7 +256,7 @@ def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
             continue
         for value in others:
             for where in places[value]:
-                yield Finding(where, f"{key} {value}, elsewhere {first}")
+                yield Finding(where, f"{key} {value}, but {first} elsewhere")
 
 
 def judge(

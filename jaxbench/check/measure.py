@@ -18,7 +18,7 @@ from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
 from jaxbench.xla import flags
 
-PRODUCTS = "bf16 products", "fp8 products"
+MATMULS = "bf16 matmuls", "fp8 matmuls"
 """Kinds of rates during which GPUs take the most power."""
 
 Seconds = dict[jax.Device, float]
@@ -26,29 +26,29 @@ Seconds = dict[jax.Device, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """Sizes and repetitions. `product` is the side of a square matmul, `moved` the bytes that a
+    """Sizes and repetitions. `side` is the side of a square matmul, `moved` the bytes that a
     kernel moves, and `sent` the bytes of an exchange or of a collective's whole buffer. The others
     say how often something is repeated in a row: matmuls, copies in a GPU's memory, links inside a
     node, and links outside of it."""
 
-    product: int
+    side: int
     moved: int
     sent: int
-    products: int
+    matmuls: int
     copies: int
     inside: int
     outside: int
 
 
 GPU_SAMPLE = Sample(
-    product=8192, moved=2**30, sent=2**28, products=300, copies=200, inside=20, outside=20
+    side=8192, moved=2**30, sent=2**28, matmuls=300, copies=200, inside=20, outside=20
 )
 """The matmuls take more than 200 ms in bf16, since the power limit acts only after about 50 ms, and
 have a size that the tables have. Copies in memory take 80 ms on an H100, other kinds 14 to 110 ms.
 A host may start the last of eight GPUs, or see its end, a millisecond late; at these durations that
 does not make the GPU look slow."""
 
-CPU_SAMPLE = Sample(product=128, moved=2**16, sent=2**16, products=2, copies=2, inside=2, outside=2)
+CPU_SAMPLE = Sample(side=128, moved=2**16, sent=2**16, matmuls=2, copies=2, inside=2, outside=2)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def single(
     return [Rate(kind, unit, (cluster.names[d],), work / s, expected) for d, s in times.items()]
 
 
-def products(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+def matmuls(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
     """Matmuls in bf16 or FP8, at the rate that a GPU sustains under its power limit."""
-    n, name = cluster.sample.product, kind.partition(" ")[0]
+    n, name = cluster.sample.side, kind.partition(" ")[0]
     teraflop, expected = 2 * n**3 / 1e12, None
     if tables:
         burst = teraflop / (Grid(tables.values["product", name]).at((n, n, n)) / 1e6)
@@ -127,7 +127,7 @@ def products(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None
 
     function, dtype = (fp8, jnp.float8_e4m3fn) if name == "fp8" else (bf16, jnp.bfloat16)
     arrays = ((n, n), dtype), ((n, n), dtype), ((1,), jnp.bfloat16)
-    times = cluster.seconds(function, cluster.sample.products, *arrays)
+    times = cluster.seconds(function, cluster.sample.matmuls, *arrays)
     return single(cluster, kind, "TFLOP/s", teraflop, times, expected)
 
 
@@ -227,7 +227,7 @@ def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
 
 
 KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]] = {
-    **dict.fromkeys(PRODUCTS, products),
+    **dict.fromkeys(MATMULS, matmuls),
     "memory": copies,
     "host to GPU": from_host,
     "all-gather in a node": collectives,
@@ -239,4 +239,4 @@ KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]
 """Functions that measure the rates of each kind at the devices of this process. The GPU and the
 tables say what is expected; without an expected rate it is None."""
 
-OTHERS = [kind for kind in KINDS if kind not in PRODUCTS]
+OTHERS = [kind for kind in KINDS if kind not in MATMULS]

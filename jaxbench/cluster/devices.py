@@ -69,9 +69,9 @@ def check_visible(taken: str, visible: str | None) -> None:
     count = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     if max(map(int, taken.split(","))) >= count:
         raise RecipeError(
-            f"node {platform.node()}, process {os.environ.get('SLURM_PROCID', '?')}: sees "
-            f"{counted(count)} (CUDA_VISIBLE_DEVICES={visible}), but takes number {taken} of its "
-            "node: let each task see all GPUs of its node (srun without --gpus-per-task, "
+            f"node {platform.node()}, process {os.environ.get('SLURM_PROCID', '?')} sees "
+            f"{counted(count)} (CUDA_VISIBLE_DEVICES={visible}), but should take number {taken} "
+            "of its node: let each task see all GPUs of its node (srun without --gpus-per-task, "
             "--gpu-bind=none)"
         )
 
@@ -90,13 +90,13 @@ def check_local_devices(expected: int, cpu: bool) -> None:
     were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:
         raise RecipeError(
-            f"{where}: 0 GPUs{settings()}, {expected} {were} expected: set SBATCH_GPUS_PER_NODE if "
-            "the cluster gives out GPUs as a generic resource (gres), or check the driver "
-            "(nvidia-smi)"
+            f"{where} sees 0 GPUs{settings()}, but {expected} {were} expected: set "
+            "SBATCH_GPUS_PER_NODE if the cluster gives out GPUs as a generic resource (gres), or "
+            "check the driver (nvidia-smi)"
         )
     if (count := jax.local_device_count()) != expected:
         seen = counted(count, "device")
-        raise RecipeError(f"{where}: sees {seen}{settings()}, {expected} {were} expected")
+        raise RecipeError(f"{where} sees {seen}{settings()}, but {expected} {were} expected")
 
 
 def other_gpu(gpu: Gpu | None) -> str | None:
@@ -104,7 +104,7 @@ def other_gpu(gpu: Gpu | None) -> str | None:
     asked = os.environ.get("JAXBENCH_GPU")
     if gpu is None or asked in (None, gpu.name):
         return None
-    return f"submitted for {asked}s (GPU_TYPE, default h100), it runs on {gpu.name}s"
+    return f"it was submitted for {asked}s (GPU_TYPE, default h100), but runs on {gpu.name}s"
 
 
 def hardware() -> dict[str, Any]:

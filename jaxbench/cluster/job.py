@@ -73,7 +73,7 @@ def _wait(joined: threading.Event, found: Membership) -> None:
         return
     print(f"waiting for {found.others()}", file=sys.stderr, flush=True)
     if not joined.wait(JOIN_S - REMINDER_S):
-        text = f"error: not there after {JOIN_S:g} s: {found.others()}"
+        text = f"error: still waiting after {JOIN_S:g} s for {found.others()}"
         tell(text)
         print(text, file=sys.stderr, flush=True)
         os._exit(STATUS["network"])
@@ -170,7 +170,7 @@ def meet(name: str, seconds: float = ARRIVAL_S) -> None:
     hosts, here = (_by_rank(prefix) for prefix in ("jaxbench/host", f"jaxbench/{name}"))
     missing = [rank for rank in range(jax.process_count()) if rank not in here]
     named = listed((f"rank {rank} on {hosts.get(rank, '?')}" for rank in missing), 8)
-    came = f"not there after {seconds:g} s: {named}" if missing else "the barrier failed"
+    came = f"still waiting after {seconds:g} s for {named}" if missing else "the barrier failed"
     raise RunFailed(f"{name}: {came}", "network")
 
 

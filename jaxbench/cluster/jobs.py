@@ -18,7 +18,7 @@ EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
     jaxbench jobs status 2242                one job: its state, and why it ended
     jaxbench jobs log 2242                   its log, followed until it ends
-    jaxbench jobs cancel 2242 2243           ends jobs; those that save do it before
+    jaxbench jobs cancel 2242 2243           cancels jobs; those that save do so before
 """
 
 Queue = dict[str, list[str]]
@@ -30,15 +30,20 @@ def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
     parser = Parser(
         prog="jaxbench jobs", examples=EXAMPLES,
-        description="Jobs of launch/submit.sh, of all recipes: list, status, log, cancel.",
+        description="Lists jobs of launch/submit.sh, shows their status and logs, or cancels them.",
     )  # fmt: skip
     add = parser.add_argument_group("what to do").add_argument
     add(
         "action", nargs="?", default="list", choices=("list", "status", "log", "cancel"),
-        help="a table of jobs (default), all of one job, its log, or its end",
+        help="list jobs (default), show all about a job, follow its log, or cancel it",
     )  # fmt: skip
-    add("jobs", nargs="*", metavar="JOB", help="ids of Slurm; of list, all without any")
-    add("--stage", type=Path, metavar="FOLDER", help="default STAGE_PATH, or those of LLMB_INSTALL")
+    add("jobs", nargs="*", metavar="JOB", help="Slurm's job ids; list shows all without any")
+    add(
+        "--stage",
+        type=Path,
+        metavar="FOLDER",
+        help="stage folder (default STAGE_PATH, or all below LLMB_INSTALL)",
+    )
     return parser
 
 
@@ -49,7 +54,7 @@ def queue() -> Queue:
     return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
 
 
-LOST = "neither in Slurm's queue nor ended in its record: its first node may be lost"
+LOST = "it left Slurm's queue without an end in its record: its first node may be lost"
 
 OPTIONS = re.compile(
     r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
@@ -110,7 +115,7 @@ def folders(stage: Path | None) -> dict[str, Path]:
     RecipeError if no stage folder is named, or if it has no results."""
     named, install = stage or os.environ.get("STAGE_PATH"), os.environ.get("LLMB_INSTALL")
     if not named and not install:
-        raise RecipeError("name --stage FOLDER, or set STAGE_PATH, as for launch/submit.sh")
+        raise RecipeError("give --stage FOLDER, or set STAGE_PATH, as for launch/submit.sh")
     stages = [Path(named)] if named else [*Path(install or "", "workloads").glob("*")]
     found = [path for s in stages for path in s.glob("results/*/*/*/*/*") if path.name.isdigit()]
     if not found:
@@ -152,7 +157,7 @@ def chosen(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
     """The jobs with these ids, or all. Raises RecipeError for an unknown id."""
     if unknown := [number for number in numbers if number not in known]:
         last = ", ".join([*known][-3:])
-        raise RecipeError(f"no results of job {unknown[0]}; the last ones are of {last}")
+        raise RecipeError(f"job {unknown[0]} has no results; the last jobs that have some: {last}")
     return {number: known[number] for number in numbers or known}
 
 
@@ -161,7 +166,7 @@ def main(argv: Sequence[str] | None) -> int:
     """Prints, follows or cancels jobs; returns the exit status."""
     args = make_parser().parse_args(argv)
     if args.action != "list" and not args.jobs:
-        raise RecipeError(f"jobs {args.action}: name a job")
+        raise RecipeError(f"jobs {args.action} needs the id of a job")
     jobs = chosen(args.jobs, folders(args.stage))
     if args.action == "log":
         paths = [str(log(folder)) for folder in jobs.values()]

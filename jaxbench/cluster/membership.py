@@ -73,7 +73,7 @@ class Membership:
             socket.create_connection((self.host.strip("[]"), self.port), timeout=2).close()
         except OSError as error:
             return f"rank 0 at {self.address} ({error.strerror or error})"
-        return f"the other processes of {self.count}: rank 0 at {self.address} is there"
+        return f"the other processes of {self.count}; rank 0 at {self.address} answers"
 
 
 def membership(variables: Mapping[str, str]) -> Membership | None:
@@ -121,10 +121,10 @@ def _place(variables: Mapping[str, str], name: str) -> tuple[int, int]:
     return count, rank
 
 
-def _whole(variables: Mapping[str, str], name: str, beside: str = "") -> int:
+def _whole(variables: Mapping[str, str], name: str, given: str = "") -> int:
     text = variables.get(name, "")
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        is_what = f"{name}={text}" if text else f"{name} is not set{beside}"
+        is_what = f"{name}={text}" if text else f"{name} is not set{given}"
         raise RecipeError(f"{is_what}: expected a whole number")
     return int(text)
 
@@ -136,7 +136,7 @@ def _shown(name: str, place: tuple[int, int]) -> str:
 def _address(text: str) -> tuple[str, int]:
     match = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]/]+):([0-9]{1,5})", text)
     if match is None or not 0 < int(match[2]) < 2**16:
-        raise RecipeError(f"{ADDRESS}={text}: expected HOST:PORT, as node1:9998")
+        raise RecipeError(f"{ADDRESS}={text}: expected HOST:PORT, such as node1:9998")
     return match[1], int(match[2])
 
 
@@ -162,7 +162,7 @@ def _devices(variables: Mapping[str, str]) -> list[int] | None:
     name = "JAX_LOCAL_DEVICE_IDS"
     if text := variables.get(name):
         if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
-            raise RecipeError(f"{name}={text}: expected numbers of GPUs, as 0,1,2,3")
+            raise RecipeError(f"{name}={text}: expected numbers of GPUs, such as 0,1,2,3")
         return [int(number) for number in text.split(",")]
     if variables.get(SLURM, "1") != "1" and variables.get("SLURM_LOCALID"):
         return [_whole(variables, "SLURM_LOCALID")]

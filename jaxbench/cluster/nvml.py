@@ -165,7 +165,7 @@ def gpus(*, visible: bool = True) -> list[Gpu]:
     try:
         import pynvml
     except ImportError as error:
-        raise RecipeError("NVML is not asked: pip install nvidia-ml-py") from error
+        raise RecipeError("NVML needs a package: pip install nvidia-ml-py") from error
     try:
         pynvml.nvmlInit()
         every = [Gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]

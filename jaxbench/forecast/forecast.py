@@ -9,7 +9,7 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.costs import CONDITIONS, Measured
 from jaxbench.forecast.tables import OTHERS, Tables, within
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import Work
+from jaxbench.xla.hlo import Work, display_name
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Schedule
 
@@ -86,7 +86,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         sources={kind: source for kind, source in tables.sources.items() if _used(kind, used)},
         unknown=unknown,
         assumed=[
-            f"{name}: {instead} ({100 * seconds / expected.step_s:.1f} % of the step)"
+            f"{display_name(name)}: {instead} ({100 * seconds / expected.step_s:.1f} % of the step)"
             for name, instead in tables.assumed.items()
             if (seconds := sum(s for table, s in used.items() if within(table, name)))
         ],
@@ -141,4 +141,5 @@ def _used(kind: str, used: Mapping[str, float]) -> bool:
 
 
 def _named(work: Work) -> str:
-    return f"{work.kind} {work.dtype} {' x '.join(map(str, work.sizes))}".rstrip()
+    sizes = " x ".join(map(str, work.sizes))
+    return f"{display_name(work.kind)} {work.dtype} {sizes}".rstrip()

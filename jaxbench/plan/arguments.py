@@ -26,7 +26,7 @@ EXAMPLES = """
     jaxbench plan --config llama2_70b_bf16 --gpus 64 --format html --output plan.html
     jaxbench plan --config llama31_8b_bf16 --scaling
     jaxbench plan --config llama31_405b_fp8 --gpus 512 --search --limit 12
-    jaxbench plan --profile RUN/profile/rank-0                          measured beside forecast
+    jaxbench plan --profile RUN/profile/rank-0                          a profile and its forecast
     jaxbench plan --diff 'llama2_70b_bf16:64 execution.remat=full' llama2_70b_bf16:64
 """
 
@@ -36,40 +36,40 @@ def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
     parser = Parser(
         prog="jaxbench plan", examples=EXAMPLES,
-        description="Compiles a benchmark for absent GPUs, and describes its step: does it fit, "
-        "what does it send, how long will it take.",
+        description="Compiles a benchmark for GPUs that are not here. Says whether it fits, what a "
+        "step sends over the network, and how long it will take.",
     )
     add = parser.add_argument_group("what to plan").add_argument
     completes(add("--config", help="recipe file or name, such as llama2_70b_bf16"), recipes.names)
-    add("--gpus", type=int, help="number of GPUs: a row, or any count that fills nodes")
+    add("--gpus", type=int, help="number of GPUs: the recipe's own, or any other that fills nodes")
     completes(
         add("--set", action="append", default=[], metavar="KEY=VALUE",
             help="change a setting of the row: batch.microbatch=4"),
         recipes.settings, end="=",
     )
     add("--remedy", action=argparse.BooleanOptionalAction, default=True,
-        help="compile settings that may help where a row does not fit (default: yes)")
+        help="if a row does not fit, try settings that may make it fit (default: yes)")
     add = parser.add_argument_group("where it would run").add_argument
     add("--gpu", choices=list(hardware.PLANNED), help=f"default {DEFAULT_GPU}")
     add("--system", action="append", default=[], metavar="KEY=VALUE",
         help="change the system: nvlink=450 and nic=50 (GB/s per GPU, one direction), node=8 (GPUs "
         "of a host), domain=8 (GPUs that NVLink joins)")
     add("--kernels", type=Path, metavar="FILE",
-        help="measurements of jaxbench calibrate, which replace the package's in the forecast")
+        help="measurements of jaxbench calibrate; a forecast uses them instead of the package's")
     add_modes(parser)
     add = parser.add_argument_group("what to write").add_argument
     add("--format", choices=("text", "json", "html"), default="text",
-        help="default text; html is a page for people, whole in one file: of a row, --scaling, "
-        "--search, --hlo or --diff of two plans")
+        help="default text; html is a page in a single file, for a row, --scaling, --search, "
+        "--hlo, or --diff of two plans")
     add("--json", action="store_const", const="json", dest="format", help="short for --format json")
     add("--output", type=Path, metavar="PATH",
-        help="file of --format json or html (default: print it); folder of --all's table (default "
-        "results/plan)")
+        help="file for --format json or html (default: print it), or folder for the table of "
+        "--all (default results/plan)")
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
     add("--write-kernels", type=Path, metavar="FILE",
-        help="write the products and attention of --profile as measurements for --kernels")
+        help="write the matmuls and attention of --profile as measurements for --kernels")
     add("--trace", type=Path, metavar="FILE",
-        help="write the step that is expected as a timeline, which ui.perfetto.dev opens")
+        help="write the expected step as a timeline for ui.perfetto.dev")
     return parser
 # fmt: on
 
@@ -77,34 +77,38 @@ def make_parser() -> Parser:
 def add_modes(parser: argparse.ArgumentParser) -> None:
     """Options that do something else than planning one row."""
     add = parser.add_argument_group("instead of one row").add_argument
-    add("--scaling", action="store_true", help="plan every row of a recipe: what grows with GPUs")
+    add(
+        "--scaling",
+        action="store_true",
+        help="plan every row of a recipe, to see which parts of a step grow",
+    )
     add("--search", action="store_true", help="try other meshes and remat policies for the row")
     add("--limit", type=int, help=f"candidates that --search compiles (default {LIMIT})")
     add(
         "--all", action="store_true",
-        help=f"plan every row of every recipe on {DEFAULT_GPU}, and those of other GPUs on these; "
-        "with --gpu, --system or --kernels every row on one GPU",
+        help=f"plan every row of every recipe on {DEFAULT_GPU}, and the rows for other GPUs on "
+        "those; with --gpu, --system or --kernels, every row on one GPU",
     )  # fmt: skip
     add(
         "--diff", nargs=2, metavar=("A", "B"),
-        help="what moved between two plans: JSON files of --dump, or rows with settings, as in "
-        "'llama2_70b_bf16:64 execution.remat=full'; or between two tables of --all (plan.csv), "
-        "with status 1 if a row got worse",
+        help="compare two plans: JSON files of --dump, or rows with settings, such as "
+        "'llama2_70b_bf16:64 execution.remat=full'; or two tables of --all (plan.csv), with status "
+        "1 if a row got worse",
     )  # fmt: skip
     add(
         "--percent", type=float, default=2.0,
-        help="change that --diff of two tables reports (default 2)",
+        help="the smallest change that --diff of two tables reports (default 2)",
     )  # fmt: skip
     add(
         "--hlo", type=Path, metavar="FILE",
-        help="describe a compiled program of whatever code: text of compiled.as_text(), or the "
-        "program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
+        help="describe a program that any code has compiled: the text of compiled.as_text(), or "
+        "the program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
     )  # fmt: skip
     add(
         "--profile", type=Path, metavar="DIR",
-        help="a profile of train --profile jax, RUN/profile/rank-N, beside the forecast of its "
-        "program: kernels, collectives by mesh axis, the largest differences; --hlo names the "
-        "program of another profile",
+        help="compare a profile (RUN/profile/rank-N of train --profile jax) with the forecast of "
+        "its program: kernels, collectives by mesh axis, the largest differences; for a profile "
+        "from elsewhere, --hlo names the program",
     )  # fmt: skip
 
 
@@ -114,12 +118,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     if modes == ["--hlo", "--profile"]:
         modes = ["--profile"]
     if args.write_kernels and not args.profile:
-        raise RecipeError("--write-kernels is for --profile")
+        raise RecipeError("--write-kernels needs --profile")
     if len(modes) > 1:
-        raise RecipeError(f"{' and '.join(modes)}: one of them at a time")
+        raise RecipeError(f"{' and '.join(modes)} exclude each other")
     for name in ("dump", "trace"):
         if modes and getattr(args, name) and not (modes == ["--hlo"] and name == "trace"):
-            raise RecipeError(f"--{name} keeps a single plan; expected no {modes[0]}")
+            raise RecipeError(f"--{name} is for a single plan, not for {modes[0]}")
     ignored = [f"--{name}" for name in ("set", "config", "gpus") if getattr(args, name)]
     table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
     formats = {"--diff": ["html"] if not table else [], "--all": [], "--hlo": ["json", "html"],
@@ -128,19 +132,19 @@ def check_arguments(args: argparse.Namespace) -> None:
         if args.format not in ("text", *formats[mode]):
             ignored.append(f"--format {args.format}")
         if ignored:
-            raise RecipeError(f"{mode} takes no {ignored[0]}")
+            raise RecipeError(f"{mode} does not take {ignored[0]}")
     if args.output and args.format == "text" and not args.all:
-        raise RecipeError("--output is for --format json or html, or the folder of --all")
+        raise RecipeError("--output needs --format json or html, or --all")
     for name in ("output", "trace", "write_kernels"):
         if (path := getattr(args, name)) and not (name == "output" and args.all):
             check_folder(f"--{name.replace('_', '-')}", path)
     if args.kernels:
         load(args.gpu or DEFAULT_GPU, args.kernels)
     if args.limit is not None and not args.search:
-        raise RecipeError("--limit is for --search")
+        raise RecipeError("--limit needs --search")
     positive("--", args, "limit")
     if args.scaling and (not args.config or args.gpus is not None):
-        raise RecipeError("--scaling needs --config, and takes all of its rows: no --gpus")
+        raise RecipeError("--scaling needs --config, and no --gpus, since it plans all rows")
     if modes in ([], ["--search"]) and (not args.config or args.gpus is None):
         raise RecipeError(
             "--config and --gpus are needed (or --all, --hlo FILE, --profile DIR, or --diff A B)"

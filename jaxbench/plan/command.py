@@ -56,13 +56,13 @@ def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
             number = 0
         if not 0 < number < float("inf"):
             raise RecipeError(
-                f"--system {setting}: expected nvlink=N, nic=N, node=N or domain=N, N above 0"
+                f"--system {setting}: expected nvlink=N, nic=N, node=N or domain=N, with N above 0"
             )
         changes: dict[str, Any] = {key: number}
         gpu = replace(gpu, **changes)
     if gpu.domain % gpu.node:
         raise RecipeError(
-            f"--system: a domain of {gpu.domain} GPUs is not one of nodes of {gpu.node}"
+            f"--system: a domain of {gpu.domain} GPUs does not consist of nodes of {gpu.node}"
         )
     return gpu
 
@@ -74,7 +74,7 @@ def resolve(
     `gpus`. Raises RecipeError for a row that cannot run on the GPU."""
     recipe = recipes.load(config).on(gpu)
     if gpus is None:
-        raise RecipeError(f"--gpus: recipe {recipe.name} has the rows {recipe.row_names()}")
+        raise RecipeError(f"--gpus is missing: {recipe.name} has the rows {recipe.row_names()}")
     overrides = recipes.parse_overrides(changes)
     recipe = derived_rows.extend(recipe, gpus, gpu, overrides)
     run = recipes.resolve(recipe, gpus, overrides=overrides)
@@ -119,10 +119,10 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
         searching.tried[candidate] = search.Outcome(peak=size.peak, fits=fits)
         changes = candidates.changes(candidate, searching.row)
         options = " ".join(f"--set {change}" for change in changes)
-        yield f"  {'it fits' if fits else 'still too big'}, {text.gib(size.peak)}, with {options}"
+        yield f"  {'fits' if fits else 'still too big'}: {text.gib(size.peak)} with {options}"
         if fits:
             return
-    yield "  none of these settings makes it fit: it needs more GPUs or fewer layers"
+    yield "  none of these settings makes it fit; use more GPUs or fewer layers"
 
 
 def find_targets(args: argparse.Namespace) -> list[Target]:
@@ -172,7 +172,7 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     if not plan.fits:
         print(text.too_big(plan), file=sys.stderr)
     if not plan.fits and args.remedy:
-        print("what would make it fit:", file=sys.stderr)
+        print("settings that may make it fit:", file=sys.stderr)
         for line in find_remedy(run, plan, gpu):
             print(line, file=sys.stderr, flush=True)
     return 0 if plan.fits else 1
@@ -218,7 +218,7 @@ def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
         return plan_one(args, gpu)
     except KeyboardInterrupt:
         print(
-            "interrupted; finished plans are kept: the same --all, --scaling or --search resumes",
+            "interrupted; finished plans are kept, and the same command continues from them",
             file=sys.stderr,
         )
         return 130

@@ -8,7 +8,7 @@ collectives that run at the same time. Both times of a collective include its wa
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -26,9 +26,10 @@ from jaxbench.plan.hlo_file import crossed, parse, whole_text
 from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.settings import AXES
+from jaxbench.results.plans import LABELS
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import GROUPED, PROFILED, Work
+from jaxbench.xla.hlo import GROUPED, PROFILED, Work, display_name
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
@@ -40,8 +41,8 @@ UNSLOWED = 4
 """One in this many runs of a kernel counts in a table of kernels: the fastest quarter, which most
 likely no collective slows down."""
 
-GAPS, UNKNOWN = "nothing runs", "kernels of no instruction"
-SLOWED = "slowed beside collectives, in loops"
+GAPS, UNKNOWN = "nothing runs", "kernels without an instruction"
+SLOWED = "slowed by collectives, in loops"
 """Parts of a step besides `WAITS` and the kernels by what they are. The first two occur only in a
 profile, the third only in a forecast."""
 
@@ -87,8 +88,8 @@ def read_profile(folder: Path) -> Profile:
         launches[profiled_instruction(event)].append(interval)
     if not launches:
         raise RecipeError(
-            f"--profile: {folder} has no profile of a GPU; expected the folder of one process, as "
-            "RUN/profile/rank-0 of train --profile jax"
+            f"--profile: {folder} has no profile of a GPU; expected the folder of one process, "
+            "such as RUN/profile/rank-0 of train --profile jax"
         )
     return Profile(folder, dict(launches))
 
@@ -118,7 +119,9 @@ def read(
     device, sizes = _record(folder)
     gpu = gpu or identify(device)
     if gpu is None or gpu.chip is None:
-        raise RecipeError(f"--profile: {folder} is of no run with a known GPU; expected --gpu too")
+        raise RecipeError(
+            f"--profile: {folder} is from a run on an unknown GPU; name one with --gpu"
+        )
     path = hlo or folder / PROFILED
     _, program = parse(path, "--profile")
     gpu, axes = placed(gpu, program.devices), crossed
@@ -179,8 +182,8 @@ def compare(
         steps=steps,
         measured_s=step_s,
         forecast_s=schedule.step_s,
-        kernels=[part for (beside, _), part in parts.items() if not beside],
-        links=[part for (beside, _), part in parts.items() if beside],
+        kernels=[part for (on_links, _), part in parts.items() if not on_links],
+        links=[part for (on_links, _), part in parts.items() if on_links],
         largest=sorted(_differences(expected, measured), key=lambda d: -abs(d.longer_s))[:LARGEST],
         found=sum(expected[name].seconds for name in computing & measured.keys()) / kernel_s,
     )
@@ -188,7 +191,7 @@ def compare(
 
 def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
     if isinstance(line.cause, Kernel):
-        return line.cause.part
+        return LABELS.get(line.cause.part, line.cause.part)
     if line.cause is None:
         return SLOWED if line.stream == KERNELS else f"copy {line.stream}"
     return f"{line.cause.kind} over {axes(line.cause)}"
@@ -204,8 +207,8 @@ def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
     ]
     if not ratios:
         raise RecipeError(
-            f"--profile: {profile.folder} has no instruction of this program; expected the text of "
-            f"that which was profiled, {PROFILED} in a folder of train --profile jax, or --hlo"
+            f"--profile: {profile.folder} has no instruction of this program; expected the program "
+            f"that was profiled: {PROFILED} in a folder of train --profile jax, or --hlo"
         )
     return max(1, round(statistics.median(ratios)))
 
@@ -218,13 +221,12 @@ def _differences(expected: dict[str, Planned], measured: dict[str, float]) -> It
             source = readable(cause.source, name) if isinstance(cause, Kernel) else ""
             yield Difference(
                 name=name, measured_s=measured[name], forecast_s=line.seconds, source=source,
-                sizes=f"{work.kind} {work.dtype} {_times(work.sizes)}" if work else "",
-                runs=line.runs,
+                sizes=_sizes(work) if work else "", runs=line.runs,
             )  # fmt: skip
 
 
-def _times(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes))
+def _sizes(work: Work) -> str:
+    return f"{display_name(work.kind)} {work.dtype} {'x'.join(map(str, work.sizes))}"
 
 
 def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
@@ -239,7 +241,7 @@ def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
         fastest = sorted(seconds)[: ceil(len(seconds) / UNSLOWED)]
         if fastest:
             lines.append(tables.line(kind, name, sizes, 1e6 * statistics.fmean(fastest)))
-    return tables.text(gpu.name.lower(), [f"products and attention of {profile.folder}"], lines)
+    return tables.text(gpu.name.lower(), [f"matmuls and attention of {profile.folder}"], lines)
 
 
 def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:
@@ -261,19 +263,17 @@ def report(compared: Compared) -> str:
         f"{compared.profile}: {counted(compared.steps, 'step')} on the first of {compared.devices} "
         f"x {compared.gpu.upper()}",
         *filter(None, [compared.remark]),
-        f"instructions with {100 * compared.found:.1f} % of the forecast's kernel seconds are in "
-        "the profile",
+        "the profile has the instructions that take "
+        f"{100 * compared.found:.1f} % of the forecast's kernel seconds",
         "", head,
         *map(_line, [*compared.kernels, step]),
-        "", "collectives and copies beside kernels", *map(_line, compared.links),
-        "", f"the {len(compared.largest)} largest differences",
+        "", "collectives and copies, which run next to kernels", *map(_line, compared.links),
+        "", f"the {len(compared.largest)} largest differences; runs per step x us per run",
     ]  # fmt: skip
     for entry in compared.largest:
         both = (f"{1e6 * s / entry.runs:.1f}" for s in (entry.measured_s, entry.forecast_s))
         of = ", ".join(filter(None, [entry.source, entry.sizes]))
-        lines.append(
-            f"{_line(entry)}  {entry.runs} x {' and '.join(both)} us{': ' if of else ''}{of}"
-        )
+        lines.append(f"{_line(entry)}  {entry.runs} x {' and '.join(both)}{': ' if of else ''}{of}")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ def missing() -> str | None:
     if not installed("transformer_engine"):
         return "Transformer Engine is not installed (README: Transformer Engine)"
     absent = [name for name in ("gcc", "nm") if shutil.which(name) is None]
-    return f"it needs {' and '.join(absent)}" if absent else None
+    return f"its stubs need {' and '.join(absent)}" if absent else None
 
 
 @cache

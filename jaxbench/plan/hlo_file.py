@@ -26,7 +26,7 @@ from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import system
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
-from jaxbench.xla.hlo import Program
+from jaxbench.xla.hlo import Program, display_name
 from jaxbench.xla.instruction import array_shapes, root, shape_bytes
 
 MEMORY_REPORT = "-memory-usage-report.txt"
@@ -107,8 +107,8 @@ def parse(path: Path, option: str) -> tuple[str, Program]:
         raise RecipeError(f"{option}: cannot read the program in {path}: {reason}") from error
     if "is_scheduled=true" not in content or not re.search(r"^ENTRY ", content, re.MULTILINE):
         raise RecipeError(
-            f"{option}: {path} has no scheduled HLO; expected the text of compiled.as_text(), or "
-            "*_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR, whole"
+            f"{option}: {path} has no scheduled HLO; expected the whole text of "
+            "compiled.as_text(), or *_gpu_after_optimizations.txt of XLA_FLAGS=--xla_dump_to=DIR"
         )
     if "\n}" not in content.rpartition("\nENTRY ")[2]:
         raise RecipeError(f"{option}: {path} is cut off within its last computation")
@@ -123,7 +123,7 @@ def parse(path: Path, option: str) -> tuple[str, Program]:
         for scope in program.computations.values():
             for i in scope.values():
                 if i.opcode not in ("parameter", "constant") and (lost := {*i.operands} - {*scope}):
-                    raise LookupError(f"{i.name} reads {min(lost)}, which is not there")
+                    raise LookupError(f"{i.name} reads {min(lost)}, which does not exist")
     return content, program
 
 
@@ -138,7 +138,7 @@ def whole_text(path: Path, option: str) -> Iterator[None]:
             RecursionError) as error:  # fmt: skip
         reason = f"{type(error).__name__}: {error}"
         raise RecipeError(
-            f"{option}: cannot read {path}: not all of a program, or no HLO as XLA writes it "
+            f"{option}: cannot read {path}: it is not a whole program, or not HLO as XLA writes it "
             f"({reason})"
         ) from error
 
@@ -193,7 +193,10 @@ def _peak(path: Path) -> int | None:
 def report(step: HloStep) -> str:
     """The step as text."""
     forecast = step.forecast
-    compiled = ", ".join(f"{n / 1e12:.1f} {name}" for name, n in step.flops.items()) or "none"
+    compiled = (
+        ", ".join(f"{n / 1e12:.1f} {display_name(name)}" for name, n in step.flops.items())
+        or "none"
+    )
     lines = [
         f"{step.file}: {step.devices} x {step.system['device']}",
         "",
@@ -227,10 +230,11 @@ def page(step: HloStep) -> str:
         headline=f"{Path(step.file).name} on {step.target.upper()}: {result}",
         facts=[
             *([expected] if known else []),
-            (f"{step.bound_step_s:.3f} s", "no step can be faster"),
+            (f"{step.bound_step_s:.3f} s", "bound: no step can be faster"),
             (text.gib(step.wire_bytes), "sent per GPU and step"),
         ],
         memory={"rows": rows, "full": max(step.limit, step.peak or 0)},
+        flops={display_name(name): count for name, count in step.flops.items()},
         pipeline=[],
         errata={},
         assumptions=[
@@ -246,6 +250,6 @@ def page(step: HloStep) -> str:
 def _memory(step: HloStep) -> str:
     held = f"arguments {text.gib(step.arguments)}, other outputs {text.gib(step.outputs)}"
     if step.peak is None:
-        return f"{held}; temporaries are not in this text, but beside a program of --xla_dump_to"
+        return f"{held}; temporaries are unknown without the files of --xla_dump_to"
     fits = "fits" if step.peak <= step.limit else "DOES NOT FIT"
     return f"{fits}: peak {text.gib(step.peak)} of {text.gib(step.limit)} per device; {held}"

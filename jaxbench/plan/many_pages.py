@@ -86,12 +86,12 @@ def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tri
     """The page with a line for each candidate (`search.table`). `limit` is the memory of a GPU in
     bytes, `command` has the best candidate, and `tried` says how many there are."""
     best = next((line for line in lines if line["fits"]), None)
-    result = "nothing that was tried fits"
+    result = "none of the candidates fits"
     if best and best["set"]:
-        of = f", {best['of_row']:.3f} of the row's" if best["of_row"] else ""
-        result = f"the best of {len(lines)} tried takes {best['step_s']:.3f} s{of}"
+        of = f", {best['of_row']:.3f} times the row's" if best["of_row"] else ""
+        result = f"the best of {len(lines)} candidates takes {best['step_s']:.3f} s{of}"
     elif best:
-        result = f"the row is the best of {len(lines)} tried, {best['step_s']:.3f} s"
+        result = f"the row is the best of {len(lines)} candidates, with {best['step_s']:.3f} s"
     return render(
         "search.html", title=f"Search: {where}", headline=f"{where}: {result}.", lines=lines,
         chart=_search_chart(lines, limit), limit=limit, command=command if best else "",
@@ -112,14 +112,14 @@ def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
             groups["ours" if line["fits"] else "lost"].append(point)
         if not line["set"]:
             groups["published"].append(point)
-            labels.append(("published", point[1], "the row, best" if line is best else "the row"))
+            labels.append(("published", point[1], "the row: best" if line is best else "the row"))
         elif line is best:
             labels.append(("ours", point[1], "best"))
     points = [point for group in groups.values() for point in group]
     if not points:
         return None
     chart = empty_chart(
-        "Seconds over memory",
+        "Step time and memory",
         "; ".join(f"{y:.3f} s at {x:.1f} GiB" for x, y in points),
         [limit / 2**30, *(x for x, _ in points)], [y for _, y in points],
         unit="s per step", x_title="GiB", labels=labels,

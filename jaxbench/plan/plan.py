@@ -39,8 +39,8 @@ from jaxbench.xla.memory import Buffer
 SHOWN_BUFFERS = 12
 
 SLOP_FACTOR, SLOP = "xla_gpu_memory_limit_slop_factor", 95
-"""The option for the percentage of the memory beside arguments and outputs that XLA's scheduler may
-fill with temporaries, and its default (openxla/xla, `GetSchedulerMemoryLimit`)."""
+"""The option for the percentage of the memory that XLA's scheduler may fill with temporaries, apart
+from arguments and outputs, and its default (openxla/xla, `GetSchedulerMemoryLimit`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def read(path: Path) -> Plan:
     except OSError as error:
         raise RecipeError(f"{path}: cannot read a plan: {error.strerror}") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{path}: no plan.json of `plan --dump`: {error}") from error
+        raise RecipeError(f"{path}: not a plan.json of `plan --dump`: {error}") from error
 
 
 def make_plan(

@@ -156,7 +156,7 @@ def _reason(process: subprocess.CompletedProcess[str]) -> str:
     """The line of a failed process's stderr that gives the reason."""
     code = process.returncode
     if code < 0:
-        return f"killed by signal {-code}, perhaps out of memory"
+        return f"killed by signal {-code}, perhaps because memory ran out"
     lines = [line for line in process.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.match(line)]
     return [f"exit status {code}", *lines[-1:], *errors[-1:]][-1].removeprefix("error: ")

@@ -15,6 +15,7 @@ from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.text import gib
 from jaxbench.recipe.published import ERRATA
 from jaxbench.results.plans import LABELS, MINIMUM_S
+from jaxbench.xla.hlo import display_name
 from jaxbench.xla.timeline import LINKS
 
 PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
@@ -66,8 +67,8 @@ def difference_page(a: Plan, b: Plan) -> str:
     return render(
         "diff.html",
         title="Two plans",
-        headline=f"A step of B is forecast to take {b.forecast_step_s:.3f} s, {ratio:.3f} of A's "
-        f"{a.forecast_step_s:.3f} s.",
+        headline=f"A step of B is forecast to take {b.forecast_step_s:.3f} s, "
+        f"{ratio:.3f} times A's {a.forecast_step_s:.3f} s.",
         asked=[line for line, _, asked in lines if asked],
         moved=[(*line, r) for line, r, asked in lines if not asked and r != text.ratio(1, 1)],
         steps=[(name, forecast(p.forecast, parts(p), None)) for name, p in steps],
@@ -145,13 +146,14 @@ def headline(plan: Plan) -> str:
     if size.peak > size.limit:
         return f"{where} does not fit: {gib(size.peak)} of {gib(size.limit)} per GPU."
     if not plan.fits:
-        return f"{where} does not fit the host: {gib(size.host)} of {gib(size.host_limit)} per GPU."
+        host = f"{gib(size.host)} of {gib(size.host_limit)}"
+        return f"{where} does not fit the host's memory: {host} per GPU."
     of = ""
     if plan.published:
         ratio = plan.forecast_step_s / plan.published["step_time_s"]
         gpu = plan.published["gpu_type"]
         on = "" if gpu == plan.target else f" on {gpu.upper()}"
-        of = f", {ratio:.2f} of the published step{on}"
+        of = f", {ratio:.2f} times the published step{on}"
     return f"{where} fits. A step is forecast to take {plan.forecast_step_s:.2f} s{of}."
 
 
@@ -159,7 +161,7 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """The first lines: a figure, and what it is."""
     rates, size = plan.rates["forecast"], plan.bytes_per_device
     yield f"{plan.forecast.fast_s:.2f} to {plan.forecast.slow_s:.2f} s", "range of the forecast"
-    yield f"{plan.bound_step_s:.2f} s", "no step can be faster"
+    yield f"{plan.bound_step_s:.2f} s", "bound: no step can be faster"
     yield f"{rates.tokens_per_s_per_gpu:,.0f}", "tokens/s/GPU"
     if rates.mfu is not None:
         yield f"{100 * rates.mfu:.1f} %", "MFU"
@@ -231,14 +233,17 @@ def system_assumptions(step: Step, gpu: dict[str, Any], limit: int) -> Iterator[
     f = step.forecast
     yield "Range", text.RANGE
     for source in dict.fromkeys(f.sources.values()):
-        kinds = (kind.split()[0] for kind, file in f.sources.items() if file == source)
+        kinds = (
+            display_name(kind.split()[0]) for kind, file in f.sources.items() if file == source
+        )
         yield "Measured", f"{', '.join(dict.fromkeys(kinds))}: {source}"
     if f.beyond:
         yield "In proportion", "; ".join(f.beyond)
     yield from (("Assumed", assumed) for assumed in f.assumed)
     for target, seconds in f.unknown.items():
-        yield "No rule", f"{target}: {seconds:.3f} s, by its bytes alone"
+        yield "No rule", f"{target}: {seconds:.3f} s for its bytes alone"
     memory = f"{gpu['bandwidth']:g} GB/s"
     yield "Memory", f"{gib(gpu['memory'])} at {memory}, {gib(limit)} of it for a program"
     yield "NVLink", f"{gpu['nvlink']:g} GB/s from each GPU, among {counted(gpu['domain'])}"
-    yield "Network, host", f"{gpu['nic']:g} and {gpu['host']:g} GB/s from each GPU"
+    yield "Network", f"{gpu['nic']:g} GB/s from each GPU"
+    yield "Host", f"{gpu['host']:g} GB/s between each GPU and its host's memory"

@@ -31,6 +31,7 @@ from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
+from jaxbench.results.plans import LABELS
 
 BATCH = min(4, os.cpu_count() or 1)
 """The number of candidates chosen at a time. Free memory decides only how many of them are compiled
@@ -160,9 +161,9 @@ def search(
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
-    tried = f"{len(lines)} tried of {state.total} meshes and microbatches"
+    tried = f"tried {len(lines)} of {state.total} meshes and microbatches"
     if state.cannot_fit:
-        tried += f"; of {state.cannot_fit} the train state alone does not fit"
+        tried += f"; the train state alone does not fit with {state.cannot_fit} of them"
     changes = [*row.overrides, *best["set"]] if best else []
     options = [option for text in changes for option in ("--set", text)]
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])
@@ -176,10 +177,10 @@ def search(
         show(lines)
         print(f"\n{tried}")
         if best is None:
-            print("nothing fits: it needs more GPUs or fewer layers, or a higher --limit")
+            print("nothing fits; use more GPUs or fewer layers, or a higher --limit")
         else:
             result = (
-                f"best: {best['step_s']:.3f} s" if best["set"] else "the row is the best of them"
+                f"best: {best['step_s']:.3f} s" if best["set"] else "the row itself is the best"
             )
             print(f"{result}: {command}")
     return int(best is None)
@@ -248,7 +249,10 @@ def why(plan: Plan, best: Plan | None) -> str:
     if best is None or plan is best:
         return ""
     name, longer = grows(parts(plan), parts(best))
-    return f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; {name} {longer:+.3f} s"
+    return (
+        f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; "
+        f"{LABELS.get(name, name)} {longer:+.3f} s"
+    )
 
 
 def show(lines: list[dict[str, Any]]) -> None:

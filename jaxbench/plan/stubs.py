@@ -65,11 +65,11 @@ def load() -> str | None:
     """Loads the stubs that cuDNN needs. Returns the reason if it cannot be asked in this process,
     else None."""
     if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
-        return "jax before 0.11 does not ask it"
+        return "jax before 0.11 cannot ask cuDNN for them"
     if not installed("jax_plugins.xla_cuda13"):
-        return "it is not installed"
+        return "cuDNN is not installed"
     if lacking := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
-        return f"asking it needs {' and '.join(lacking)}"
+        return f"asking cuDNN needs {' and '.join(lacking)}"
     if "libcudart.so" in Path("/proc/self/maps").read_text():
         return "the real CUDA runtime is loaded"
     try:

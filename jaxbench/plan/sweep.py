@@ -130,7 +130,7 @@ def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
                 ratio = f", x {y / x:.3f}" if x else ""
                 lines.append(f"{name}: {column} {old[row][column]} -> {new[row][column]}{ratio}")
                 worse |= y > x
-    return "\n".join(lines or [f"no row moved by more than {percent:g} %"]), worse
+    return "\n".join(lines or [f"no row changed by more than {percent:g} %"]), worse
 
 
 def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:

@@ -10,6 +10,8 @@ from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
+from jaxbench.results.plans import LABELS
+from jaxbench.xla.hlo import display_name
 
 BAR = 30
 """Characters of the longest bar of a forecast."""
@@ -44,7 +46,7 @@ def report(plan: Plan) -> str:
     """The whole plan as text."""
     size, state, work = plan.bytes_per_device, plan.state_bytes, plan.flops
     fits = "fits" if size.peak <= size.limit else "DOES NOT FIT"
-    held = "" if state.gradients is None else f", of which gradients {gib(state.gradients)}"
+    held = "" if state.gradients is None else f", including gradients {gib(state.gradients)}"
     return "\n".join(
         [
             f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
@@ -56,12 +58,12 @@ def report(plan: Plan) -> str:
             f"headroom {gib(size.limit - size.peak)}",
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
             f"  temporaries {gib(size.temporaries)}{held}",
-            "  largest at the peak:",
+            "  largest buffers at the peak:",
             *_buffers(plan, "    "),
             *_uncounted(plan),
             *_host(plan),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
-            f"{work.recompute_ratio:.3f} of the model's",
+            f"{work.recompute_ratio:.3f} times the model's",
             f"  kernels     {kernels(plan)}",
             *pipeline(plan),
             *network(plan),
@@ -78,7 +80,7 @@ def report(plan: Plan) -> str:
 def _options(plan: Plan) -> list[str]:
     """The options in which the program differs from the one that `train` compiles."""
     options = ", ".join(f"{name}={value}" for name, value in plan.planned_flags.items())
-    line = f"compiled with the options of train and {options}: no GPU is there to ask"
+    line = f"compiled with the options of train and {options}, since there is no GPU to ask"
     return [line] if options else []
 
 
@@ -97,7 +99,7 @@ def _buffers(plan: Plan, indent: str) -> list[str]:
 def _uncounted(plan: Plan) -> list[str]:
     """What the peak lacks if cuDNN could not be asked."""
     reason = plan.without_cudnn
-    return [f"  not counted the workspaces of cuDNN's attention: {reason}"] if reason else []
+    return [f"  not counted: the workspaces of cuDNN's attention ({reason})"] if reason else []
 
 
 def _host(plan: Plan) -> list[str]:
@@ -106,7 +108,11 @@ def _host(plan: Plan) -> list[str]:
     if size.host:
         fits = "" if size.host <= size.host_limit else "DOES NOT FIT: "
         return [f"  host        {fits}{gib(size.host)} of {gib(size.host_limit)} per device"]
-    return [] if READS_HOST or not asked else ["  host        nothing: it needs jaxlib 0.11.2"]
+    return (
+        []
+        if READS_HOST or not asked
+        else ["  host        nothing is kept there: that needs jaxlib 0.11.2"]
+    )
 
 
 def pipeline(plan: Plan) -> list[str]:
@@ -115,8 +121,8 @@ def pipeline(plan: Plan) -> list[str]:
         return []
     return [
         f"pipeline    {p.ranks} ranks with {p.virtual_stages} model chunks each, "
-        f"{p.microbatches} microbatches: idle for {100 * p.bubble:.1f} % of the work, "
-        f"activations of {p.slots} chunks stashed, {p.padding} blocks of padding"
+        f"{p.microbatches} microbatches; each is idle for {100 * p.bubble:.1f} % of its busy time; "
+        f"a stash for the activations of {p.slots} chunks; {p.padding} blocks of padding"
     ]
 
 
@@ -125,13 +131,14 @@ ALWAYS = ("bf16", "fp8")
 
 
 def kernels(step: Step) -> str:
-    """The launches of a step."""
+    """The kernel launches of a step."""
     counts = {name: step.kernels[f"gemm_{name}"] for name in FORMATS}
-    products = [f"{n} {name} products" for name, n in counts.items() if n or name in ALWAYS]
+    matmuls = [f"{n} {name} matmuls" for name, n in counts.items() if n or name in ALWAYS]
     moved = step.quantization_bytes
     quantization = f"; quantization moves {gib(moved)}" if moved else ""
     attention = f"{step.kernels['attention']} attention"
-    return f"{', '.join(products)}, {attention}, {step.launches} launches in all{quantization}"
+    total = f"{step.launches} kernel launches in all"
+    return f"{', '.join(matmuls)}, {attention}, {total}{quantization}"
 
 
 def network(step: Step) -> list[str]:
@@ -139,9 +146,9 @@ def network(step: Step) -> list[str]:
     where = {True: "across domains", False: "in NVLink domain"}
     return [
         f"network     {gib(step.wire_bytes)} sent per device and step; "
-        f"{gib(step.uncovered_wire_bytes)} with no product or attention beside it",
+        f"no matmul or attention overlaps with {gib(step.uncovered_wire_bytes)} of it",
         *(
-            f"  {c.kind:18} {c.axes:16} {c.count:5} x {gib(c.bytes):>10} "
+            f"  {c.kind:18} {c.axes:16} {c.count:5} runs {gib(c.bytes):>10} "
             f"{where[c.across_domains]:16} {c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
             for c in step.collectives
         ),
@@ -154,9 +161,9 @@ def schedule(plan: Plan) -> list[str]:
     if not size.scheduled or not plan.collectives:
         return []
     met = size.temporaries > NEAR * size.scheduled
-    found = "probably met: with more memory less may be exposed" if met else "not met"
+    found = "probably reached, so more memory may expose less" if met else "not reached"
     return [
-        f"  memory limit of the schedule {found}; temporaries {gib(size.temporaries)} of "
+        f"  memory limit of XLA's scheduler {found}: temporaries {gib(size.temporaries)} of "
         f"{gib(size.scheduled)}"
     ]
 
@@ -165,7 +172,7 @@ def host(step: Step) -> list[str]:
     """The copies of a step from and to the host."""
     moved = step.host
     line = (
-        f"host        {gib(moved.to_host)} to its memory and {gib(moved.from_host)} back per "
+        f"host        {gib(moved.to_host)} to the host and {gib(moved.from_host)} back per "
         f"device and step, exposed {moved.exposed_s:.3f} s"
     )
     return [line] if moved.to_host or moved.from_host else []
@@ -175,9 +182,9 @@ def bound(step: Step, rates: str = "") -> list[str]:
     """The bound and its parts, with the largest kernels, matmuls and attention aside."""
     parts = step.bound_parts_s
     return [
-        f"bound       {step.bound_step_s:.3f} s per step: products and attention "
+        f"bound       {step.bound_step_s:.3f} s per step: matmuls and attention "
         f"{parts.get('compute', 0):.3f}, other kernels {parts.get('memory', 0):.3f}, exposed "
-        f"{parts['exposed']:.3f}{rates}; the largest other kernels:",
+        f"{parts['exposed']:.3f}{rates}; largest other kernels, with their launches:",
         *(f"  {k.seconds:.3f} s {k.launches:6}  {k.source}" for k in step.other_kernels),
     ]
 
@@ -192,16 +199,21 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
     """A forecast and its parts, with bars; or why there is none."""
     if f.unknown:
         return [
-            "forecast    none: what these calls compute is unknown, and so is their time",
-            *(f"  {name}: at least {s:.3f} s, by its bytes" for name, s in f.unknown.items()),
+            "forecast    none: we do not know what these calls compute, so not how long they take",
+            *(f"  {name}: at least {s:.3f} s for its bytes" for name, s in f.unknown.items()),
         ]
     longest = max(f.parts_s.values())
     lines = [f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}{rates}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / longest)
-        lines.append(f"  {name:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
+        label = LABELS.get(name, name)
+        lines.append(f"  {label:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
     lines.append(f"  range: {RANGE}{_twice(f)}")
-    sources = [f"{kind} by {s}" for kind, s in f.sources.items() if not s.startswith(PACKAGE)]
+    sources = [
+        f"{display_name(kind)} from {s}"
+        for kind, s in f.sources.items()
+        if not s.startswith(PACKAGE)
+    ]
     if sources:
         lines.append(f"  measured: {'; '.join(sources)}")
     lines += [f"  assumed: {assumed}" for assumed in f.assumed]
@@ -252,7 +264,9 @@ def too_big(plan: Plan) -> str:
     is too small."""
     size = plan.bytes_per_device
     if size.peak <= size.limit:
-        return f"does not fit the host: {gib(size.host)} of {gib(size.host_limit)} per device"
+        return (
+            f"does not fit the host's memory: {gib(size.host)} of {gib(size.host_limit)} per device"
+        )
     first = f"does not fit: {gib(size.peak)} of {gib(size.limit)}; largest buffers:"
     return "\n".join([first, *_buffers(plan, "  ")])
 

@@ -15,7 +15,7 @@ from jaxbench.recipe import planned, published, recipes
 
 EXAMPLES = """
     jaxbench list                            every model: its precisions, GPUs and numbers of GPUs
-    jaxbench list llama --gpu gb200          rows of Llama for the GB200
+    jaxbench list llama --gpu gb200          rows of Llama for GB200
     jaxbench list 70b fp8 --gpus 64          one row: 70B in FP8 on 64 GPUs
     jaxbench list --all                      every row, also those of one GPU
 """

@@ -108,7 +108,10 @@ class Precision:
         not_negative("precision.", self, "last_bf16_layers")
         unknown = sorted(self.in_bf16 - {*PRODUCTS, "prediction"})
         known = f"expected some of {', '.join(PRODUCTS)}, prediction"
-        require(not unknown, f"precision.bf16_products: no product {', '.join(unknown)}; {known}")
+        require(
+            not unknown,
+            f"precision.bf16_products: no matmul is named {', '.join(unknown)}; {known}",
+        )
 
     @property
     def quantized(self) -> bool:

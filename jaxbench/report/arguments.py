@@ -19,41 +19,41 @@ def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
     parser = Parser(
         prog="jaxbench report", examples=EXAMPLES,
-        description="Results of runs beside the published ones. Reads our result folders and the "
-        "logs of the published scripts, at any depth. The status is 1 when a run failed, is "
-        "incomplete or is slow: below 95 % of the published throughput.",
+        description="Compares runs with published ones. Reads our result folders and the logs of "
+        "the published scripts, at any depth. The exit status is 1 if a run failed, is incomplete, "
+        "or is slow, which means below 95 % of the published throughput.",
     )  # fmt: skip
     add = parser.add_argument_group("what to read").add_argument
     add(
         "results", nargs="*", type=Path, metavar="RESULTS",
-        help="folders or logs; or published.csv, for the published figures themselves",
+        help="folders or logs; published.csv shows the published figures themselves",
     )  # fmt: skip
     add(
         "--compare", nargs=2, type=Path, metavar=("A", "B"),
         help="two runs, or folders of repeats: the ratio of their step times with its confidence "
-        "interval, and what differs; status 1 when B is slower by more than the threshold",
+        "interval, and what differs; status 1 if B is slower by more than the threshold",
     )  # fmt: skip
     add(
         "--history", type=Path, metavar="FOLDER",
-        help="runs of many dates: where the step time of each row changed, and what with it",
+        help="runs of many dates: when the step time of each row changed, and what else did",
     )  # fmt: skip
     add = parser.add_argument_group("how to count").add_argument
     add(
         "--threshold", type=float, default=2.0, metavar="PERCENT",
-        help="of --compare and --history: smaller changes are none (default 2)",
+        help="--compare and --history ignore smaller changes (default 2)",
     )  # fmt: skip
     add(
         "--window", metavar="NAME", default=None,
         help="iterations that count: published (11 to 44), newer (35 to 44, as later releases "
-        "have it), or first:last; default published, of a shorter run its last half",
+        "have it), or first:last; default published, or the last half of a shorter run",
     )  # fmt: skip
     add("--flops", choices=flops.CONVENTIONS, default="published", help="how FLOPs are counted")
-    add("--no-gate", action="store_true", help="status 0 whatever the verdicts")
+    add("--no-gate", action="store_true", help="exit status 0, whatever the verdicts are")
     add = parser.add_argument_group("what to write").add_argument
     add(
         "--format", choices=[*formats.TEXTS, "html", "mlperf"], default="table",
-        help="default table; html is a page for people, whole in one file; mlperf has the lines of "
-        "MLPerf's training log",
+        help="default table; html is a page in a single file; mlperf has the lines of MLPerf's "
+        "training log",
     )  # fmt: skip
-    add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
+    add("--output", type=Path, metavar="FILE", help="write to this file instead of the terminal")
     return parser

@@ -37,7 +37,9 @@ def find(path: Path) -> Iterator[RunData]:
         yield from published_runs(path)
     elif path.is_file():
         if (run := _log(path)) is None:
-            raise RecipeError(f"{path}: no published script's log, by name or content")
+            raise RecipeError(
+                f"{path}: neither its name nor its content shows a log of a published script"
+            )
         yield run
     elif path.is_dir():
         yield from _below(path, set())
@@ -118,7 +120,7 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
             runs.append(run)
             say(f"reading runs: {len(runs)}")
     if not runs:
-        raise RecipeError(f"no run in {', '.join(map(str, paths))}")
+        raise RecipeError(f"found no run in {', '.join(map(str, paths))}")
     return sorted((evaluate(run, chosen_window(window, run)) for run in runs), key=_order)
 
 
@@ -133,7 +135,9 @@ def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:
     if arguments.results or not 0 < arguments.threshold < 100:
         raise RecipeError(f"{name} takes a threshold between 0 and 100 %, and no RESULTS")
     if arguments.format not in formats:
-        raise RecipeError(f"{name} has no --format {arguments.format}: {', '.join(formats)}")
+        raise RecipeError(
+            f"{name} has no --format {arguments.format}; expected {' or '.join(formats)}"
+        )
 
 
 def _refuse_null(results: list[Result]) -> None:
@@ -168,7 +172,7 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
     """The report and its results. The text is None if the report is printed in the terminal's own
     width and colours."""
     if not arguments.results:
-        raise RecipeError("RESULTS are needed, or --compare A B, or --history FOLDER")
+        raise RecipeError("name RESULTS, or give --compare A B or --history FOLDER")
     results = report(arguments.results, arguments.window)
     lines = [formats.line(r, arguments.flops) for r in results]
     text = None

@@ -57,9 +57,9 @@ class Comparison:
             f"{self.verdict}: the step time of B differs from A's by {percent:+.2f} % "
             f"(95 % between {low:+.2f} and {high:+.2f} %, threshold {100 * self.threshold:g} %)",
             f"runs: {self.runs[0]} of A, {self.runs[1]} of B",
-            *(f"only one run of {side}: what differs from job to job is not in the interval"
+            *(f"only one run of {side}, so the interval leaves out what differs from job to job"
               for side in single),
-            "what differs:" if self.differences else "nothing recorded differs",
+            "what differs:" if self.differences else "the records do not differ",
             *(f"  {name}: {a} -> {b}" for name, a, b in self.differences),
         ]  # fmt: skip
         return "\n".join(lines) + "\n"
@@ -71,11 +71,13 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
     for side, results in (("A", a), ("B", b)):
         for r in results:
             if not r.complete:
-                raise RecipeError(f"{r.run.path}, a run of {side}, is {r.verdict}")
+                raise RecipeError(
+                    f"{r.run.path}: {side} needs complete runs, but this one is {r.verdict}"
+                )
     workloads = {(r.run.recipe, r.run.dtype, r.run.gpus, r.run.tokens) for r in [*a, *b]}
     if len(workloads) > 1:
         texts = sorted(f"{recipe} {dtype} on {gpus}" for recipe, dtype, gpus, _ in workloads)
-        raise RecipeError(f"A and B hold different work: {'; '.join(texts)}")
+        raise RecipeError(f"A and B are of different work: {'; '.join(texts)}")
     generator = np.random.default_rng(SEED)
     samples = [[np.asarray(r.run.times(r.window)) for r in side] for side in (a, b)]
     means = [np.mean([np.mean(times) for times in side]) for side in samples]

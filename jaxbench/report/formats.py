@@ -103,7 +103,7 @@ def print_table(lines: list[dict[str, Any]], console: Console) -> None:
             Text(f"{line['reason']} (iterations {line['window']})"),
         )
     console.print(table)
-    console.print(f"FLOPs and MFU by the convention {lines[0]['convention']}")
+    console.print(f"FLOPs and MFU follow the convention {lines[0]['convention']}")
 
 
 def title(line: dict[str, Any]) -> str:

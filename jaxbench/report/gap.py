@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
 
-CLOCKED = ("matrix products", "attention", "scan", "products and attention")
+CLOCKED = ("matmuls", "attention", "scan", "matmuls and attention")
 """Parts of a plan (`plans.LABELS`) whose time is inverse to the clock of the multiprocessors."""
 
 REMAINS = "what remains"
@@ -34,7 +34,7 @@ class Gap:
         """The gap in one line for people, with its largest part first."""
         parts = sorted(self.parts, key=lambda part: -abs(part[1]))
         listed = ", ".join(f"{name} {seconds:+.3f} s" for name, seconds, _ in parts)
-        return f"{self.seconds:+.3f} s to the {self.kind} step: {listed}"
+        return f"{self.seconds:+.3f} s compared with the {self.kind} step: {listed}"
 
 
 def explain(result: Result) -> Gap | None:
@@ -77,7 +77,11 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
         slower = statistics.median(1 / clock for clock in clocks)  # as in `slowdowns`
-        yield "clocks", seconds * (slower - 1), f"{100 / slower:.1f} % of the highest, for {of}"
+        yield (
+            "clocks",
+            seconds * (slower - 1),
+            f"{100 / slower:.1f} % of the highest clock, during {of}",
+        )
         seconds *= slower
     slow: list[tuple[float, str]] = []
     if clocks or any(gpu.products_s for gpu in every):
@@ -100,10 +104,10 @@ def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
     if longer:
         lost, part, compared = min(longer, key=lambda each: each[0])
         yield (
-            "links",
+            "exposed communication",
             lost,
-            f"{compared.rank} waits {part.measured_s:.3f} s for them in its profile, "
-            f"{part.forecast_s:.3f} s in the forecast",
+            f"{compared.rank} waits {part.measured_s:.3f} s for collectives and copies in its "
+            f"profile, {part.forecast_s:.3f} s in the forecast",
         )
 
 
@@ -125,6 +129,10 @@ def _host(result: Result) -> Iterator[tuple[str, float, str]]:
     yield (
         "file system",
         written / len(steps),
-        (f"records took longer than a step {counts[0] - counts[1]} times in {len(steps)}"),
+        f"a record took longer than a step in {counts[0] - counts[1]} of {len(steps)} steps",
     )
-    yield "recompilation", sum(compiled.values()) / len(steps), f"in {counts[1]} steps"
+    yield (
+        "recompilation",
+        sum(compiled.values()) / len(steps),
+        f"something was compiled in {counts[1]} steps",
+    )

@@ -114,7 +114,7 @@ def slow_gpu(gpu: Gpu, factor: float) -> str:
 
 def early_host(gpu: Gpu, seconds: float) -> str:
     """How much less a process waits than the others."""
-    return f"rank {gpu.rank} on {gpu.node} waits {seconds:.3f} s less than the typical one"
+    return f"rank {gpu.rank} on {gpu.node} waits {seconds:.3f} s less than the typical process"
 
 
 def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
@@ -190,5 +190,5 @@ def _heat_map(
         "legend": [f"{a:.1f} to {b:.1f}" for a, b in pairwise(edges)],
         "width": width, "height": ROW * len(nodes),
         "says": f"{told[least]:.1f} to {high:.1f}, median {statistics.median(told.values()):.1f}; "
-        f"least: {least}",
+        f"lowest: {least}",
     }  # fmt: skip

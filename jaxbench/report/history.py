@@ -80,7 +80,7 @@ class Point:
         if self.change is None:
             return ""
         texts = (f"{name}: {short(a)} -> {short(b)}" for name, a, b in self.differences)
-        return listed(texts, LISTED, "; ") or "nothing recorded differs"
+        return listed(texts, LISTED, "; ") or "the records do not differ"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def history(results: Sequence[Result], threshold: float) -> list[Series]:
     groups: dict[tuple, list[Result]] = {}
     for result in sorted(results, key=lambda r: r.run.started or UNDATED):
         r = result.run
-        device = str((r.record.get("hardware") or {}).get("device", "hardware not said"))
+        device = str((r.record.get("hardware") or {}).get("device", "unknown hardware"))
         dtype = "" if (r.dtype or "") in r.recipe else f" {r.dtype}"
         name = f"{r.recipe.strip()}{dtype} on {r.gpus} x {device}"
         groups.setdefault((name, r.tokens, r.label), []).append(result)
@@ -240,9 +240,14 @@ def text(history: Sequence[Series], threshold: float) -> str:
             lines.append(f"  and {earlier} earlier runs: --format json has all of them")
         lines.append("")
     for node, slow, ran, last in nodes(history):
-        lines.append(f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last {last}")
-    limit = f"changes above {100 * threshold:g} % of the median since the last one, and above the"
-    lines.append(f"{limit} runs' own spread; UTC; * the file's time, since the record has none")
+        lines.append(
+            f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last on {last}"
+        )
+    lines += [
+        f"A change is above {100 * threshold:g} % of the median since the last change, and above "
+        "the runs' own spread.",
+        "Times are in UTC. * marks a file's time, where the record has none.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -60,14 +60,14 @@ class Steps:
     def problems(self) -> list[str]:
         """Reasons why these are not all steps of exactly one run."""
         if not self.seconds:
-            return ["no iteration is there"]
+            return ["it has no iteration"]
         problems = []
         repeated = self.repeated
         uneven = self.repeats == "processes" and len(set(self.counts.values())) > 1
         if repeated is None and uneven:
             repeated = self.counts.most_common(1)[0][0]
         if repeated is not None:
-            problems.append(f"iteration {repeated} comes again: two runs, or one that began again")
+            problems.append(f"iteration {repeated} occurs again: two runs, or one that began again")
         if self.expected is not None and self.last + 1 < self.expected:
             problems.append(f"it ends after iteration {self.last} of {self.expected - 1}")
         if (missing := self.last + 1 - self.first - len(self.seconds)) > 0:
@@ -136,10 +136,12 @@ class RunData:
         )
         if len(starts) > 1:
             begun = ", ".join(str(self.begins[n]) for n in starts[1:])
-            return f"iterations {first} to {last} are of several starts: it resumed at {begun}"
+            return f"iterations {first} to {last} belong to several starts: it resumed at {begun}"
         if starts and starts[0] < self.program:
             resumed = self.begins[self.program]
-            return f"iterations {first} to {last} are of another program: it changed at {resumed}"
+            return (
+                f"iterations {first} to {last} belong to another program: it changed at {resumed}"
+            )
         return None
 
     def times(self, window: Window) -> list[float]:
@@ -199,7 +201,7 @@ def evaluate(run: RunData, window: Window) -> Result:
     times = run.times(window)
     incomplete = [*run.unfinished, *run.steps.problems(), *filter(None, [run.mixed(window)])]
     if not incomplete and len(times) < last - first + 1:
-        incomplete = [f"iterations {first} to {last} are not all there"]
+        incomplete = [f"some of the iterations {first} to {last} are missing"]
     usable = [t for t in times if math.isfinite(t) and t > 0]
     means: Mapping[str, float] = spread(usable) if usable else {}
     short = too_short(run.steps.last + 1, run.steps.first)

@@ -14,8 +14,8 @@ PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
 """The sections of a resolved recipe that decide what is compiled."""
 
 LABELS = {
-    "compute": "products and attention", "memory": "other kernels",
-    "exposed": "exposed collectives and copies", "products": "matrix products",
+    "compute": "matmuls and attention", "memory": "other kernels",
+    "exposed": "exposed collectives and copies", "products": "matmuls",
     "slowed": "slowed by collectives",
 }  # fmt: skip
 """Display names of a plan's parts. Other parts keep their own names."""

@@ -74,17 +74,17 @@ def make_parser() -> Parser:
     completes(add("--set", action="append", default=[], metavar="KEY=VALUE",
         help="change a setting of the row: parallelism.fsdp=4"), recipes.settings, end="=")
     add("--steps", type=int,
-        help=f"optimizer steps (default {STEPS}, as published, and {SMOKE_STEPS} of the smoke row; "
-        "with --restore one more than it had)")
+        help=f"optimizer steps (default {STEPS}, as published, or {SMOKE_STEPS} for the smoke row; "
+        "with --restore, one more than the checkpoint has)")
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add("--output", type=Path,
         help="new folder for the records (default results/<recipe>/<row>/<time>)")
     add("--stream", choices=list(STREAMS),
-        help="write every step for this tool too, into the folder of the records")
+        help="also write every step for this tool, into the folder of the records")
     add = parser.add_argument_group("devices").add_argument
     add("--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh")
     add("--local-devices", type=int, metavar="N",
-        help="fail, naming the node, where a process does not see exactly N devices")
+        help="fail, and name the node, if a process does not see exactly N devices")
     add_saving(parser)
     add_profiling(parser)
     return parser
@@ -93,16 +93,16 @@ def make_parser() -> Parser:
 def add_saving(parser: argparse.ArgumentParser) -> None:
     """Options that save, resume and watch a run."""
     add = parser.add_argument_group("save and resume").add_argument
-    add("--checkpoint", action="store_true", help="save at the end, and when a signal stops it")
-    add("--checkpoint-every", type=int, metavar="N", help="save every N steps too")
+    add("--checkpoint", action="store_true", help="save at the end, and if a signal stops the run")
+    add("--checkpoint-every", type=int, metavar="N", help="also save every N steps")
     add("--keep", type=int, metavar="K", help=f"checkpoints to keep (default {KEEP})")
     add("--resume", action="store_true",
-        help="continue the run in --output from its last checkpoint, or begin it")
+        help="continue the run in --output from its last checkpoint; begin it if there is none")
     add("--restore", type=Path, metavar="PATH",
-        help="start from this checkpoint, or from the last one of this run")
+        help="start from this checkpoint, or from the last checkpoint of this run")
     add("--watchdog", type=float, metavar="SECONDS",
-        help="end the job when it makes no progress for so long; ten times as long before "
-        "training and while it saves")
+        help="end the job after so long without progress; the limit is ten times as long before "
+        "training and while the run saves")
 
 
 def add_profiling(parser: argparse.ArgumentParser) -> None:
@@ -110,17 +110,17 @@ def add_profiling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("profile").add_argument
     add("--profile", choices=("jax", "nsys"), help="profile some steps")
     add("--profile-steps", type=profile_steps, default=(20, 25), metavar="FIRST-STOP",
-        help="from before step FIRST to before step STOP (default 20-25)")
+        help="the first step of the profile, and the first step after it (default 20-25)")
     add("--profile-ranks", default=PROFILED_RANKS, metavar="N,N", type=ranks,
         help="processes that are profiled (default 0 to 7)")
-    add("--nccl-trace", action="store_true", help="let NCCL write what it does")
+    add("--nccl-trace", action="store_true", help="let NCCL write a trace of what it does")
     add("--pgle", action="store_true",
-        help="profile some steps, compile again with their times (profile-guided latencies), train")
+        help="profile some steps, compile again with their latencies, then train")
     add("--check-repeatable", action="store_true",
-        help="first run some steps twice, and fail unless losses and state are equal bit for bit")
+        help="first run some steps twice, and fail unless losses and state are bitwise equal")
     add("--compilation-cache", type=Path, metavar="FOLDER",
-        help="keep compiled programs and results of autotuning here; yours alone, safe for all "
-        "processes of all jobs")
+        help="keep compiled programs and results of autotuning in this folder; it must belong to "
+        "you alone, and all processes of all your jobs can use it")
 # fmt: on
 
 
@@ -176,7 +176,7 @@ def check_arguments(args: Options) -> None:
     if len(used) > 1:
         raise RecipeError(f"{' and '.join(used)} exclude each other")
     if args.profile and args.profile_steps[0] >= (args.steps or STEPS):
-        raise RecipeError(f"--profile-steps {args.profile_steps[0]} is beyond the last step")
+        raise RecipeError(f"--profile-steps {args.profile_steps[0]} comes after the last step")
     check_stream(args.stream)
     if args.keep is not None and not args.checkpoint and args.checkpoint_every is None:
         raise RecipeError(f"--keep {args.keep} needs --checkpoint or --checkpoint-every")

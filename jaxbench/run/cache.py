@@ -80,10 +80,10 @@ def program_cache(
             if autotuning and KEEPS_AUTOTUNING:
                 kept = _autotuned(own / f"autotuned-{_name(autotuning)}")
         except OSError as error:
-            problem = f"{folder} is no compilation cache for this user: {error.strerror}"
+            problem = f"{folder} cannot be this user's compilation cache: {error.strerror}"
         found = job.all_gather("compilation cache", (cached, problem))
         if problems := [text for _, text in found if text]:
-            say(f"warning: {problems[0]}; the program is compiled anew and not kept")
+            say(f"warning: {problems[0]}; the program is compiled again and is not kept")
             own, kept = None, Cached()
         cached = not problems and all(seen for seen, _ in found)
         new = f"{name}.{os.getpid()}-{time.time_ns()}"
@@ -143,6 +143,6 @@ def autotunes(cached: Cached) -> str:
     elif not cached.options:
         kept += " (--compilation-cache FOLDER keeps them)"
     return (
-        "autotuning: XLA times alternatives of its kernels on the GPUs, which a plan does not; how "
-        f"long that takes was not measured yet; {kept}"
+        "autotuning: XLA times variants of its kernels on the GPUs, which a plan does not do; we "
+        f"have not measured yet how long it takes; {kept}"
     )

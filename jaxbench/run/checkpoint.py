@@ -134,9 +134,7 @@ class Checkpoints:
             complete = [step for step in steps(self._folder) if step != failed]
         except OSError:
             return ""
-        return (
-            f"; the last good one is of step {complete[-1]}" if complete else "; there is no other"
-        )
+        return f"; the last good one has step {complete[-1]}" if complete else "; there is no other"
 
 
 def _set_aside(folder: Path, start: int) -> None:
@@ -180,7 +178,7 @@ def restore(path: Path, like: Any, say: Callable[[str], None]) -> tuple[Any, dic
         if int(step) != number:
             if not is_null(jax.devices()[0].device_kind):  # a null GPU counts no steps
                 raise RunFailed(
-                    f"{path} holds the state after {step} steps: its folder was renamed"
+                    f"{path} has the state after {step} steps, so its folder was renamed"
                 )
             arrays["step"] = jax.device_put(step.dtype.type(number), step.sharding)
     seconds = time.perf_counter() - start
@@ -222,8 +220,7 @@ def _check_arrays(path: Path, saved: Any, abstract: dict[str, jax.ShapeDtypeStru
     differing = [name for name in names if shapes[0].get(name) != shapes[1].get(name)]
     if differing:
         raise RunFailed(
-            f"{path} holds another state: {len(differing)} arrays differ, the first is "
-            f"{differing[0]}"
+            f"{path} has another state: {len(differing)} arrays differ, the first is {differing[0]}"
         )
 
 

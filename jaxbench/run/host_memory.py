@@ -48,8 +48,9 @@ def limit_memory(needed: float) -> None:
         share = int(total * HOST_FRACTION) // gpus >> 30
         os.environ.setdefault(HOST_LIMIT, str(limit_gib(needed, max(1, share))))
     for name, pattern, kind in (
-        (FRACTION, r"[01]?\.\d+|1", "share, as 0.92"), (HOST_LIMIT, r"[1-9]\d*", "number of GiB"),
-    ):  # fmt: skip
+        (FRACTION, r"[01]?\.\d+|1", "share, such as 0.92"),
+        (HOST_LIMIT, r"[1-9]\d*", "number of GiB"),
+    ):
         if not re.fullmatch(pattern, text := os.environ.get(name, "1")):
             raise RecipeError(f"{name}={text}: expected a {kind}")
 
@@ -70,18 +71,18 @@ def check_host_memory(needed: float, when: str) -> None:
     pinned = max(needed, min(1 << (int(needed) - 1).bit_length(), limit))
     here = sum(node == platform.node() for node in job.all_gather(when, platform.node()))
     count = here * jax.local_device_count()
-    recompute = "--set execution.offload=none recomputes instead"
+    recompute = "use --set execution.offload=none to recompute instead"
     takes = f"node {platform.node()}: execution.offload takes {pinned / 2**30:.1f} GiB of memory"
     for available, said in _available(os.environ):
         if pinned * count > available:
             raise RunFailed(
                 f"{takes} for each of {counted(count, 'device')}, but "
-                f"{said.format(f'{available / 2**30:.1f} GiB')}: {recompute}",
+                f"{said.format(f'{available / 2**30:.1f} GiB')}; {recompute}",
                 "memory",
             )
     if needed > limit:
         raise RunFailed(
-            f"{takes} for a device, but XLA may pin {limit >> 30} GiB: set "
+            f"{takes} for each device, but XLA may pin only {limit >> 30} GiB: set "
             f"{HOST_LIMIT}={limit_gib(needed, 2**30)}, or {recompute}",
             "memory",
         )
@@ -90,12 +91,12 @@ def check_host_memory(needed: float, when: str) -> None:
 def _available(variables: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Upper limits on the host memory that the job can have, in bytes, each with words for it."""
     if free := host_memory("MemAvailable"):
-        yield free, "{} are available"
+        yield free, "only {} are available"
     if found := slurm_limit(variables):
         limit, name = found
-        yield limit, f"Slurm gave the job {{}} ({name}; sbatch --mem=0 asks for all)"
+        yield limit, f"Slurm gave the job only {{}} ({name}; sbatch --mem=0 asks for all)"
     if limit := cgroup_limit():
-        yield limit, "the control group of the job has {}"
+        yield limit, "the control group of the job has only {}"
 
 
 UNITS = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}

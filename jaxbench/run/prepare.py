@@ -77,7 +77,7 @@ def _plan(run: Run, args: Options, held: ExitStack) -> Plan | None:
         done = int(readable[0].name)
         steps = done + 1 if args.steps is None else steps
         if done >= steps:
-            raise RecipeError(f"--steps {steps}: {readable[0]} has as many already")
+            raise RecipeError(f"--steps {steps}: the checkpoint {readable[0]} has as many already")
     folder = _own(run, args, held)
     if args.resume:
         record = folder / "run.json"
@@ -119,9 +119,9 @@ def _is_completed(path: Path, run: Run) -> bool:
     record = records.read(path)
     requested = work(json.loads(json.dumps(recipes.describe(run))))
     texts = [
-        f"{name}: {here} here, {there} there"
+        f"{name} is {there}, not {here}"
         for name, here, there in differing(requested, work(record["recipe"]))
     ]
     if texts:
-        raise RecipeError(f"--resume: {path} is another run: its {listed(texts, 3, '; ')}")
+        raise RecipeError(f"--resume: {path} is another run, whose {listed(texts, 3, '; ')}")
     return record["status"] == "completed"

@@ -114,7 +114,7 @@ def check_profile(trace: Path, platform: str) -> None:
     if next(profile_events(trace, fallback=platform != "gpu"), None) is None:
         raise RunFailed(
             "--profile jax: the profile has no event on a device; does another tool use CUPTI, or "
-            "does the driver let only root profile? Lines of cupti in the log say which"
+            "does the driver let only root profile? The lines about cupti in the log say which"
         )
 
 
@@ -166,7 +166,7 @@ def check_nccl_trace(folder: Path, say: Callable[[str], None]) -> None:
     elif mesh.platform() == "gpu" and jax.device_count() > 1:
         raise RunFailed(f"--nccl-trace: NCCL wrote nothing into {folder / 'nccl-trace'}")
     else:
-        say("NCCL wrote no trace: a CPU and a single GPU do not use it")
+        say("NCCL wrote no trace, since a CPU or a single GPU does not use it")
 
 
 def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> tuple[Any, dict]:
@@ -180,7 +180,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     automatic PGLE did (marin issue 7344, pull request 8209). Every process compiles before any
     process trains. Raises RunFailed if the profile is not of this program.
     """
-    say(f"PGLE: timing {TIMED_STEPS} steps, profiling {PROFILED_STEPS}")
+    say(f"PGLE: timing {TIMED_STEPS} steps, then profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
     collecting, *_ = compile_visible(run, guide=guide_all("visible schedule"))
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
@@ -193,7 +193,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     check_digest(path, digest)
     if covered < COVERAGE:
         raise RunFailed(
-            f"PGLE: the profile has the times of {covered:.0%} of the instructions; does another "
+            f"PGLE: the profile has times for only {covered:.0%} of the instructions; does another "
             f"tool use CUPTI?"
         )
     compiled, _, compile_s = compile_program(run, {flags.PGLE: str(path)})

@@ -77,6 +77,6 @@ def slow_devices(ranks: list[dict[str, Any]]) -> list[str]:
     }
     return [
         f"slow GPU: rank {rank} on {host}, its device {number}: {factor:.2f} times the median of "
-        f"{len(times)} GPUs' times for the same products"
+        f"{len(times)} GPUs' times for the same matmuls"
         for (rank, host, number), factor in outliers(times, GPU_SPREAD).items()
     ]

@@ -34,8 +34,8 @@ def read(path: Path) -> dict[str, Any]:
         return record | {key: record[key] for key in ("status", "recipe", "resumed_at")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(
-            f"{path} is no whole record: {error}; start a new run from its checkpoint: --restore "
-            f"{path.parent} --output NEW"
+            f"{path} is not a complete record: {error}; start a new run from its checkpoint: "
+            f"--restore {path.parent} --output NEW"
         ) from error
 
 

@@ -44,8 +44,7 @@ def check(run: Run, program: Callable, say: Callable[[str], None]) -> dict[str, 
     difference = job.broadcast("difference", lambda: next(filter(None, differences), ""))
     if difference:
         raise RunFailed(f"not repeatable: {difference}", "numbers")
-    say(f"repeatable: {short.steps} steps twice, the same losses and {len(state)} arrays bit for "
-        "bit")  # fmt: skip
+    say(f"repeatable: {short.steps} steps twice gave bitwise equal losses and {len(state)} arrays")
     return {"steps": short.steps, "arrays": len(state)}
 
 

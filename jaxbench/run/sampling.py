@@ -27,7 +27,7 @@ def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
         return None
     path = folder / "telemetry" / f"{job.node()}.csv.gz"
     path.parent.mkdir(exist_ok=True)
-    say(f"telemetry: {path}, {len(every)} GPUs of this node each second")
+    say(f"telemetry: {path}, every second from {len(every)} GPUs of this node")
     return Sampler(every, path, say)
 
 
@@ -55,7 +55,7 @@ def warnings(ranks: list[dict[str, Any]]) -> list[str]:
             reasons = ", ".join(f"{name} {s:g} s" for name, s in gpu["throttled_s"].items())
             lines.append(
                 f"slow clock: {where}: {clocks[n]:.0f} MHz under load, {100 * (1 - slow[n]):.0f} % "
-                f"below the median of {len(clocks)} ({reasons or 'no reason told'})"
+                f"below the median of {len(clocks)} ({reasons or 'for no known reason'})"
             )
         if gpu.get("ecc_uncorrected"):
             lines.append(f"ECC: {where}: {gpu['ecc_uncorrected']} errors were not corrected")

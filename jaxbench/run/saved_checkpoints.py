@@ -42,7 +42,7 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
     numbered = [[p for p in f.iterdir() if p.name.isdigit()] for f in folders if f.is_dir()]
     found = next(filter(None, numbered), [path] if path.name.isdigit() and path.is_dir() else [])
     if not found:
-        raise RecipeError(f"{path} holds no checkpoint")
+        raise RecipeError(f"{path} has no checkpoint")
     good: list[Path] = []
     skipped: list[str] = []
     others: list[str] = []
@@ -50,7 +50,7 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
         if reason := unreadable(candidate):
             reason = f"{candidate} cannot be read: {reason}"
         elif difference := _difference(candidate, recipe):
-            others.append(reason := f"{candidate} holds another state: {difference}")
+            others.append(reason := f"{candidate} has another state: {difference}")
         else:
             good.append(candidate)
         skipped += [reason] if reason and not good else []
@@ -72,7 +72,7 @@ def unreadable(path: Path) -> str | None:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, LookupError, TypeError) as error:
-        return f"its metadata are cut or foreign: {error}"
+        return f"its metadata are incomplete or not ours: {error}"
     return None
 
 

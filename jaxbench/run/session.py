@@ -25,6 +25,7 @@ from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
+from jaxbench.results.plans import LABELS
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
@@ -224,12 +225,13 @@ class Attempt:
         )  # fmt: skip
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
         if visible:
-            recorder.say("it has no CUDA graphs, which hide kernels from the profiler")
+            recorder.say("compiled without CUDA graphs, since they hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
-        recorder.add(kernels=(described := kernels(run)))
-        recorder.say(", ".join(f"{part}: {by}" for part, by in described.items()))
+        by = kernels(run)
+        recorder.add(kernels=by)
+        recorder.say(", ".join(f"{LABELS.get(part, part)}: {name}" for part, name in by.items()))
         if options.pgle:
             compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
             recorder.add(pgle=pgle)

@@ -40,11 +40,11 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
     if devices["null"]:
         reasons.append(NULL)
     if options.checkpoint_every is not None:
-        reasons.append("checkpoints are written while it trains")
+        reasons.append("checkpoints are written during training")
     if options.profile:
-        reasons.append(f"it was profiled ({options.profile})")
+        reasons.append(f"it was profiled (--profile {options.profile})")
     if options.nccl_trace:
-        reasons.append("it was traced (NCCL)")
+        reasons.append("NCCL was traced")
     row = published.lookup(run, identify(devices["device"]))
     record = {
         "schema": SCHEMA,

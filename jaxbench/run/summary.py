@@ -71,12 +71,12 @@ def counted_steps(
 def _too_few(steps: list[dict[str, Any]], starts: list[dict[str, Any]]) -> str:
     """The reason why there is no window."""
     if len(starts) == 1:
-        return "a single step, whose time has the start in it"
+        return "there is only one step, and its time includes the start"
     own = _by_start(steps, starts).get(len(starts) - 1, [])
-    has = f"has step {own[0]['step']} alone" if own else "has no step"
+    has = f"has only step {own[0]['step']}" if own else "has no step"
     return (
-        "no start with this program has steps for a window, and figures of two programs are not "
-        f"mixed: the last of {len(starts)} starts {has}"
+        "no start with this program has enough steps for a window, and we do not mix figures of "
+        f"two programs: the last of {len(starts)} starts {has}"
     )
 
 
@@ -96,8 +96,8 @@ def dropped(run: Run, figures: dict[str, Any]) -> list[str]:
         return []
     first, last = figures["summary"]["window"]
     return [
-        f"dropless experts dropped {count} assignments in steps {first} to {last}, of each rank's "
-        "last experts first"
+        f"dropless experts dropped {count} assignments in steps {first} to {last}, beginning with "
+        "the last experts of each rank"
     ]
 
 
@@ -110,8 +110,8 @@ def slow_records(steps: list[dict[str, Any]]) -> list[str]:
     if host < SLOW_SHARE * time or host < SLOW_S * len(steps):
         return []
     return [
-        f"slow storage or terminal: the records of a step take {host / len(steps):.2g} s, as long "
-        "as the step"
+        f"slow storage or terminal: writing the records of a step takes {host / len(steps):.2g} s, "
+        "as long as the step"
     ]
 
 
@@ -188,7 +188,7 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
             f"(ln vocabulary is {loss['ln_vocabulary']:.4f})",
         ]
         if pgle := record.get("pgle"):
-            text.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s before")
+            text.append(f"  PGLE        {pgle['step_time_before_s']:.4g} s per step before")
     if reason := record.get("no_summary"):
         text.append(f"  step time   none: {reason}")
     if row := record["published"]:
@@ -215,7 +215,7 @@ def _energy_line(summary: dict[str, Any]) -> list[str]:
         return []
     return [
         f"  energy      {summary['joules_per_token']:.4g} J per token, "
-        f"{summary['tokens_per_kwh']:.4g} tokens per kWh, of the GPUs alone"
+        f"{summary['tokens_per_kwh']:.4g} tokens per kWh (GPUs only)"
     ]
 
 

@@ -91,7 +91,7 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
     for."""
     if gpu and not gpu.multiplies(dtype := run.precision.dtype):
         others = ", ".join(name for name, of in PLANNED.items() if of.multiplies(dtype))
-        raise RecipeError(f"precision.dtype = {dtype}: not on {gpu.name}, but on {others}")
+        raise RecipeError(f"precision.dtype = {dtype}: {gpu.name} does not support it; {others} do")
     flags.options(run, platform)
     flags.check_changes(run)
     quantized.choose(run.precision, platform)
@@ -112,7 +112,7 @@ def kernels(run: Run) -> dict[str, str]:
         by["offload"] = (
             run.execution.offload
             if can_offload()
-            else f"none (jaxlib {jaxlib.__version__} reads them at wrong places: needs 0.11.2)"
+            else f"none (needs jaxlib 0.11.2; {jaxlib.__version__} reads them at wrong places)"
         )
     if flags.guided(run) and platform == "gpu":
         unknown = f"XLA's estimates (no forecast of {run.gpus} x {_device_kind()})"
@@ -138,7 +138,7 @@ def _products(run: Run, platform: str) -> str:
         return f"{dtype}, emulated in {'bf16' if dtype == 'fp8' else 'fp32'}"
     by = quantized.choose(run.precision, platform)
     if by == "te" and run.model.each(ExpertsConfig):
-        return f"{dtype} by te, those of experts by xla"
+        return f"{dtype} by te, but by xla for experts"
     return f"{dtype} by {by}"
 
 
@@ -160,7 +160,7 @@ def check_program(compiled: Any, run: Run) -> None:
     calls = program.custom_calls()
     for what, target in expected:
         if not calls[target]:
-            raise RunFailed(f"{what} was asked for, but not compiled: no {target}")
+            raise RunFailed(f"{what} was asked for, but the compiled program has no {target}")
     if is_quantized:
         _check_quantized(program, run)
 
@@ -202,6 +202,6 @@ def _check_quantized(program: Program, run: Run) -> None:
             runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:
                 raise RunFailed(
-                    f"{dtype.upper()} was asked for, but product {name} runs {runs} times in it "
-                    f"and {others} times otherwise; expected at least {expected} and 0{hint}"
+                    f"{dtype.upper()} was asked for, but matmul {name} runs {runs} times in it and "
+                    f"{others} times in other formats; expected at least {expected} and 0{hint}"
                 )

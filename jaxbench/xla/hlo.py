@@ -53,6 +53,11 @@ PRECISION = r'operand_precision"?[=:]([{\[][^}\]]*[}\]])'
 """Pattern of the precision of both operands, in an instruction and in the settings of cuBLAS."""
 
 
+def display_name(kind: str) -> str:
+    """The name of a kind of work, or of a table of it, in what we show: a `product` is a matmul."""
+    return kind.replace("product", "matmul")
+
+
 @dataclass(frozen=True)
 class Work:
     """The arithmetic of one run of a kernel. A multiply-add is 2 FLOPs.

@@ -227,7 +227,7 @@ def peak(gpu: Gpu, dtype: str) -> float:
         return gpu.fp32
     name = {"f8": "fp8", "f6": "fp6", "f4": "nvfp4"}.get(dtype[:2], "bf16")
     if name not in gpu.tflops:
-        raise RunFailed(f"no bound of products in {dtype}: the {gpu.name}'s peak is not known")
+        raise RunFailed(f"no bound for matmuls in {dtype}: the peak of {gpu.name} is not known")
     return gpu.tflops[name]
 
 

@@ -11,7 +11,7 @@ SCAN, QUANTIZED = "ssd.scan", "quantized."
 """Parts of named scopes: every kernel of the Mamba-2 scan has the first. The scope of a quantized
 matmul, and of what makes its operands, begins with the second."""
 
-KERNELS, COPIES, EXPOSED = "kernels", "copies beside kernels", "exposed"
+KERNELS, COPIES, EXPOSED = "kernels", "copies next to kernels", "exposed"
 LINKS = {True: "network", False: "NVLink"}
 """Streams of a schedule: kernels, asynchronous kernels that only move bytes, and the waits of
 kernels; and the streams of collectives, by whether they cross domains. The streams of copies from

@@ -136,5 +136,5 @@ def test_who_waits_says_for_whom_and_ends_in_time(monkeypatch, capsys):
     first, second, third = capsys.readouterr().err.replace(str(port), "PORT").splitlines()[::2]
     assert ended == [7, 7, 7]
     assert first == "waiting for the other 2 of 3 processes at 127.0.0.1:PORT"
-    assert second == "waiting for the other processes of 3: rank 0 at 127.0.0.1:PORT is there"
+    assert second == "waiting for the other processes of 3; rank 0 at 127.0.0.1:PORT answers"
     assert re.fullmatch(r"waiting for rank 0 at 127.0.0.1:PORT \(Connection refused\)", third)

@@ -79,7 +79,7 @@ def test_only_the_same_run_is_resumed_and_a_complete_one_is_left_alone(tmp_path)
     before = (tmp_path / "run.json").read_bytes()
     assert prepared(*arguments, "--resume") == (first, None)
     for change in (("--seed", 1), ("--set", "model.layers=2"), ("--steps", 500)):
-        with pytest.raises(RecipeError, match=r"^--resume: .*/run\.json is another run: its "):
+        with pytest.raises(RecipeError, match=r"^--resume: .*/run\.json is another run, whose "):
             prepared(*arguments, *change, "--resume")
     with pytest.raises(RecipeError, match="already holds a run; name another folder, or continue"):
         prepared(*arguments)

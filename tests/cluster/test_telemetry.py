@@ -121,6 +121,6 @@ def test_slow_products_are_named():
     ranks = [{"rank": r, "host": f"n{r}", "products_s": times[r]} for r in (0, 1)]
     assert processes.slow_devices(ranks) == [
         "slow GPU: rank 1 on n1, its device 1: 1.19 times the median of 4 GPUs' times for the same "
-        "products"
+        "matmuls"
     ]
     assert processes.slow_devices([{"rank": 0, "host": "n0"}]) == []

@@ -284,6 +284,6 @@ def test_what_one_process_alone_sees_ends_it(tmp_path):
     finally:
         kill(processes)
     assert processes[1].returncode == STATUS["mistake"]
-    assert err.endswith(", process 1: sees 1 device, 3 were expected\n")
+    assert err.endswith(", process 1 sees 1 device, but 3 were expected\n")
     said = [line for line in err.splitlines() if not line.startswith("waiting for")]
     assert len(said) == 1

@@ -34,7 +34,7 @@ def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
     assert found.fast_s == pytest.approx(alone - (square + wide - first))
     assert second > square + wide  # both products are below the sustained rate
     assert found.slow_s == pytest.approx(alone + second - square - wide + gather * (1 - 1 / 1.4))
-    assert found.beyond == ["product bf16 1 x 8192 x 131072 x 8192"]
+    assert found.beyond == ["matmul bf16 1 x 8192 x 131072 x 8192"]
     moved = found.parts_s["other kernels"] + found.parts_s["launches"]
     assert found.outside == pytest.approx(wide / (square + wide + moved))
     links = gather * (2 - 1 / 1.189)
@@ -78,8 +78,8 @@ def test_what_is_assumed_has_its_share_of_the_step():
     found = forecast(Walk(hlo.Program.parse(PROGRAM)), H100, loaded, lambda c: "fsdp")
     share = f"{100 * found.parts_s['products'] / found.step_s:.1f} % of the step"
     assert found.assumed == [
-        f"product: by peaks ({share})",
-        f"product bf16: the H200's ({share})",
+        f"matmul: by peaks ({share})",
+        f"matmul bf16: the H200's ({share})",
     ]
 
 

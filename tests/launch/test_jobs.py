@@ -62,8 +62,8 @@ def test_a_job_is_shown_followed_and_cancelled(stage, capfd):
 @pytest.mark.parametrize(
     ("words", "path", "message"),
     [
-        (["status", "5"], None, "no results of job 5; the last ones are of 78, 79, 102"),
-        (["cancel"], None, "jobs cancel: name a job"),
+        (["status", "5"], None, "job 5 has no results; the last jobs that have some: 78, 79, 102"),
+        (["cancel"], None, "jobs cancel needs the id of a job"),
         (["log", "79"], None, "job 79 has not begun"),
         (["--stage", "/none"], None, "no job has results in /none"),
         ([], "/none", "there is no squeue here; on one host use launch/run.sh --config RECIPE"),

@@ -164,7 +164,7 @@ def test_checkpoints(tmp_path):
             },
             "PROFILE_STOP_STEP=30 and RUN_CONF_PROFILE_STOP_STEP=40 contradict",
         ),
-        (("--gpus", "512"), LLAMA | {"LOAD_CHECKPOINT_PATH": "none"}, "is no folder"),
+        (("--gpus", "512"), LLAMA | {"LOAD_CHECKPOINT_PATH": "none"}, "is not a folder"),
         (
             ("--gpus", "512"),
             LLAMA | {"ENABLE_PROFILE": "true", "ENABLE_NCCLTRACE": "true"},

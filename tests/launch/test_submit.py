@@ -93,7 +93,7 @@ echo 77
     assert first.startswith("job 77: ")
     assert err == [
         "warning: ENABLE_CHECKPOIN is not read; is ENABLE_CHECKPOINT meant?",
-        "warning: with its nodes as they are, Slurm will never start this job (allocation failure: "
+        "warning: with the nodes as they are, Slurm will never start this job (allocation failure: "
         "too many nodes); scancel ends it",
     ]
 

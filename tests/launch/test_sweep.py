@@ -76,7 +76,7 @@ def test_a_sweep_names_runs_of_other_options(here, capsys):
     assert sweep.main([path, "--show"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert all(line.rstrip().endswith("new, there with --cpu -- --steps 9") for line in lines)
+    assert all(line.rstrip().endswith("new; submitted with --cpu -- --steps 9") for line in lines)
 
 
 def test_a_sweep_shows_why_a_run_ended(here, capsys):
@@ -186,10 +186,10 @@ def test_every_entry_is_checked_before_the_first_is_submitted(second, message, h
     ("options", "message"),
     [
         (("--shw",), "unrecognized arguments: --shw"),
-        (("--", "--checkpoint"), "--checkpoint is an option of train: launch/submit.sh ... -- --"),
-        (("--", "--gpus", "16"), "--gpus after -- changes what the list says"),
-        (("--", "--dry-run"), "a sweep has no dry run; --show submits nothing"),
-        (("--", "--", "--output", "x"), "--output is the launcher's"),
+        (("--", "--checkpoint"), "--checkpoint is an option of train"),
+        (("--", "--gpus", "16"), "--gpus after -- contradicts the list"),
+        (("--", "--dry-run"), "a sweep has no dry run; use --show"),
+        (("--", "--", "--output", "x"), "only the launcher sets --output"),
     ],
 )
 def test_a_mistake_is_one_line(options, message, here, capsys):

@@ -164,7 +164,7 @@ def test_nsys_profiles_a_run(tmp_path):
     assert (tmp_path / "7" / "nsys" / "tinyg_7_0_0.nsys-rep").exists()
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "completed"
-    assert "it was profiled (nsys)" in record["not_comparable_because"]
+    assert "it was profiled (--profile nsys)" in record["not_comparable_because"]
 
 
 def test_a_host_without_nsys_says_so(tmp_path):

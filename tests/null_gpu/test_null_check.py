@@ -37,11 +37,11 @@ PLANTED = """
 hot GPU."""
 
 NAMED = {
-    "node0 gpu 1": ("bf16 products", "1500 of 1980 MHz under load: hardware thermal slowdown"),
+    "node0 gpu 1": ("bf16 matmuls", "1500 of 1980 MHz under load: hardware thermal slowdown"),
     "node0 gpu 2": ("exchange in a node", "9 of 18 NVLinks are down"),
     "node0 gpu 3 - node1 gpu 3": ("exchange between nodes",),
     "node1 gpu 0": ("uncorrected ECC errors: 2",),
-    "node1 gpu 2": ("power limit 500 W of 700",),
+    "node1 gpu 2": ("power limit 500 W instead of 700",),
 }
 
 

@@ -131,7 +131,7 @@ def test_a_node_that_lacks_its_gpu_is_named(cluster, tmp_path):
     (tmp_path / "arm").touch()
     job = Job(cluster, tmp_path, fault="lost:rank=1", steps=100)
     assert job.ended() == "FAILED"
-    node = r"failed: rank 1 on n1: node \S+, process 1: 0 GPUs.*, 1 was expected: .*"
+    node = r"failed: rank 1 on n1: node \S+, process 1 sees 0 GPUs.*, but 1 was expected: .*"
     assert re.fullmatch(node, job.log().splitlines()[-1])
 
 

@@ -318,5 +318,5 @@ def test_sizes_that_blocks_do_not_divide():
 def test_a_gpu_without_the_format_is_refused_before_anything_is_compiled():
     run = tiny_run("precision.dtype=mxfp8")
     check_run(run, "gpu", PLANNED["b200"])
-    with pytest.raises(RecipeError, match="mxfp8: not on H100, but on b200"):
+    with pytest.raises(RecipeError, match="mxfp8: H100 does not support it; b200"):
         check_run(run, "gpu", PLANNED["h100"])

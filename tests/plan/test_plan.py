@@ -195,21 +195,21 @@ def test_a_plan_has_the_workspaces_of_cudnn(tmp_path):
 
 
 def test_a_plan_says_why_workspaces_are_not_counted():
-    asked, not_asked = made(), made(without_cudnn="asking it needs gcc")
+    asked, not_asked = made(), made(without_cudnn="asking cuDNN needs gcc")
     assert "not counted" not in text.report(asked)
-    assert "workspaces of cuDNN's attention: asking it needs gcc" in text.report(not_asked)
+    assert "workspaces of cuDNN's attention (asking cuDNN needs gcc)" in text.report(not_asked)
 
 
-@pytest.mark.parametrize(("temporaries", "result"), [(40, "not met"), (55, "probably met")])
-def test_a_plan_says_whether_the_schedule_met_its_memory_limit(temporaries, result):
+@pytest.mark.parametrize(("temporaries", "result"), [(40, "not reached"), (55, "probably reached")])
+def test_a_plan_says_whether_the_schedule_reached_its_memory_limit(temporaries, result):
     """XLA's scheduler gives up overlap to stay below it."""
     plan = made()
     size = replace(plan.bytes_per_device, temporaries=temporaries * 2**30, scheduled=57 * 2**30)
     said = text.report(replace(plan, bytes_per_device=size))
-    (line,) = re.findall(r"\n  memory limit of the schedule (.*)", said)
+    (line,) = re.findall(r"\n  memory limit of XLA's scheduler (.*)", said)
     assert line.startswith(result)
     assert line.endswith(f"temporaries {temporaries}.0 GiB of 57.0 GiB")
-    assert "memory limit of the schedule" not in text.report(plan)
+    assert "memory limit" not in text.report(plan)
 
 
 def test_a_plan_of_before_can_be_read(tmp_path):

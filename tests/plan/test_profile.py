@@ -1,4 +1,4 @@
-"""A profile beside the forecast: a made one of exactly the expected step, and a slower one."""
+"""A profile next to the forecast: a made one of exactly the expected step, and a slower one."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_a_step_as_forecast_differs_nowhere(tmp_path):
     copied = sum(each.seconds for each in unrolled(schedule.slices) if each.stream == COPIES)
     assert copied > 0
     for part in (*found.kernels, *found.links, *found.largest):
-        # Launches of a copy beside kernels are one interval, what it leaves is none of its own.
+        # Launches of a copy next to kernels are one interval; the rest of it belongs to no kernel.
         assert part.measured_s == pytest.approx(part.forecast_s, abs=2e-8), part
     assert sum(part.forecast_s for part in found.kernels) == pytest.approx(schedule.step_s + copied)
     assert {part.name for part in found.links} == {
@@ -84,20 +84,20 @@ def test_a_step_as_forecast_differs_nowhere(tmp_path):
 
 
 def test_what_takes_longer_is_named(tmp_path):
-    """One product of three in a loop, and nothing runs for a while before each step."""
+    """One matmul of three in a loop, and nothing runs for a while before each step."""
     made(tmp_path, slower=("inner", 1e-3), gap_s=2e-3)
     found = compared(tmp_path)
     parts = {part.name: part.measured_s - part.forecast_s for part in found.kernels}
-    assert parts["products"] == pytest.approx(3e-3, abs=1e-6)
+    assert parts["matmuls"] == pytest.approx(3e-3, abs=1e-6)
     # Not before the first step; but also where the kernels had waited for the network's collective.
     assert parts[compare_profile.GAPS] == pytest.approx(1e-3 + 3e-3, abs=1e-6)
     first = found.largest[0]
-    assert (first.name, first.runs, first.sizes) == ("inner", 3, "product bf16 1x8192x8192x8192")
+    assert (first.name, first.runs, first.sizes) == ("inner", 3, "matmul bf16 1x8192x8192x8192")
     assert first.measured_s - first.forecast_s == pytest.approx(3e-3, abs=1e-6)
 
 
-def test_its_products_are_a_table_for_forecasts(tmp_path, capsys):
-    """Which a forecast takes for products of exactly these sizes."""
+def test_its_matmuls_are_a_table_for_forecasts(tmp_path, capsys):
+    """A forecast takes it for matmuls of exactly these sizes."""
     made(tmp_path, slower=("inner", 1e-3))
     table = tmp_path / "kernels.csv"
     words = ["--profile", str(tmp_path), "--gpu", "h100", "--write-kernels", str(table)]
@@ -141,7 +141,7 @@ def test_what_is_no_profile_is_one_line(spoil, message, tmp_path, capsys):
 
 def test_a_profile_of_an_unknown_gpu_needs_its_name(tmp_path, capsys):
     made(tmp_path)
-    assert_mistake(command.main, ["--profile", tmp_path], "expected --gpu too", capsys)
+    assert_mistake(command.main, ["--profile", tmp_path], "name one with --gpu", capsys)
 
 
 @pytest.mark.parametrize("record", ["[1]", "{", '{"hardware": "x"}', '{"recipe": {}}', ""])
@@ -150,5 +150,5 @@ def test_a_record_that_is_none_leaves_the_gpu_to_be_named(record, tmp_path, caps
     folder.mkdir(parents=True)
     made(folder)
     (tmp_path / "run.json").write_text(record)
-    assert_mistake(command.main, ["--profile", folder], "expected --gpu too", capsys)
+    assert_mistake(command.main, ["--profile", folder], "name one with --gpu", capsys)
     assert command.main(["--profile", str(folder), "--gpu", "h100"]) == 0

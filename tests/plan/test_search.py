@@ -255,10 +255,11 @@ def test_failed_candidates_are_passed_by():
 def test_scaling_compares_rows_of_one_model():
     runs, left_out = scaling.rows(recipes.load("grok1_314b_fp8"), [])
     assert [run.gpus for run in runs] == [512, 1024, 2048]
-    assert "8 GPUs: another model, 2 layers on 4096 tokens: not compared" in left_out
+    assert any(line.startswith("8 GPUs: not compared") for line in left_out)
     runs, left_out = scaling.rows(recipes.load("llama2_70b_fp8"), [])
     assert [run.gpus for run in runs] == [64, 128, 256, 512, 1024, 2048]
-    assert left_out == ["1 GPU: another model, 4 layers on 4096 tokens: not compared"]
+    (line,) = left_out
+    assert line.startswith("1 GPU: not compared")
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +288,8 @@ def said(*options):
 @needs_compiler
 def test_scaling_is_a_table(small):
     found = small[1]
-    assert found["left_out"] == ["1 GPU: another model, 1 layers on 2048 tokens: not compared"]
+    (line,) = found["left_out"]
+    assert line.startswith("1 GPU: not compared")
     assert not found["failures"]
     first, second = found["rows"]
     assert (first["gpus"], second["gpus"]) == (8, 16)
@@ -310,7 +312,7 @@ def test_scaling_is_drawn(small, capsys):
     bars = [line for line in out.splitlines() if "█" in line and " s, " in line]
     assert [bar.split()[0] for bar in bars] == ["8", "16"]
     assert bars[0].endswith("100.0 %")
-    assert "another model" in err
+    assert "not compared" in err
 
 
 @pytest.mark.nightly
@@ -339,7 +341,7 @@ def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
     capsys.readouterr()
     assert command.main([*map(str, arguments(small[0])), "--limit", "2"]) == 0
     out = capsys.readouterr().out
-    assert "2 tried of" in out
+    assert "tried 2 of" in out
     pasted = out.splitlines()[-1]
     assert pasted.endswith(" ".join(f"--set {text}" for text in best)) or not best
 

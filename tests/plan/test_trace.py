@@ -60,7 +60,7 @@ def test_every_launch_has_a_slice(traced):
     assert (names.count("inner"), names.count("dot")) == (3, 1)
     assert [event["name"] for event in lanes["NVLink"]] == ["all-gather over 8 GPUs"] * 3
     assert [event["name"] for event in lanes["network"]] == ["all-gather over 64 GPUs"]
-    assert {event["args"]["hlo"] for event in lanes["copies beside kernels (2)"]} == {"also"}
+    assert {event["args"]["hlo"] for event in lanes["copies next to kernels (2)"]} == {"also"}
 
 
 def test_a_lane_does_one_thing_at_a_time(traced):

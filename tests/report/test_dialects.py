@@ -114,7 +114,7 @@ def test_a_log_of_another_program_is_a_row_that_says_so(text, name, tmp_path):
     )
 
 
-def test_what_cannot_be_read_is_a_row_beside_the_others(tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_a_row_next_to_the_others(tmp_path, monkeypatch):
     made_runs.write_record(tmp_path, "a")
     made_runs.write_record(tmp_path, "b")
     made_runs.write_record(tmp_path, "c")

@@ -45,4 +45,4 @@ def test_pages_of_many_runs_stay_small(tmp_path):
     )
     text = page.page(results, "published")
     assert len(text) < 4_000_000
-    assert "those of the last 100 of 2000 runs" in text
+    assert "the last 100 of 2000 runs" in text

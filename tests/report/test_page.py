@@ -59,7 +59,7 @@ def test_a_page_says_what_the_table_says(runs):
         "pass": 3, "slow": 1, "failed": 1, "interrupted": 1, "incomplete": 1, "not comparable": 2,
     }.items():  # fmt: skip
         css = f"verdict v-{verdict.replace(' ', '-')}"
-        # In the header, in the table and beside the record, always with its word.
+        # In the header, in the table and next to the record, always with its word.
         assert len(parsed.all("span", **{"class": css})) == 1 + 2 * count
         assert len(re.findall(rf'{css}"><span aria-hidden="true">.</span> {verdict}<', text)) == (
             1 + 2 * count
@@ -272,7 +272,7 @@ def test_the_plan_of_the_same_program_is_shown(place, tmp_path):
     path.write_text(json.dumps(PLAN | {"settings": settings, "forecast": forecast}))
     status, text = page(tmp_path / "runs")
     assert status == 0
-    for said in ("matrix products", "cold starts", "forecast of the plan", "1.08 times the fore"):
+    for said in ("matmuls", "cold starts", "forecast of the plan", "1.08 times the fore"):
         assert said in text
     (line,) = [d["report"] for d in downloads(Parsed(text))]
     assert line["forecast_s"] == 6.5
@@ -344,7 +344,7 @@ def test_a_slow_drift_is_a_change(tmp_path):
         )
     (row,) = history.history(command.report([tmp_path], None), 0.02)
     assert row.changes
-    assert all(p.change > 0.02 and p.why == "nothing recorded differs" for p in row.changes)
+    assert all(p.change > 0.02 and p.why == "the records do not differ" for p in row.changes)
 
 
 def test_rows_of_a_history(tmp_path):
@@ -363,5 +363,5 @@ def test_rows_of_a_history(tmp_path):
         "llama2_70b_bf16:128 on 128 x NVIDIA H100 80GB HBM3": "record",
         "llama2_70b_bf16:64 on 64 x NVIDIA H100 80GB HBM3": "file time",
         "llama2_70b_bf16:64 on 64 x NVIDIA H200": "record",
-        "llama3.1 405b fp8 on 512 x hardware not said": "file time",
+        "llama3.1 405b fp8 on 512 x unknown hardware": "file time",
     }

@@ -95,8 +95,8 @@ def test_progress_bar_written_in_one_line(tmp_path):
 BROKEN = {
     "truncated": ([*range(30)], {}, "incomplete", "it ends after iteration 29 of 49"),
     "a hole": ([*range(20), *range(23, 50)], {}, "incomplete", "missing iterations 20, 21, 22"),
-    "two runs": ([*range(50), *range(50)], {}, "incomplete", "iteration 0 comes again: two runs"),
-    "begun again": ([*range(30), *range(20, 50)], {}, "incomplete", "iteration 20 comes again"),
+    "two runs": ([*range(50), *range(50)], {}, "incomplete", "iteration 0 occurs again: two runs"),
+    "begun again": ([*range(30), *range(20, 50)], {}, "incomplete", "iteration 20 occurs again"),
     "NaN": ([*range(50)], {17: {"loss": "nan"}}, "failed", "the loss is nan at iteration 17"),
     "no time": ([*range(50)], {3: {"seconds": "inf"}}, "failed", "the step time is inf"),
 }
@@ -252,14 +252,17 @@ def test_other_formats(record, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["/nowhere"], "/nowhere: no such file or folder"),
-        (["{empty}"], "no run in "),
+        (["{empty}"], "found no run in "),
         (["{empty}/../x.csv"], "not a table like configs/published.csv"),
         (["{empty}/../y.csv"], "unknown work: llama9 70b bf16"),
         (["{log}", "--window", "late"], "--window late: expected published, newer, or first:last"),
         (["{log}", "--window", "9:3"], "--window 9:3: expected"),
         (["--history", "{log}", "{log}"], "--history takes a threshold between 0 and 100"),
-        (["--history", "{log}", "--format", "csv"], "--history has no --format csv: table, json"),
-        (["--history", "{empty}"], "no run in "),
+        (
+            ["--history", "{log}", "--format", "csv"],
+            "--history has no --format csv; expected table or json",
+        ),
+        (["--history", "{empty}"], "found no run in "),
         (["--compare", "{log}", "{log}", "--format", "html"], "--compare has no --format html"),
     ],
 )
@@ -337,10 +340,13 @@ def test_only_whole_runs_of_one_work_are_compared(record, capsys):
     content = json.loads((other / "run.json").read_text())
     content["recipe"]["gpus"] = 128
     (other / "run.json").write_text(json.dumps(content))
-    for b, message in ((cut, "a run of B, is incomplete"), (other, "A and B hold different work")):
+    for b, message in (
+        (cut, "B needs complete runs, but this one is incomplete"),
+        (other, "A and B are of different work"),
+    ):
         assert_mistake(command.main, ["--compare", good, b], message, capsys)
     assert command.main(["--compare", str(good), str(good)]) == 0
-    assert "only one run of A: what differs from job to job" in capsys.readouterr().out
+    assert "only one run of A" in capsys.readouterr().out
 
 
 def test_verdicts():
@@ -455,9 +461,13 @@ PROGRAM = {"recipe.batch.microbatch": [4, 1]}
     [
         ({}, [4.7] * 20 + [5.0] * 30, None),
         (PROGRAM, [4.7] * 20 + [5.0] * 30, None),
-        (PROGRAM, [4.7] * 46 + [5.0] * 4, "iterations 11 to 44 are of another program: it changed"),
+        (
+            PROGRAM,
+            [4.7] * 46 + [5.0] * 4,
+            "iterations 11 to 44 belong to another program: it changed",
+        ),
         ({}, [4.7] * 46 + [5.0] * 4, None),
-        (None, [4.7] * 20 + [5.0] * 30, "iterations 11 to 44 are of several starts"),
+        (None, [4.7] * 20 + [5.0] * 30, "iterations 11 to 44 belong to several starts"),
     ],
 )
 def test_a_mean_is_of_one_start(changed, seconds, reason, record, tmp_path):

@@ -195,7 +195,7 @@ def test_another_state_is_refused_in_the_words_of_settings(whole):
     def refused(message, *overrides, fp8=FP8):
         with pytest.raises(RecipeError) as error:
             saved_checkpoints.readable(path, recipes.describe(tiny_run(*fp8, *overrides)))
-        assert str(error.value) == f"{path} holds another state: {message}"
+        assert str(error.value) == f"{path} has another state: {message}"
 
     refused("model.layers: 4 here, 3 in the checkpoint", "model.layers=4")
     refused("model.mlp.ffn: 128 here, 96 in the checkpoint", "model.mlp.ffn=128")
@@ -222,7 +222,7 @@ def test_another_state_is_refused_in_the_words_of_settings(whole):
 def test_what_is_no_checkpoint_is_refused(whole, tmp_path):
     recipe = recipes.describe(whole.run)
     for nothing in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(RecipeError, match="holds no checkpoint"):
+        with pytest.raises(RecipeError, match="has no checkpoint"):
             saved_checkpoints.readable(nothing, recipe)
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "notes.txt").write_text("mine")
@@ -232,7 +232,7 @@ def test_what_is_no_checkpoint_is_refused(whole, tmp_path):
     assert (tmp_path / "5" / "notes.txt").read_text() == "mine"
     unfinished = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
     shutil.copytree(whole.path, unfinished)
-    with pytest.raises(RecipeError, match="holds no checkpoint"):
+    with pytest.raises(RecipeError, match="has no checkpoint"):
         saved_checkpoints.readable(tmp_path / "run", recipe)
 
 
@@ -243,11 +243,11 @@ def cut(path, size=20):
 DAMAGE = {
     "no state": (lambda path: shutil.rmtree(path / "state"), "state/_METADATA: No such file"),
     "no recipe": (lambda path: shutil.rmtree(path / "recipe"), "recipe/metadata: No such file"),
-    "a cut recipe": (lambda path: cut(path / "recipe" / "metadata"), "are cut or foreign: "),
-    "an empty recipe": (lambda path: cut(path / "recipe" / "metadata", 0), "are cut or foreign: "),
-    "a cut tree": (lambda path: cut(path / "state" / "_METADATA"), "metadata are cut or foreign: "),
+    "a cut recipe": (lambda path: cut(path / "recipe" / "metadata"), "are incomplete"),
+    "an empty recipe": (lambda path: cut(path / "recipe" / "metadata", 0), "are incomplete"),
+    "a cut tree": (lambda path: cut(path / "state" / "_METADATA"), "metadata are incomplete"),
     "another recipe": (
-        lambda path: (path / "recipe" / "metadata").write_text("[]"), "are cut or foreign: ",
+        lambda path: (path / "recipe" / "metadata").write_text("[]"), "are incomplete",
     ),
     "not completed": (
         lambda path: (path / "commit_success.txt").unlink(), r"commit_success\.txt is missing",
@@ -260,7 +260,7 @@ DAMAGE = {
         lambda path: (path / "recipe" / "metadata").write_text(
             (path / "recipe" / "metadata").read_text().replace('"layers": 3', '"layers": 5')
         ),
-        "holds another state: model.layers: 3 here, 5 in the checkpoint",
+        "has another state: model.layers: 3 here, 5 in the checkpoint",
     ),
 }  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_a_renamed_checkpoint_is_refused(whole, tmp_path):
     with mesh_of(run), pytest.raises(RunFailed) as error:
         restored(tmp_path / "2", run)
     assert str(error.value) == (
-        f"{tmp_path / '2'} holds the state after 6 steps: its folder was renamed"
+        f"{tmp_path / '2'} has the state after 6 steps: its folder was renamed"
     )
 
 

@@ -72,12 +72,12 @@ def test_pgle_and_wrong_devices_are_refused_in_a_line():
     )
     status, _, err = run(*TINY, "--local-devices", 3)
     assert status == 2
-    assert re.fullmatch(r"error: node \S+, process 0: sees 2 devices, 3 were expected\n", err)
+    assert re.fullmatch(r"error: node \S+, process 0 sees 2 devices, but 3 were expected\n", err)
     without = ("--config", "llama31_8b_bf16", "--local-devices", 4)
     status, _, err = run(*without, JAX_PLATFORMS="cpu")
     assert status == 2
     assert re.fullmatch(
-        r"error: node \S+, process 0: 0 GPUs \(JAX_PLATFORMS=cpu\), 4 were expected: set .*\n",
+        r"error: node \S+, process 0 sees 0 GPUs \(JAX_PLATFORMS=cpu\), but 4 were .*\n",
         err,
     )
 
@@ -90,7 +90,7 @@ def test_a_profiled_run_is_marked_and_its_program_cached(tmp_path):
     status, _, err = run(*cache, *profile, "--output", tmp_path / "first")
     assert (status, err) == (0, "")
     record, steps = read(tmp_path / "first")
-    assert "it was profiled (jax)" in record["not_comparable_because"]
+    assert "it was profiled (--profile jax)" in record["not_comparable_because"]
     assert record["compiled_before"] is False
     assert list((tmp_path / "first").glob("profile/rank-0/plugins/profile/*/*.xplane.pb"))
     status, _, err = run(*cache, "--output", tmp_path / "second")

@@ -46,7 +46,7 @@ def written(tmp_path_factory):
         assert (status, err) == (0, "")
         found |= fields(read(folder)[0])
         if folder is first:
-            assert "\nrepeatable: 4 steps twice, the same losses and 30 arrays bit for bit\n" in out
+            assert "\nrepeatable: 4 steps twice gave bitwise equal losses and 30 arrays\n" in out
     return found
 
 

@@ -336,7 +336,7 @@ def test_a_layer_in_bf16_inside_of_a_block():
 def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
     with (
         jax.set_mesh(llama2.mesh),
-        pytest.raises(RunFailed, match=r"FP8 was asked for, but product \S+ runs 0 times in it"),
+        pytest.raises(RunFailed, match=r"FP8 was asked for, but matmul \S+ runs 0 times in it"),
     ):
         check_program(llama2.compiled, llama2_fp8.run)
 

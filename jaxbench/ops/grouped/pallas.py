@@ -73,7 +73,7 @@ def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
     if platform != "gpu":
         return f"does not run on a {platform}"
     if dtype == "fp32":
-        return "computes no fp32 products"
+        return "computes no fp32 matmuls"
     experts, least = cfg.experts, min(TILES)
     assert experts is not None
     width = "model.experts.latent" if experts.latent else "model.embed"
