@@ -335,7 +335,7 @@ def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
     return on_each_device(local, whole)(accumulating(w))
 
 
-def contracts_tensor(x: jax.Array, dims: str, kept: str) -> bool:
+def sums_over_tensor(x: jax.Array, dims: str, kept: str) -> bool:
     """True if a sum over the dimensions of `x` that are not `kept` crosses tensor ranks. `dims` and
     `kept` have one letter per dimension."""
     return any(

@@ -21,7 +21,7 @@ from jaxbench.models.layers import (
 )
 from jaxbench.models.mlp import make_mlp
 from jaxbench.ops import dense, gating, grouped, quantized
-from jaxbench.ops.duplicate_producers import Duplicated, single
+from jaxbench.ops.dense import Duplicated, one_copy
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.ops.remat import SMALL, save
@@ -143,10 +143,10 @@ class Experts(nnx.Module):
     def _products(self, tokens: Array, weights: Array) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
-        up = dense.dot_duplicated(equation, Duplicated.of(tokens), self._into, dims)
+        up = dense.dot_duplicated(equation, tokens, self._into, dims)
         up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.value.ndim))))
         hidden, dims = self._hidden(up, weights), "experts capacity embed"
-        return single(dense.dot_duplicated("ERF,EDF->ERD", hidden, self.down, dims))
+        return dense.dot("ERF,EDF->ERD", hidden, self.down, dims)
 
     def _grouped_products(
         self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
@@ -154,7 +154,7 @@ class Experts(nnx.Module):
         up = grouped.to_permuted(implementation, Duplicated.of(tokens), self._into, groups)
         up = self._with_bias(up, partial(grouped.biased, groups=groups))
         hidden = self._hidden(up, weights)
-        return single(grouped.from_permuted(implementation, hidden, self.down, groups))
+        return one_copy(grouped.from_permuted(implementation, hidden, self.down, groups))
 
     def _with_bias(self, up: Duplicated, biased: Callable[[Array, Array], Array]) -> Duplicated:
         """The first matmul's result with its bias. Only one of the two copies gives the bias a
@@ -175,4 +175,4 @@ class Experts(nnx.Module):
         """What is computed between the matmuls: activations times gates."""
         if self.gated:
             return gating.gated(gating.GATES[self.cfg.activation], up, weights)
-        return Duplicated.of(gating.squared_relu(single(up), weights))
+        return Duplicated.of(gating.squared_relu(one_copy(up), weights))

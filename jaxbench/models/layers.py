@@ -89,7 +89,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
-        return dense.scale(y, self.gain[...]).astype(x.dtype)
+        return dense.times_vector(y, self.gain[...]).astype(x.dtype)
 
 
 class LayerNorm1P(nnx.Module):
@@ -106,7 +106,9 @@ class LayerNorm1P(nnx.Module):
         y = x.astype(jnp.float32)
         y -= _mean(y)
         y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
-        return dense.shift(dense.scale(y, 1 + self.gain[...]), self.bias[...]).astype(x.dtype)
+        return dense.plus_vector(dense.times_vector(y, 1 + self.gain[...]), self.bias[...]).astype(
+            x.dtype
+        )
 
 
 def _mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:

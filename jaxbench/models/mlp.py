@@ -8,7 +8,6 @@ from jaxbench import mesh
 from jaxbench.models.context import Context
 from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal
 from jaxbench.ops import dense, gating
-from jaxbench.ops.duplicate_producers import Duplicated, single
 from jaxbench.ops.remat import save
 from jaxbench.recipe.model import MlpConfig, ModelConfig
 
@@ -32,9 +31,9 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
-        gate_up = dense.dot_duplicated("BSD,DPF->BSPF", Duplicated.of(x), self.gate_up, dims)
+        gate_up = dense.dot_duplicated("BSD,DPF->BSPF", x, self.gate_up, dims)
         hidden = gating.gated(self.activation, gate_up)
-        y = single(dense.dot_duplicated("BSF,DF->BSD", hidden, self.down, "batch seq embed"))
+        y = dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed")
         return mesh.scatter_seq(y), ()
 
 

@@ -1,8 +1,17 @@
 """Matmuls of activations with weights that are sharded at rest, and elementwise operations with
-vectors."""
+vectors.
+
+An FP8 matmul casts its operand and takes its amax (largest absolute value). If the producer of the
+operand is expensive, such as a gated activation with an exponential per element, XLA does not fuse
+it into both consumers: it writes the operand to memory in bf16 and reads it back. We therefore give
+XLA a second copy of the producer that it cannot recognise as equal (`Duplicated`, `opaque_copy`).
+It then computes the cast and the amax in one kernel from the producer's inputs, and writes only
+FP8. Matmuls in bf16 use one of the two.
+"""
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +19,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops import quantized
-from jaxbench.ops.contract import contract, einsum_dims
-from jaxbench.ops.duplicate_producers import Duplicated, single
 
 
-def dot(equation: str, x: jax.Array, w: nnx.Variable | quantized.Operand, dims: str) -> jax.Array:
+def dot(
+    equation: str, x: "jax.Array | Duplicated", w: "nnx.Variable | Quantized", dims: str
+) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest. It all-gathers the weight and
     then multiplies, in a quantized format if the weight is a `quantized.Operand`.
 
@@ -24,22 +32,59 @@ def dot(equation: str, x: jax.Array, w: nnx.Variable | quantized.Operand, dims: 
     `mesh.scatter_seq` sums it. In the backward pass the weight's gradient is reduce-scattered. A
     dimension of experts, the letter E, makes a batch of matmuls.
     """
-    return single(dot_duplicated(equation, Duplicated.of(x), w, dims))
+    return one_copy(dot_duplicated(equation, x, w, dims))
 
 
 def dot_duplicated(
-    equation: str, x: Duplicated, w: nnx.Variable | quantized.Operand, dims: str
-) -> Duplicated:
-    """`dot` for an input whose producer is duplicated; the producer of the result's gradient is
-    duplicated too. Matmuls in bf16 use only `value`."""
+    equation: str, x: "jax.Array | Duplicated", w: "nnx.Variable | Quantized", dims: str
+) -> "Duplicated":
+    """`dot` whose result has two copies, so that the producer of its gradient is duplicated."""
+    x = x if isinstance(x, Duplicated) else Duplicated.of(x)
     x_dims, w_dims, out = einsum_dims(equation)
-    split_sum = mesh.contracts_tensor(x.value, x_dims, kept=out)
+    split_sum = mesh.sums_over_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
-    if isinstance(w, quantized.Operand):
-        return quantized.dot(equation, x, w, spec)
+    if not isinstance(w, nnx.Variable):
+        return w.dot(equation, x, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
     return Duplicated.of(_product(equation, spec, x.value, weight))
+
+
+def einsum_dims(equation: str) -> tuple[str, str, str]:
+    """The dimensions of both operands and of the result of an einsum, one letter each."""
+    operands, result = equation.split("->")
+    a, b = operands.split(",")
+    return a, b, result
+
+
+def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+    """`jnp.einsum` of two arrays. The result must have the batch dimensions first, then the
+    remaining dimensions of one array, then the remaining dimensions of the other. `options` go to
+    `jax.lax.dot_general`.
+
+    If several dimensions are summed, they keep their order in `a`. `einsum` sorts them by their
+    letters, and XLA then transposes an operand in memory. Raises ValueError for any other order of
+    the result.
+    """
+    a_dims, b_dims, out = einsum_dims(equation)
+    batch = [d for d in a_dims if d in b_dims and d in out]
+    summed = [d for d in a_dims if d in b_dims and d not in out]
+    order = "".join(batch + [d for d in a_dims + b_dims if d not in batch + summed])
+    swapped = "".join(batch + [d for d in b_dims + a_dims if d not in batch + summed])
+    if out not in (order, swapped):
+        raise ValueError(f"{equation}: expected {order} or {swapped}")
+    if out != order:
+        a, b, a_dims, b_dims = b, a, b_dims, a_dims
+
+    def positions(dims: list[str]) -> tuple[list[int], list[int]]:
+        return [a_dims.index(d) for d in dims], [b_dims.index(d) for d in dims]
+
+    dimension_numbers = positions(summed), positions(batch)
+    if batch and mesh.platform() == "cpu":
+        # On a CPU XLA accumulates in bf16 if the sum is not over the last dimension of `a`.
+        wide = [x.astype(jnp.float32) for x in (a, b)]
+        return jax.lax.dot_general(wide[0], wide[1], dimension_numbers, **options).astype(a.dtype)
+    return jax.lax.dot_general(a, b, dimension_numbers, **options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -50,7 +95,7 @@ def _product(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> 
     return contract(equation, x, w, out_sharding=spec)
 
 
-def _backward(equation, spec, operands, dy):
+def _product_backward(equation, spec, operands, dy):
     x, w = operands
     x_dims, w_dims, y = einsum_dims(equation)
     dx = contract(f"{y},{w_dims}->{x_dims}", dy, w, out_sharding=mesh.cotangent_spec(x))
@@ -58,18 +103,68 @@ def _backward(equation, spec, operands, dy):
     return dx, dw
 
 
-_product.defvjp(lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)), _backward)
+_product.defvjp(
+    lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)), _product_backward
+)
 
 
-def scale(x: jax.Array, gain: jax.Array) -> jax.Array:
+def is_variable(node: object) -> bool:
+    """True for a node of a model's pytree that is a variable."""
+    return isinstance(node, nnx.Variable)
+
+
+class Quantized(Protocol):
+    """A weight whose matmul is quantized: `quantized.Operand`."""
+
+    def dot(self, equation: str, x: "Duplicated", spec: PartitionSpec) -> "Duplicated":
+        """Einsum of an activation with the weight; `spec` is the partition of the result."""
+
+
+class Duplicated(NamedTuple):
+    """An array twice: the matmul casts `value` and takes the amax of `for_amax`, which is equal.
+
+    In the same way, the cotangents of a matmul's `Duplicated` result are two copies of one
+    gradient.
+    """
+
+    value: jax.Array
+    for_amax: jax.Array
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Duplicated":
+        """Uses one array as both copies. Its producer is cheap, or its value is already in
+        memory."""
+        return cls(x, jax.lax.stop_gradient(x))
+
+
+@jax.custom_vjp
+def one_copy(x: Duplicated) -> jax.Array:
+    """The value of a matmul's result, for a consumer whose gradient is cheap or already in
+    memory."""
+    return x.value
+
+
+one_copy.defvjp(lambda x: (x.value, None), lambda _, dy: (Duplicated(dy, dy),))
+
+
+def opaque_copy(x: jax.Array, index: int) -> jax.Array:
+    """`x`, bit for bit, as a copy that XLA cannot merge with a copy of another `index`.
+
+    It is x 2^index 2^-index, where only 2^-index is a constant for the compiler.
+    """
+    factor = jax.lax.optimization_barrier(jnp.array(2.0**index, x.dtype))
+    return x * factor * jnp.array(2.0**-index, x.dtype)
+
+
+def times_vector(x: jax.Array, gain: jax.Array) -> jax.Array:
     """`x` times a vector along its last dimension. The vector's gradient stays local to each
     rank."""
-    return x * along(gain, x)
+    return x * broadcast_vector(gain, x)
 
 
-def shift(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """`x` plus a vector along its last dimension, with gradients as in `scale`."""
-    return x + along(bias, x)
+def plus_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """`x` plus a vector along its last dimension, with gradients as in `times_vector`."""
+    return x + broadcast_vector(bias, x)
 
 
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -82,12 +177,14 @@ def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def biased(x: jax.Array, bias: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
     """`x` plus a bias along the dimensions `dims` of `x`, by default its last ones. The sum is
-    computed in fp32 and returned in the dtype of `x`. Gradients are as in `scale`."""
+    computed in fp32 and returned in the dtype of `x`. Gradients are as in `times_vector`."""
     wide = x.astype(jnp.float32)
-    return (wide + along(bias, x, dims)).astype(x.dtype)
+    return (wide + broadcast_vector(bias, x, dims)).astype(x.dtype)
 
 
-def along(vector: jax.Array, x: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
+def broadcast_vector(
+    vector: jax.Array, x: jax.Array, dims: Sequence[int] | None = None
+) -> jax.Array:
     """Broadcasts a vector to the shape of `x`, along the dimensions `dims` of `x`, by default its
     last ones."""
     sharding = PartitionSpec(*mesh.partition(x))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.ops.duplicate_producers import Duplicated, opaque_copy
+from jaxbench.ops.dense import Duplicated, opaque_copy
 from jaxbench.ops.remat import save
 
 CLAMP = 7.0

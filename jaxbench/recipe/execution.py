@@ -3,6 +3,7 @@ of operators, compiler options. The string below a field is its meaning in the t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from jaxbench.recipe.checks import positive, require
@@ -78,6 +79,7 @@ class Execution:
         return counts
 
 
+@cache
 def _layer_counts(
     setting: str, text: str, layers: int, others: str, names: Sequence[str] = SAVEABLE
 ) -> dict[str, int]:

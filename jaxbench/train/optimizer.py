@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbench.models.layers import LoadBias, Vector
-from jaxbench.ops.quantized.scaling import is_variable
+from jaxbench.ops.dense import is_variable
 from jaxbench.recipe.optimizer_settings import Optimizer
 from jaxbench.recipe.settings import Precision
 

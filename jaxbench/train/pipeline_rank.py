@@ -30,7 +30,7 @@ from jaxbench.models.context import Context
 from jaxbench.models.decoder import apply_block
 from jaxbench.models.layers import LoadBias
 from jaxbench.ops import quantized
-from jaxbench.ops.quantized.scaling import is_variable
+from jaxbench.ops.dense import is_variable
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run

@@ -2,7 +2,7 @@
 tokenizer, no download and no account."""
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from jaxbench.models.context import Batch
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import quantized
+from jaxbench.ops.dense import is_variable
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe.routing import Figures
-from jaxbench.ops.quantized.scaling import is_variable
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Precision, Run
 from jaxbench.train import pipeline
@@ -54,7 +54,9 @@ def init_state(run: Run) -> State:
     dtype of `optimizer.moments`, sharded like the weights."""
     model = Decoder(run.model, key=root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
-    histories = quantized.init_histories(model.stacks, run.precision)
+    histories = []
+    if run.precision.quantized:
+        histories = quantized.init_histories(model.stacks, run.precision)
     return State(jnp.zeros((), jnp.int32), model, optimizer, histories)
 
 
@@ -97,23 +99,27 @@ def gradients(
     the end of the step. With `execution.replica_sums: layer` the gradients of layers are summed
     across replicas as they arise, too.
     """
-    implementation = quantized.choose(run.precision, mesh.platform())
-    precision = replace(run.precision, implementation=implementation)
+    precision = run.precision
     weights = compute_weights(state.model, DTYPES[precision.dtype])
     if run.execution.replica_sums == "layer":
         weights.stacks = summing_in_layers(weights.stacks)
-    scaled = quantized.scale(weights.stacks, state.fp8, precision, run.seed)
+    scaling = None
+    if precision.quantized:
+        scaling = quantized.Step.of(weights.stacks, state.fp8, precision, run.seed)
 
-    def share_of_loss(weights, observed, stashes, batch):
-        loop, scales = LayerLoop(stashes), quantized.with_observed(scaled, observed)
+    def zeros_observed():
+        return scaling.zeros if scaling else []
+
+    def loss_share(weights, observed, stashes, batch):
+        loop, scales = LayerLoop(stashes), scaling.scales(observed) if scaling else []
         values = weights.loss(batch, run.execution, precision, scales, loop)
         loss, figures = jax.tree.map(lambda value: value / run.accumulation, values)
         return loss, (figures, loop.written)
 
     def one_microbatch(batch, stashes=()):
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
-            share_of_loss, argnums=(0, 1), has_aux=True
-        )(weights, quantized.zero_observed(state.fp8), stashes, batch)
+            loss_share, argnums=(0, 1), has_aux=True
+        )(weights, zeros_observed(), stashes, batch)
         return ((loss, figures), grads), observed, stashes
 
     def accumulate(carry, batch):
@@ -124,23 +130,23 @@ def gradients(
 
     batches = Batch(tokens, targets, first_sequences(state.step, tokens, run.seed))
     if run.parallelism.pipeline > 1:
-        scaled = quantized.with_observed(scaled, quantized.zero_observed(state.fp8))
-        total, observed = pipeline.accumulate(weights, scaled, batches, run)
+        scales = scaling.scales(scaling.zeros) if scaling else []
+        total, observed = pipeline.accumulate(weights, scales, batches, run)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        operands = weights, quantized.zero_observed(state.fp8), (), read(batches, 0)
-        loss, (figures, stashes) = jax.eval_shape(share_of_loss, *operands)
+        operands = weights, zeros_observed(), (), read(batches, 0)
+        loss, (figures, stashes) = jax.eval_shape(loss_share, *operands)
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
             jax.tree.map(partial(zero_gradient, precision=precision), weights, is_leaf=is_variable),
         )
-        start = zeros, quantized.zero_observed(state.fp8), allocate(stashes)
+        start = zeros, zeros_observed(), allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
     values, grads = total
     reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
-    return values, grads, quantized.update(state.fp8, weights.stacks, observed)
+    return values, grads, scaling.next_histories(observed) if scaling else []
 
 
 def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:

@@ -199,7 +199,7 @@ def test_a_rank_that_reads_a_stale_record_ends_with_one_line(tmp_path, monkeypat
     options = parse_arguments(["--config", "x", "--output", str(tmp_path), "--resume"])
     session = Session(folder=tmp_path, restore=None, options=options)
     assert benchmark(tiny_run(), session) == 2
-    assert "is no whole record" in capsys.readouterr().err
+    assert "is not a complete record" in capsys.readouterr().err
     assert waits == [False]
 
 
@@ -313,7 +313,7 @@ def test_a_record_that_is_cut_short_is_one_line(tmp_path):
     whole = json.dumps({"status": "running", "recipe": recipes.describe(first), "resumed_at": []})
     for text in (whole[: len(whole) // 2], "", "[]", '{"status": "running"}'):
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(RecipeError, match=r"run\.json is no whole record: ") as error:
+        with pytest.raises(RecipeError, match=r"run\.json is not a complete record: ") as error:
             prepared(*arguments)
         assert "\n" not in str(error.value)
         assert f"--restore {tmp_path} --output NEW" in str(error.value)

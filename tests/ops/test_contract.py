@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxbench import mesh
-from jaxbench.ops.contract import contract
+from jaxbench.ops.dense import contract
 from jaxbench.recipe.settings import AXES
 
 SIZES = dict(zip("BSDNHKGPFER", (2, 3, 4, 5, 6, 7, 2, 2, 3, 4, 5), strict=True))

@@ -89,19 +89,19 @@ def fp8_product(kind, mesh_name, precision, arrays):
         stack = OneProduct(mesh.accumulating(kernel[None]))
         histories = [jnp.tile(amax[None, None, :, None], (1, 1, 1, 4))]
         histories = histories if precision.scaling == "delayed" else []
-        scaled = quantized.scale([stack], histories, precision)
+        step = quantized.Step.of([stack], histories, precision)
 
         def product(x, stack, observed):
-            (observing,) = quantized.with_observed(scaled, observed)
+            (observing,) = step.scales(observed)
             unit = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
             if kind == "in":
                 return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
             return mesh.scatter_seq(dense.dot(equation, x, unit.qkv, y_dims))
 
-        y, vjp = jax.vjp(product, x, stack, quantized.zero_observed(histories))
+        y, vjp = jax.vjp(product, x, stack, step.zeros)
         dx, d_stack, observed = vjp(dy)
         dw = mesh.sum_replicas(d_stack.qkv[...], kernel[None])[0]
-        return y, dx, dw, quantized.update(histories, [stack], observed)
+        return y, dx, dw, step.next_histories(observed)
 
     x, w, dy = arrays
     with on(mesh_name):
@@ -209,7 +209,8 @@ def test_history_is_newest_first_and_its_maximum_is_the_scale():
     with mesh_of(tiny_run()):
         histories = quantized.init_histories([stack], precision)
         for x, dy in ((8.0, 1.0), (2.0, 4.0), (1.0, 2.0)):
-            histories = quantized.update(histories, [stack], [jnp.array([[[[x], [dy]]]])])
+            step = quantized.Step.of([stack], histories, precision)
+            histories = step.next_histories([jnp.array([[[[x], [dy]]]])])
         np.testing.assert_array_equal(histories[0][0, 0], [[1, 2], [3, 3], [2, 4]])
         (scaled,) = quantized.scale([stack], histories, precision)
     exact = np.array([2 / 448, 3 / 448, 4 / 57344])

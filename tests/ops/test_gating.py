@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench.ops.duplicate_producers import Duplicated, opaque_copy
-from jaxbench.ops.duplicate_producers import single as single_result
+from jaxbench.ops.dense import Duplicated, one_copy, opaque_copy
 from jaxbench.ops.gating import GATES, gated
 
 
@@ -81,9 +80,9 @@ def test_opaque_copies_are_not_merged():
     assert text.count(" exponential(") == 2
 
 
-def test_a_single_result_gives_its_gradient_twice():
+def test_a_one_copy_gives_its_gradient_twice():
     x = Duplicated(jnp.ones(3), jnp.ones(3))
-    _, pull = jax.vjp(single_result, x)
+    _, pull = jax.vjp(one_copy, x)
     (gradient,) = pull(jnp.arange(3.0))
     assert (gradient.value == gradient.for_amax).all()
     assert gradient.value[2] == 2

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops import quantized
-from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
 from jaxbench.ops.implementations import TRITON, lazy

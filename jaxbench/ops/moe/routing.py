@@ -29,7 +29,7 @@ def choose(
     gates are multiplied by `gate_scale`. Of equal scores the first expert wins.
     """
     scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
-    biased = scores if bias is None else dense.shift(scores, bias)
+    biased = scores if bias is None else dense.plus_vector(scores, bias)
     experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
     chosen = experts[..., None] == jnp.arange(cfg.count)
     gates = jnp.sum(jnp.where(chosen, scores[..., None, :], 0.0), axis=-1)
@@ -38,7 +38,7 @@ def choose(
     else:
         gates /= jnp.sum(gates, axis=-1, keepdims=True) + SMALLEST_SUM
     if bias is not None:
-        of_chosen = jnp.where(chosen, dense.along(bias, scores)[..., None, :], 0.0)
+        of_chosen = jnp.where(chosen, dense.broadcast_vector(bias, scores)[..., None, :], 0.0)
         gates = count_loads(gates, jnp.sum(of_chosen, axis=-1))
     return gates * cfg.gate_scale, experts
 

@@ -2,7 +2,7 @@
 scales of a step (`scaling`), and one or two files for each implementation of the matmul.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
-`settings.Precision.implementation`). `dense.dot` calls `dot` if a weight is an `Operand`.
+`settings.Precision.implementation`). `dense.dot` calls `Operand.dot`, which calls `dot`.
 """
 
 from collections.abc import Callable
@@ -13,29 +13,26 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
     Histories,
     Scaled,
+    Step,
     attach,
     in_bf16,
     init_histories,
     product_name,
     products,
     scale,
-    update,
-    with_observed,
-    zero_observed,
 )
 from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
-    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "attach", "choose",
-    "dot", "dot_blocks", "in_bf16", "init_histories", "product_name", "products", "scale",
-    "update", "with_observed", "xla", "zero_observed",
+    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "Step", "attach", "choose",
+    "dot", "dot_blocks", "in_bf16", "init_histories", "product_name", "products", "scale", "xla",
 ]  # fmt: skip
 
 
@@ -44,10 +41,9 @@ class Implementation:
     """An implementation of quantized matmuls.
 
     `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Products` of this
-    implementation. `takes` is true for the matmuls
-    that it can compute; XLA computes the others. `refusal` returns why it cannot do what a recipe
-    requests on a platform, or None. `mode` returns the scaling mode that its custom calls must
-    have, or None.
+    implementation. `takes` is true for the matmuls that it can compute; XLA computes the others.
+    `refusal` returns why it cannot do what a recipe requests on a platform, or None. `mode` returns
+    the scaling mode that its custom calls must have, or None.
     """
 
     dot: Callable[[Product, Duplicated, Operand], Duplicated]
@@ -81,20 +77,23 @@ also runs. Plans with Transformer Engine launch more kernels, and no GPU has mea
 def choose(precision: Precision, platform: str) -> Name:
     """The name of the implementation of quantized matmuls. Raises RecipeError if the requested one
     cannot do what the recipe asks for."""
-    name = AUTO if precision.implementation == "auto" else precision.implementation
     if not precision.quantized:
         return "xla"
+    name = _requested(precision)
     if reason := IMPLEMENTATIONS[name].refusal(precision, platform):
         raise RecipeError(f"precision.implementation = {name}: {reason}; use auto or xla")
     return name
+
+
+def _requested(precision: Precision) -> Name:
+    return AUTO if precision.implementation == "auto" else precision.implementation
 
 
 def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
     This matmul and both of its gradients run in the quantized format of the weight."""
     product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name)
-    assert w.precision.implementation != "auto"
-    chosen = IMPLEMENTATIONS[w.precision.implementation]
+    chosen = IMPLEMENTATIONS[_requested(w.precision)]
     if not chosen.takes(product):
         chosen = IMPLEMENTATIONS["xla"]
     if w.precision.dtype in BLOCKS:

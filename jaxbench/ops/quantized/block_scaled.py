@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxbench import mesh
 from jaxbench.ops import draws
-from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks, dequantized, mxfp8, nvfp4

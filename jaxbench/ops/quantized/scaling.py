@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops import draws
+from jaxbench.ops.dense import is_variable
 from jaxbench.ops.draws import FIRST, Counters
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized.operand import Operand
@@ -61,11 +62,6 @@ def product_name(stack: int, name: str) -> str:
     return f"stacks.{stack}.{name}"
 
 
-def is_variable(node: object) -> bool:
-    """True for a node of a model's pytree that is a variable."""
-    return isinstance(node, nnx.Variable)
-
-
 def _is_marked(node: object) -> bool:
     return isinstance(node, nnx.Variable) and node.get_metadata().get("quantized", False)
 
@@ -87,14 +83,56 @@ def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histor
     return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in weights]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The quantization of one training step, with the weights and histories that it begins with."""
+
+    stacks: Sequence[nnx.Module]
+    histories: Histories
+    scaled: list[Scaled]
+
+    @classmethod
+    def of(
+        cls, stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, seed: int = 0
+    ) -> "Step":
+        """Quantizes the weights once, for all microbatches."""
+        return cls(stacks, histories, scale(stacks, histories, precision, seed))
+
+    @property
+    def zeros(self) -> list[jax.Array]:
+        """Zeros `[blocks, products, 2, devices]`, whose cotangents are the observed amax. Only
+        delayed scaling has any."""
+        devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
+        sharding = PartitionSpec(None, None, None, *mesh.per_device())
+        return [
+            jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in self.histories
+        ]
+
+    def scales(self, observed: list[jax.Array]) -> list[Scaled]:
+        """What the layers need, with the `zeros` by which we differentiate."""
+        if not observed:
+            return self.scaled
+        return [replace(s, observed=amax) for s, amax in zip(self.scaled, observed, strict=True)]
+
+    def next_histories(self, observed: list[jax.Array]) -> Histories:
+        """The histories with this step's amax added. For inputs and gradients it is the maximum of
+        the observed amax over devices; the amax of weights is computed here."""
+
+        def push(history: jax.Array, stack: nnx.Module, amax: jax.Array) -> jax.Array:
+            x, dy = jnp.moveaxis(jnp.max(amax, axis=-1), -1, 0)
+            newest = jnp.stack([x, _weight_amax(stack), dy], axis=-1)
+            return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)
+
+        if not self.histories:
+            return []
+        return [push(*args) for args in zip(self.histories, self.stacks, observed, strict=True)]
+
+
 def scale(
     stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, seed: int = 0
 ) -> list[Scaled]:
-    """`Scaled` of every stack, the same for all microbatches of a step. The list is empty if no
-    matmul is quantized. Weights are quantized here, except where they are gathered in bf16; the
-    matmul quantizes those."""
-    if not precision.quantized:
-        return []
+    """`Scaled` of every stack, the same for all microbatches of a step. Weights are quantized here,
+    except where they are gathered in bf16; the matmul quantizes those."""
     scaled = []
     for number, stack in enumerate(stacks):
         scale_inv, stored = (
@@ -165,21 +203,6 @@ def _weight_amax(stack: nnx.Module) -> jax.Array:
     return jnp.stack(amax, axis=1)
 
 
-def zero_observed(histories: Histories) -> list[jax.Array]:
-    """Zeros `[blocks, products, 2, devices]`. Their cotangents are the observed amax."""
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
-    sharding = PartitionSpec(None, None, None, *mesh.per_device())
-    return [jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in histories]
-
-
-def with_observed(scaled: list[Scaled], observed: list[jax.Array]) -> list[Scaled]:
-    """`scaled` with the arrays of `zero_observed`. Under current scaling there are none, and
-    `scaled` is unchanged."""
-    if not observed:
-        return scaled
-    return [replace(s, observed=amax) for s, amax in zip(scaled, observed, strict=True)]
-
-
 def attach(
     block: Any, scaled: Scaled, counters: Counters = FIRST, bf16: Collection[int] = ()
 ) -> Any:
@@ -208,19 +231,3 @@ def attach(
     for position in bf16:
         attached.layers[position] = block.layers[position]
     return attached
-
-
-def update(
-    histories: Histories, stacks: Sequence[nnx.Module], observed: list[jax.Array]
-) -> Histories:
-    """The histories with this step's amax added. For inputs and gradients it is the maximum of the
-    observed amax over devices; the amax of weights is computed here."""
-
-    def push(history: jax.Array, stack: nnx.Module, amax: jax.Array) -> jax.Array:
-        x, dy = jnp.moveaxis(jnp.max(amax, axis=-1), -1, 0)
-        newest = jnp.stack([x, _weight_amax(stack), dy], axis=-1)
-        return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)
-
-    if not histories:
-        return []
-    return [push(*args) for args in zip(histories, stacks, observed, strict=True)]

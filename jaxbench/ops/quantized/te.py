@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.jax_internals import empty_arrays_from, replaced
-from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.operand import Operand, Product, gathered

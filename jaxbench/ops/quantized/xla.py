@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.duplicate_producers import Duplicated
+from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
 from jaxbench.ops.remat import SMALL, save
