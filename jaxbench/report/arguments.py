@@ -48,12 +48,10 @@ def make_parser() -> Parser:
         "have it), or first:last; default published, of a shorter run its last half",
     )  # fmt: skip
     add("--flops", choices=flops.CONVENTIONS, default="published", help="how FLOPs are counted")
-    add("--no-gate", action="store_true", help="status 0 whatever the verdicts")
     add = parser.add_argument_group("what to write").add_argument
     add(
-        "--format", choices=[*formats.TEXTS, "html", "mlperf"], default="table",
-        help="default table; html is a page for people, whole in one file; mlperf has the lines of "
-        "MLPerf's training log",
+        "--format", choices=[*formats.TEXTS, "html"], default="table",
+        help="default table; html is a page for people, whole in one file",
     )  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="write there instead of to the terminal")
     return parser
