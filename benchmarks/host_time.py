@@ -89,7 +89,7 @@ def arguments(spec: str) -> list[str]:
 def planned(spec: str, folder: Path) -> Plan:
     """The plan of a row. Raises CalledProcessError where it has none."""
     command = [sys.executable, "-m", "jaxbench.plan", *arguments(spec), "--dump", str(folder)]
-    subprocess.run([*command, "--no-remedy"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    subprocess.run([*command, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     return read(folder / "plan.json")
 
 

@@ -47,8 +47,6 @@ def make_parser() -> Parser:
             help="change a setting of the row: batch.microbatch=4"),
         recipes.settings, end="=",
     )
-    add("--remedy", action=argparse.BooleanOptionalAction, default=True,
-        help="if a row does not fit, try settings that may make it fit (default: yes)")
     add = parser.add_argument_group("where it would run").add_argument
     add("--gpu", choices=list(hardware.PLANNED), help=f"default {DEFAULT_GPU}")
     add("--system", action="append", default=[], metavar="KEY=VALUE",

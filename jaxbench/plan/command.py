@@ -161,7 +161,8 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
 
 
 def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
-    """Prints the plan of one row. If the row does not fit, prints remedies too."""
+    """Prints the plan of one row. If the row does not fit, prints remedies too, except next to
+    JSON."""
     run, _ = resolve(args.config, args.gpus, args.set, gpu)
     with compiling(run):
         plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
@@ -171,7 +172,7 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     write(as_text(plan), args.output)
     if not plan.fits:
         print(text.too_big(plan), file=sys.stderr)
-    if not plan.fits and args.remedy:
+    if not plan.fits and args.format != "json":
         print("settings that may make it fit:", file=sys.stderr)
         for line in find_remedy(run, plan, gpu):
             print(line, file=sys.stderr, flush=True)

@@ -115,7 +115,7 @@ def _plan_run(path: Path, run: Run, target: Target, config: str) -> Plan | str:
     if (plan := cached(path, run, target.gpu)) is not None:
         return plan
     command = [sys.executable, "-m", "jaxbench.plan", "--config", config, "--gpus", run.row]
-    command += [*target.options(), "--dump", str(path), "--json", "--no-remedy"]
+    command += [*target.options(), "--dump", str(path), "--json"]
     command += [part for text in run.overrides for part in ("--set", text)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode in (0, 1) and (plan := cached(path, run, target.gpu)):

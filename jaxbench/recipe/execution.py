@@ -54,7 +54,7 @@ class Execution:
     `layer` as they arise, in every microbatch and in bf16, alongside the matmuls of other layers
     (docs/design/sharding.md). Not in a pipeline"""
     xla_flags: str = "tuned"
-    """compiler options: `tuned`, `guided`, `published` or `default` (docs/reference/xla_flags.md),
+    """compiler options: `tuned`, `guided` or `default` (docs/reference/xla_flags.md),
     and changes: `tuned,xla_gpu_some_flag=false`"""
 
     def __post_init__(self) -> None:

@@ -48,12 +48,10 @@ def make_parser() -> Parser:
         "have it), or first:last; default published, or the last half of a shorter run",
     )  # fmt: skip
     add("--flops", choices=flops.CONVENTIONS, default="published", help="how FLOPs are counted")
-    add("--no-gate", action="store_true", help="exit status 0, whatever the verdicts are")
     add = parser.add_argument_group("what to write").add_argument
     add(
-        "--format", choices=[*formats.TEXTS, "html", "mlperf"], default="table",
-        help="default table; html is a page in a single file; mlperf has the lines of MLPerf's "
-        "training log",
+        "--format", choices=[*formats.TEXTS, "html"], default="table",
+        help="default table; html is a page in a single file",
     )  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="write to this file instead of the terminal")
     return parser

@@ -19,7 +19,6 @@ from jaxbench.report import folders, formats, history, logs, page
 from jaxbench.report.arguments import make_parser
 from jaxbench.report.compare import compare
 from jaxbench.report.gap import explain
-from jaxbench.report.mlperf import as_mlperf
 from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
 from jaxbench.results.window import WINDOWS, window
 
@@ -178,9 +177,6 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
     text = None
     if arguments.format == "html":
         text = page.page(results, arguments.flops)
-    elif arguments.format == "mlperf":
-        _refuse_null(results)
-        text = as_mlperf(results)
     elif arguments.format == "table" and arguments.output is None:
         width = max(Console().width, formats.PLAIN_WIDTH)
         formats.print_table(lines, Console(width=width))
@@ -214,4 +210,4 @@ def main(argv: Sequence[str] | None) -> int:
             f"{bad} failed, interrupted, incomplete or slow",
             file=sys.stderr,
         )
-    return int((slower or bad > 0) and not arguments.no_gate)
+    return int(slower or bad > 0)

@@ -64,11 +64,10 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         published["errata"] = [str(code) for code in published.get("errata") or []]
     gpu = hardware.identify(device)
     begins = [int(step) for step in (record.get("first_step", 0), *record.get("resumed_at", ()))]
-    starts = record.get("starts") or [{"changed": None}] * len(begins)
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
     if dated := "started" in record:
         started = datetime.fromisoformat(record["started"]).astimezone(UTC)
-    else:  # a record of an older version
+    else:  # of a job that has not begun
         path = next(path for name in RECORDS if (path := folder / name).is_file())
         started = datetime.fromtimestamp(path.stat().st_mtime, UTC)
     return RunData(
@@ -93,7 +92,7 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         dated="record" if dated else "file time",
         record=record,
         begins=begins,
-        program=first_of_program(starts),
+        program=first_of_program(record.get("starts", [{}])),
         recorded_window=_window(record.get("summary")),
     )
 

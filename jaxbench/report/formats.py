@@ -46,7 +46,7 @@ def line(result: Result, convention: str) -> dict[str, Any]:
     """A run by the keys of `COLUMNS`. Unknown values are None."""
     r, mfu = result.run, result.mfu(convention)
     first, last = result.window
-    forecast = r.plan.step_s if r.plan and r.plan.kind == "forecast" else None
+    forecast = r.plan.step_s if r.plan else None
     return {
         "verdict": result.verdict.name,
         "recipe": r.recipe.strip(),

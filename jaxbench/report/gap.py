@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
 
-CLOCKED = ("matmuls", "attention", "scan", "matmuls and attention")
+CLOCKED = ("matmuls", "attention", "scan")
 """Parts of a plan (`plans.LABELS`) whose time is inverse to the clock of the multiprocessors."""
 
 REMAINS = "what remains"
@@ -46,7 +46,7 @@ def explain(result: Result) -> Gap | None:
         return None
     if result.verdict.ratio is not None and run.published:
         kind, reference = "published", run.published["step_time_s"]
-    elif run.plan is not None and run.plan.kind == "forecast":
+    elif run.plan is not None:
         kind, reference = "forecast", run.plan.step_s
     else:
         return None
@@ -61,7 +61,7 @@ def clocked_s(run: RunData) -> tuple[float, str]:
     matmuls, attention and scan. Without a plan they are the model's FLOPs at the GPU's peak, which
     is a lower bound."""
     if run.plan is not None and (seconds := sum(run.plan.parts.get(name, 0) for name in CLOCKED)):
-        return seconds, f"{seconds:.3f} s of the plan's {run.plan.kind}"
+        return seconds, f"{seconds:.3f} s of the plan's forecast"
     if run.flops and run.peak_tflops:
         seconds = min(run.flops.values()) / run.peak_tflops / 1e12
         return seconds, f"at least {seconds:.3f} s, the model's FLOPs at the peak"

@@ -26,14 +26,10 @@ MINIMUM_S = 5e-4
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The step time according to a plan of the same program.
-
-    `kind` is `forecast`, or `bound` if the plan has no forecast. `parts` are seconds by name.
-    `peak_memory` is in bytes of one GPU.
-    """
+    """The forecast of the step by a plan of the same program. `parts` are seconds by name.
+    `peak_memory` is in bytes of one GPU."""
 
     path: Path
-    kind: str
     step_s: float
     parts: dict[str, float]
     peak_memory: float | None
@@ -70,17 +66,15 @@ def _plans(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
-    """The forecast of a plan, or its bound. None if it has neither."""
+    """The forecast of a plan. None if it is malformed."""
     forecast, sizes = values.get("forecast"), values.get("bytes_per_device")
-    if isinstance(forecast, dict):
-        kind, total, parts = "forecast", forecast.get("step_s"), forecast.get("parts_s")
-    else:
-        kind, total, parts = "bound", values.get("bound_step_s"), values.get("bound_parts_s")
-    if (step_s := _quantity(total)) is None or not isinstance(parts, dict):
+    if not isinstance(forecast, dict):
+        return None
+    step_s, parts = _quantity(forecast.get("step_s")), forecast.get("parts_s")
+    if step_s is None or not isinstance(parts, dict):
         return None
     return PlannedStep(
         path=path,
-        kind=kind,
         step_s=step_s,
         parts={
             LABELS.get(name, str(name).replace("_", " ")): seconds

@@ -34,12 +34,9 @@ UNCHANGED = ("hardware.host", "versions.commit")
 
 
 def first_of_program(starts: Sequence[dict[str, Any]]) -> int:
-    """The first of a record's `starts` since which the program is the last start's program. Older
-    records do not say what changed."""
+    """The first of a record's `starts` since which the program is the last start's program."""
     first = len(starts) - 1
-    while first > 0 and (changed := starts[first]["changed"]) is not None:
-        if not {*changed} <= {*UNCHANGED}:
-            break
+    while first > 0 and {*starts[first]["changed"]} <= {*UNCHANGED}:
         first -= 1
     return first
 

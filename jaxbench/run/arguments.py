@@ -14,7 +14,7 @@ from jaxbench.base.terminal import Parser, completes
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
-from jaxbench.run.live_metrics import STREAMS, check_stream
+from jaxbench.run.tensorboard import check_library
 
 KEEP = 2
 """The number of checkpoints that a run keeps by default."""
@@ -42,7 +42,7 @@ class Options:
     steps: int | None
     seed: int
     output: Path | None
-    stream: str | None
+    tensorboard: bool
     cpu_devices: int | None
     local_devices: int | None
     checkpoint: bool
@@ -79,8 +79,8 @@ def make_parser() -> Parser:
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add("--output", type=Path,
         help="new folder for the records (default results/<recipe>/<row>/<time>)")
-    add("--stream", choices=list(STREAMS),
-        help="also write every step for this tool, into the folder of the records")
+    add("--tensorboard", action="store_true",
+        help="also write every step for TensorBoard, into the folder of the records")
     add = parser.add_argument_group("devices").add_argument
     add("--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh")
     add("--local-devices", type=int, metavar="N",
@@ -177,7 +177,8 @@ def check_arguments(args: Options) -> None:
         raise RecipeError(f"{' and '.join(used)} exclude each other")
     if args.profile and args.profile_steps[0] >= (args.steps or STEPS):
         raise RecipeError(f"--profile-steps {args.profile_steps[0]} comes after the last step")
-    check_stream(args.stream)
+    if args.tensorboard:
+        check_library()
     if args.keep is not None and not args.checkpoint and args.checkpoint_every is None:
         raise RecipeError(f"--keep {args.keep} needs --checkpoint or --checkpoint-every")
     if args.resume and args.output is None:

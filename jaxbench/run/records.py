@@ -15,7 +15,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import energy, throughput
 from jaxbench.results.verdict import SMOKE
 from jaxbench.run import sampling, summary
-from jaxbench.run.live_metrics import Stream
+from jaxbench.run.tensorboard import TensorBoard
 
 SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""
@@ -31,7 +31,7 @@ def read(path: Path) -> dict[str, Any]:
     """The content of a run.json. Raises RecipeError if the file is not a whole record."""
     try:
         record = json.loads(path.read_text())
-        return record | {key: record[key] for key in ("status", "recipe", "resumed_at")}
+        return record | {key: record[key] for key in ("status", "recipe", "starts")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(
             f"{path} is not a complete record: {error}; start a new run from its checkpoint: "
@@ -66,19 +66,19 @@ class Recorder:
 
     Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. A
     terminal shows the last step in a progress bar; any other output gets a short line per step. A
-    run that is resumed at step `start` keeps the recorded steps before it. `stream` gets every step
+    run that is resumed at step `start` keeps the recorded steps before it. `board` gets every step
     too.
     """
 
     def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0,
-                 stream: Stream | None = None):  # fmt: skip
+                 board: TensorBoard | None = None):  # fmt: skip
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
         self._bar: Any = None
         self._jsonl: Lines | None = None
         self._slow: list[str] = []
-        self._stream = stream
+        self._board = board
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
@@ -176,11 +176,11 @@ class Recorder:
             raise self._unwritable(error) from error
         for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
             self._to_log(text)
-        if self._stream is not None:
+        if self._board is not None:
             counters = ("step", "start")
             numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
             numbers = {k: v for k, v in numbers.items() if k not in counters}
-            self._stream.step(line["step"], numbers)
+            self._board.step(line["step"], numbers)
         if self._bar is None:
             print(summary.short_line(run, line), flush=True)
         else:
@@ -232,6 +232,6 @@ class Recorder:
                 "page:   the same with --format html --output report.html",
             ):
                 self.say(line)
-            for file in (self._json, self._log, self._jsonl, self._stream):
+            for file in (self._json, self._log, self._jsonl, self._board):
                 if file is not None:
                     file.close()

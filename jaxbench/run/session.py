@@ -30,12 +30,12 @@ from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
-from jaxbench.run.live_metrics import open_stream
 from jaxbench.run.prepare import Session
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import begun, new_record
 from jaxbench.run.step_errors import Launches
+from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
 from jaxbench.train.step import State, abstract_state
@@ -50,9 +50,10 @@ def benchmark(run: Run, session: Session) -> int:
         if first:
             write_json(session.folder / "environment.json", variables())
         folder = session.folder if first else None
-        name = session.options.stream if first else None
-        stream = open_stream(name, session.folder, record, session.start)
-        recorder = Recorder(folder, run, record, session.start, stream)
+        board = None
+        if first and session.options.tensorboard:
+            board = TensorBoard(session.folder, record, session.start)
+        recorder = Recorder(folder, run, record, session.start, board)
         with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
             signals = Signals(partial(interrupted, recorder, watchdog))
             status, reason, cause = Attempt(run, session, recorder, signals, watchdog).outcome()

@@ -65,7 +65,7 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         "parameters": flops.parameters(run.model)["total"],
         "published": row and asdict(row),
         "not_comparable_because": reasons,
-        "starts": [*(_starts(before) if before else []), {}],
+        "starts": [*(before["starts"] if before else []), {}],
     }
     record["starts"][-1] = {
         "step": step,
@@ -95,12 +95,6 @@ def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
         "resumed_at": resumed,
         "starts": starts,
     }
-
-
-def _starts(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The starts of a record. An older record has only their steps."""
-    steps = [record.get("first_step", 0), *record["resumed_at"]]
-    return record.get("starts") or [{"step": step, "changed": None} for step in steps]
 
 
 def changes(before: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Any]]:

@@ -87,29 +87,7 @@ PLANNED: Options = {"xla_gpu_autotune_level": 0}
 on. Matmuls get workspaces as large as autotuned ones have on a GPU; the compiler's default for an
 absent GPU would be 4 MiB."""
 
-PUBLISHED: Options = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_enable_highest_priority_async_stream": True,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 2147483648,
-    "xla_gpu_all_gather_combine_threshold_bytes": 2147483648,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 33554432,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
-    "xla_gpu_enable_all_gather_combine_by_dim": False,
-    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
-    "xla_gpu_enable_command_buffer": "",
-    "xla_disable_hlo_passes": "rematerialization",
-}
-"""The flags of the published Llama 2 runs (MaxText, DGX Cloud Benchmarking 25.01, bf16, fewer than
-64 nodes), by their names in jax 0.10. The fp8 runs had smaller thresholds."""
-
-SETS: dict[str, Options] = {
-    "tuned": TUNED, "guided": GUIDED, "published": PUBLISHED, "default": {},
-}  # fmt: skip
-
+SETS: dict[str, Options] = {"tuned": TUNED, "guided": GUIDED, "default": {}}
 
 OURS = "tuned", "guided"
 """The sets to which we add options that fit the program: pipelined or not, in FP8 or not."""
@@ -124,18 +102,14 @@ PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
 KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8, PINNING) for name in options}
 KNOWN.add(MULTI_STREAMING)
 
-RENAMED = {
-    "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
-    "xla_gpu_enable_pipelined_reduce_scatter": "xla_gpu_pipeline_reduce_scatter",
-    "xla_gpu_enable_pipelined_all_reduce": "xla_gpu_pipeline_all_reduce",
-}
-"""New names in jax 0.11. These options take a mode instead of a boolean."""
-
 REMOVED = {
     "xla_gpu_graph_level": "xla_gpu_enable_command_buffer='' (off)",
     "xla_gpu_enable_triton_softmax_fusion": "nothing: always on",
     "xla_gpu_enable_custom_fusions": "nothing",
     "xla_gpu_lhs_enable_gpu_async_tracker": "nothing: always on",
+    "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
+    "xla_gpu_enable_pipelined_reduce_scatter": "xla_gpu_pipeline_reduce_scatter",
+    "xla_gpu_enable_pipelined_all_reduce": "xla_gpu_pipeline_all_reduce",
     "xla_gpu_enable_pipelined_collectives": "xla_gpu_pipeline_all_gather and its siblings",
     "xla_gpu_enable_nccl_per_stream_comms": "nothing",
     "xla_gpu_enable_async_collectives": "xla_gpu_disable_async_collectives",
@@ -177,15 +151,11 @@ def _selected(run: Run) -> tuple[Options, Options]:
         raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
     overrides = dict(_flag(change) for change in changes)
     selected = dict(SETS[name])
-    if _release() >= (0, 11):
-        for old, new in RENAMED.items():
-            if selected.pop(old, False):
-                selected[new] = f"{MODE}ON"
-        if name in OURS:
-            if run.unrolled:
-                selected |= UNROLLED
-            else:
-                selected |= UNPIPELINED if run.model.mamba else PIPELINED
+    if name in OURS and _release() >= (0, 11):
+        if run.unrolled:
+            selected |= UNROLLED
+        else:
+            selected |= UNPIPELINED if run.model.mamba else PIPELINED
     if name in OURS and run.precision.dtype == "fp8":
         selected |= IN_FP8
     if run.execution.offload != "none":
@@ -249,8 +219,6 @@ def explain(flag: str) -> str:
     """The reason why the compiler does not know an option, and its replacement."""
     if flag in REMOVED:
         return f"{flag} was removed from XLA; use {REMOVED[flag]}"
-    if flag in RENAMED:
-        return f"{flag} was renamed to {RENAMED[flag]} in jax 0.11"
     return f"the installed compiler does not know {flag}{meant(flag, KNOWN)}"
 
 

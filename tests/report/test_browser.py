@@ -75,11 +75,11 @@ def pages(tmp_path_factory):
     write_profile(write_slowed(folder, "slowed", clock=0.9, slow=1.1, started=day(10)), 0.3)
     log(folder, "".join(nemo(n, s) for n, s in enumerate(times(PUBLISHED_S))), f"{EXPERIMENT}.out")
     settings = json.loads((folder / "llama2-64" / "run.json").read_text())["recipe"]
-    plan = {"gpus": 64, "target": "h100", "settings": settings, "bound_step_s": 5.0,
-            "bound_parts_s": {"compute": 4.0, "memory": 0.9, "exposed": 0.1}}  # fmt: skip
+    plan = {"gpus": 64, "target": "h100", "settings": settings,
+            "forecast": {"step_s": 5.0, "parts_s": {"products": 4.0, "norms": 1.0}}}  # fmt: skip
     (folder / "llama2-64" / "plan.json").write_text(json.dumps(plan))
     files = {name: folder.parent / f"{name}.html" for name in ("report", "history")}
-    for arguments in ([str(folder), "--no-gate"], ["--history", str(folder)]):
+    for arguments in ([str(folder)], ["--history", str(folder)]):
         output = files["history" if arguments[0] == "--history" else "report"]
         command.main([*arguments, "--format", "html", "--output", str(output)])
     texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward())}

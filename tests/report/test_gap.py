@@ -117,7 +117,7 @@ def test_joules_per_token_stand_where_they_were_told(tmp_path, capsys):
     path = write_slowed(tmp_path, "run") / "run.json"
     path.write_text(path.read_text().replace('"window"', '"joules_per_token": 0.1234, "window"'))
     text = page(tmp_path)
-    assert command.main([str(tmp_path), "--no-gate"]) == 0
+    assert command.main([str(tmp_path)]) == 0
     assert " 0.123 " in capsys.readouterr().out
     for cell in ('data-label="J/token">0.123<', 'data-label="Tokens/kWh">29173420<'):
         assert cell in text

@@ -162,7 +162,7 @@ def test_an_odd_record_is_a_run_on_the_page(path, tmp_path):
         assert status in (0, 1)
         assert 'id="run-1"' in text
         assert 'id="row-1-h"' in history_page(tmp_path / "runs")
-        assert command.main([str(folder), "--format", "json", "--no-gate"]) == 0
+        assert command.main([str(folder), "--format", "json"]) in (0, 1)
 
 
 def history_page(folder):
@@ -258,8 +258,9 @@ def test_a_straggler_is_named(tmp_path):
     assert f"Least waiting: rank 17 on node-slow {share:.1f} %" in page(tmp_path / "runs")[1]
 
 
-PLAN = {"gpus": 64, "target": "h100", "bound_step_s": 5.5, "bytes_per_device": {"peak": 5e10},
-        "bound_parts_s": {"compute": 5.0, "memory": 0.4, "exposed": 0.1}}  # fmt: skip
+PARTS = {"products": 5.0, "cold_starts": 1.5, "odd": "x"}
+PLAN = {"gpus": 64, "target": "h100", "forecast": {"step_s": 6.5, "parts_s": PARTS},
+        "bytes_per_device": {"peak": 5e10}}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["run/plan.json", "run/plan/plan.json", "p/plan.json"])
@@ -268,8 +269,7 @@ def test_the_plan_of_the_same_program_is_shown(place, tmp_path):
     settings = json.loads((folder / "run.json").read_text())["recipe"]
     path = tmp_path / "runs" / place
     path.parent.mkdir(exist_ok=True)
-    forecast = {"step_s": 6.5, "parts_s": {"products": 5.0, "cold_starts": 1.5, "odd": "x"}}
-    path.write_text(json.dumps(PLAN | {"settings": settings, "forecast": forecast}))
+    path.write_text(json.dumps(PLAN | {"settings": settings}))
     status, text = page(tmp_path / "runs")
     assert status == 0
     for said in ("matmuls", "cold starts", "forecast of the plan", "1.08 times the fore"):
@@ -284,9 +284,10 @@ def test_another_plan_is_not(change, tmp_path):
     folder = write_record(tmp_path, "run", times(7.0))
     recipe = json.loads((folder / "run.json").read_text())["recipe"]
     changes = {
-        "target": {"target": "h200"}, "gpus": {"gpus": 128}, "list": {"bound_parts_s": [1]},
+        "target": {"target": "h200"}, "gpus": {"gpus": 128},
+        "list": {"forecast": {"step_s": 6.5, "parts_s": [1]}},
         "settings": {"settings": recipe | {"parallelism": {}}},
-        "numbers": {"bound_step_s": 10**400},
+        "numbers": {"forecast": {"step_s": 10**400, "parts_s": PARTS}},
     }  # fmt: skip
     (folder / "plan.json").write_text(json.dumps(PLAN | {"settings": recipe} | changes[change]))
     assert plans.find_plan(folder, recipe, "NVIDIA H100 80GB HBM3") is None

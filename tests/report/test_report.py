@@ -60,7 +60,6 @@ def test_slow_is_the_gate(tmp_path):
     status, (line,) = reported(tmp_path)
     assert (status, line["verdict"]) == (1, "slow")
     assert line["reason"] == "94.4 % of the published throughput"
-    assert reported(tmp_path, "--no-gate")[0] == 0
 
 
 def test_window_by_name(tmp_path):
@@ -209,13 +208,6 @@ def sorted_rows():
     return sorted(published.rows(), key=lambda r: (r.title, r.dtype, r.gpus))
 
 
-def test_a_run_that_was_interrupted_is_no_success_for_mlperf(record, tmp_path, capsys):
-    record("stopped", status="interrupted", reason="cancelled")
-    assert command.main([str(tmp_path), "--format", "mlperf"]) == 1
-    last = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(":::MLLOG "))
-    assert (last["key"], last["metadata"]["status"]) == ("run_stop", "aborted")
-
-
 def test_other_formats(record, tmp_path, capsys):
     record("good")
     assert command.main([str(tmp_path), "--format", "csv"]) == 0
@@ -223,22 +215,6 @@ def test_other_formats(record, tmp_path, capsys):
     assert (line["verdict"], float(line["step_time_s"])) == ("pass", 4.7)
     assert command.main([str(tmp_path), "--format", "markdown"]) == 0
     assert capsys.readouterr().out.count("| pass | llama2_70b_bf16:64 | 64 |") == 1
-    assert command.main([str(tmp_path), "--format", "mlperf"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(":::MLLOG {") for line in lines)
-    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in lines]
-    assert {*events[0]} == {"namespace", "time_ms", "event_type", "key", "value", "metadata"}
-    keys = [event["key"] for event in events]
-    assert [keys.index(key) for key in ("init_start", "init_stop", "run_start", "run_stop")] == [
-        0, keys.index("run_start") - 1, keys.index("tracked_stats") - 1, len(keys) - 1
-    ]  # fmt: skip
-    assert next(e["value"] for e in events if e["key"] == "global_batch_size") == 128
-    steps = [event for event in events if event["key"] == "tracked_stats"]
-    assert [step["metadata"]["step"] for step in steps] == list(range(50))
-    assert (events[-1]["time_ms"] - events[0]["time_ms"]) / 1000 == pytest.approx(
-        sum(step["value"]["train_step_time"] for step in steps), abs=0.01
-    )
-    assert events[-1]["metadata"]["status"] == "success"
     assert command.main([str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "pass     llama2_70b_bf16:64" in out
@@ -315,7 +291,6 @@ def test_a_comparison_decides_what_the_spread_allows(repeats, capsys):
         differs = "  flags.compiler_options.xla_some: None -> True" in out
         assert differs == (verdict == "slower")
     assert command.main(["--compare", a, cases["slower"], "--threshold", "10"]) == 0
-    assert command.main(["--compare", a, cases["slower"], "--no-gate"]) == 0
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):
@@ -467,19 +442,15 @@ PROGRAM = {"recipe.batch.microbatch": [4, 1]}
             "iterations 11 to 44 belong to another program: it changed",
         ),
         ({}, [4.7] * 46 + [5.0] * 4, None),
-        (None, [4.7] * 20 + [5.0] * 30, "iterations 11 to 44 belong to several starts"),
     ],
 )
 def test_a_mean_is_of_one_start(changed, seconds, reason, record, tmp_path):
-    """The run's own window, or a given one; a record without a window, or of an older version, has
-    none that lies within one start."""
+    """The run's own window, or a given one."""
     resumed = seconds.index(5.0)
     begun = [{"step": 0, "changed": {}}, {"step": resumed, "changed": changed}]
     folder = record("resumed", seconds=seconds, resumed_at=[resumed], starts=begun)
     found = json.loads((folder / "run.json").read_text())
     found["summary"]["window"] = [35, 49] if resumed == 20 else [11, 44]
-    if changed is None:
-        del found["summary"], found["starts"]
     (folder / "run.json").write_text(json.dumps(found))
     result = verdict_of(tmp_path)
     assert result.mean_s == (None if reason else pytest.approx(5.0 if resumed == 20 else 4.7))

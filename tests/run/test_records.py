@@ -19,12 +19,11 @@ from tiny import tiny_run
 
 from jaxbench.base.errors import STATUS, RecipeError
 from jaxbench.base.files import ReservedJson
-from jaxbench.base.versions import installed
 from jaxbench.recipe import recipes
 from jaxbench.results.throughput import throughput
 from jaxbench.results.window import spread
 from jaxbench.results.window import window as published_window
-from jaxbench.run import command, live_metrics, records, start_record, summary
+from jaxbench.run import command, records, start_record, summary, tensorboard
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
 
@@ -310,22 +309,19 @@ def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, ca
     assert capsys.readouterr().err == message
 
 
-@pytest.mark.parametrize("name", live_metrics.STREAMS)
-def test_a_stream_has_every_step(name, tmp_path):
-    if not installed(live_metrics.STREAMS[name][0]):
-        with pytest.raises(RecipeError, match=rf"--stream {name} needs .*'\.\[{name}\]'"):
-            live_metrics.check_stream(name)
-        pytest.skip(f"needs {name}: pip install -c constraints.txt -e '.[{name}]'")
+def test_a_missing_library_is_one_line(monkeypatch):
+    monkeypatch.setattr(tensorboard, "installed", lambda name: False)
+    with pytest.raises(RecipeError, match=r"--tensorboard needs .*'\.\[tensorboard\]'"):
+        tensorboard.check_library()
+
+
+def test_tensorboard_has_every_step(tmp_path):
     run = tiny_run()
-    stream = live_metrics.open_stream(name, tmp_path, record_of(run) | {"command": "train"}, 0)
-    recorder = Recorder(tmp_path, run, record_of(run), stream=stream)
+    board = tensorboard.TensorBoard(tmp_path, record_of(run) | {"command": "train"}, 0)
+    recorder = Recorder(tmp_path, run, record_of(run), board=board)
     for n in range(3):
         recorder.step({**STEP, "step": n, "loss": 12.0 - n, "expert_load": [1, 2]})
     recorder.finish("interrupted", "SIGINT")
-    if name == "wandb":
-        (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-        assert file.stat().st_size > 0
-        return
     points = {(v.tag, e.step): v.simple_value for e in events(tmp_path) for v in e.summary.value}
     assert [points["loss", n] for n in range(3)] == [12.0, 11.0, 10.0]
     assert points["step_time_s", 2] == pytest.approx(12.39)
