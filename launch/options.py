@@ -83,7 +83,9 @@ def train_options(
         train["restore"] = train["restore"].absolute()
     options = merge(options, train)
     if "restore" in options and not options["restore"].is_dir():
-        raise RecipeError(f"LOAD_CHECKPOINT_PATH or --restore: {options['restore']} is not a folder")
+        raise RecipeError(
+            f"LOAD_CHECKPOINT_PATH or --restore: {options['restore']} is not a folder"
+        )
     if args.cpu and "pgle" in options:
         raise RecipeError("--pgle needs GPUs, since a rehearsal (--cpu) has no latencies to hide")
     saves = "checkpoint" in options or "checkpoint_every" in options

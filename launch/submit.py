@@ -221,7 +221,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="any other option of sbatch: qos=high")  # fmt: skip
     add("--checkpoint-every", type=int, help="save every N steps, at the end, and when stopped")
     add("--watchdog", type=float, help="seconds without progress that end the job (default 300)")
-    add("--restarts", type=int, default=3, help="how often a job that saves requeues itself (default 3)")
+    add(
+        "--restarts",
+        type=int,
+        default=3,
+        help="how often a job that saves requeues itself (default 3)",
+    )
     add("--requeue-at-time-limit", action="store_true",
         help="if a job that saves reaches its time limit, continue it in a new start")  # fmt: skip
     add("--check", choices=("on", "warn", "off"),
@@ -229,7 +234,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "or broken, warn only says so (default: on for jobs of several nodes)")  # fmt: skip
     add("--exclude-slow", action="store_true",
         help="requeue the job without nodes that the check names or that lose a GPU")  # fmt: skip
-    add("--cpu", action="store_true", help="rehearse with the smoke row, on a CPU device for each GPU")
+    add(
+        "--cpu",
+        action="store_true",
+        help="rehearse with the smoke row, on a CPU device for each GPU",
+    )
     add("--dry-run", action="store_true", help="print the batch script and the resolved recipe")
     at = argv.index("--") if "--" in argv else len(argv)
     args, unknown = parser.parse_known_args(argv[:at])

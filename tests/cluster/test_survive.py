@@ -273,7 +273,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
     assert record["status"] == "failed"
     # A step is recorded while the checkpoint is being written: either may be the first to fail.
     assert re.search(
-        "was not saved; the last good one is of step 20: |the record in .* cannot be written: ",
+        "was not saved; the last good one has step 20: |the record in .* cannot be written: ",
         record["reason"],
     )
     assert "No space left on device" in record["reason"]
@@ -286,7 +286,7 @@ def test_a_record_that_is_cut_short_is_one_line(tmp_path):
     whole = json.dumps({"status": "running", "recipe": recipes.describe(first), "resumed_at": []})
     for text in (whole[: len(whole) // 2], "", "[]", '{"status": "running"}'):
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(RecipeError, match=r"run\.json is no whole record: ") as error:
+        with pytest.raises(RecipeError, match=r"run\.json is not a complete record: ") as error:
             prepared(*arguments)
         assert "\n" not in str(error.value)
         assert f"--restore {tmp_path} --output NEW" in str(error.value)
