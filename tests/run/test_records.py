@@ -93,7 +93,7 @@ def collected(folder):
 
 
 def test_published_parser_reads_a_run_once(tmp_path):
-    """In the layout of the published programme, and with the main log of a job beside it."""
+    """In the layout of the published programme, and with the main log of a job next to it."""
     name = "pretrain_llama3.1_8b_bf16_gpus8"
     folder = tmp_path / "experiments" / name / f"{name}_1795579216" / name
     folder.mkdir(parents=True)
