@@ -46,7 +46,7 @@ class Session:
     """The folder and the beginning of one start of a run.
 
     `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
-    it cannot be read, and `skipped` says why newer ones are not used. `options` are those of the
+    it cannot be read, and `skipped` says why newer ones are not used. `options` are from the
     command line.
     """
 
