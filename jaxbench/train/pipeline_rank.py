@@ -59,7 +59,7 @@ class Carry:
 
     - the loss
     - gradients of the blocks `[chunks, ..]` and of the weights of both ends (`Ends`)
-    - the amax that FP8 observes in these weights
+    - the amax that FP8 observes in blocks and ends
     - routing figures `[microbatches + 1, chunks, size]`; idle actions write to the last entry
     - routing figures of multi-token prediction `[groups]`
     """
@@ -88,7 +88,8 @@ class Rank:
 
     `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`. They are
     a list, so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales
-    of each, or None. `first_sequences` has the number of the first sequence of each microbatch, `[ranks, groups]`.
+    of each, or None. `first_sequences` has the number of the first sequence of each microbatch,
+    `[ranks, groups]`.
     """
 
     run: Run
