@@ -113,7 +113,7 @@ ACTIVATION = {
 }
 """Activations. `shard_seq` is the sequence outside tensor-parallel regions: norms and residuals
 work on 1/tensor of the tokens (sequence parallelism; Korthikanti et al. 2022). `slots` are the
-slots for tokens that each rank fills for all experts, and `capacity` those of one expert."""
+slots for tokens that each rank fills for all experts, and `capacity` the slots of one expert."""
 
 
 def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:

@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("list", type=Path)
     parser.add_argument(
-        "--show", action="store_true", help="show the state of every run, and submit nothing"
+        "--show", action="store_true", help="show the state of each run; submit nothing"
     )
     parser.add_argument("--report", action="store_true", help="compare with published figures")
     try:

@@ -31,7 +31,7 @@ def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
     packaged = tables.load("h100").values
     measured = ("product", "attention", "memory", "collective")
     assert set(found) == {key for key in packaged if key[0] in measured}
-    with pytest.raises(RecipeError, match="kernels of cpu, but h100 is planned"):
+    with pytest.raises(RecipeError, match="kernels of cpu, but the plan is for h100"):
         tables.load("h100", file)
 
 

@@ -73,8 +73,8 @@ def test_a_value_that_jax_cannot_import_with_is_one_line():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (host_memory.FRACTION, "most", "expected a share, as 0.92"),
-        (host_memory.FRACTION, "92", "expected a share, as 0.92"),
+        (host_memory.FRACTION, "most", "expected a share, such as 0.92"),
+        (host_memory.FRACTION, "92", "expected a share, such as 0.92"),
         (host_memory.HOST_LIMIT, "1.5", "expected a number of GiB"),
         (host_memory.HOST_LIMIT, "", "expected a number of GiB"),
     ],

@@ -20,7 +20,7 @@ def make_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, default=Path("."), metavar="FOLDER",
-        help="folder for check.json, in which the check also tries files; name one that the job "
+        help="folder for check.json and for files that test the file system; name one that the job "
         "uses, and no other check or run at the same time (default .)",
     )  # fmt: skip
     group = parser.add_argument_group("devices")

@@ -18,7 +18,7 @@ EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
     jaxbench jobs status 2242                one job: its state, and why it ended
     jaxbench jobs log 2242                   its log, followed until it ends
-    jaxbench jobs cancel 2242 2243           cancels jobs; those that save do so before
+    jaxbench jobs cancel 2242 2243           cancels jobs; a job that saves does so first
 """
 
 Queue = dict[str, list[str]]
@@ -37,7 +37,7 @@ def make_parser() -> Parser:
         "action", nargs="?", default="list", choices=("list", "status", "log", "cancel"),
         help="list jobs (default), show all about a job, follow its log, or cancel it",
     )  # fmt: skip
-    add("jobs", nargs="*", metavar="JOB", help="Slurm's job ids; list shows all without any")
+    add("jobs", nargs="*", metavar="JOB", help="Slurm's job ids; without any, list shows all")
     add(
         "--stage",
         type=Path,

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 ROUNDS = 4
-"""Rounds of which the fastest counts."""
+"""The number of rounds; the fastest round counts."""
 
 
 def collective_kinds(n: int) -> dict[str, tuple[Callable[..., Any], PartitionSpec, int]]:

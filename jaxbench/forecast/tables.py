@@ -107,15 +107,15 @@ def load(gpu: str, file: Path | None = None) -> Tables:
         known = ", ".join(
             sorted(path.stem for path in FOLDER.glob("*.csv") if path.stem != "network")
         )
-        raise RecipeError(f"no kernels were measured on {gpu}; there are tables of {known}")
+        raise RecipeError(f"we have no measured kernels of {gpu}; there are tables of {known}")
     values: dict[tuple[str, str], Times] = {}
     sources: dict[str, str] = {}
     assumed = assumptions(packaged)
     for path in (FOLDER / "network.csv", packaged, *([file] if file else [])):
         of, measured = read(path)
         if of not in (gpu, "any"):
-            instead = f"; take --gpu {of}" if of in PLANNED else ""
-            raise RecipeError(f"{path}: kernels of {of}, but {gpu} is planned{instead}")
+            instead = f"; use --gpu {of}" if of in PLANNED else ""
+            raise RecipeError(f"{path} has kernels of {of}, but the plan is for {gpu}{instead}")
         here = path.name if path == file else f"{PACKAGE} {path.name}"
         for key, times in measured.items():
             kept = _beside(key[0], values.get(key, {}), times)
@@ -191,7 +191,7 @@ def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
         for (kind, name), times in values.items():
             least = tuple(map(min, zip(*times, strict=True)))
             if kind in ("product", "repeated") and least not in times:
-                raise ValueError(f"{kind} {name}: none with the least m, n and k of all")
+                raise ValueError(f"{kind} {name}: no line has the smallest m, n and k of all")
     except (OSError, ValueError, csv.Error) as error:
         raise RecipeError(f"{path}: not a table of kernels: {error}") from error
     return gpu, values

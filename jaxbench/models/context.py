@@ -53,7 +53,7 @@ class Context:
         return replace(self, counters=replace(self.counters, **changes))
 
     def at_layer(self, index: int) -> "Context":
-        """The context of a layer of a block; `counters.layer` is that of the block's first one."""
+        """The context of a layer of a block; `counters.layer` is the number of its first."""
         first = self.counters.layer
         return self if first is None else self.count(layer=first + index)
 

@@ -1,4 +1,4 @@
-"""The mixture of experts: feed-forward layers, of which each token uses a few."""
+"""The mixture of experts: many feed-forward layers; each token uses a few of them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -35,9 +35,9 @@ LayerOutput = tuple[Hidden, RoutingFigures]
 
 
 class Weight(nnx.Param):
-    """The matrix of a matmul, cast to the compute dtype once per step. With
-    `quantized=True` the matmul runs in the quantized format of the recipe. `experts=True` says that
-    the first dimension is that of experts."""
+    """The matrix of a matmul, cast to the compute dtype once per step. With `quantized=True` the
+    matmul runs in the quantized format of the recipe. With `experts=True` the first dimension
+    counts experts."""
 
 
 class Vector(nnx.Param):

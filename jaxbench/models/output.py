@@ -44,8 +44,8 @@ class Prediction(nnx.Module):
 
 
 class Output(NamedTuple):
-    """Weights behind the last layer: final norm, head, and those of multi-token prediction except
-    its block."""
+    """Weights after the last layer: final norm, head, and multi-token prediction without its
+    block."""
 
     norm: nnx.Module
     head: Float[Array, "D V"]

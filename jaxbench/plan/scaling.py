@@ -134,8 +134,8 @@ def show(title: str, lines: list[dict[str, Any]]) -> None:
 
 
 def label(name: str) -> str:
-    """The display name of a part."""
-    return LABELS.get(name, name)
+    """The display name of a part, as short as a column needs."""
+    return LABELS["products"] if name == "products" else name
 
 
 def _percent(share: float | None) -> str:

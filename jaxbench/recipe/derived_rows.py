@@ -78,7 +78,7 @@ def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -
         domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
         return f"they do not fill nodes of {gpu.node}{domains}"
     asked = f" with {', '.join(f'{name}={size}' for name, size in fixed.items())}" if fixed else ""
-    return f"no mesh of {'it' if gpus == 1 else 'them'}{asked} holds the train state"
+    return f"no mesh of {'it' if gpus == 1 else 'them'}{asked} has room for the train state"
 
 
 def base(recipe: Recipe, gpus: int) -> int:

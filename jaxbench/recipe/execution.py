@@ -71,7 +71,9 @@ class Execution:
         in the device's memory."""
         if self.offload == "none":
             return {}
-        require(self.remat != "none", "execution.offload: remat = none saves all on the device")
+        require(
+            self.remat != "none", "execution.offload: remat = none saves everything on the device"
+        )
         names = INPUT, *SAVEABLE
         counts = _layer_counts("offload", self.offload, layers, "none, or ", names)
         kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"

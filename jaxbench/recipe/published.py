@@ -28,13 +28,13 @@ ERRATA = {
     "PEAK": "MFU is reproduced with a peak of 989.5 TFLOP/s (half of 1979), not the stated 989",
     "FLOPS3": "MFU is reproduced only with model FLOPs of 3.94e15, rounded but not stated",
     "GQA16": "MFU is reproduced only with 16 query groups instead of the model's 8",
-    "FULL": "MFU is that of the full count, 1/1.17 of what the formula of release 24.11 gives",
-    "HALF": "tokens/s and days are those of half the global batch",
+    "FULL": "MFU follows the full count; the formula of release 24.11 gives 1.17 times as much",
+    "HALF": "tokens/s and days are for half the global batch",
     "OVER": "model FLOPs take Nano's Mamba-2 to be 5376 wide instead of 4096",
-    "OLD": "MFU is that of an older count: experts without a gate, attention without windows",
+    "OLD": "MFU follows an older count: experts without a gate, attention without windows",
     "CAUSAL": "MFU counts the causal half of attention",
-    "WHOLE": "tokens/s are those of whole samples/s, MFU is not",
-    "RATE": "the source prints tokens/s alone, some in whole samples/s; the step is computed",
+    "WHOLE": "tokens/s is computed from whole samples/s, MFU is not",
+    "RATE": "the source has only tokens/s, some from whole samples/s; we computed the step time",
 }
 
 

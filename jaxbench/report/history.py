@@ -244,8 +244,8 @@ def text(history: Sequence[Series], threshold: float) -> str:
             f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last on {last}"
         )
     lines += [
-        f"A change is above {100 * threshold:g} % of the median since the last change, and above "
-        "the runs' own spread.",
+        f"A change differs by more than {100 * threshold:g} % from the median since the change "
+        "before, and by more than the runs' own spread.",
         "Times are in UTC. * marks a file's time, where the record has none.",
     ]
     return "\n".join(lines) + "\n"

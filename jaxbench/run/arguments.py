@@ -101,7 +101,7 @@ def add_saving(parser: argparse.ArgumentParser) -> None:
     add("--restore", type=Path, metavar="PATH",
         help="start from this checkpoint, or from the last checkpoint of this run")
     add("--watchdog", type=float, metavar="SECONDS",
-        help="end the job after so long without progress; the limit is ten times as long before "
+        help="end the job after this time without progress; the limit is ten times as long before "
         "training and while the run saves")
 
 

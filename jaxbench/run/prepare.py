@@ -22,7 +22,7 @@ class Session:
     """Where a process of a run begins: folder, checkpoint and options.
 
     `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
-    it cannot be read, and `skipped` says why newer ones are not used. `options` are those of the
+    it cannot be read, and `skipped` says why newer ones are not used. `options` are from the
     command line.
     """
 

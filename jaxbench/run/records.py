@@ -229,7 +229,7 @@ class Recorder:
                 *summary.lines(self.record, self.steps),
                 f"record: {self.folder / 'run.json'}",
                 f"report: {command_line()} report {quote(str(self.folder))}",
-                "page:   the same with --format html --output report.html",
+                "page:   add --format html --output report.html",
             ):
                 self.say(line)
             for file in (self._json, self._log, self._jsonl, self._board):

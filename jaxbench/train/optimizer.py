@@ -70,7 +70,7 @@ def kept_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def without_loads(grads: Tree) -> Tree:
-    """Gradients in which those of `LoadBias`es are zero, so that AdamW leaves the biases alone."""
+    """The gradients, with zeros for each `LoadBias`, so that AdamW leaves these biases alone."""
     return jax.tree.map(
         lambda g: g.replace(jnp.zeros_like(g[...])) if isinstance(g, LoadBias) else g,
         grads,

@@ -55,10 +55,13 @@ class Carry:
       it: on the last rank the gradient of that stage's next backward action
     - `stash`: (residuals, input) of model chunks between their forward and backward actions
 
-    The rest are sums: the loss; gradients of the blocks `[chunks, ..]` and of the weights of both
-    ends (`Ends`); the amax that FP8 observes in them; and routing figures `[microbatches + 1,
-    chunks, size]`, whose last entry takes those of idle actions, and of multi-token prediction
-    `[groups]`.
+    The rest are sums:
+
+    - the loss
+    - gradients of the blocks `[chunks, ..]` and of the weights of both ends (`Ends`)
+    - the amax that FP8 observes in blocks and ends
+    - routing figures `[microbatches + 1, chunks, size]`; idle actions write to the last entry
+    - routing figures of multi-token prediction `[groups]`
     """
 
     x: jax.Array
@@ -85,7 +88,8 @@ class Rank:
 
     `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`. They are
     a list, so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales
-    of each, or None. `first_sequences` are those of all microbatches, `[ranks, groups]`.
+    of each, or None. `first_sequences` has the number of the first sequence of each microbatch,
+    `[ranks, groups]`.
     """
 
     run: Run

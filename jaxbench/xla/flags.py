@@ -103,19 +103,19 @@ KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8, PINNING) for na
 KNOWN.add(MULTI_STREAMING)
 
 REMOVED = {
-    "xla_gpu_graph_level": "xla_gpu_enable_command_buffer='' (off)",
-    "xla_gpu_enable_triton_softmax_fusion": "nothing: always on",
-    "xla_gpu_enable_custom_fusions": "nothing",
-    "xla_gpu_lhs_enable_gpu_async_tracker": "nothing: always on",
-    "xla_gpu_enable_pipelined_all_gather": "xla_gpu_pipeline_all_gather",
-    "xla_gpu_enable_pipelined_reduce_scatter": "xla_gpu_pipeline_reduce_scatter",
-    "xla_gpu_enable_pipelined_all_reduce": "xla_gpu_pipeline_all_reduce",
-    "xla_gpu_enable_pipelined_collectives": "xla_gpu_pipeline_all_gather and its siblings",
-    "xla_gpu_enable_nccl_per_stream_comms": "nothing",
-    "xla_gpu_enable_async_collectives": "xla_gpu_disable_async_collectives",
-    "xla_gpu_enable_async_all_gather": "xla_gpu_disable_async_collectives",
-    "xla_gpu_enable_async_reduce_scatter": "xla_gpu_disable_async_collectives",
-    "xla_gpu_enable_async_all_reduce": "xla_gpu_disable_async_collectives",
+    "xla_gpu_graph_level": "use xla_gpu_enable_command_buffer='' (off)",
+    "xla_gpu_enable_triton_softmax_fusion": "leave it out, since it is always on",
+    "xla_gpu_enable_custom_fusions": "leave it out",
+    "xla_gpu_lhs_enable_gpu_async_tracker": "leave it out, since it is always on",
+    "xla_gpu_enable_pipelined_all_gather": "use xla_gpu_pipeline_all_gather",
+    "xla_gpu_enable_pipelined_reduce_scatter": "use xla_gpu_pipeline_reduce_scatter",
+    "xla_gpu_enable_pipelined_all_reduce": "use xla_gpu_pipeline_all_reduce",
+    "xla_gpu_enable_pipelined_collectives": "use xla_gpu_pipeline_all_gather and its siblings",
+    "xla_gpu_enable_nccl_per_stream_comms": "leave it out",
+    "xla_gpu_enable_async_collectives": "use xla_gpu_disable_async_collectives",
+    "xla_gpu_enable_async_all_gather": "use xla_gpu_disable_async_collectives",
+    "xla_gpu_enable_async_reduce_scatter": "use xla_gpu_disable_async_collectives",
+    "xla_gpu_enable_async_all_reduce": "use xla_gpu_disable_async_collectives",
 }
 """Options of published recipes that current compilers do not know, and what replaces them."""
 
@@ -138,7 +138,7 @@ def overruled(run: Run, platform: str) -> list[str]:
     """A line for each option of the recipe's set that `XLA_FLAGS` replaces."""
     selected, _ = _selected(run)
     return [
-        f"XLA_FLAGS: {name} is {value!r}, and not {selected[name]!r} as in the recipe's set"
+        f"XLA_FLAGS: {name} is {value!r}, not {selected[name]!r} as in the recipe's set"
         for name, value in options(run, platform).items()
         if name in selected and name in asked(variable()) and selected[name] != value
     ]
@@ -218,7 +218,8 @@ def _release() -> tuple[int, ...]:
 def explain(flag: str) -> str:
     """The reason why the compiler does not know an option, and its replacement."""
     if flag in REMOVED:
-        return f"{flag} was removed from XLA; use {REMOVED[flag]}"
+        return f"{flag} was removed from XLA; {REMOVED[flag]}"
+
     return f"the installed compiler does not know {flag}{meant(flag, KNOWN)}"
 
 
@@ -249,7 +250,7 @@ def _flags(text: str) -> Iterator[re.Match]:
         if (match := TOKEN.match(text, at)) is None:
             like = "--xla_name=value" if rest[0][0] in "-=" else f"--{name}={rest[0]}"
             raise RecipeError(
-                f"XLA_FLAGS: {rest[0]!r} is no flag: expected {like}, separated by spaces"
+                f"XLA_FLAGS: {rest[0]!r} is not a flag; expected {like}, separated by spaces"
             )
         yield match
         name, at = match["name"], match.end()

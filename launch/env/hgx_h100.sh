@@ -1,7 +1,7 @@
 # Eight H100 to a node, NVLink switches inside, one InfiniBand adapter per GPU between nodes.
 
-# Collectives and products run at the same time on the GPU's hardware queues; one queue would put them in the order in
-# which the host launched them, as tensor parallelism overlapped by hand needs it and XLA's scheduler does not.
+# Collectives and matmuls run at the same time on the GPU's hardware queues. With a single queue they would run in the
+# order in which the host launched them. Tensor parallelism that is overlapped by hand needs this order; XLA does not.
 unset CUDA_DEVICE_MAX_CONNECTIONS
 
 # NVLink SHARP takes GPU memory for its buffers and was switched off in the published runs.

@@ -43,10 +43,10 @@ def test_a_step_of_slurm_is_no_job_of_mpi(watched, silence, monkeypatch):
     [
         ("all", "1", None), ("0", "1", None), ("0", "GPU-5c1a,GPU-77", None), ("1", None, None),
         ("1", "0,1", None), ("0,1", "3,4", None),
-        ("1", "1", r"sees 1 GPU \(CUDA_VISIBLE_DEVICES=1\), but takes number 1 of its node"),
+        ("1", "1", r"sees 1 GPU \(CUDA_VISIBLE_DEVICES=1\), but should take number 1 of its node"),
         ("0", "", r"sees 0 GPUs \(CUDA_VISIBLE_DEVICES=\)"),
         ("3", "-1", r"sees 0 GPUs \(CUDA_VISIBLE_DEVICES=-1\)"),
-        ("0,1,2,3", "0,1", r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\), but takes number 0,1,2,3"),
+        ("0,1,2,3", "0,1", r"sees 2 GPUs \(CUDA_VISIBLE_DEVICES=0,1\), but should take number 0,1"),
     ],
 )  # fmt: skip
 def test_a_task_that_sees_too_few_gpus_is_no_broken_gpu(taken, visible, says):
@@ -65,5 +65,5 @@ def test_other_gpus_than_the_launcher_was_told_of_are_said(monkeypatch):
     assert devices.other_gpu(H100) is None
     assert devices.other_gpu(None) is None
     assert devices.other_gpu(B200) == (
-        "submitted for H100s (GPU_TYPE, default h100), it runs on B200s"
+        "it was submitted for H100s (GPU_TYPE, default h100), but runs on B200s"
     )

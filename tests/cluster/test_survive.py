@@ -300,7 +300,7 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path):
     assert record["status"] == "failed"
     # A step is recorded while the checkpoint is being written: either may be the first to fail.
     assert re.search(
-        "was not saved; the last good one is of step 20: |the record in .* cannot be written: ",
+        "was not saved; the last good one has step 20: |the record in .* cannot be written: ",
         record["reason"],
     )
     assert "No space left on device" in record["reason"]

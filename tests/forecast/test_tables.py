@@ -133,7 +133,7 @@ def test_a_users_table_comes_first(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (OWN.replace("h100", "h200"), "kernels of h200, but h100 is planned"),
+        (OWN.replace("h100", "h200"), "kernels of h200, but the plan is for h100"),
         (OWN.replace("# gpu: h100\n", ""), "no line '# gpu: NAME'"),
         (OWN.replace("7.5", "-1"), "product,bf16,1024x1024x1024,-1"),
         (OWN.replace("7.5", "nan"), "product,bf16,1024x1024x1024,nan"),
@@ -141,10 +141,10 @@ def test_a_users_table_comes_first(tmp_path):
         (OWN.replace("product,", "sausage,"), "sausage"),
         (OWN.replace("bf16", "bfloat16"), "product,bfloat16"),
         (OWN.replace("1024x1024x1024", "0x1024x1024"), "product,bf16,0x1024x1024"),
-        (OWN + "product,bf16,512x2048x1024,8\n", "none with the least m, n and k"),
+        (OWN + "product,bf16,512x2048x1024,8\n", "no line has the smallest m, n and k"),
         (
             OWN + "repeated,bf16,512x2048x1024,8\nrepeated,bf16,1024x1024x1024,8\n",
-            "repeated bf16: none with the least m, n and k",
+            "repeated bf16: no line has the smallest m, n and k",
         ),
         (OWN + "collective,all-gather,1x8,8\n", "collective,all-gather,1x8"),
         ("# gpu: h100\n", "not a table of kernels"),
@@ -161,7 +161,7 @@ def test_a_file_that_is_no_table_is_one_line(tmp_path, text, message):
 
 def test_an_unknown_gpu_says_which_are_known():
     with pytest.raises(
-        RecipeError, match=r"no kernels were measured on a100; .* b200, b300, gb200, gb300, h100"
+        RecipeError, match=r"we have no measured kernels of a100; .* b200, b300, gb200, gb300, h100"
     ):
         tables.load("a100")
 

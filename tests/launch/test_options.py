@@ -124,7 +124,7 @@ def test_options_of_sbatch_reach_the_script():
         (("--gpu", "512"), "unrecognized arguments: --gpu 512; did you mean '--gpus'?"),
         (("--seed", "x"), "argument --seed: invalid int value: 'x'"),
         (("--checkpoint-every", "0"), "--checkpoint-every = 0 must be above 0"),
-        (("--", "--chek"), "after --, options of train: unrecognized arguments: --chek"),
+        (("--", "--chek"), "after --, in the options of train: unrecognized arguments: --chek"),
         (("--", "--steps", "many"), "argument --steps: invalid int value: 'many'"),
         (("--", "--profile", "cupti"), "argument --profile: invalid choice: 'cupti'"),
         (("--", "--keep", "0"), "--keep = 0 must be above 0"),
@@ -138,11 +138,11 @@ def test_options_of_sbatch_reach_the_script():
         (("--", "--cpu-devices", "8"), "only the launcher sets --cpu-devices: --cpu rehearses"),
         (("--", "--local-devices", "8"), "only the launcher sets --local-devices: it follows from"),
         (("--", "--resume"), "only the launcher sets --resume: a job that saves"),
-        (("--", "--compilation-cache", "x"), "only the launcher sets --compilation-cache: it is in"),
+        (("--", "--compilation-cache", "x"), "only the launcher sets --compilation-cache"),
         (("--", "--profile", "nsys"), "set ENABLE_PROFILE=true instead of --profile nsys"),
         (("--", "--pgle", "--profile", "jax"), "--profile and --pgle exclude each other"),
         (("--", "--restore", "/none"), "--restore: /none is not a folder"),
-        (("--seed", "1", "--", "--seed", "2"), "--seed 1, which options or variables of launch/"),
+        (("--seed", "1", "--", "--seed", "2"), "--seed 1 (by options or variables of launch/"),
         (
             ("--set", "batch.microbatch=2", "--", "--set", "batch.microbatch=4"),
             "--set batch.microbatch=2 and --set batch.microbatch=4 after -- contradict",
@@ -166,12 +166,12 @@ def test_a_mistake_in_an_option_is_one_line_too(options, message, monkeypatch, c
 @pytest.mark.parametrize(
     ("variables", "options", "message"),
     [
-        ({"MAX_STEPS": "20"}, ("--steps", "30"), "--steps 20, which options or variables"),
-        ({"ENABLE_PROFILE": "true"}, ("--profile", "jax"), "--profile nsys, which options or var"),
+        ({"MAX_STEPS": "20"}, ("--steps", "30"), "--steps 20 (by options or variables"),
+        ({"ENABLE_PROFILE": "true"}, ("--profile", "jax"), "--profile nsys (by options or var"),
         ({"ENABLE_PROFILE": "true"}, ("--pgle",), "--profile and --pgle exclude each other"),
         (
             {"ENABLE_PROFILE": "true", "PROFILE_STOP_STEP": "30"},
-            ("--profile-steps", "20-25"), "--profile-steps 20-30, which options or variables",
+            ("--profile-steps", "20-25"), "--profile-steps 20-30 (by options or variables",
         ),
         (
             {"ADDITIONAL_SLURM_PARAMS": "partition=b", "SBATCH_PARTITION": "a"}, (),

@@ -293,7 +293,7 @@ done; }}
     )
     assert (status, err) == (0, "")
     first, second, pip, third, last = out.splitlines()
-    assert first == f"1/3 virtual environment in {tmp_path}/venv, of Python 3.12.0"
+    assert first == f"1/3 making a virtual environment in {tmp_path}/venv with Python 3.12.0"
     assert re.search(r"^2/3 installing .*\(gpu,dev\): JAX with CUDA, about 2\.5 GB", second)
     assert "--quiet" not in pip
     assert third == "3/3 trying it"

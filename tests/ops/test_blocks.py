@@ -45,7 +45,7 @@ def numpy_nvfp4(x, amax, square=False):
 
 
 def edge_cases():
-    """Rows of 32: every power of two as the largest, with smaller ones beside it; subnormals,
+    """Rows of 32: every power of two as the largest, with smaller ones next to it; subnormals,
     zeros, 448 and 6 with their neighbours."""
     rows = [np.ldexp(1.0, e - np.arange(32) % 20) for e in range(-126, 120)]
     rows += [np.full(32, TINY / 2**k) for k in (0, 1, 5, 22)]

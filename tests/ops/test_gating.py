@@ -1,4 +1,4 @@
-"""Gated activations beside the plain formula in float64, and duplicated producers."""
+"""Gated activations next to the plain formula in float64, and duplicated producers."""
 
 import jax
 import jax.numpy as jnp

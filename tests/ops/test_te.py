@@ -1,4 +1,4 @@
-"""Transformer Engine's calls in programs for absent GPUs, beside XLA's; and what it refuses."""
+"""Transformer Engine's calls in programs for absent GPUs, next to XLA's; and what it refuses."""
 
 import re
 import sys

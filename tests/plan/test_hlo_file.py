@@ -1,4 +1,4 @@
-"""`plan --hlo`: a program of whatever code, read from a file."""
+"""`plan --hlo`: a program that any code has compiled, read from a file."""
 
 import json
 import re

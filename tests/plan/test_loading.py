@@ -1,4 +1,4 @@
-"""What a device holds before its first step: the state, made or restored, and nothing beside it."""
+"""What a device holds before its first step: the state, made or restored, and nothing else."""
 
 from functools import partial
 

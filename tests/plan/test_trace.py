@@ -52,7 +52,7 @@ def test_kernels_and_waits_are_the_step(traced):
 
 
 def test_every_launch_has_a_slice(traced):
-    """Loops unrolled: three products in the loop, and one."""
+    """Loops unrolled: three matmuls in the loop, and one."""
     _, launches, lanes = traced
     every = [event for lane in lanes.values() for event in lane]
     assert sum(event["args"]["launches"] for event in every) == launches == 3 * 3 + 5

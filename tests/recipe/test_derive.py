@@ -48,7 +48,7 @@ def test_every_count_has_a_row_or_one_line(name, gpu):
         assert published.lookup(run, gpu) is None
         (reason,) = published.differences(run, gpu.device)
         assert reason == f"its row is derived: the recipe has none for {gpus} GPUs"
-    whole, state = "they do not fill nodes of ", "no mesh of them holds the train state"
+    whole, state = "they do not fill nodes of ", "no mesh of them has room for the train state"
     for gpus, line in refused.items():
         assert "\n" not in line
         why = state if gpu.spread(gpus) else whole
@@ -91,8 +91,8 @@ def test_settings_of_the_mesh_are_kept():
     [
         ("llama31_8b_bf16", 100, (), "they do not fill nodes of 8; the nearest counts that work: "
          "96 and 104; its rows are 8, 16, 32, 64, 128, 1, smoke"),
-        ("llama2_70b_bf16", 8, (), "no mesh of them holds the train state; the nearest counts that "
-         "work: 16; its rows are 64"),
+        ("llama2_70b_bf16", 8, (), "no mesh of them has room for the train state; "
+         "the nearest counts that work: 16; its rows are 64"),
         ("llama2_70b_bf16", 24, (), "the nearest counts that work: 16 and 32"),
         ("nemotron4_340b_fp8", 4, (), "the nearest counts that work: 64;"),
         ("llama31_8b_bf16", 4, ("parallelism.fsdp=3",), "no mesh of them with fsdp=3 holds"),
@@ -117,7 +117,7 @@ def test_a_count_that_cannot_work_names_those_that_do(name, gpus, texts, message
     ],
 )  # fmt: skip
 def test_a_smaller_model_needs_fewer_gpus(name, gpus, texts):
-    with pytest.raises(RecipeError, match="holds the train state"):
+    with pytest.raises(RecipeError, match="has room for the train state"):
         derived(name, gpus, H100, *(text for text in texts if "layers" not in text))
     assert derived(name, gpus, H100, *texts).gpus == gpus
 
@@ -125,7 +125,7 @@ def test_a_smaller_model_needs_fewer_gpus(name, gpus, texts):
 def test_one_gpu_is_said_in_the_singular():
     recipe = RECIPES["llama2_70b_bf16"]
     recipe = replace(recipe, rows={64: recipe.rows[64]})
-    with pytest.raises(RecipeError, match="on 1 H100: no mesh of it holds the train state; "):
+    with pytest.raises(RecipeError, match="on 1 H100: no mesh of it has room for "):
         derived_rows.extend(recipe, 1, H100)
 
 

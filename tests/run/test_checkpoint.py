@@ -301,7 +301,7 @@ def test_a_renamed_checkpoint_is_refused(whole, tmp_path):
     with mesh_of(run), pytest.raises(RunFailed) as error:
         restored(tmp_path / "2", run)
     assert str(error.value) == (
-        f"{tmp_path / '2'} has the state after 6 steps: its folder was renamed"
+        f"{tmp_path / '2'} has the state after 6 steps, so its folder was renamed"
     )
 
 
@@ -334,7 +334,7 @@ def two_saves(tmp_path):
 
 
 GOOD = (
-    "the checkpoint of step 9 was not saved; the last good one is of step 6: [Errno 28] No space "
+    "the checkpoint of step 9 was not saved; the last good one has step 6: [Errno 28] No space "
     "left on device"
 )
 

@@ -56,7 +56,7 @@ def test_a_window_opens_once_and_always_closes(start, steps, stopped_at, acted):
         (("--profile", "jax", "--pgle"), "--profile and --pgle exclude each other"),
         (("--nccl-trace", "--pgle"), "--nccl-trace and --pgle exclude each other"),
         (("--profile", "nsys"), "start it with launch/run.sh, or under nsys profile"),
-        (("--profile", "jax", "--steps", "20"), "--profile-steps 20 is beyond the last step"),
+        (("--profile", "jax", "--steps", "20"), "--profile-steps 20 comes after the last step"),
         (("--resume",), "--resume needs --output"),
         (("--keep", "0"), "--keep = 0 must be above 0"),
     ],
@@ -239,7 +239,7 @@ def test_a_trace_of_nccl_is_looked_at(tmp_path, monkeypatch):
     file.write_text("NCCL INFO AllGather")
     profiling.check_nccl_trace(tmp_path, said.append)
     assert said == [
-        "NCCL wrote no trace: a CPU and a single GPU do not use it",
+        "NCCL wrote no trace, since a CPU or a single GPU does not use it",
         f"NCCL wrote a trace: {file.parent}",
     ]
 

@@ -53,5 +53,5 @@ def test_any_number_has_a_row(found, count, mesh, batch):
 
 
 def test_too_few_for_the_model(found):
-    with pytest.raises(RecipeError, match="no mesh of them holds the train state"):
+    with pytest.raises(RecipeError, match="no mesh of them has room for the train state"):
         found("llama31_70b_bf16", "NVIDIA H100 80GB HBM3", 8)

@@ -74,12 +74,9 @@ def test_without_enough_steps_of_the_last_program_there_is_no_rate(tmp_path, cap
     second = begin(tmp_path, other, 119, "--resume", "--output", "x")
     record_steps(second, [119], seconds=3.0)
     record = finished(second)
-    reason = (
-        "no start with this program has steps for a window, and figures of two programs are not "
-        "mixed: the last of 2 starts has step 119 alone"
-    )
+    reason = record["no_summary"]
     assert "summary" not in record
-    assert record["no_summary"] == reason
+    assert reason.endswith("the last of 2 starts has only step 119")
     assert record["loss"]["first"] == 5.0
     out = capsys.readouterr().out
     assert f"step time   none: {reason}" in out
@@ -145,9 +142,10 @@ def test_slow_records_are_said_while_it_runs_and_at_the_end(
 ):
     recorder = begin(tmp_path, RUN, 0)
     record_steps(recorder, range(10), seconds, host_s)
-    text = "slow storage or terminal: the records of a step take 1.5 s, as long as the step"
+    text = "slow storage or terminal: writing the records of a step takes 1.5 s"
     assert (f"warning: {text}" in capsys.readouterr().out) == slow
-    assert (text in finished(recorder)["not_comparable_because"]) == slow
+    reasons = finished(recorder)["not_comparable_because"]
+    assert any(reason.startswith(text) for reason in reasons) == slow
 
 
 def test_a_run_whose_folder_is_deleted_fails(tmp_path):

@@ -26,7 +26,7 @@ EPS32 = np.finfo(np.float32).eps
 
 @dataclass(frozen=True)
 class LongSteps(Case):
-    """Time steps of about 10: decays of e^-1600 within a chunk, whose ratios would be 0/0, beside
+    """Time steps of about 10: decays of e^-1600 within a chunk, whose ratios would be 0/0, next to
     heads that forget next to nothing."""
 
     def inputs(self):

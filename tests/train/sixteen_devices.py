@@ -1,4 +1,4 @@
-"""Loss and gradients with experts on eight devices and another axis of two, beside one device.
+"""Loss and gradients with experts on eight devices and another axis of two, next to one device.
 
     PYTHONPATH=.:tests python tests/train/sixteen_devices.py [AXIS ..]
 

@@ -558,7 +558,7 @@ def test_layers_of_a_long_block_are_recomputed_one_at_a_time():
 
 @pytest.mark.nightly
 def test_experts_in_parts_hide_their_exchanges():
-    """All but a third of their bytes, beside the first gather and the last scatter; of one part,
+    """All but a third of their bytes, next to the first gather and the last scatter; of one part,
     all are exposed. Weights are gathered once for both parts of a pass."""
     row = Compiled(
         "qwen3_30b_a3b_fp8", 16, "precision.dtype=bf16", "model.layers=2", "parallelism.fsdp=2",

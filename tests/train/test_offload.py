@@ -88,7 +88,10 @@ def test_activations_wait_in_the_host_s_memory(case, layer):
     [
         (("execution.offload=gat",), "execution.offload: cannot read 'gat'"),
         (("execution.offload=attention",), "name it in execution.remat"),
-        (("execution.offload=up", "execution.remat=none"), "remat = none saves all on the device"),
+        (
+            ("execution.offload=up", "execution.remat=none"),
+            "remat = none saves everything",
+        ),
         (("execution.offload=up", *PIPELINE), "a pipeline cannot offload"),
     ],
 )

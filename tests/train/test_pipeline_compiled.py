@@ -1,4 +1,4 @@
-"""A pipeline compiled for absent GPUs: its transfers, memory and overlap beside a hand count.
+"""A pipeline compiled for absent GPUs: its transfers, memory and overlap next to a hand count.
 
 Counted for Nemotron-4 at full width, 16 layers of it on 128 GPUs: 8 ranks with 2 chunks of one
 layer, fsdp 2, tensor 8.

@@ -1,4 +1,4 @@
-"""Meshes, pipelines and microbatches in the dtypes of the rows, bf16 and FP8, beside one pass on
+"""Meshes, pipelines and microbatches in the dtypes of the rows, bf16 and FP8, next to one pass on
 one device."""
 
 from functools import cache

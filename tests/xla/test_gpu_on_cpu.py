@@ -1,4 +1,4 @@
-"""Loss and gradients of the programs that XLA makes for GPUs, beside those of the CPU's own."""
+"""Loss and gradients of the programs that XLA makes for GPUs, next to those of the CPU's own."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Buffers named from a toy program and the dump that XLA would leave beside it."""
+"""Buffers named from a toy program and the dump that XLA would leave next to it."""
 
 from jaxbench.xla import hlo, memory
 

@@ -50,7 +50,7 @@ def test_a_product_hides_a_gather():
 
 
 def test_kernels_one_by_one_are_what_the_walk_sums_up():
-    """In a loop of three, and beside it; the gather is none."""
+    """In a loop of three, and next to it; the gather is none."""
     loop = f"""
 %body (p: bf16[8,8]) -> bf16[8,8] {{
   %x = bf16[8,8]{{1,0}} parameter(0)
