@@ -85,8 +85,9 @@ def test_list_shows_every_row(capsys):
     assert len(lines) == known
     assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
     # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
-    planned = listing.forecasts()["llama2_70b_bf16", "h100", 64]
-    expected = rf"H100 +64 +fsdp 64 +{planned:.3f} +6\.999 +{planned / 6.999:.2f} +52\.59 +80 +128"
+    planned, within = listing.forecasts()["llama2_70b_bf16", "h100", 64]
+    ratio = f"{planned / 6.999:.2f}"
+    expected = rf"H100 +64 +fsdp 64 +{planned:.3f} +{within} +6\.999 +{ratio} +52\.59 +80 +128"
     assert re.search(rf"(?m)^llama2_70b_bf16 +{expected}$", table)
     assert re.search(
         r"(?m)^llama31_405b_bf16 +GB200 +256 .* 9\.484 +0\.\d+ +46\.7 +126 +128$", table
