@@ -95,6 +95,21 @@ def test_list_shows_every_row(capsys):
     assert re.search(r"(?m)^llama2_70b_bf16 +B200 +64 .* 6\.999 \(H100\) +52", table)
 
 
+def test_list_shows_intervals_and_says_how_far_forecasts_were_off(monkeypatch, capsys):
+    lines = [line | {"low s": "7.5", "high s": "10.8"} for line in listing.planned.read()[1]]
+    said = f"{listing.planned.ERRORS}9 % at worst in bf16"
+    monkeypatch.setattr(listing.planned, "read", lambda: (["2026-11-26", said], lines))
+    monkeypatch.setenv("COLUMNS", "180")
+    listing.forecasts.cache_clear()
+    assert listing.main(["8b", "fp8", "--gpu", "h100", "--gpus", "8"]) == 0
+    listing.forecasts.cache_clear()
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"^llama31_8b_fp8 +H100 +8 +fsdp 8 +[\d.]+ +7\.5 to 10\.8 +9\.330", shown, re.M
+    )
+    assert f"{said}\n" in shown
+
+
 def test_list_is_filtered():
     lines = [*listing.rows()]
     names = [line["recipe"] for line in listing.chosen(lines, ["llama", "405B"], "gb200", 256)]

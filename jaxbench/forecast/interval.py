@@ -127,14 +127,14 @@ def interval(
 
 
 def accuracy(programs: Sequence[Timed]) -> str:
-    """The errors by precision: `bf16 6.0 % at the median and 14.7 % at worst (7 programs), ..`."""
+    """The errors by precision: `6.0 % at the median and 14.7 % at worst in bf16 (7 programs)`."""
     lines = []
     for dtype in dict.fromkeys(timed.dtype for timed in programs):
         sizes = [abs(timed.error) for timed in programs if timed.dtype == dtype]
         name = dtype if dtype == "bf16" else dtype.upper()
         lines.append(
-            f"{name} {100 * median(sizes):.1f} % at the median and {100 * max(sizes):.1f} % at "
-            f"worst ({counted(len(sizes), 'program')})"
+            f"{100 * median(sizes):.1f} % at the median and {100 * max(sizes):.1f} % at worst in "
+            f"{name} ({counted(len(sizes), 'program')})"
         )
     return ", ".join(lines)
 

@@ -94,6 +94,14 @@ def test_most_published_steps_lie_in_the_interval_of_the_other_families():
     assert {t.experts for t, inside in held.items() if not inside} <= {True}
 
 
+def test_errors_are_said_by_precision():
+    programs = [timed("a", 1.25), timed("b", 0.8), timed("c", 1.0), timed("d", 2.0, dtype="fp8")]
+    assert accuracy(programs) == (
+        "20.0 % at the median and 25.0 % at worst in bf16 (3 programs), "
+        "50.0 % at the median and 50.0 % at worst in FP8 (1 program)"
+    )
+
+
 def test_weak_programs_do_not_count():
     every = read(ERRORS)
     assert {t.family for t in every if t.weak} == {
