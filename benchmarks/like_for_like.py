@@ -492,7 +492,7 @@ def error_lines(found: list[Result]) -> str:
         t = r.timed
         flags_of = ["yes" if flag else "no" for flag in (t.experts, t.weak)]
         writer.writerow([t.family, t.gpus, t.gpu, t.dtype, *flags_of, t.published_s,
-                         f"{t.forecast_s:.3f}", f"{t.assumed:.3f}", *kernels(r)])  # fmt: skip
+                         f"{t.forecast_s:.4f}", f"{t.assumed:.3f}", *kernels(r)])  # fmt: skip
     return text.getvalue()
 
 

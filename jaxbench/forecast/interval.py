@@ -22,9 +22,9 @@ COVERAGE = 0.90
 """The share of forecasts whose interval should hold the measured step."""
 
 ASSUMED = 0.3
-"""The standard deviation of the logarithm of an assumed rate. We have measured the grouped matmuls
-of six models on an H100, whose rates are those of other kernels: of 14 times the root mean square
-is 0.31 (docs/design/forecast.md, *Grouped matmuls*)."""
+"""The standard deviation of the logarithm of an assumed rate. Forecasts of our grouped matmuls use
+the rates of other kernels. For the 14 that we timed on an H100, the root mean square of the
+logarithm of expected over measured is 0.31 (docs/design/forecast.md, *Grouped matmuls*)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,13 +204,13 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
 def trust(f: Forecast) -> str:
     """How far to trust a forecast, in one line."""
     i = f.interval
-    experts = f", {i.with_experts} of them with experts" if i.with_experts else ""
+    experts = f" ({i.with_experts} with experts)" if i.with_experts else ""
     share = f"{100 * i.assumed:.0f} %" if i.assumed else "no part"
     rates = f" ({', '.join(i.assumed_rates)})" if i.assumed else ""
     return (
         f"90 % interval {i.low_s:.3f} to {i.high_s:.3f} s, from the errors on {i.programs} "
-        f"programs of {i.families} families that others timed{experts}; {i.calibrated_s:.3f} s "
-        f"without their mean error; {share} of this step rests on assumed rates{rates}"
+        f"programs of {i.families} families{experts} that others timed; {i.calibrated_s:.3f} s if "
+        f"calibrated by their mean error; {share} of this step rests on assumed rates{rates}"
     )
 
 

@@ -1,13 +1,14 @@
 """The forecast of a program."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from compiled import needs_compiler
 from made_plans import PROGRAM
 
-from jaxbench.base.hardware import H100
+from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import forecast
 from jaxbench.plan import command, text
@@ -53,6 +54,25 @@ def test_what_is_assumed_has_its_share_of_the_step():
     ]
     assert found.interval.assumed == pytest.approx(found.parts_s["products"] / found.step_s)
     assert found.interval.assumed_rates == ["matmuls", "matmuls in bf16"]
+
+
+def test_a_forecast_says_how_far_to_trust_it():
+    """In one line, below the forecast: interval, errors, and what is assumed."""
+    loaded = tables.load("gb200")
+    assumed = replace(loaded, assumed={"product bf16": "the B200's"})
+    steps = [forecast(Walk(hlo.Program.parse(PROGRAM)), PLANNED["gb200"], t, lambda c: "fsdp")
+             for t in (loaded, assumed)]  # fmt: skip
+    for found, rest in zip(steps, ("no part", r"\d\d %"), strict=True):
+        rates = r" \(matmuls in bf16\)" if rest != "no part" else ""
+        assert re.fullmatch(
+            r"  trust: 90 % interval [\d.]+ to [\d.]+ s, from the errors on \d+ programs of \d+ "
+            r"families \(1 with experts\) that others timed; [\d.]+ s if calibrated by their mean "
+            rf"error; {rest} of this step rests on assumed rates{rates}",
+            text.forecast(found)[1],
+        )
+    one, other = (found.interval for found in steps)
+    assert one.low_s > other.low_s
+    assert one.high_s < other.high_s
 
 
 def test_a_forecast_of_grouped_matmuls_says_what_it_rests_on():
