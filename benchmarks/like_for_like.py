@@ -607,13 +607,14 @@ def document(found: list[Result]) -> str:
     inside = sum(held(timed, programs) for timed in programs)
     calibrated = [by_others(t, programs).calibrated_s / t.published_s - 1 for t in programs]
     cells, now = spread([timed.error for timed in programs]), spread(calibrated)
-    families = len({timed.family for timed in programs})
+    families = {timed.family for timed in programs}
+    whole = families - {timed.family for timed in programs if not held(timed, programs)}
     head = (
-        f"{time.strftime('%Y-%m-%d')}. {len(programs)} programs of {families} families: "
+        f"{time.strftime('%Y-%m-%d')}. {len(programs)} programs of {len(families)} families: "
         f"{accuracy(programs)}. Together: median error {cells[1]} %, median size {cells[2]} %, "
-        f"worst {cells[3]} %, too low {cells[4]}. {inside} of {len(programs)} published steps lie "
-        f"in the 90 % interval that the other families give. Calibrated by the other families: "
-        f"median size {now[2]} %, worst {now[3]} %."
+        f"worst {cells[3]} %, too low {cells[4]}. {inside} of {len(programs)} published steps, all "
+        f"of {len(whole)} families, lie in the 90 % interval that the other families give. "
+        f"Calibrated by the other families: median size {now[2]} %, worst {now[3]} %."
     )
     columns = [*SPREAD, "in the interval"]
     return "\n".join([
