@@ -178,7 +178,7 @@ def table(plans: dict[Figure, Plan | str]) -> list[str]:
     """A line for each figure."""
     lines = [
         "| recipe | GPU | GPUs | published layout | tokens/s/GPU published | forecast | "
-        "forecast / published in seconds | slow to fast | bound | mesh here | source |",
+        "forecast / published in seconds | 90 % interval | bound | mesh here | source |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for figure, plan in plans.items():
@@ -187,7 +187,8 @@ def table(plans: dict[Figure, Plan | str]) -> list[str]:
             cells += ["not planned", "", "", "", plan]
         else:
             rate, f = plan.rates["forecast"].tokens_per_s_per_gpu, plan.forecast
-            slow, fast = (rate * f.step_s / seconds for seconds in (f.slow_s, f.fast_s))
+            i = f.interval
+            slow, fast = (rate * f.step_s / seconds for seconds in (i.high_s, i.low_s))
             bound = plan.rates["bound"].tokens_per_s_per_gpu
             cells += [f"{rate:.0f}", f"{ratio(figure, plan):.2f}", f"{slow:.0f} to {fast:.0f}"]
             cells += [f"{bound:.0f}", plan.mesh + ("" if plan.fits else ", does not fit")]

@@ -8,9 +8,10 @@ one forecasts all of them again in seconds, and writes the tables of the documen
     python benchmarks/like_for_like.py --maxtext MAXTEXT/bin/python [ROW ..]
     python benchmarks/like_for_like.py --output docs/like_for_like.md
 
-Programs stay in results/like_for_like (or `--folder`). `--record STEP` adds the forecasts to
-like_for_like_steps.csv under the name of a change, so that the document shows what each change of
-the forecast did.
+`--output` also writes the errors to the package (`forecast.interval`), which makes the intervals of
+all forecasts from them. Programs stay in results/like_for_like (or `--folder`). `--record STEP`
+adds the forecasts to like_for_like_steps.csv under the name of a change, so that the document shows
+what each change of the forecast did.
 
 All programs are compiled in one way:
 
@@ -34,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -50,12 +52,22 @@ from tables import replace_table
 from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
 from jaxbench.base.hardware import placed
-from jaxbench.forecast.forecast import Forecast, forecast
+from jaxbench.forecast.forecast import Forecast, expected_costs, forecast
 from jaxbench.forecast.guide import guide
+from jaxbench.forecast.interval import (
+    ERRORS,
+    Interval,
+    Timed,
+    accuracy,
+    errors,
+    interval,
+    without,
+)
 from jaxbench.forecast.tables import load
 from jaxbench.plan import hlo_file
 from jaxbench.recipe import recipes
 from jaxbench.xla import flags
+from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Walk
 
 FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -298,19 +310,19 @@ class Result:
         return self.forecast is not self.first
 
     @property
-    def error(self) -> float:
-        return self.forecast.step_s / self.row.published_s - 1
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The ends of the forecast's range, as errors."""
-        f = self.forecast
-        return f.fast_s / self.row.published_s - 1, f.slow_s / self.row.published_s - 1
-
-    @property
-    def held(self) -> bool:
-        """The published step lies within the range."""
-        return self.range[0] <= 0 <= self.range[1]
+    def timed(self) -> Timed:
+        """The errors of the package have this of a program."""
+        return Timed(
+            family=self.row.family,
+            gpus=self.row.gpus,
+            gpu=self.row.of["gpu"],
+            dtype=self.row.of["dtype"],
+            experts=self.row.of.get("experts", False),
+            weak="weak" in self.row.of,
+            published_s=self.row.published_s,
+            forecast_s=self.forecast.step_s,
+            assumed=self.forecast.interval.assumed,
+        )
 
 
 def result(row: Row, folder: Path) -> Result:
@@ -328,27 +340,38 @@ def percent(value: float) -> str:
 
 
 COLUMNS = (
-    "program", "GPUs", "mesh", "published s", "forecast s", "error %", "range %", "inside",
+    "program", "GPUs", "mesh", "published s", "forecast s", "error %", "interval s", "inside",
     "waiting for collectives s", "schedule", "scheduler's memory GiB, run's",
     "beyond the tables %",
 )  # fmt: skip
 
 
-def line(found: Result) -> str:
-    """The line of a row."""
-    f, row = found.forecast, found.row
+def by_others(timed: Timed, programs: list[Timed]) -> Interval:
+    """The interval of a program's forecast, by the errors on the programs of other families."""
+    return interval(timed.forecast_s, timed.assumed, [], without(timed.family, programs))
+
+
+def held(timed: Timed, programs: list[Timed]) -> bool:
+    """The published step lies in the interval that other families give."""
+    found = by_others(timed, programs)
+    return found.low_s <= timed.published_s <= found.high_s
+
+
+def line(found: Result, programs: list[Timed]) -> str:
+    """The line of a row. Its interval is that of the other families of `programs`."""
+    f, row, timed = found.forecast, found.row, found.timed
     memory = row.gpu.memory * row.of["memory"] / 2**30
-    fast, slow = found.range
+    within = by_others(timed, programs)
     guided = f"profile ({exposed(found.first):.3f} s without)"
     cells = [
         row.family + (" (weak)" if "weak" in row.of else ""),
         f"{row.gpus} {row.of['gpu'].upper()}",
         " x ".join(f"{axis} {size}" for axis, size in row.own["mesh"].items()),
-        f"{row.published_s:.3f}",
-        f"{f.step_s:.3f}",
-        percent(found.error),
-        f"{percent(fast)} to {percent(slow)}",
-        "yes" if found.held else "no",
+        f"{timed.published_s:.3f}",
+        f"{timed.forecast_s:.3f}",
+        percent(timed.error),
+        f"{within.low_s:.3f} to {within.high_s:.3f}",
+        "yes" if held(timed, programs) else "no",
         f"{exposed(f):.3f}",
         guided if found.guided else "XLA's own",
         f"{found.believed / 2**30:.0f} of {memory:.0f}" if found.believed else "",
@@ -378,18 +401,124 @@ def spread(errors: list[float]) -> list[str]:
 SPREAD = "programs", "median error %", "median size %", "worst %", "too low"
 
 
-def grouped(found: list[Result], by: Callable[[Row], str]) -> list[str]:
-    """Lines with the errors of each group of rows."""
+def grouped(found: list[Timed], by: Callable[[Timed], str], programs: list[Timed]) -> list[str]:
+    """Lines with the errors of each group of programs, and how many published steps lie in the
+    interval that other families give."""
     lines = []
-    for group in dict.fromkeys(by(r.row) for r in found):
-        own = [r for r in found if by(r.row) == group]
-        cells = [
-            group,
-            *spread([r.error for r in own]),
-            f"{sum(r.held for r in own)} of {len(own)}",
-        ]
+    for group in dict.fromkeys(map(by, found)):
+        own = [timed for timed in found if by(timed) == group]
+        inside = sum(held(timed, programs) for timed in own)
+        cells = [group, *spread([t.error for t in own]), f"{inside} of {len(own)}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def coverage(programs: list[Timed]) -> list[str]:
+    """The table of intervals: each family by the others."""
+    lines = []
+    for family in dict.fromkeys(timed.family for timed in programs):
+        own = [timed for timed in programs if timed.family == family]
+        ratios = [f"{timed.published_s / timed.forecast_s:.3f}" for timed in own]
+        within = [by_others(timed, programs) for timed in own]
+        calibrated = [
+            i.calibrated_s / timed.published_s - 1 for i, timed in zip(within, own, strict=True)
+        ]
+        low, high = within[0].low_s / own[0].forecast_s, within[0].high_s / own[0].forecast_s
+        cells = [
+            family,
+            " to ".join(dict.fromkeys((min(ratios), max(ratios)))),
+            f"{low:.3f} to {high:.3f}",
+            f"{sum(held(timed, programs) for timed in own)} of {len(own)}",
+            " to ".join(dict.fromkeys((percent(min(calibrated)), percent(max(calibrated))))),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return table(
+        ["program", "published over forecast", "90 % interval by the others", "inside",
+         "calibrated error %"],
+        lines,
+    )  # fmt: skip
+
+
+def model(timed: Timed) -> str:
+    """The model of a program, whatever the precision and the GPU."""
+    return FAMILIES[timed.family]["options"]["model_name"]
+
+
+ALTERNATIVES: dict[str, tuple[Callable[[Timed], bool], Callable[[Timed], str]]] = {
+    "all programs": (lambda t: True, lambda t: t.family),
+    "all programs, a whole model left out": (lambda t: True, model),
+    "without experts": (lambda t: not t.experts, lambda t: t.family),
+    "bf16": (lambda t: t.dtype == "bf16", lambda t: t.family),
+    "FP8": (lambda t: t.dtype == "fp8", lambda t: t.family),
+}
+"""Which programs an interval may rest on, and what is left out to predict one of them."""
+
+
+def alternatives(programs: list[Timed]) -> list[str]:
+    """The table of intervals that rest on fewer programs."""
+    lines = []
+    for name, (of, by) in ALTERNATIVES.items():
+        own = [timed for timed in programs if of(timed)]
+        inside = 0
+        for timed in own:
+            rest = [other for other in own if by(other) != by(timed)]
+            found = interval(timed.forecast_s, timed.assumed, [], rest)
+            inside += found.low_s <= timed.published_s <= found.high_s
+        whole = interval(1.0, 0.0, [], own)
+        cells = [
+            name,
+            str(whole.families),
+            f"{whole.low_s:.2f} to {whole.high_s:.2f}",
+            f"{whole.calibrated_s:.3f}",
+            f"{inside} of {len(own)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return table(
+        ["interval of", "families", "low and high over forecast", "calibrated over forecast",
+         "inside, when left out"],
+        lines,
+    )  # fmt: skip
+
+
+def error_lines(found: list[Result]) -> str:
+    """The text of the package's errors. With each program come the matmul and the attention that
+    take longest in a step, with the milliseconds of one launch, so that a test sees when the tables
+    give other times."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["family", "GPUs", "GPU", "precision", "experts", "weak", "published s",
+                     "forecast s", "assumed", *KERNELS])  # fmt: skip
+    for r in found:
+        t = r.timed
+        flags_of = ["yes" if flag else "no" for flag in (t.experts, t.weak)]
+        writer.writerow([t.family, t.gpus, t.gpu, t.dtype, *flags_of, t.published_s,
+                         f"{t.forecast_s:.4f}", f"{t.assumed:.3f}", *kernels(r)])  # fmt: skip
+    return text.getvalue()
+
+
+KERNELS = ("matmul", "matmul ms", "attention", "attention ms")
+
+
+def kernels(found: Result) -> Iterator[str]:
+    """The columns `KERNELS` of a program."""
+    costs = expected_costs(
+        found.walk, placed(found.row.gpu, found.row.gpus), load(found.row.of["gpu"])
+    )
+    seconds: defaultdict[Work, float] = defaultdict(float)
+    for _, kernel, runs in found.walk.kernels():
+        for work in kernel.works:
+            seconds[work] += costs.work(work) * runs
+    for kind in ("product", "attention"):
+        longest = max((work for work in seconds if work.kind == kind), key=seconds.__getitem__)
+        yield named(longest)
+        yield f"{1000 * costs.work(longest):.4g}"
+
+
+def named(work: Work) -> str:
+    """Dtype and sizes of a matmul, or pass and sizes of attention."""
+    passes = "backward" if work.backward else "forward"
+    first = passes if work.kind == "attention" else work.dtype
+    return f"{first} {'x'.join(map(str, work.sizes))}"
 
 
 def recorded() -> dict[str, dict[str, float]]:
@@ -472,23 +601,35 @@ def parts(found: list[Result]) -> list[str]:
 
 def document(found: list[Result]) -> str:
     """The tables of the document."""
-    strong = [r for r in found if "weak" not in r.row.of] or found
-    held = sum(r.held for r in strong)
-    cells = spread([r.error for r in strong])
+    every = [r.timed for r in found]
+    strong = [r for r in found if not r.timed.weak] or found
+    programs = [r.timed for r in strong]
+    inside = sum(held(timed, programs) for timed in programs)
+    calibrated = [by_others(t, programs).calibrated_s / t.published_s - 1 for t in programs]
+    cells, now = spread([timed.error for timed in programs]), spread(calibrated)
+    families = {timed.family for timed in programs}
+    whole = families - {timed.family for timed in programs if not held(timed, programs)}
     head = (
-        f"{time.strftime('%Y-%m-%d')}. {len(strong)} programs with a full "
-        f"configuration: median error {cells[1]} %, median size {cells[2]} %, worst {cells[3]} %, "
-        f"too low {cells[4]}; {held} published steps lie in the range."
+        f"{time.strftime('%Y-%m-%d')}. {len(programs)} programs of {len(families)} families: "
+        f"{accuracy(programs)}. Together: median error {cells[1]} %, median size {cells[2]} %, "
+        f"worst {cells[3]} %, too low {cells[4]}. {inside} of {len(programs)} published steps, all "
+        f"of {len(whole)} families, lie in the 90 % interval that the other families give. "
+        f"Calibrated by the other families: median size {now[2]} %, worst {now[3]} %."
     )
-    inside = "in the range"
+    columns = [*SPREAD, "in the interval"]
     return "\n".join([
         head, "",
         "### By precision and GPU", "",
-        *table(["precision, GPU", *SPREAD, inside], grouped(strong, kind)),
+        *table(["precision, GPU", *columns],
+               grouped(programs, lambda t: f"{t.dtype} {t.gpu.upper()}", programs)),
+        "### The interval, each family by the others", "",
+        *coverage(programs),
+        "### Other ways to make the interval", "",
+        *alternatives(programs),
         "### By program", "",
-        *table(["program", *SPREAD, inside], grouped(found, lambda row: row.family)),
+        *table(["program", *columns], grouped(every, lambda t: t.family, programs)),
         "### Every program", "",
-        *table(COLUMNS, map(line, found)),
+        *table(COLUMNS, (line(r, programs) for r in found)),
         "### Where the time goes", "",
         "Parts of the forecast in % of the published step: the median of each program.", "",
         *parts(found),
@@ -526,7 +667,7 @@ def main() -> None:
             compile_missing(args.maxtext, row, args.folder)
         if row.path(args.folder).is_file():
             found.append(result(row, args.folder))
-            print(line(found[-1]), flush=True)
+            print(line(found[-1], errors()), flush=True)
         else:
             missing.append(row.name)
     if missing:
@@ -540,6 +681,7 @@ def main() -> None:
     text = document(found)
     if args.output:
         replace_table(args.output, text)
+        write_whole(ERRORS, error_lines(found))
     print(f"\n{text}")
 
 

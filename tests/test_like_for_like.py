@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT
 
 from jaxbench.base.hardware import H100
-from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import load
 from jaxbench.recipe import published
 from jaxbench.xla.hlo import Work
@@ -97,7 +97,7 @@ COPY = Kernel((), 2**30, "")
 
 def test_a_change_alters_the_kernels_that_it_names_and_no_others(script):
     """Every change but those of collectives and of the network acts on one kernel or more."""
-    expected = Measured(H100, load("h100"), CONDITIONS["expected"], 64)
+    expected = Measured(H100, load("h100"), gpus=64)
 
     def seconds(changed):
         costs = changed(expected)

@@ -85,10 +85,10 @@ def test_list_shows_every_row(capsys):
     assert len(lines) == known
     assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
     # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
-    step_s = listing.forecasts()["llama2_70b_bf16", "h100", 64]
+    step_s, within = listing.forecasts()["llama2_70b_bf16", "h100", 64]
     forecast, published = 128 * 4096 / 64 / step_s, 128 * 4096 / 64 / 6.999
-    expected = rf"{forecast:,.0f} +{published:,.0f} +{6.999 / step_s:.2f} +{step_s:.3f} +fsdp 64"
-    assert re.search(rf"(?m)^llama2_70b_bf16 +H100 +64 +{expected} +80 +128$", table)
+    expected = rf"{forecast:,.0f} +{published:,.0f} +{6.999 / step_s:.2f} +{step_s:.3f} +{within}"
+    assert re.search(rf"(?m)^llama2_70b_bf16 +H100 +64 +{expected} *fsdp 64 +80 +128$", table)
     assert re.search(r"(?m)^llama2_70b_bf16 +B200 +64 .* 1,170 \(H100\) +\d+\.\d+ +fsdp", table)
 
 
@@ -104,10 +104,23 @@ def test_list_says_what_it_leaves_out(capsys):
     assert main(["list", "llama31_8b_bf16"]) == 0
     assert "\n1 row for one GPU: --all" in capsys.readouterr().out
     lines = [line for line in listing.rows() if line["recipe"] == "llama31_8b_bf16"]
-    assert listing.table(lines, 120)[1] == ()
+    assert listing.table(lines, 140)[1] == ()
     narrow, left_out = listing.table(lines, 80)
-    assert left_out == ("mesh", "layers", "batch")
+    assert left_out == ("90 % interval", "mesh", "layers", "batch")
     assert [column.header for column in narrow.columns][-1] == "step s"
+
+
+def test_list_shows_intervals_and_says_how_far_forecasts_were_off(monkeypatch, capsys):
+    lines = [line | {"low s": "7.5", "high s": "10.8"} for line in listing.planned.read()[1]]
+    said = f"{listing.planned.ERRORS}9 % at worst in bf16"
+    monkeypatch.setattr(listing.planned, "read", lambda: (["2026-11-26", said], lines))
+    monkeypatch.setenv("COLUMNS", "180")
+    listing.forecasts.cache_clear()
+    assert listing.main(["8b", "fp8", "--gpu", "h100", "--gpus", "8"]) == 0
+    listing.forecasts.cache_clear()
+    shown = capsys.readouterr().out
+    assert re.search(r"^llama31_8b_fp8 +H100 +8 .* [\d.]+ +7\.5 to 10\.8 +fsdp 8 ", shown, re.M)
+    assert f"{said}\n" in shown
 
 
 def test_list_is_filtered():

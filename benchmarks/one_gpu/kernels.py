@@ -10,7 +10,7 @@ import jax
 
 from jaxbench.calibrate import command as calibrate
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.costs import Conditions, Measured
 from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.xla.collectives import Collective
@@ -18,12 +18,15 @@ from jaxbench.xla.hlo import Work
 from jaxbench.xla.timeline import Kernel
 from one_gpu.context import MEASURED, OK, Context, Finding
 
+BURSTS = Conditions(slowdown=1.0, sustained=False)
+"""Conditions of a probe: kernels run alone, and too briefly for the power limit."""
+
 
 def check(ctx: Context) -> Iterator[Finding]:
     """Measures every probe; the findings keep the table for `plan --kernels`."""
     sample = calibrate.TINY_SAMPLE if ctx.rehearsal else calibrate.GPU_SAMPLE
     kernel = "xla" if ctx.rehearsal else "cudnn"
-    costs = Measured(ctx.gpu, tables.load(ctx.gpu.name.lower()), CONDITIONS["fast"])
+    costs = Measured(ctx.gpu, tables.load(ctx.gpu.name.lower()), BURSTS)
     lines, ratios = [], defaultdict(list)
     for probe in calibrate.probes(sample, kernel, jax.local_devices()):
         measured = calibrate.measure(probe)

@@ -1,16 +1,14 @@
 """The forecast's cost model, made of measured kernels and links. The bound's cost model is
 `xla.schedule.Roofline`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from math import log, log2, prod
-from operator import itemgetter
 from statistics import NormalDist
 
 from jaxbench.base.hardware import PLANNED, Gpu
-from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Sizes, Tables
 from jaxbench.xla.collectives import Collective
@@ -44,52 +42,33 @@ TREE_SHARE = 0.92
 class Conditions:
     """Effects that tables of single kernels do not have.
 
-    `slowdown` is the factor on the time of a kernel that overlaps with a collective. `tuned` says
-    that rings are as fast as in a tuned network. `sustained` says that clocks are under the power
-    limit; otherwise they are as high as in bursts. `spread` is the standard deviation of the GPUs'
-    speed. `scan` names the Mamba-2 kernels whose rate we assume for ours, and `grouped` the other
-    kernels of grouped matmuls that may be faster or slower than the expected ones. `weights` is the
-    rate of grouped gradients of weights relative to other grouped matmuls. `of_two` chooses between
-    the times of attention and of rings, which were measured twice.
+    A forecast has the values here. `slowdown` is the factor on the time of a kernel that overlaps
+    with a collective: kernels were 18.9 % slower on average than the same kernels of the same step
+    without it, on H100 and other GPUs (arXiv 2507.03114). `tuned` says that rings are as fast as in
+    a tuned network. `sustained` says that clocks are under the power limit; otherwise they are as
+    high as in bursts. `spread` is the standard deviation of the GPUs' speed.
     """
 
-    slowdown: float
+    slowdown: float = 1.189
     tuned: bool = True
     sustained: bool = True
     spread: float = 0.0
-    scan: str = "fused"
-    grouped: str = "grouped"
-    weights: float = 0.61
-    of_two: Callable[[Sequence[float]], float] = itemgetter(0)
 
 
-CONDITIONS = {
-    "expected": Conditions(slowdown=1.189),
-    "fast": Conditions(
-        slowdown=1.0, sustained=False, grouped="grouped_fast", weights=1.0, of_two=min
-    ),
-    "slow": Conditions(
-        slowdown=1.40,
-        tuned=False,
-        spread=GPU_SPREAD,
-        scan="separate",
-        grouped="grouped_slow",
-        of_two=max,
-    ),
-}
-"""Scenarios of a forecast. Kernels that overlap with a collective share cores, bandwidth and power
-with it. They were 18.9 % slower on average, and 40 % at most, than the same kernels of the same
-step without it, on H100 and other GPUs (arXiv 2507.03114). On an H100 clocks fell from 1980 to 1575
-MHz (deepseek-ai/DeepGEMM issue 120). Grouped matmuls of a Triton kernel ran at 501 TFLOP/s forward
-and at 413 forward and backward on an H100 (linkedin/Liger-Kernel pull request 1294). If gradients
-of rows are as fast as the forward pass, those of weights run at 0.61 of its rate."""
+EXPECTED = Conditions()
+
+WEIGHTS = 0.61
+"""The rate of grouped gradients of weights relative to other grouped matmuls, which is assumed. A
+Triton kernel ran at 501 TFLOP/s forward and at 413 forward and backward on an H100
+(linkedin/Liger-Kernel pull request 1294). If gradients of rows are as fast as the forward pass,
+those of weights run at 0.61 of its rate."""
 
 
 class Measured(Roofline):
     """The cost model of a forecast. Times are from tables, and scaled if the GPU's links are not
     the ones that were measured. The job has `gpus` GPUs and waits for the slowest of them."""
 
-    def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions, gpus: int = 1):
+    def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions = EXPECTED, gpus: int = 1):
         super().__init__(gpu, conditions.slowdown)
         self.tables, self.conditions, self.gpus = tables, conditions, gpus
         self._product = cache(self._product_s)
@@ -120,7 +99,7 @@ class Measured(Roofline):
         if work.kind in GROUPED:
             return self._grouped(work)
         if work.kind.startswith(SCAN):
-            (rate,) = self.tables.values["scan", self.conditions.scan].values()
+            (rate,) = self.tables.values["scan", "fused"].values()
             return work.flops / (rate * 1e12)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
@@ -198,13 +177,12 @@ class Measured(Roofline):
     def _grouped_s(self, work: Work) -> float:
         """Seconds of a grouped matmul. It is no faster than a plain one of the same size. Without a
         table of their own, gradients of weights follow from the other grouped matmuls."""
-        kinds, rate = {"grouped", self.conditions.grouped}, 1.0
+        kind, rate = "grouped", 1.0
         if work.kind == "grouped_weights":
             own = (work.kind, work.format) in self.tables.values
-            kinds, rate = ({work.kind}, 1.0) if own else (kinds, self.conditions.weights)
-        seconds = [s / rate for kind in kinds if (s := self._alike(kind, work))]
-        extreme = min if self.conditions.grouped == "grouped_fast" else max
-        return max(self._product(replace(work, kind="product")), extreme(seconds, default=0.0))
+            kind, rate = (work.kind, 1.0) if own else (kind, WEIGHTS)
+        plain, alike = self._product(replace(work, kind="product")), self._alike(kind, work)
+        return plain if alike is None else max(plain, alike / rate)
 
     def _alike(self, kind: str, work: Work) -> float | None:
         """Seconds of a grouped matmul at the measured rate of the most similar [k, n], by the
@@ -241,23 +219,14 @@ class Measured(Roofline):
         return work.flops / (peak(self.gpu, work.dtype) * 1e12)
 
     def _attention(self, work: Work) -> float:
-        """Seconds of causal attention by the table. The *fast* and the *slow* conditions take the
-        shorter and the longer one of both measurements. Only the *fast* ones have the rate of short
-        runs."""
-        seconds = [half_scores(work) / rate for rate in self._attention_rates(work)]
+        """Seconds of causal attention by the table, at the share of its rate that attention keeps
+        in a step."""
+        width, length = self.width(work), work.sizes[2]
+        times = self.tables.values["attention", direction(work)]
+        reached = rate(times, width, length, backward=work.backward)
         kept = self.tables.values.get(("kept", direction(work)), {})
         share = next(iter(kept.values()), 1.0) if self.conditions.sustained else 1.0
-        return self.conditions.of_two(seconds) / share
-
-    def _attention_rates(self, work: Work) -> list[float]:
-        """FLOP/s of attention by the table, and by the second one if that has this width and
-        length."""
-        width, length = self.width(work), work.sizes[2]
-        tables = [self.tables.values["attention", direction(work)]]
-        again = self.tables.values.get(("repeated-attention", direction(work)), {})
-        if spans(again, width, length):
-            tables.append(again)
-        return [rate(times, width, length, backward=work.backward) for times in tables]
+        return half_scores(work) / reached / share
 
     def width(self, work: Work) -> Width:
         """The head dims of the table by which attention is forecast: its own ones, or else those
@@ -346,12 +315,9 @@ class Measured(Roofline):
         return self._measured.nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches after its latencies. The
-        *fast* and the *slow* conditions have the better and the worse one of two clusters. An
+        """The share of the NICs' rate that a ring over domains reaches after its latencies. An
         untuned network has at most the share that was measured in one."""
-        clusters = ("network", "ring"), ("network", "other")
-        found = [self.tables.values[name] for name in clusters if name in self.tables.values]
-        share = 1 / self.conditions.of_two([1 / share_of(table, domains) for table in found])
+        share = share_of(self.tables.values["network", "ring"], domains)
         untuned = self.tables.values["network", "untuned"].values()
         return share if self.conditions.tuned else min(share, *untuned)
 

@@ -2,12 +2,13 @@
 `docs/forecast.md` compares it with published steps."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.forecast.costs import CONDITIONS, Measured
-from jaxbench.forecast.tables import OTHERS, Tables, within
+from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.interval import Interval, errors, interval
+from jaxbench.forecast.tables import FORMATS, Tables, within
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work, display_name
 from jaxbench.xla.schedule import Walk
@@ -20,8 +21,7 @@ SHOWN = 3
 class Forecast:
     """The forecast of a step, in seconds.
 
-    `step_s` is what we expect. `fast_s` and `slow_s` are the least and the most under the other
-    scenarios of `costs.CONDITIONS`, with any of the independent tables of matmuls.
+    `step_s` is what we expect, and `interval` says how far to trust it.
 
     `parts_s` add up to `step_s`. They are the kernels by what they are, the `launches`, what
     overlapping collectives add to kernels (`slowed`), and the waits for collectives by mesh axes
@@ -43,8 +43,7 @@ class Forecast:
     """
 
     step_s: float
-    fast_s: float
-    slow_s: float
+    interval: Interval
     parts_s: dict[str, float]
     rests_on: dict[str, float]
     outside: float
@@ -56,11 +55,6 @@ class Forecast:
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
     """The forecast of a program's walk on a GPU. `axes` names the mesh axes of a collective."""
-
-    def steps(conditions: str) -> list[float]:
-        every = (_costs(walk, gpu, t, conditions) for t in tables.independent())
-        return [walk.under(costs).step_s for costs in every]
-
     costs = expected_costs(walk, gpu, tables)
     expected = walk.under(costs)
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)
@@ -69,6 +63,9 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
     parts["exposed: host"] = expected.host.exposed_s
     measured_s, beyond, unknown, used = _bases(walk, costs)
+    assumed = {name: s for name in tables.assumed if (s := _seconds(used, [name]))}
+    share = _seconds(used, assumed) / expected.step_s
+    rates = dict.fromkeys(map(in_words, assumed))
     largest = sorted(beyond, key=lambda work: -beyond[work])
     beyond_s, unknown_s = sum(beyond.values()), sum(unknown.values())
     rests_on = {"measured shapes": measured_s, "in proportion": beyond_s, "nothing": unknown_s}
@@ -77,18 +74,21 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     by_size = sorted(rests_on.items(), key=lambda base: -base[1])
     return Forecast(
         step_s=expected.step_s,
-        fast_s=min(steps("fast")),
-        slow_s=max(steps("slow")),
+        interval=interval(expected.step_s, share, [*rates], errors()),
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / expected.kernel_s,
         beyond=[_named(work) for work in largest[:SHOWN]],
-        sources={kind: source for kind, source in tables.sources.items() if _used(kind, used)},
+        sources={
+            kind: source
+            for kind, source in tables.sources.items()
+            if _used(kind, {name for names in used for name in names})
+        },
         unknown=unknown,
         assumed=[
-            f"{display_name(name)}: {instead} ({100 * seconds / expected.step_s:.1f} % of the step)"
-            for name, instead in tables.assumed.items()
-            if (seconds := sum(s for table, s in used.items() if within(table, name)))
+            f"{display_name(name)}: {tables.assumed[name]} "
+            f"({100 * s / expected.step_s:.1f} % of the step)"
+            for name, s in assumed.items()
         ],
     )
 
@@ -100,30 +100,25 @@ def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
 
 def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
     """The cost model of a forecast."""
-    return _costs(walk, gpu, tables, "expected")
-
-
-def _costs(walk: Walk, gpu: Gpu, tables: Tables, conditions: str) -> Measured:
-    return Measured(gpu, tables, CONDITIONS[conditions], walk.program.devices)
+    return Measured(gpu, tables, gpus=walk.program.devices)
 
 
 def _bases(
     walk: Walk, costs: Measured
-) -> tuple[float, dict[Work, float], dict[str, float], dict[str, float]]:
+) -> tuple[float, dict[Work, float], dict[str, float], dict[tuple[str, ...], float]]:
     """What the seconds of a step rest on: the seconds of work whose sizes the tables cover, of work
     beyond the tables, and of custom calls without a rule, from the bytes that they move. Also the
-    seconds of each table that is used; a gradient of grouped weights uses that of grouped matmuls
-    too."""
+    seconds of work by the tables that it uses; a gradient of grouped weights uses that of grouped
+    matmuls too."""
     measured_s = 0.0
-    used: defaultdict[str, float] = defaultdict(float)
+    used: defaultdict[tuple[str, ...], float] = defaultdict(float)
     beyond: defaultdict[Work, float] = defaultdict(float)
     unknown: defaultdict[str, float] = defaultdict(float)
     for _, kernel, runs in walk.kernels():
         for work in kernel.works:
             seconds = costs.work(work) * runs
-            used[costs.table(work)] += seconds
-            if work.kind == "grouped_weights":
-                used[f"grouped {work.format}"] += seconds
+            also = [f"grouped {work.format}"] if work.kind == "grouped_weights" else []
+            used[costs.table(work), *also] += seconds
             if costs.covers(work):
                 measured_s += seconds
             else:
@@ -133,11 +128,26 @@ def _bases(
     return measured_s, dict(beyond), dict(unknown), used
 
 
-def _used(kind: str, used: Mapping[str, float]) -> bool:
-    """True unless a kind with its name has further times, of matmuls that the program lacks."""
-    first, name = kind.split(" ", 1)
-    of = next((known for known, others in OTHERS.items() if first in others), None)
-    return of not in ("product", "grouped") or f"{of} {name}" in used
+def _seconds(used: Mapping[tuple[str, ...], float], stated: Collection[str]) -> float:
+    """Seconds of work that uses one of these tables."""
+    return sum(
+        s for names, s in used.items() if any(within(name, of) for name in names for of in stated)
+    )
+
+
+def _used(kind: str, used: Collection[str]) -> bool:
+    """True unless a kind with its name has times of matmuls that the program lacks."""
+    return kind.split()[0] not in ("product", "grouped") or kind in used
+
+
+def in_words(name: str) -> str:
+    """A table of `Tables.assumed` as people call it: `grouped matmuls in MXFP8`."""
+    kind, _, of = name.partition(" ")
+    words = {
+        "product": "matmuls", "grouped": "grouped matmuls", "scan": "Mamba-2's scan",
+        "grouped_weights": "gradients of grouped weights",
+    }.get(kind, kind)  # fmt: skip
+    return f"{words} in {of if of == 'bf16' else of.upper()}" if of in FORMATS else words
 
 
 def _named(work: Work) -> str:

@@ -1,7 +1,7 @@
 """A profile for XLA's latency-hiding scheduler, with forecast times instead of measured ones."""
 
 from jaxbench.base.hardware import Gpu, placed
-from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import load
 from jaxbench.xla import host_copies
 from jaxbench.xla.collectives import completed
@@ -16,7 +16,7 @@ this name."""
 
 def expected(gpu: Gpu, count: int) -> Measured:
     """The cost model of a forecast for a job of `count` GPUs, with the package's tables."""
-    return Measured(placed(gpu, count), load(gpu.name.lower()), CONDITIONS["expected"], count)
+    return Measured(placed(gpu, count), load(gpu.name.lower()), gpus=count)
 
 
 def guide(program: Program, gpu: Gpu) -> str:

@@ -4,23 +4,19 @@ A line has a kind, a name, sizes joined by `x`, and what was measured, in micros
 kind says otherwise:
 
 - `product`, its format, m x n x k: [m, k] times [k, n]
-- `repeated`, the same matmuls timed a second time, independently of the first
 - `profiled`, the same in a training step: the time of matmuls of exactly these sizes
 - `grouped`, a format, groups x rows of each x n x k: the rows of each group times a [k, n] of its
   own; `grouped_weights`, the gradient of these [k, n]
-- `grouped_fast` and `grouped_slow`, the same as `grouped` by other kernels
 - `attention`, `forward` or `backward`, batch x heads x length x head dim of keys x head dim of
   values, in bf16 and causal
-- `repeated-attention`, the same timed a second time, on another day or by another version of cuDNN
 - `kept`, `forward` or `backward`, the head dims of which it was measured: the share of its table's
   rate that attention keeps in a step, for tables of short runs
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
 - `memory`, `any`, bytes that a kernel reads and writes
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
-- `scan`, `fused` or `separate`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
-  or in one for each of its steps
-- `network` and `nvlink`: the share of a link's rate that is reached after the latencies, for rings
-  in one cluster and in an `other` one (`measured/network.csv`)
+- `scan`, `fused`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
+- `network` and `nvlink`: the share of a link's rate that is reached after the latencies
+  (`measured/network.csv`)
 
 A comment `# assumed KIND NAME: ..`, or `KIND` for all of its names, says what stands in for times
 that were not measured. For attention, NAME are the head dims of keys and values, as in `192x128`.
@@ -28,7 +24,7 @@ that were not measured. For attention, NAME are the head dims of keys and values
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from operator import ge
 from pathlib import Path
@@ -45,29 +41,19 @@ FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (FORMATS, (1, 1, 1)),
-    "repeated": (FORMATS, (1, 1, 1)),
     "profiled": (FORMATS, (1, 1, 1)),
     "grouped": (FORMATS, (1, 1, 1, 1)),
-    "grouped_fast": (FORMATS, (1, 1, 1, 1)),
-    "grouped_slow": (FORMATS, (1, 1, 1, 1)),
     "grouped_weights": (FORMATS, (1, 1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
-    "repeated-attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
     "kept": (("forward", "backward"), (1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any",), (0,)),
     "sustained": (FORMATS, (1,)),
-    "scan": (("fused", "separate"), (1, 1)),
-    "network": (("ring", "other", "untuned", "direct"), (2,)),
+    "scan": (("fused",), (1, 1)),
+    "network": (("ring", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
 """The names of each kind, and the least value of each of its sizes."""
-
-OTHERS = {
-    "product": ("repeated",), "grouped": ("grouped_fast", "grouped_slow"),
-    "attention": ("repeated-attention", "kept"),
-}  # fmt: skip
-"""Kinds that were measured again, and the kinds of the further times."""
 
 Sizes = tuple[int, ...]
 Times = dict[Sizes, float]
@@ -86,14 +72,6 @@ class Tables:
         """The names of a kind that were measured."""
         return {name for known, name in self.values if known == kind}
 
-    def independent(self) -> list["Tables"]:
-        """These tables, then the same tables with the repeated matmuls in place of the first
-        ones."""
-        repeated = {
-            ("product", name): self.values["repeated", name] for name in self.names("repeated")
-        }
-        return [self, replace(self, values={**self.values, **repeated})] if repeated else [self]
-
 
 @cache
 def load(gpu: str, file: Path | None = None) -> Tables:
@@ -104,9 +82,7 @@ def load(gpu: str, file: Path | None = None) -> Tables:
     """
     packaged = FOLDER / f"{gpu}.csv"
     if not packaged.is_file():
-        known = ", ".join(
-            sorted(path.stem for path in FOLDER.glob("*.csv") if path.stem != "network")
-        )
+        known = ", ".join(sorted(name for name in PLANNED if (FOLDER / f"{name}.csv").is_file()))
         raise RecipeError(f"we have no measured kernels of {gpu}; there are tables of {known}")
     values: dict[tuple[str, str], Times] = {}
     sources: dict[str, str] = {}
@@ -125,13 +101,10 @@ def load(gpu: str, file: Path | None = None) -> Tables:
                 replaced = key[0] if key[0] == "attention" else " ".join(key)
                 assumed = {of: text for of, text in assumed.items() if not within(of, replaced)}
                 assumed.pop(key[0], None)
-            for other in OTHERS.get(key[0], ()) if path == file else ():
-                # The package's other times say how far other machines may be from its table.
-                if (other, key[1]) not in measured:
-                    values.pop((other, key[1]), None)
-                    sources.pop(f"{other} {key[1]}", None)
-            if path == file and key == ("network", "ring"):
-                values.pop(("network", "other"), None)
+                share = ("kept", key[1])
+                if key[0] == "attention" and share not in measured:
+                    values.pop(share, None)  # of the package's table
+                    sources.pop(" ".join(share), None)
     return Tables(values, sources, assumed)
 
 
@@ -190,7 +163,7 @@ def read(path: Path) -> tuple[str, dict[tuple[str, str], Times]]:
             raise ValueError(f"no line '{GPU}NAME'" if heading else f"no line {COLUMNS},..")
         for (kind, name), times in values.items():
             least = tuple(map(min, zip(*times, strict=True)))
-            if kind in ("product", "repeated") and least not in times:
+            if kind == "product" and least not in times:
                 raise ValueError(f"{kind} {name}: no line has the smallest m, n and k of all")
     except (OSError, ValueError, csv.Error) as error:
         raise RecipeError(f"{path}: not a table of kernels: {error}") from error

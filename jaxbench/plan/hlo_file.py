@@ -217,7 +217,8 @@ def page(step: HloStep) -> str:
     """The step as a page."""
     f, known = step.forecast, not step.forecast.unknown
     content = step_content(step, f.parts_s) | ({} if known else {"forecast": []})
-    expected = f"{f.fast_s:.3f} to {f.slow_s:.3f} s", "range of the forecast"
+    within = f.interval
+    expected = f"{within.low_s:.3f} to {within.high_s:.3f} s", "90 % interval of the forecast"
     result = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
     held = {"arguments": step.arguments, "other outputs": step.outputs}
     rows = waterfall(held, in_gib)

@@ -72,7 +72,7 @@ def difference_page(a: Plan, b: Plan) -> str:
         asked=[line for line, _, asked in lines if asked],
         moved=[(*line, r) for line, r, asked in lines if not asked and r != text.ratio(1, 1)],
         steps=[(name, forecast(p.forecast, parts(p), None)) for name, p in steps],
-        full=max(a.forecast.slow_s, b.forecast.slow_s),
+        full=max(a.forecast.interval.high_s, b.forecast.interval.high_s),
     )
 
 
@@ -107,9 +107,10 @@ def step_content(
     f, others = step.forecast, step.other_kernels
     return {
         "published": published,
-        "full": max(step.bound_step_s, f.slow_s, *(published or ())[:1]),
+        "full": max(step.bound_step_s, f.interval.high_s, *(published or ())[:1]),
         "bound": steps_of(step.bound_parts_s, "bound", step.bound_step_s, published),
         "forecast": forecast(f, seconds, published),
+        "trust": text.trust(f),
         "links": LINKS,
         "kernels": text.kernels(step),
         "others": [
@@ -160,7 +161,8 @@ def headline(plan: Plan) -> str:
 def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """The first lines: a figure, and what it is."""
     rates, size = plan.rates["forecast"], plan.bytes_per_device
-    yield f"{plan.forecast.fast_s:.2f} to {plan.forecast.slow_s:.2f} s", "range of the forecast"
+    within = plan.forecast.interval
+    yield f"{within.low_s:.2f} to {within.high_s:.2f} s", "90 % interval of the forecast"
     yield f"{plan.bound_step_s:.2f} s", "bound: no step can be faster"
     yield f"{rates.tokens_per_s_per_gpu:,.0f}", "tokens/s/GPU"
     if rates.mfu is not None:
@@ -215,10 +217,10 @@ def in_order(seconds: dict[str, float]) -> list[tuple[str, float]]:
 def forecast(
     f: Forecast, seconds: dict[str, float], published: tuple[float, str] | None
 ) -> list[Bar]:
-    """The forecast's parts and its range."""
+    """The forecast's parts and its interval."""
     bars = steps_of(seconds, "forecast", f.step_s, published)
-    spread = f"{f.fast_s:.3f} to {f.slow_s:.3f}"
-    return [*bars, Bar("part", "range of the forecast", f.fast_s, f.slow_s - f.fast_s, spread)]
+    low, high = f.interval.low_s, f.interval.high_s
+    return [*bars, Bar("part", "90 % interval", low, high - low, f"{low:.3f} to {high:.3f}")]
 
 
 def assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -231,7 +233,6 @@ def system_assumptions(step: Step, gpu: dict[str, Any], limit: int) -> Iterator[
     """What a forecast assumes, as pairs: the subject, and the assumption. `gpu` is the system
     (`traffic.system`); a program has `limit` bytes of its memory."""
     f = step.forecast
-    yield "Range", text.RANGE
     for source in dict.fromkeys(f.sources.values()):
         kinds = (
             display_name(kind.split()[0]) for kind, file in f.sources.items() if file == source

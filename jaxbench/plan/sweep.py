@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import write_whole
 from jaxbench.base.versions import versions
+from jaxbench.forecast.interval import accuracy, errors
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import planned, recipes
@@ -82,8 +83,9 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
         "bound s": f"{plan.bound_step_s:.3f}",
         "bound MFU %": mfu("bound"),
         "forecast s": f"{plan.forecast_step_s:.3f}",
-        "fast s": f"{plan.forecast.fast_s:.3f}",
-        "slow s": f"{plan.forecast.slow_s:.3f}",
+        "low s": f"{plan.forecast.interval.low_s:.3f}",
+        "high s": f"{plan.forecast.interval.high_s:.3f}",
+        "assumed %": f"{100 * plan.forecast.interval.assumed:.0f}",
         "forecast MFU %": mfu("forecast"),
         "published s": str(row["step_time_s"]) if row else "",
         "published MFU %": mfu("published"),
@@ -102,6 +104,7 @@ def write_table(
     names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
     options = " and ".join(" ".join(target.options()) for target in targets)
     comments = [f"{time.strftime('%Y-%m-%d')}, {len(table)} rows, {options}. {names}."]
+    comments.append(planned.ERRORS + accuracy(errors()))
     comments += [f"not planned: {failure}" for failure in failures]
     text = StringIO()
     text.writelines(f"# {comment}\n" for comment in comments)

@@ -16,12 +16,6 @@ from jaxbench.xla.hlo import display_name
 BAR = 30
 """Characters of the longest bar of a forecast."""
 
-RANGE = (
-    "the fast end has no power limit and no slowdown by collectives; the slow end has the slowest "
-    "GPU, the most slowdown and an untuned network"
-)
-"""The ends of a forecast's range (`docs/design/forecast.md`)."""
-
 IGNORED = (
     "lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels",
     "sensitivities",
@@ -203,12 +197,11 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
             *(f"  {name}: at least {s:.3f} s for its bytes" for name, s in f.unknown.items()),
         ]
     longest = max(f.parts_s.values())
-    lines = [f"forecast    {f.step_s:.3f} s per step, {f.fast_s:.3f} to {f.slow_s:.3f}{rates}"]
+    lines = [f"forecast    {f.step_s:.3f} s per step{rates}", f"  trust: {trust(f)}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / longest)
         label = LABELS.get(name, name)
         lines.append(f"  {label:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
-    lines.append(f"  range: {RANGE}{_twice(f)}")
     sources = [
         f"{display_name(kind)} from {s}"
         for kind, s in f.sources.items()
@@ -218,6 +211,19 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
         lines.append(f"  measured: {'; '.join(sources)}")
     lines += [f"  assumed: {assumed}" for assumed in f.assumed]
     return [*lines, _rests_on(f)]
+
+
+def trust(f: Forecast) -> str:
+    """How far to trust a forecast, in one line."""
+    i = f.interval
+    experts = f" ({i.with_experts} with experts)" if i.with_experts else ""
+    share = f"{100 * i.assumed:.0f} %" if i.assumed else "no part"
+    rates = f" ({', '.join(i.assumed_rates)})" if i.assumed else ""
+    return (
+        f"90 % interval {i.low_s:.3f} to {i.high_s:.3f} s, from the errors on {i.programs} "
+        f"programs of {i.families} families{experts} that others timed; {i.calibrated_s:.3f} s if "
+        f"calibrated by their mean error; {share} of this step rests on assumed rates{rates}"
+    )
 
 
 def moves(step: Step) -> list[str]:
@@ -235,17 +241,6 @@ def _rests_on(f: Forecast) -> str:
         for name, seconds in f.rests_on.items()
     )
     return f"  rests on: {', '.join(shares)}"
-
-
-def _twice(f: Forecast) -> str:
-    """The formats of the program whose matmuls were timed twice, and whether it has grouped
-    matmuls."""
-    names = [kind.split()[1] for kind in f.sources if kind.startswith("repeated ")]
-    twice = f"the faster and the slower of two tables of {' and '.join(names)} matmuls"
-    uses = [twice] if names else []
-    if any(kind.startswith("grouped_fast ") for kind in f.sources):
-        uses.append("other kernels of grouped matmuls")
-    return f"; the ends use {' and '.join(uses)}" if uses else ""
 
 
 def _published(plan: Plan) -> list[str]:

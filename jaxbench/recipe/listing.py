@@ -27,11 +27,12 @@ A recipe is a model and a precision, such as {recipe}.
 LEGEND = """
 forecast: tokens/s per GPU that jaxbench plan expects, not measured; step s: the same as seconds.
 published: another program's tokens/s per GPU for the same work, on this GPU or the one in brackets.
-ratio: forecast over published; above 1, we expect to be faster."""
+ratio: forecast over published; above 1, we expect to be faster.
+90 % interval of the step: from the errors on programs that others timed."""
 
-COLUMNS = ("recipe", "GPU", "GPUs", "forecast", "published", "ratio", "step s", "mesh", "layers",
-           "batch")  # fmt: skip
-WIDTHS = {115: 10, 100: 8, 0: 7}
+COLUMNS = ("recipe", "GPU", "GPUs", "forecast", "published", "ratio", "step s", "90 % interval",
+           "mesh", "layers", "batch")  # fmt: skip
+WIDTHS = {130: 11, 110: 9, 90: 8, 0: 7}
 """The number of columns that a terminal of at least so many characters shows."""
 
 
@@ -56,14 +57,15 @@ def make_parser() -> Parser:
 def rows() -> Iterator[dict[str, Any]]:
     """Every row of every recipe, except smoke rows. Rows for a GPU other than the H100 exist only
     if the recipe has a table for it."""
-    planned = forecasts()
+    forecast = forecasts()
     for recipe in recipes.load_all():
         tables = {"h100": recipe.rows, **recipe.gpu_rows}
         for gpu, row in ((hardware.PLANNED[name], row) for name in tables for row in tables[name]):
             if row == recipes.SMOKE:
                 continue
             run = recipes.resolve(recipe.on(gpu), row)
-            step_s = planned.get((recipe.name, gpu.name.lower(), run.gpus))
+            key = recipe.name, gpu.name.lower(), run.gpus
+            step_s, interval = forecast.get(key, (None, ""))
             yield {
                 "recipe": recipe.name,
                 "gpu": gpu,
@@ -72,16 +74,21 @@ def rows() -> Iterator[dict[str, Any]]:
                 "mesh": run.mesh_text(),
                 "batch": run.batch.global_batch,
                 "step_s": step_s,
+                "interval": interval,
                 "forecast": run.tokens_per_step / step_s / run.gpus if step_s else None,
                 "published": published.lookup(run, gpu),
             }
 
 
 @cache
-def forecasts() -> dict[tuple[str, str, int], float]:
-    """Forecast seconds by recipe, GPU and number of GPUs, from the table of all plans."""
+def forecasts() -> dict[tuple[str, str, int], tuple[float, str]]:
+    """Forecast seconds and their interval by recipe, GPU and number of GPUs, from the table of all
+    plans."""
     return {
-        (line["recipe"], line["GPU"], int(line["GPUs"])): float(line["forecast s"])
+        (line["recipe"], line["GPU"], int(line["GPUs"])): (
+            float(line["forecast s"]),
+            f"{line['low s']} to {line['high s']}" if line["low s"] else "",
+        )
         for line in planned.read()[1]
     }
 
@@ -153,6 +160,7 @@ def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[
             f"{rate:,.0f}{other}" if rate else "",
             f"{forecast / rate:.2f}" if forecast and rate and not other else "",
             f"{line['step_s']:.3f}" if forecast else "",
+            line["interval"],
             line["mesh"],
             str(line["layers"]),
             str(line["batch"]),
@@ -177,7 +185,9 @@ def main(argv: Sequence[str] | None) -> int:
     grid, left_out = table(kept, output.width)
     output.print(grid)
     shown = len({line["recipe"] for line in kept})
-    output.print(f"\n{counted(len(kept), 'row')} of {counted(shown, 'recipe')}.{LEGEND}")
+    errors = [comment for comment in planned.read()[0] if comment.startswith(planned.ERRORS)]
+    about = "\n".join([f"{counted(len(kept), 'row')} of {counted(shown, 'recipe')}.", *errors])
+    output.print(f"\n{about}{LEGEND}")
     if len(kept) < len(lines):
         output.print(f"{counted(len(lines) - len(kept), 'row')} for one GPU: --all")
     if left_out:

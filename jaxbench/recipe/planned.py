@@ -6,6 +6,9 @@ from pathlib import Path
 
 PATH = Path(__file__).with_name("plan.csv")
 
+ERRORS = "Errors of forecasts on programs that others timed: "
+"""The comment with the errors of these forecasts begins with this."""
+
 
 def read(path: Path = PATH) -> tuple[list[str], list[dict[str, str]]]:
     """The comments and the lines of a table. Raises OSError, ValueError or csv.Error."""

@@ -9,14 +9,16 @@ import pytest
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import CONDITIONS, Measured, slowest
+from jaxbench.forecast.costs import EXPECTED, Conditions, Measured, slowest
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.timeline import Kernel
 
+BURSTS, UNTUNED = Conditions(sustained=False), Conditions(tuned=False, spread=GPU_SPREAD)
 
-def measured(gpu=H100, conditions="expected") -> Measured:
-    return Measured(gpu, tables.load("h100"), CONDITIONS[conditions])
+
+def measured(gpu=H100, conditions=EXPECTED) -> Measured:
+    return Measured(gpu, tables.load("h100"), conditions)
 
 
 def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1, **more) -> Work:
@@ -27,7 +29,7 @@ def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1, **more)
 def test_a_product_that_was_measured(dtype):
     name = "bf16" if dtype == "bf16" else "fp8"
     time = tables.load("h100").values["product", name][4096, 8192, 8192]
-    burst = measured(conditions="fast")
+    burst = measured(conditions=BURSTS)
     assert burst.work(product(4096, 8192, 8192, dtype)) == pytest.approx(time * 1e-6)
 
 
@@ -37,8 +39,8 @@ def test_products_of_a_step_keep_the_sustained_rate(dtype, name):
     rate = {"bf16": 717e12, "fp8": 1400e12}[name]
     large, small = product(8192, 28672, 8192, dtype), product(1024, 1024, 8192, dtype)
     assert measured().work(large) == pytest.approx(large.flops / rate)
-    assert measured(conditions="fast").work(large) < 0.97 * large.flops / rate
-    assert measured().work(small) == measured(conditions="fast").work(small)
+    assert measured(conditions=BURSTS).work(large) < 0.97 * large.flops / rate
+    assert measured().work(small) == measured(conditions=BURSTS).work(small)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_products_of_a_step_keep_the_sustained_rate(dtype, name):
 def test_block_scaled_products_have_tables_of_their_own(gpu, dtype, name):
     """A product whose operands have scales of blocks is not a per-tensor one."""
     loaded, gpu = tables.load(gpu), PLANNED[gpu]
-    burst, expected = (Measured(gpu, loaded, CONDITIONS[c]) for c in ("fast", "expected"))
+    burst, expected = (Measured(gpu, loaded, c) for c in (BURSTS, EXPECTED))
     work = product(8192, 8192, 8192, dtype, blocks=name != "bf16")
     time = loaded.values["product", name][8192, 8192, 8192] * 1e-6
     assert burst.work(work) == pytest.approx(time)
@@ -69,7 +71,7 @@ def test_quantization_is_counted_once(gpu, together, quantization):
     """Microseconds of aiconfigurator-core 0.12.0 for 8192 cubed in FP8: the table `gemm` times the
     product and the quantization of one operand, `computescale` and `scale_matrix` time the latter.
     A step has kernels of its own for it, which read the operand twice and write it once."""
-    costs = Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS["fast"])
+    costs = Measured(PLANNED[gpu], tables.load(gpu), BURSTS)
     once = costs.work(product(8192, 8192, 8192, "f8e4m3fn")) * 1e6
     assert once + quantization == pytest.approx(together, rel=1e-3)
     kernels = [Kernel((), moved * 8192**2, "quantized.w") for moved in (2, 2 + 1)]
@@ -89,36 +91,23 @@ def grouped(rows: int, groups: int = 16, dtype: str = "bf16", kind="grouped", **
 
 
 def test_grouped_matmuls_take_what_public_kernels_take():
-    """Milliseconds of vLLM's and TensorRT-LLM's experts of Qwen3 235B on an H100, forward, 16384
-    tokens, by aiconfigurator-core 0.12.0: three matmuls, and other kernels, by their bytes: 0.9 ms
-    for the activation and the sum of the top 8, and 0.5 ms for TensorRT-LLM's copy of the rows."""
-    work = grouped(1024, 128)
-    for conditions, together, others in (("expected", 10.15, 0.91), ("fast", 7.83, 1.38)):
-        seconds = 3 * measured(conditions=conditions).work(work)
-        assert seconds == pytest.approx((together - others) * 1e-3, rel=0.02)
+    """Milliseconds of vLLM's experts of Qwen3 235B on an H100, forward, 16384 tokens, by
+    aiconfigurator-core 0.12.0: three matmuls, and 0.9 ms for the activation and the sum of the top
+    8, by their bytes."""
+    seconds = 3 * measured().work(grouped(1024, 128))
+    assert seconds == pytest.approx((10.15 - 0.91) * 1e-3, rel=0.02)
 
 
 @pytest.mark.parametrize("gpu", PLANNED)
-@pytest.mark.parametrize("conditions", CONDITIONS)
 @pytest.mark.parametrize("kind", GROUPED)
-def test_no_grouped_matmul_is_faster_than_a_plain_one(gpu, conditions, kind):
-    costs = Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS[conditions])
+def test_no_grouped_matmul_is_faster_than_a_plain_one(gpu, kind):
+    costs = on(gpu)
     block_scaled = ["mxfp8", "nvfp4"] if "nvfp4" in PLANNED[gpu].tflops else []
     dtypes = {"bf16": "bf16", "fp8": "f8e4m3fn", "mxfp8": "f8e4m3fn", "nvfp4": "f4e2m1fn"}
     for name in ["bf16", "fp8", *block_scaled]:
         for rows in (128, 512, 2048, 8192):
             work = grouped(rows, dtype=dtypes[name], kind=kind, blocks=name in block_scaled)
             assert costs.work(work) >= costs.work(replace(work, kind="product"))
-
-
-@pytest.mark.parametrize("gpu", PLANNED)
-def test_conditions_hold_the_kernels_of_experts_in_order(gpu):
-    for kind in GROUPED:
-        fast, expected, slow = (
-            Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS[c]).work(grouped(1024, kind=kind))
-            for c in ("fast", "expected", "slow")
-        )
-        assert fast < expected < slow
 
 
 def test_more_rows_of_a_group_take_longer():
@@ -140,11 +129,10 @@ def test_gradients_of_weights_are_assumed_until_they_are_measured(tmp_path):
         "# gpu: h100\nkind,name,sizes,microseconds\n"
         "grouped,bf16,16x1024x1536x4096,500\ngrouped_weights,bf16,16x1024x1536x4096,700\n"
     )
-    for conditions in CONDITIONS.values():
-        own = Measured(H100, tables.load("h100", file), conditions)
-        found = [own.work(grouped(1024, kind=kind)) for kind in GROUPED]
-        assert found == pytest.approx([500e-6, 700e-6])
-        assert own.covers(grouped(1024, kind="grouped_weights"))
+    own = Measured(H100, tables.load("h100", file))
+    found = [own.work(grouped(1024, kind=kind)) for kind in GROUPED]
+    assert found == pytest.approx([500e-6, 700e-6])
+    assert own.covers(grouped(1024, kind="grouped_weights"))
 
 
 @pytest.mark.parametrize("name", ["bf16", "f8e4m3fn"])
@@ -174,9 +162,9 @@ def test_half_of_all_jobs_have_a_gpu_as_slow_as_the_slowest(gpus):
     assert (1 - NormalDist(1, GPU_SPREAD).cdf(speed)) ** gpus == pytest.approx(0.5)
 
 
-def test_slow_conditions_wait_for_the_slowest_gpu_of_the_job():
+def test_a_spread_of_gpus_waits_for_the_slowest_one_of_the_job():
     large = product(8192, 28672, 8192)
-    slow = [Measured(H100, tables.load("h100"), CONDITIONS["slow"], n) for n in (1, 64)]
+    slow = [Measured(H100, tables.load("h100"), UNTUNED, n) for n in (1, 64)]
     one, many = (costs.work(large) for costs in slow)
     assert one == measured().work(large)
     assert many == pytest.approx(one / slowest(GPU_SPREAD, 64))
@@ -199,7 +187,7 @@ def test_products_are_padded_to_tiles_and_batches_are_rows():
 )  # fmt: skip
 def test_a_format_without_a_table_is_slower_in_proportion_to_the_peaks(gpu, dtype, slower):
     """The start of a kernel takes as long in every format."""
-    costs = Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS["expected"])
+    costs = Measured(PLANNED[gpu], tables.load(gpu))
     in_bf16, start = costs.work(product(4096, 8192, 8192)), 3e-6
     work = product(4096, 8192, 8192, dtype)
     assert costs.work(work) == pytest.approx(start + slower * (in_bf16 - start), rel=1e-3)
@@ -222,15 +210,12 @@ def test_no_product_is_faster_than_the_peak_or_its_bytes():
     assert costs.kernel(moving) == {"products": pytest.approx(start + seconds)}
 
 
-@pytest.mark.parametrize(
-    ("conditions", "tokens"), [("expected", 22.65), ("fast", 22.65), ("slow", 12.62)]
-)
-def test_the_scan_takes_the_time_of_a_public_triton_kernel(conditions, tokens):
+def test_the_scan_takes_the_time_of_a_public_triton_kernel():
     """Million tokens per second of 128 heads of 64 features, one group, state 128, in chunks of 128
     tokens: vllm-project/vllm pull request 27299. 6.32 MFLOP per token."""
     flops = 128 * (2 * 128 * 64 + 4 * 128 * 64) + 2 * 128 * 128
     scan = Work("ssd_forward", "bf16", flops * 10**6)
-    assert measured(conditions=conditions).work(scan) == pytest.approx(1 / tokens, rel=1e-3)
+    assert measured().work(scan) == pytest.approx(1 / 22.65, rel=1e-3)
     assert not measured().covers(scan)
 
 
@@ -261,25 +246,22 @@ def attention(batch: int, heads: int, length: int, *width: int, backward: bool =
     return Work("attention", "bf16", 0, (batch, heads, length, *width), backward)
 
 
-def on(gpu: str, conditions: str = "expected") -> Measured:
-    return Measured(PLANNED[gpu], tables.load(gpu), CONDITIONS[conditions])
+def on(gpu: str, conditions: Conditions = EXPECTED) -> Measured:
+    return Measured(PLANNED[gpu], tables.load(gpu), conditions)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_attention_takes_the_times_of_its_table(gpu, direction):
-    """In the fast and the slow conditions the shorter and the longer one of both measurements. In a
-    step it keeps a share of the rate of short runs."""
-    expected, fast, slow = (on(gpu, conditions) for conditions in ("expected", "fast", "slow"))
+    """In a step it keeps a share of the rate of short runs."""
+    expected, bursts = on(gpu), on(gpu, BURSTS)
     values = tables.load(gpu).values
     (kept,) = values.get(("kept", direction), {(128, 128): 1.0}).values()
     for sizes, time in values["attention", direction].items():
         work = attention(*sizes, backward=direction == "backward")
         assert kept * expected.work(work) == pytest.approx(time * 1e-6)
         assert expected.covers(work)
-        both = [time, values["repeated-attention", direction].get(sizes, time)]
-        assert fast.work(work) <= min(both) * 1.000001e-6
-        assert kept * slow.work(work) >= max(both) * 0.999999e-6
+        assert bursts.work(work) == pytest.approx(time * 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +296,9 @@ def test_attention_has_the_published_rates(gpu, sizes, forward, backward):
 def test_longer_and_wider_attention_takes_longer(gpu, backward):
     lengths = [2**i + j for i in range(8, 18) for j in (0, 2 ** (i - 1))]
     for width in ((64, 64), (128, 128), (192, 128), (192, 192), (96, 96), (256, 256)):
-        for conditions in ("fast", "expected", "slow"):
-            works = [attention(1, 64, length, *width, backward=backward) for length in lengths]
-            seconds = [on(gpu, conditions).work(work) for work in works]
-            assert seconds == sorted(seconds)
+        works = [attention(1, 64, length, *width, backward=backward) for length in lengths]
+        seconds = [on(gpu).work(work) for work in works]
+        assert seconds == sorted(seconds)
     for length in lengths:
         narrow, wide = ((64, 64), (128, 128))
         each = (attention(1, 64, length, *w, backward=backward) for w in (narrow, wide))
@@ -409,7 +390,7 @@ def test_a_ring_between_nodes_by_hand():
         2**29 * 7 / 8 / (tables.load("h100").values["collective", "all-gather"][8, 2**29] * 1e-6)
     )
     sent, latency = 2**30 * 63 / 64, 8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6
-    for conditions, share in (("expected", 0.868), ("fast", 0.868), ("slow", 0.563)):
+    for conditions, share in ((EXPECTED, 0.868), (UNTUNED, 0.563)):
         found = measured(conditions=conditions).collective(gather(range(64), 2**30))
         assert found == pytest.approx(sent / min(share * 400e9, over_nvlink) + latency)
 
@@ -423,7 +404,7 @@ def test_a_ring_on_h100s_has_the_bus_rate_that_was_measured(nodes, bus):
     gpus = 8 * nodes
     found = whole * (gpus - 1) / gpus / costs.collective(gather(range(gpus), whole))
     assert found == pytest.approx(bus * 1e9, rel=2e-3)
-    untuned = measured(conditions="slow").collective(gather(range(256), 2 * 10**9))
+    untuned = measured(conditions=UNTUNED).collective(gather(range(256), 2 * 10**9))
     assert 2e9 * 255 / 256 / untuned == pytest.approx(200e9, rel=0.01)
 
 
@@ -436,16 +417,15 @@ cluster: togethercomputer/together-dgxc-benchmarking, worklog of 2026-04-25."""
 
 
 @pytest.mark.parametrize(
-    ("name", "median_error", "worst"), [("ring", 0.004, 0.14), ("other", 0.075, 0.13)]
+    ("of", "median_error", "worst"), [("b200", 0.004, 0.14), ("h100", 0.075, 0.13)]
 )
-def test_a_ring_by_the_number_of_nodes_and_the_size(name, median_error, worst):
+def test_a_ring_by_the_number_of_nodes_and_the_size(of, median_error, worst):
     """B200's own shares have one number for each number of nodes; the sizes come from the
     latencies. The other shares are those of a cluster of H100s."""
-    values = tables.load("b200").values
-    loaded = replace(
-        tables.load("b200"), values={**values, ("network", "ring"): values["network", name]}
-    )
-    costs, errors = Measured(PLANNED["b200"], loaded, CONDITIONS["expected"]), []
+    shares = {("network", "ring"): tables.load(of).values["network", "ring"]}
+    loaded = tables.load("b200")
+    loaded = replace(loaded, values={**loaded.values, **shares})
+    costs, errors = Measured(PLANNED["b200"], loaded), []
     for nodes, rates in BUS.items():
         for whole, bus in zip((2**31, 2**32, 2**33), rates, strict=True):
             gpus = 8 * nodes
@@ -474,8 +454,8 @@ def test_a_faster_link_or_less_to_send_never_takes_longer(gpu, kind):
     nearest = PLANNED[gpu]
     faster = [replace(nearest, nic=x * nearest.nic) for x in (0.5, 1, 2, 8)]
     wider = [replace(nearest, nvlink=x * nearest.nvlink) for x in (0.5, 1, 2)]
-    for conditions in ("expected", "slow"):
-        costs = [Measured(g, tables.load(gpu), CONDITIONS[conditions]) for g in (*faster, *wider)]
+    for conditions in (EXPECTED, UNTUNED):
+        costs = [Measured(g, tables.load(gpu), conditions) for g in (*faster, *wider)]
         for gpus in (2, 6, 8, 64, 72, 576):
             times = [
                 [each.collective(gather(range(gpus), 2**n, kind)) for n in range(8, 36)]
@@ -496,8 +476,8 @@ def test_a_higher_peak_or_a_faster_memory_never_makes_a_kernel_slower(gpu):
     works = [product(m, 4096, k, dtype) for m in (128, 4096, 2**17) for k in (64, 8192)
              for dtype in ("bf16", "f8e4m3fn", "f32")]  # fmt: skip
     works += [attention(1, 64, length, 128, 128) for length in (256, 8192)]
-    for conditions in ("fast", "expected", "slow"):
-        costs = [Measured(g, tables.load(gpu), CONDITIONS[conditions]) for g in (known, *faster)]
+    for conditions in (BURSTS, EXPECTED, UNTUNED):
+        costs = [Measured(g, tables.load(gpu), conditions) for g in (known, *faster)]
         for kernel in [Kernel((work,), 10**8, "") for work in works] + [Kernel((), 10**9, "")]:
             seconds, *others = (sum(each.kernel(kernel).values()) for each in costs)
             assert all(other <= seconds for other in others)
@@ -549,6 +529,6 @@ def test_a_larger_all_to_all_inside_a_domain_takes_no_more_steps():
 def test_an_untuned_network_is_never_the_faster_one():
     for n in (16, 512, 2048):
         seconds = [
-            measured(H100, c).collective(gather(range(n), 2**33)) for c in ("expected", "slow")
+            measured(H100, c).collective(gather(range(n), 2**33)) for c in (EXPECTED, UNTUNED)
         ]
         assert seconds[0] <= seconds[1]

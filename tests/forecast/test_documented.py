@@ -1,5 +1,5 @@
-"""Claims of documents about forecasts, against the tables that `plan --all`,
-`benchmarks/forecast.py` and `benchmarks/like_for_like.py` wrote."""
+"""Claims of documents about forecasts, against the tables that `plan --all` and
+`benchmarks/forecast.py` wrote. Those about programs that others timed are in `test_interval.py`."""
 
 import csv
 import re
@@ -101,15 +101,3 @@ def test_the_picture_is_of_the_tables(monkeypatch):
 
     drawn, table = (ROOT / "docs" / f"forecast.{end}" for end in ("svg", "md"))
     assert drawn.read_text() == picture(table.read_text().splitlines())
-
-
-def test_the_range_holds_as_many_published_steps_as_the_document_says():
-    """Ends are written as errors against the published step, which is 0 %. Weak figures do not
-    count."""
-    table = (ROOT / "docs" / "like_for_like.md").read_text()
-    lines = [line for line in table.splitlines() if "(weak)" not in line]
-    ends = re.findall(r"\| ([-+][\d.]+) to ([-+][\d.]+) \|", "\n".join(lines))
-    held = sum(float(fast) <= 0 <= float(slow) for fast, slow in ends)
-    assert f"{len(ends)} programs with a full configuration" in table
-    claim = f"Of {len(ends)} published steps of [the same code](../like_for_like.md) {held} lie in"
-    assert claim in (ROOT / "docs" / "design" / "forecast.md").read_text()

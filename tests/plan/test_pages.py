@@ -16,6 +16,7 @@ from jaxbench.plan import command
 from jaxbench.plan.many_pages import _search_chart
 from jaxbench.plan.plan import read
 from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.plan.text import trust
 
 
 def bars(text, caption):
@@ -42,6 +43,10 @@ def test_a_plan_is_a_page(tmp_path):
     assert "llama31_8b_bf16 on 64 H100 GPUs fits. A step is forecast to take" in said
     assert f" s, {ratio:.2f} times the published step." in said.replace("\xa0", " ")
     assert "not measured" in said
+    assert f"How far to trust the forecast: {trust(plan.forecast)}." in said
+    *_, (_, shown, _, _, ends) = bars(text, "Forecast, seconds")
+    within = plan.forecast.interval
+    assert (shown, ends) == ("90 % interval", f"{within.low_s:.3f} to {within.high_s:.3f}")
     assert "forward &lt;div&gt;, 4 times" in text
     name = replace(plan.largest_buffers[0], name="state.model.<x>")
     assert "state.<wbr>model.&lt;x&gt;" in plan_page(replace(plan, largest_buffers=[name]))

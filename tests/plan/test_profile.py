@@ -8,7 +8,7 @@ from made_plans import LOOPS
 from mistakes import assert_mistake
 
 from jaxbench.base.hardware import H100
-from jaxbench.forecast.costs import CONDITIONS, Measured
+from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import load
 from jaxbench.plan import command, compare_profile
@@ -106,7 +106,7 @@ def test_its_matmuls_are_a_table_for_forecasts(tmp_path, capsys):
     kept = json.loads((tmp_path / compare_profile.COMPARED).read_text())
     assert kept["largest"][0]["name"] == "inner"
     (work,) = {k.works[0] for _, k, _ in Walk(Program.parse(LOOPS)).kernels() if k.works}
-    costs = Measured(H100, load("h100", table), CONDITIONS["expected"])
+    costs = Measured(H100, load("h100", table))
     # Of eight runs, three of each step longer, the fastest quarter counts.
     (line,) = (line for line in table.read_text().splitlines() if line.startswith("profiled"))
     assert line.startswith("profiled,bf16,8192x8192x8192,")
