@@ -52,7 +52,7 @@ class Bar(NamedTuple):
     text: str
 
 
-WAITING = ("exposed", "slowed")
+WAITING = ("exposed", "waiting", "slowed")
 """The names of parts of a step in which kernels wait or are slower begin with one of these."""
 
 

@@ -104,8 +104,10 @@ def compiling(run: Run) -> AbstractContextManager[Any]:
     return live(f"compiling {run.recipe} for {counted(run.gpus)}")
 
 
-def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """Compiles candidates of a search until one fits. Yields a line for each."""
+def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
+    """Compiles candidates of a search until one fits. Yields the command that plans it, and what
+    was tried before; `command` is the one that plans the row."""
+    yield "  looking for settings with which it fits:"
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)
     seen, asking = ask_cudnn.asked(gpu)
@@ -115,13 +117,13 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu) -> Iterator[str]:
         with jax.set_mesh(absent), compiling(candidate):
             compiled, _, _ = compile_program(candidate, asking, guide)
         size = Memory.of(compiled, gpu)
-        fits = size.fits
-        searching.tried[candidate] = search.Outcome(peak=size.peak, fits=fits)
+        searching.tried[candidate] = search.Outcome(peak=size.peak, fits=size.fits)
         changes = candidates.changes(candidate, searching.row)
         options = " ".join(f"--set {change}" for change in changes)
-        yield f"  {'fits' if fits else 'still too big'}: {text.gib(size.peak)} with {options}"
-        if fits:
+        if size.fits:
+            yield f"  fits with {text.gib(size.peak)}: {command} {options}"
             return
+        yield f"  still too big, {text.gib(size.peak)}: {options}"
     yield "  none of these settings makes it fit; use more GPUs or fewer layers"
 
 
@@ -168,14 +170,18 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
         plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
     if args.dump:
         write_json(args.dump / "plan.json", plan)
-    as_text = {"json": as_json, "html": plan_page, "text": text.report}[args.format]
-    write(as_text(plan), args.output)
-    if not plan.fits:
-        print(text.too_big(plan), file=sys.stderr)
+    if args.format == "text":
+        print(text.answer(plan), flush=True)
+    else:
+        write({"json": as_json, "html": plan_page}[args.format](plan), args.output)
     if not plan.fits and args.format != "json":
-        print("settings that may make it fit:", file=sys.stderr)
-        for line in find_remedy(run, plan, gpu):
-            print(line, file=sys.stderr, flush=True)
+        command = f"jaxbench plan --config {args.config} --gpus {run.row}"
+        target = find_targets(args)[0].options()
+        words = [command, *target, *(f"--set {text}" for text in args.set)]
+        for line in find_remedy(run, plan, gpu, " ".join(words)):
+            print(line, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
+    if args.format == "text":
+        print(text.details(plan))
     return 0 if plan.fits else 1
 
 

@@ -26,7 +26,7 @@ from jaxbench.plan.hlo_file import crossed, parse, whole_text
 from jaxbench.plan.trace import unrolled
 from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.settings import AXES
-from jaxbench.results.plans import LABELS
+from jaxbench.results.plans import part_name
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, PROFILED, Work, display_name
@@ -191,7 +191,7 @@ def compare(
 
 def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
     if isinstance(line.cause, Kernel):
-        return LABELS.get(line.cause.part, line.cause.part)
+        return part_name(line.cause.part)
     if line.cause is None:
         return SLOWED if line.stream == KERNELS else f"copy {line.stream}"
     return f"{line.cause.kind} over {axes(line.cause)}"

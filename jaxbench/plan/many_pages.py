@@ -6,7 +6,7 @@ from typing import Any
 from jaxbench.base.errors import counted
 from jaxbench.pages.charts import Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.pages.html import render
-from jaxbench.results.plans import LABELS, MINIMUM_S
+from jaxbench.results.plans import MINIMUM_S, part_name
 
 GROWING = ("ours", "other", "published")
 """CSS classes of the parts that grow most, in their order."""
@@ -29,7 +29,7 @@ def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Seque
         device=device,
         lines=lines,
         charts=[*_scaling_charts(lines, [*names])] if len(lines) > 1 else [],
-        parts={name: LABELS.get(name, name) for name in shown_parts(lines)},
+        parts={name: part_name(name) for name in shown_parts(lines)},
         remarks=remarks,
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Cha
     yield _chart("Step for the same tokens per GPU", "s", step, ("ours", "published"))
     before = scaled[lines[0]["gpus"]]
     growth: Series = {
-        LABELS.get(name, name): {
+        part_name(name): {
             gpus: max(0.0, parts.get(name, 0.0) - before.get(name, 0.0))
             for gpus, parts in scaled.items()
         }

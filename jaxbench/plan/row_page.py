@@ -14,7 +14,7 @@ from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.text import gib
 from jaxbench.recipe.published import ERRATA
-from jaxbench.results.plans import LABELS, MINIMUM_S
+from jaxbench.results.plans import MINIMUM_S, part_name
 from jaxbench.xla.hlo import display_name
 from jaxbench.xla.timeline import LINKS
 
@@ -201,7 +201,7 @@ def steps_of(
     seconds: dict[str, float], name: str, total_s: float, published: tuple[float, str] | None
 ) -> list[Bar]:
     """A step's parts one after the other, then the step, then the published step with its GPU."""
-    shown = {LABELS.get(part, part): s for part, s in in_order(seconds) if s >= MINIMUM_S}
+    shown = {part_name(part): s for part, s in in_order(seconds) if s >= MINIMUM_S}
     bars = [*waterfall(shown, SECONDS), Bar("ours", name, 0, total_s, SECONDS(total_s))]
     if published:
         step_s, gpu = published

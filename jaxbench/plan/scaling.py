@@ -21,7 +21,7 @@ from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
-from jaxbench.results.plans import LABELS, MINIMUM_S
+from jaxbench.results.plans import MINIMUM_S, part_name
 
 BAR = 60
 """Characters of the longest bar."""
@@ -111,7 +111,7 @@ def show(title: str, lines: list[dict[str, Any]]) -> None:
     shown = shown_parts(lines)
     headings = ("GPUs", "mesh", "fits", "step s", "tokens/s/GPU", "efficiency %", "published %")
     grid = Table(title=title, box=None, title_justify="left")
-    for heading in (*headings, *map(label, shown), "grows"):
+    for heading in (*headings, *map(part_name, shown), "grows"):
         grid.add_column(heading, no_wrap=heading in ("mesh", "grows"))
     for line in lines:
         numbers = [f"{line['parts_s'].get(name, 0.0):.3f}" for name in shown]
@@ -124,18 +124,15 @@ def show(title: str, lines: list[dict[str, Any]]) -> None:
             _percent(line["efficiency"]),
             _percent(line["published_efficiency"]),
             *numbers,
-            ", ".join(f"{label(name)} {growth:+.3f} s" for name, growth in line["grows"].items()),
+            ", ".join(
+                f"{part_name(name)} {growth:+.3f} s" for name, growth in line["grows"].items()
+            ),
         )
     output = console()
     output.print(grid)
     output.print("\nseconds of a step for as many tokens per GPU as the smallest row has:")
     for text in bars(lines, shown):
         output.print(text, no_wrap=True)
-
-
-def label(name: str) -> str:
-    """The display name of a part, as short as a column needs."""
-    return LABELS["products"] if name == "products" else name
 
 
 def _percent(share: float | None) -> str:
@@ -157,5 +154,5 @@ def bars(lines: list[dict[str, Any]], shown: list[str]) -> list[Text]:
         result.append(text.append(f" {total:.3f} s, {_percent(line['efficiency'])} %"))
     legend = Text("       ")
     for name, (character, colour) in fills.items():
-        legend.append(character, colour).append(f" {label(name)}  ")
+        legend.append(character, colour).append(f" {part_name(name)}  ")
     return [*result, legend]

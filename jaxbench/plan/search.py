@@ -31,7 +31,7 @@ from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
-from jaxbench.results.plans import LABELS
+from jaxbench.results.plans import part_name
 
 BATCH = min(4, os.cpu_count() or 1)
 """The number of candidates chosen at a time. Free memory decides only how many of them are compiled
@@ -250,8 +250,7 @@ def why(plan: Plan, best: Plan | None) -> str:
         return ""
     name, longer = grows(parts(plan), parts(best))
     return (
-        f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; "
-        f"{LABELS.get(name, name)} {longer:+.3f} s"
+        f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; {part_name(name)} {longer:+.3f} s"
     )
 
 

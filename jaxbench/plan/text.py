@@ -10,10 +10,10 @@ from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
-from jaxbench.results.plans import LABELS
+from jaxbench.results.plans import part_name
 from jaxbench.xla.hlo import display_name
 
-BAR = 30
+BAR = 24
 """Characters of the longest bar of a forecast."""
 
 IGNORED = (
@@ -37,23 +37,23 @@ def gib(count: float) -> str:
 
 
 def report(plan: Plan) -> str:
-    """The whole plan as text."""
+    """The whole plan as text: the answer, and what it rests on."""
+    return f"{answer(plan)}\n{details(plan)}"
+
+
+def details(plan: Plan) -> str:
+    """Where the time and the memory of a step go, and the least important last."""
     size, state, work = plan.bytes_per_device, plan.state_bytes, plan.flops
-    fits = "fits" if size.peak <= size.limit else "DOES NOT FIT"
     held = "" if state.gradients is None else f", including gradients {gib(state.gradients)}"
     return "\n".join(
         [
-            f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
-            f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
-            f"jax {plan.versions['jax']}",
-            *_options(plan),
             "",
-            f"memory      {fits}: peak {gib(size.peak)} of {gib(size.limit)} per device, "
+            *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
+            *moves(plan),
+            f"memory      peak {gib(size.peak)} of {gib(size.limit)} per device, "
             f"headroom {gib(size.limit - size.peak)}",
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
             f"  temporaries {gib(size.temporaries)}{held}",
-            "  largest buffers at the peak:",
-            *_buffers(plan, "    "),
             *_uncounted(plan),
             *_host(plan),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
@@ -64,11 +64,36 @@ def report(plan: Plan) -> str:
             *schedule(plan),
             *host(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
-            *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
-            *moves(plan),
+            "largest buffers at the peak:",
+            *_buffers(plan, "  "),
             *_published(plan),
+            *_options(plan),
+            f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
+            f"jax {plan.versions['jax']}",
         ]
     )
+
+
+def answer(plan: Plan) -> str:
+    """What a plan is asked for: does it fit, how long is a step, and what did others reach?"""
+    size, f, row = plan.bytes_per_device, plan.forecast, plan.published
+    fits = "fits      " if size.peak <= size.limit else "DOES NOT FIT"
+    lines = [
+        f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
+        f"  {fits} {size.peak / 2**30:.1f} of {gib(size.limit)} per GPU",
+    ]
+    if size.host > size.host_limit:
+        over = f"{size.host / 2**30:.1f} of {gib(size.host_limit)} of host memory per GPU"
+        lines.append(f"  DOES NOT FIT {over}")
+    if f.unknown:
+        lines.append("  step       no forecast: we do not know what some calls compute")
+    else:
+        within = f"90 % interval {f.interval.low_s:.3f} to {f.interval.high_s:.3f}"
+        lines.append(f"  step       {f.step_s:.3f} s ({within}), {_rates(plan, 'forecast')}")
+    if row:
+        rates = _rates(plan, "published")
+        lines.append(f"  published  {row['step_time_s']} s on {row['gpu_type'].upper()}, {rates}")
+    return "\n".join(lines)
 
 
 def _options(plan: Plan) -> list[str]:
@@ -200,8 +225,9 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
     lines = [f"forecast    {f.step_s:.3f} s per step{rates}", f"  trust: {trust(f)}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / longest)
-        label = LABELS.get(name, name)
-        lines.append(f"  {label:34} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip())
+        lines.append(
+            f"  {part_name(name):28} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip()
+        )
     sources = [
         f"{display_name(kind)} from {s}"
         for kind, s in f.sources.items()
@@ -252,18 +278,6 @@ def _published(plan: Plan) -> list[str]:
         f"{_rates(plan, 'published')}{mfu}",
         *(f"  {code:10} {ERRATA[code]}" for code in row["errata"]),
     ]
-
-
-def too_big(plan: Plan) -> str:
-    """The peak of a plan that does not fit, and its largest buffers; or the host's memory, if that
-    is too small."""
-    size = plan.bytes_per_device
-    if size.peak <= size.limit:
-        return (
-            f"does not fit the host's memory: {gib(size.host)} of {gib(size.host_limit)} per device"
-        )
-    first = f"does not fit: {gib(size.peak)} of {gib(size.limit)}; largest buffers:"
-    return "\n".join([first, *_buffers(plan, "  ")])
 
 
 def differences(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:

@@ -9,7 +9,7 @@ from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdow
 from jaxbench.report.runs import Result, RunData
 
 CLOCKED = ("matmuls", "attention", "scan")
-"""Parts of a plan (`plans.LABELS`) whose time is inverse to the clock of the multiprocessors."""
+"""Parts of a plan (`plans.part_name`) whose time is inverse to the clock of the multiprocessors."""
 
 REMAINS = "what remains"
 

@@ -13,15 +13,21 @@ PLAN = "plan.json"
 PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
 """The sections of a resolved recipe that decide what is compiled."""
 
-LABELS = {
-    "compute": "matmuls and attention", "memory": "other kernels",
-    "exposed": "exposed collectives and copies", "products": "matmuls",
+NAMES = {
+    "compute": "matmuls and attention", "memory": "other kernels", "launches": "kernel launches",
+    "exposed": "waiting for collectives and copies", "products": "matmuls",
     "slowed": "slowed by collectives",
 }  # fmt: skip
-"""Display names of a plan's parts. Other parts keep their own names."""
 
 MINIMUM_S = 5e-4
 """Shorter parts of a step are not shown, since figures have three digits."""
+
+
+def part_name(part: str) -> str:
+    """The name of a plan's part for people, such as `waiting for fsdp` for `exposed: fsdp`."""
+    if part.startswith("exposed: "):
+        return f"waiting for {part.removeprefix('exposed: ')}"
+    return NAMES.get(part, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
         path=path,
         step_s=step_s,
         parts={
-            LABELS.get(name, str(name).replace("_", " ")): seconds
+            part_name(str(name).replace("_", " ")): seconds
             for name, value in parts.items()
             if (seconds := _quantity(value)) is not None
         },

@@ -25,7 +25,7 @@ from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
-from jaxbench.results.plans import LABELS
+from jaxbench.results.plans import part_name
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
 from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
@@ -232,7 +232,7 @@ class Attempt:
         check_host_memory(offloaded_bytes(compiled), "hosts")
         by = kernels(run)
         recorder.add(kernels=by)
-        recorder.say(", ".join(f"{LABELS.get(part, part)}: {name}" for part, name in by.items()))
+        recorder.say(", ".join(f"{part_name(part)}: {name}" for part, name in by.items()))
         if options.pgle:
             compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
             recorder.add(pgle=pgle)

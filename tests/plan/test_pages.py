@@ -57,7 +57,7 @@ def test_a_plan_is_a_page(tmp_path):
     assert parts[-1][2] + parts[-1][3] == pytest.approx(whole[3], abs=0.02)
     assert (whole[1], whole[4]) == ("forecast", f"{plan.forecast_step_s:.3f}")
     assert published[1:] == ("published, H100", 0, pytest.approx(100, abs=0.1), "12.33")
-    assert [css for css, name, *_ in parts if name.startswith(("exposed", "slowed"))] == ["other"]
+    assert [css for css, name, *_ in parts if name.startswith(("waiting", "slowed"))] == ["other"]
     held = bars(text, "Contents, GiB")
     assert [(name, figure) for _, name, _, _, figure in held] == [
         ("parameters", "4.0"), ("optimizer", "8.0"), ("gradients", "2.0"),
@@ -138,7 +138,7 @@ def test_scaling_is_a_page(tmp_path, monkeypatch):
     share = f"{100 / 1.4:.1f} % of its rate per GPU on 8 GPUs."
     assert f"On 128 GPUs llama31_8b_bf16 has {share}" in said
     assert len(page.all("svg", role="img")) == 3
-    assert "exposed: data: 0.000 on 8 GPUs" in text
+    assert "waiting for data: 0.000 on 8 GPUs" in text
     assert "1 GPU: not compared" in said
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from itertools import takewhile
 
 import jax
 import pytest
@@ -151,7 +152,8 @@ def test_a_published_mfu_is_the_one_of_the_list(planned, row, line, errata):
     text_lines = text.report(plan).splitlines()
     at = next(i for i, found in enumerate(text_lines) if found.startswith("published"))
     assert line in text_lines[at]
-    assert {found.split()[0] for found in text_lines[at + 1 :]} == errata
+    below = takewhile(lambda found: found.startswith("  "), text_lines[at + 1 :])
+    assert {found.split()[0] for found in below} == errata
 
 
 @needs_compiler
@@ -193,6 +195,20 @@ def test_a_plan_has_the_workspaces_of_cudnn(tmp_path):
     )
     assert calls
     assert all(2**28 < int(size) < 2**28 + 2**21 for size in calls)
+
+
+def test_a_plan_begins_with_the_answer():
+    """Row, memory, step and published step, before anything that explains them."""
+    plan = made()
+    name, fits, step, published = text.report(plan).splitlines()[:4]
+    assert name.startswith(f"{plan.recipe}, row {plan.row}: ")
+    assert re.fullmatch(r"  fits +\d+\.\d of \d+\.\d GiB per GPU", fits)
+    assert step.startswith(f"  step       {plan.forecast_step_s:.3f} s (90 % interval ")
+    assert published.startswith(f"  published  {plan.published['step_time_s']} s on H100, ")
+    size = replace(plan.bytes_per_device, peak=plan.bytes_per_device.limit + 2**30)
+    too_big = text.report(replace(plan, bytes_per_device=size, published=None)).splitlines()
+    assert too_big[1].startswith("  DOES NOT FIT ")
+    assert too_big[3] == ""
 
 
 def test_a_plan_says_why_workspaces_are_not_counted():
