@@ -15,7 +15,7 @@ MODES = ("diff", "all", "hlo", "profile", "scaling", "search")
 
 DEFAULT_GPU = "h100"
 
-LIMIT = 40
+LIMIT = 24
 """The number of candidates that a search compiles by default."""
 
 EXAMPLES = """
