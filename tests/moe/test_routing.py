@@ -147,6 +147,7 @@ def test_balanced_routing_drops_nothing_and_is_no_published_work():
     assert published.lookup(row) is None
 
 
+@pytest.mark.slow
 def test_figures_of_a_step():
     run = tiny_grok()
     with mesh_of(run):
