@@ -1,20 +1,26 @@
-"""Candidates of a search: the row with another mesh, microbatch, `expert_parts` or remat policy, as
-far as `recipe.settings` allows it. Estimates the memory of each.
+"""Candidates of a search: the row with other settings, as far as `recipe.settings` allows it, and
+estimates of their memory and of their step.
 
-The *layout* of a candidate is everything except its remat policy.
+A candidate has three parts. Its *layout* is the mesh, virtual stages, microbatch and
+`expert_parts`. Its *options* are compiler options, when replicas are summed, and the dtype of
+gathered weights. Its *policy* is what it saves for the backward pass, on the device (`remat`) and
+in host memory (`offload`).
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
+from typing import Any
 
 from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Gpu
 from jaxbench.recipe import flops
 from jaxbench.recipe.activations import BF16, Activation, activations
-from jaxbench.recipe.model import repeating_blocks
-from jaxbench.recipe.settings import CHOSEN, Parallelism, Run
+from jaxbench.recipe.execution import INPUT, Execution
+from jaxbench.recipe.model import ModelConfig, repeating_blocks
+from jaxbench.recipe.settings import AXES, CHOSEN, Parallelism, Run
 
 KEYS = (
     *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),
@@ -22,12 +28,17 @@ KEYS = (
     "execution.expert_parts",
     "execution.remat",
     "execution.offload",
+    "execution.xla_flags",
+    "execution.replica_sums",
+    "precision.gather",
 )
 """The settings in which candidates differ, by their `--set` keys."""
 
 GROUPS = (("attention",), ("latent",), ("query", "key", "value"), ("residual",), ("dispatched",),
           ("gate", "up"), ("mamba",))  # fmt: skip
 """Activations that are saved together. Saving only a part of a group would spare no matmul."""
+
+Groups = Sequence[tuple[str, ...]]
 
 EIGHTHS = 8
 """A group may be saved in any number of eighths of the layers."""
@@ -41,6 +52,18 @@ UNROLLED = 0.1
 weights once."""
 
 
+HIDDEN = (1 / 3, 2 / 3)
+"""Shares of a step that can hide copies to the host (the forward pass) and back (the backward
+pass)."""
+
+HIDING = 0.5
+"""The share of exposed communication that we assume to remain with a guided schedule, with sums in
+each layer, or with more `expert_parts`. It decides only which candidate is compiled first."""
+
+NEW_AXIS = 0.01
+"""The share of a step that we assume each doubling of an axis to cost which the base does not have:
+its plan does not show what such an axis sends."""
+
 parameters = cache(flops.parameters)
 
 
@@ -52,11 +75,60 @@ def layout(run: Run) -> tuple[tuple[int, ...], int, int, int]:
 
 def settings(run: Run) -> dict[str, int | str]:
     """The values of `KEYS`."""
-    values = {f"parallelism.{name}": value for name, value in vars(run.parallelism).items()}
-    values |= {"batch.microbatch": run.microbatch}
-    execution = ("expert_parts", "remat", "offload")
-    values |= {f"execution.{key}": getattr(run.execution, key) for key in execution}
+    values = {"batch.microbatch": run.microbatch}
+    for section in ("parallelism", "execution", "precision"):
+        values |= {f"{section}.{k}": value for k, value in vars(getattr(run, section)).items()}
     return {key: values[key] for key in KEYS}
+
+
+def options(run: Run) -> tuple[str, str, str]:
+    """Compiler options, when replicas are summed, and the dtype of gathered FP8 weights."""
+    return run.execution.xla_flags, run.execution.replica_sums, run.precision.gather
+
+
+def with_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
+    """The candidate with one of its options changed, except keys in `fixed`."""
+    execution, precision = run.execution, run.precision
+    base, *flags = execution.xla_flags.split(",")
+    other = {"tuned": "guided", "guided": "tuned"}.get(base)
+    if other and "execution.xla_flags" not in fixed:
+        yield replace(run, execution=replace(execution, xla_flags=",".join([other, *flags])))
+    replicas = run.mesh_shape[AXES.index("data")] > 1 and run.parallelism.pipeline == 1
+    if replicas and "execution.replica_sums" not in fixed:
+        in_step = execution.replica_sums == "step"
+        sums = replace(execution, replica_sums="layer" if in_step else "step")
+        yield replace(run, execution=sums)
+    if precision.dtype == "fp8" and "precision.gather" not in fixed:
+        gather = replace(precision, gather="bf16" if precision.gather == "fp8" else "fp8")
+        yield replace(run, precision=gather)
+
+
+def merged(a: Run, b: Run, base: Run) -> Run | None:
+    """What `a` and `b` change in the layout and the options of `base`, in one candidate. None if
+    both change the same setting, or if the result cannot run."""
+
+    def values(run: Run) -> list[Any]:
+        execution, precision = run.execution, run.precision
+        flags, sums = execution.xla_flags, execution.replica_sums
+        return [run.parallelism, run.microbatch, execution.expert_parts, flags, sums, precision]
+
+    both = []
+    for old, one, other in zip(values(base), values(a), values(b), strict=True):
+        if old not in (one, other):
+            return None
+        both.append(other if one == old else one)
+    parallelism, microbatch, parts, flags, sums, precision = both
+    execution = {"expert_parts": parts, "xla_flags": flags, "replica_sums": sums}
+    try:
+        return replace(
+            base,
+            parallelism=parallelism,
+            batch=replace(base.batch, microbatch=microbatch),
+            execution=replace(base.execution, remat="full", offload="none", **execution),
+            precision=precision,
+        )
+    except RecipeError:
+        return None
 
 
 def changes(run: Run, row: Run) -> list[str]:
@@ -70,20 +142,25 @@ def changes(run: Run, row: Run) -> list[str]:
 
 
 def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
-    """Every layout that can run, with full remat. The keys in `fixed` keep the row's values."""
+    """Every layout that can run, with full remat and the row's options. The keys in `fixed` keep
+    the row's values."""
     result = []
+    remat = row.execution.remat if "execution.remat" in fixed else "full"
+    offload = row.execution.offload if "execution.offload" in fixed else "none"
     for parallelism in _parallelisms(row):
         batch_ranks = row.gpus // parallelism.ranks * parallelism.fsdp * parallelism.expert
         shares = _divisors(row.batch.global_batch // batch_ranks)
+        sums = "step" if parallelism.pipeline > 1 else row.execution.replica_sums
         for microbatch, parts in product(shares, _expert_parts(row, parallelism, fixed)):
             batch = replace(row.batch, microbatch=microbatch)
-            offload = "none" if parallelism.pipeline > 1 else row.execution.offload
-            execution = replace(row.execution, remat="full", offload=offload, expert_parts=parts)
+            execution = replace(
+                row.execution, remat=remat, offload=offload, expert_parts=parts, replica_sums=sums
+            )
             try:
                 run = replace(row, parallelism=parallelism, batch=batch, execution=execution)
             except RecipeError:
                 continue
-            if all(settings(run)[key] == settings(row)[key] for key in fixed - {"execution.remat"}):
+            if all(settings(run)[key] == settings(row)[key] for key in fixed):
                 result.append(run)
     return result
 
@@ -135,57 +212,181 @@ def _prime_factors(number: int) -> int:
     return int(number > 1)
 
 
-def with_policies(run: Run, fixed: str | None = None) -> list[Run]:
-    """The layout with each remat policy that it can run with, or with the `fixed` policy."""
+@dataclass(frozen=True)
+class Policy:
+    """What a candidate saves for the backward pass. `device` and `host` are the features per token
+    that all layers together save there. `spared` are the FLOPs that need no recomputation, as a
+    share of the model's FLOPs; unrolled layers add `UNROLLED`."""
+
+    remat: str
+    offload: str
+    device: float
+    host: float
+    spared: float
+
+
+def policy_of(run: Run) -> Policy:
+    """The policy of a candidate."""
+    remat, offload = run.execution.remat, run.execution.offload
+    return _policy(run.model, run.batch.sequence_length, remat, offload)
+
+
+@cache
+def _policy(cfg: ModelConfig, length: int, remat: str, offload: str) -> Policy:
+    execution = Execution(remat=remat, offload=offload)
+    saved, offloaded = execution.saved(cfg.layers), execution.offloaded(cfg.layers)
+    device = host = flops_kept = 0.0
+    for name, activation in activations(cfg, length).items():
+        here = 1.0 if saved is None else saved.get(name, 0) / cfg.layers
+        there = max(0.0, offloaded.get(name, 0) / cfg.layers - here)
+        device += here * activation.features
+        host += there * activation.features
+        flops_kept += (here + there) * activation.flops
+    # The input of a layer is always saved, on the device unless it is offloaded.
+    inputs = offloaded.get(INPUT, 0)
+    total = flops.model_flops(cfg, length)["total"]
+    return Policy(
+        remat,
+        offload,
+        device + (cfg.layers - inputs) * cfg.embed,
+        host + inputs * cfg.embed,
+        flops_kept * length / total + UNROLLED * (saved is None),
+    )
+
+
+def policies(run: Run, fixed: frozenset[str] = frozenset(), host: bool = True) -> list[Policy]:
+    """The policies to try for a layout. Settings in `fixed` stay. Activations are only offloaded to
+    a `host`. In a pipeline, policies count no layers and offload nothing."""
+    remat = run.execution.remat if "execution.remat" in fixed else None
+    offload = run.execution.offload if "execution.offload" in fixed else None
+    if offload is None and (not host or run.parallelism.pipeline > 1):
+        offload = "none"
+    every = _policies(run.model, run.batch.sequence_length, remat, offload)
+    if run.parallelism.pipeline == 1:
+        return every
+    return [each for each in every if each.remat != "none" and ":" not in each.remat]
+
+
+@cache
+def _policies(
+    cfg: ModelConfig, length: int, remat: str | None, offload: str | None
+) -> list[Policy]:
+    """Every policy, with this remat or this offload if they are not None."""
     result = []
-    for remat in [fixed] if fixed else policies(run):
-        try:
-            offload = "none" if remat == "none" else run.execution.offload
-            execution = replace(run.execution, remat=remat, offload=offload)
-            result.append(replace(run, execution=execution))
-        except RecipeError:
-            continue
+    for saved in [remat] if remat else _remats(cfg, length):
+        offloads = [offload or "none"]
+        if offload is None and saved != "none" and ":" not in saved:
+            offloads += _offloads(cfg, length, saved)
+        result += [_policy(cfg, length, saved, each) for each in offloads]
     return result
 
 
-def policies(run: Run) -> Iterator[str]:
-    """Remat policies to try: `full`; `none` outside a pipeline; attention saved together with any
-    subset of the other `GROUPS`; and such a set with one more group saved in some eighths of the
-    layers."""
-    yield "full"
-    if run.parallelism.pipeline == 1:
-        yield "none"
-    names = activations(run.model, run.batch.sequence_length)
-    groups = [tuple(name for name in group if name in names) for group in GROUPS]
-    attention, *others = filter(None, groups)
-    counts = sorted({run.model.layers * n // EIGHTHS for n in range(1, EIGHTHS)} - {0})
-    for size in range(len(others) + 1):
-        for chosen in combinations(others, size):
-            saved = {name: name for group in (attention, *chosen) for name in group}
-            yield ",".join(saved[name] for name in names if name in saved)
-            for group, count in product((g for g in others if g not in chosen), counts):
-                some = saved | {name: f"{name}:{count}" for name in group}
-                yield ",".join(some[name] for name in names if name in some)
+def _remats(cfg: ModelConfig, length: int) -> list[str]:
+    """Remat policies to try: `full`; `none`; attention saved together with any subset of the other
+    `GROUPS`, of which one may be saved only in some eighths of the layers."""
+    attention, *others = _groups(cfg, length)
+    return ["full", "none", *_lists([attention], others, cfg.layers)]
 
 
-def _saved(run: Run, name: str) -> float:
-    """The share of the layers that save an activation on the device."""
-    saved = run.execution.saved(run.model.layers)
-    return 1.0 if saved is None else saved.get(name, 0) / run.model.layers
+def _offloads(cfg: ModelConfig, length: int, remat: str) -> list[str]:
+    """What may be saved in host memory next to a remat policy: any subset of the inputs of layers
+    and of the `GROUPS` that it does not save. One may be saved only in some eighths of the layers.
+    """
+    kept = {"attention", *remat.split(",")}
+    free = [group for group in _groups(cfg, length) if not kept.intersection(group)]
+    return [text for text in _lists([], [(INPUT,), *free], cfg.layers) if text]
 
 
-def spared(run: Run) -> float:
-    """FLOPs that the remat policy need not recompute, as a share of the model's FLOPs. Unrolled
-    layers add `UNROLLED`."""
-    length = run.batch.sequence_length
-    every = activations(run.model, length)
-    offloaded = run.execution.offloaded(run.model.layers)
-    kept = sum(
-        max(_saved(run, name), offloaded.get(name, 0) / run.model.layers) * activation.flops
-        for name, activation in every.items()
-    )
-    total = flops.model_flops(run.model, length)["total"]
-    return kept * length / total + UNROLLED * run.unrolled
+def _groups(cfg: ModelConfig, length: int) -> list[tuple[str, ...]]:
+    """The `GROUPS` of a model, with the names that it has."""
+    names = activations(cfg, length)
+    groups = (tuple(name for name in group if name in names) for group in GROUPS)
+    return [*filter(None, groups)]
+
+
+def _lists(always: Groups, groups: Groups, layers: int) -> Iterator[str]:
+    """Lists as in `execution.remat`: some groups always, any subset of others, and the same with
+    one more group in some eighths of the layers."""
+    counts = sorted({layers * n // EIGHTHS for n in range(1, EIGHTHS)} - {0})
+    for size in range(len(groups) + 1):
+        for chosen in combinations(groups, size):
+            names = [name for group in (*always, *chosen) for name in group]
+            yield ",".join(names)
+            for group, count in product((g for g in groups if g not in chosen), counts):
+                yield ",".join([*names, *(f"{name}:{count}" for name in group)])
+
+
+def with_policy(run: Run, policy: Policy) -> Run | None:
+    """The layout and options of a run with a policy; None if it cannot run so."""
+    try:
+        execution = replace(run.execution, remat=policy.remat, offload=policy.offload)
+        return replace(run, execution=execution)
+    except RecipeError:
+        return None
+
+
+def _tokens(run: Run) -> float:
+    """Tokens of a microbatch on a device."""
+    p = run.parallelism
+    return run.microbatch * run.batch.sequence_length / p.context / p.tensor
+
+
+def policy_s(run: Run, policy: Policy, step_s: float, gpu: Gpu) -> float:
+    """Seconds that a policy adds to a step of `step_s`: negative for what it need not recompute,
+    and copies to the host and back as far as they outlast the passes that can hide them."""
+    bytes_copied = BF16 * policy.host * _tokens(run) * run.accumulation
+    seconds = bytes_copied / (gpu.host * 1e9) if gpu.host else 0.0
+    return sum(max(0.0, seconds - share * step_s) for share in HIDDEN) - step_s * policy.spared
+
+
+def layout_s(run: Run, base: Run, parts_s: dict[str, float], step_s: float) -> float:
+    """Seconds that we expect another layout and other options to add to the step of a compiled
+    candidate, `base`, from the parts of its plan (`plan.parts`): the bubble, and what is exposed on
+    each axis. It is rough, and only orders candidates."""
+    result = (_bubble(run) - _bubble(base)) * parts_s.get("products", step_s)
+    exposed = {
+        name.removeprefix("exposed: "): seconds
+        for name, seconds in parts_s.items()
+        if name.startswith("exposed: ") and name != "exposed: host"
+    }
+    for axes, seconds in exposed.items():
+        scales = [
+            _sent(run, axis) / sent for axis in AXES if axis in axes and (sent := _sent(base, axis))
+        ]
+        result += seconds * (max(scales, default=1.0) * _remaining(run, base, axes) - 1)
+    for new, old in zip(run.mesh_shape, base.mesh_shape, strict=True):
+        if old == 1 and new > 1:
+            result += step_s * NEW_AXIS * math.log2(new)
+    return result
+
+
+def _bubble(run: Run) -> float:
+    """Idle time of a pipeline as a share of its work."""
+    p = run.parallelism
+    return (p.pipeline - 1) / (p.virtual_stages * run.accumulation)
+
+
+def _sent(run: Run, axis: str) -> float:
+    """What a rank sends over an axis in a step, up to a factor that the axis decides: weights for
+    each microbatch on `fsdp`, gradients on `data`, activations on the others."""
+    p, size = run.parallelism, run.mesh_shape[AXES.index(axis)]
+    ring = (size - 1) / size
+    if axis == "fsdp":
+        return ring * run.accumulation / (p.pipeline * p.expert * p.tensor)
+    if axis == "data":
+        return ring / p.ranks
+    return ring if axis == "expert" else ring * p.context * p.tensor
+
+
+def _remaining(run: Run, base: Run, axes: str) -> float:
+    """What remains exposed on some axes if options or `expert_parts` differ."""
+
+    def hiding(run: Run) -> int:
+        guided = run.execution.xla_flags.startswith("guided")
+        in_layers = "data" in axes and run.execution.replica_sums == "layer"
+        return guided + in_layers + ("expert" in axes and run.execution.expert_parts > 1)
+
+    return HIDING ** (hiding(run) - hiding(base))
 
 
 def least_state(run: Run) -> float:
@@ -195,17 +396,16 @@ def least_state(run: Run) -> float:
     return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
 
 
-def memory(run: Run) -> float:
+def memory(run: Run, policy: Policy | None = None) -> float:
     """Approximate bytes on a device at its peak: state, gradients, weights in use, saved
-    activations, and the workspace of a layer."""
+    activations, and the workspace of a layer. `policy` replaces the policy of the run."""
+    policy = policy or policy_of(run)
     cfg, p, counts = run.model, run.parallelism, parameters(run.model)
     every = activations(cfg, run.batch.sequence_length)
     experts = counts.get("experts", 0)
     rest = counts["total"] - counts["embedding"] - counts["norms"] - experts
     weights = (rest + experts / p.expert) / p.tensor
-    tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
-    # The input of a layer is always saved.
-    saved = cfg.layers * cfg.embed + sum(_saved(run, n) * a.features for n, a in every.items())
+    tokens, saved = _tokens(run), policy.device
     workspace = tokens * sum(a.features for a in every.values())
     held: float = 0
     if p.pipeline > 1:
@@ -215,7 +415,9 @@ def memory(run: Run) -> float:
         saved *= stash / (p.pipeline * p.virtual_stages)
     else:
         workspace += weights
-    if run.unrolled:  # gathered weights, and operands of matmuls that have no name
+    if (
+        policy.remat == "none"
+    ):  # unrolled: gathered weights, and operands of matmuls that have no name
         held = BF16 * weights
         saved += len(cfg.mixers) * cfg.embed * p.tensor + every.get("up", Activation(0, 0)).features
     return least_state(run) + held + BF16 * (tokens * saved + WORKSPACE * workspace / cfg.layers)

@@ -1,16 +1,16 @@
-"""`jaxbench plan --search`: compiles a row with other meshes, microbatches, `expert_parts` and
-remat policies.
+"""`jaxbench plan --search`: compiles a row with other settings (`candidates.KEYS`).
 
-The search is local. It begins with the row and continues with the neighbours of the best candidate
-so far (`candidates.distance` 1). Each candidate gets the remat policy that recomputes least within
-the memory limit, as estimated from the peak of a compiled candidate. Step times come only from
+The search is local. It begins with the row and continues next to the best candidate so far: with
+one other layout or option, or with two of these at a time. Each candidate gets the policy that we
+expect to be fastest within the memory limit. What is compiled first, and what is not worth it,
+follows from the parts of the best plan (`candidates.expected_s`). Step times come only from
 compiled plans.
 """
 
 import math
 import os
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import combinations, permutations
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -23,14 +23,14 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.candidates import layout, least_state, memory, spared
+from jaxbench.plan.candidates import layout, least_state, memory, merged, options
 from jaxbench.plan.many_pages import search_page
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_each, progress
 from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
-from jaxbench.recipe.settings import Run
+from jaxbench.recipe.settings import CHOSEN, Run
 from jaxbench.results.plans import part_name
 
 BATCH = min(4, os.cpu_count() or 1)
@@ -38,8 +38,15 @@ BATCH = min(4, os.cpu_count() or 1)
 at a time, so a repeated search chooses the same candidates."""
 
 WORTH = 0.99
-"""Another remat policy is compiled if we expect it to take less than this share of the best
+"""Another policy of a layout is compiled if we expect it to take less than this share of the best
 step."""
+
+DOUBT = 0.03
+"""Another layout or option is compiled unless we expect it to be slower than the best candidate by
+more than this share: the estimate is rough."""
+
+PAIRED = 6
+"""The number of single changes, the most promising ones, that are also tried two at a time."""
 
 CAUTION = 0.95
 """The share of the memory limit that the estimate for a new layout may reach, since it is off by a
@@ -73,23 +80,18 @@ class Search:
 
     def __init__(self, row: Run, gpu: Gpu, fixed: frozenset[str] = frozenset()):
         self.row = replace(row, batch=replace(row.batch, microbatch=row.microbatch))
-        self.limit = gpu.memory_limit
+        self.gpu, self.limit, self.fixed = gpu, gpu.memory_limit, fixed
         every = candidates.layouts(self.row, fixed)
         self.layouts = [run for run in every if least_state(run) <= self.limit]
         self.total, self.cannot_fit = len(every), len(every) - len(self.layouts)
         self.tried: dict[Run, Outcome] = {}
-        remat = self.row.execution.remat if "execution.remat" in fixed else None
-        self._policies = cache(lambda run: candidates.with_policies(run, remat))
 
     def batch(self, count: int) -> list[Run]:
-        """The next candidates, at most `count`, each with another layout. The row alone comes
-        first."""
+        """The next candidates, at most `count`, that differ in layout or options. The row alone
+        comes first."""
         if not self.tried:
-            return [self.row]
-        batch: list[Run] = []
-        while len(batch) < count and (run := self._next(batch)):
-            batch.append(run)
-        return batch
+            return [self.row][:count]
+        return self.worth()[:count]
 
     def best(self) -> Run | None:
         """The fastest candidate that fits. Of equally fast candidates, the one with the lowest
@@ -97,54 +99,114 @@ class Search:
         fitting = [(o.seconds, o.peak, run) for run, o in self.tried.items() if o.fits]
         return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
 
-    def _next(self, batch: list[Run]) -> Run | None:
-        """The next candidate for a batch, with a layout that is not yet in it. First comes the best
-        layout so far with another remat policy, then its neighbours. While no candidate fits, any
-        layout may come, and first those that we expect to fit with full remat. None if no candidate
-        is worth compiling."""
+    def worth(self) -> list[Run]:
+        """What is worth compiling next, the most promising first: the best candidate so far with
+        another policy, or with one or two other settings. While no candidate fits, any layout, and
+        first those that we expect to fit with full remat."""
         best = self.best()
-        centre = best or min(self.tried, key=lambda run: self.tried[run].peak)
-        taken = {layout(run) for run in batch}
+        if best is None:
+            return self._to_fit()
+        best_s = self.tried[best].seconds
+        near = [run for run in self.layouts if candidates.distance(run, best) == 1]
+        single = [_with_options(run, best) for run in near]
+        slower = self._slower_options()
+        other = candidates.with_options(best, self.fixed)
+        single += [run for run in other if not slower.intersection(options(run))]
+        found = dict(filter(None, map(self._fastest, single)))
+        promising = [run for run in sorted(found, key=found.__getitem__) if found[run] < best_s]
+        pairs = (merged(one, other, best) for one, other in combinations(promising[:PAIRED], 2))
+        fit = [run for run in pairs if run and least_state(run) <= self.limit]
+        found |= dict(filter(None, map(self._fastest, fit)))
+        found = {run: seconds for run, seconds in found.items() if seconds < (1 + DOUBT) * best_s}
+        again = self._fastest(best)
+        if again and again[1] < WORTH * best_s:
+            found[again[0]] = again[1]
+        return sorted(found, key=found.__getitem__)
+
+    def _to_fit(self) -> list[Run]:
+        """Layouts that may fit while nothing does, each with its fastest policy that may fit."""
+        centre = min(self.tried, key=lambda run: self.tried[run].peak)
+        peaks = [(memory(centre), self.tried[centre].peak)]
 
         def order(run: Run) -> tuple[bool, int]:
-            too_big = best is None and self._peak(run, [centre]) > CAUTION * self.limit
+            too_big = _peak(memory(run), peaks) > CAUTION * self.limit
             return too_big, candidates.distance(run, centre)
 
+        result: list[Run] = []
         for run in sorted(self.layouts, key=order):
-            if best and candidates.distance(run, centre) > 1:
+            if new := self._fastest(_with_options(run, self.row)):
+                result.append(new[0])
+            if len(result) == BATCH:
                 break
-            if layout(run) not in taken and (new := self._with_policy(run, centre)):
-                return new
-        return None
+        return result
 
-    def _with_policy(self, run: Run, centre: Run) -> Run | None:
-        """The layout with the remat policy that recomputes least among those that we expect to fit.
-        None if that was tried already, or if we do not expect it to be faster than the best
-        candidate."""
-        same = [other for other in self.tried if layout(other) == layout(run)]
+    def _fastest(self, run: Run) -> tuple[Run, float] | None:
+        """The layout and options of a run with the policy that we expect to be fastest among those
+        that we expect to fit, and its step in seconds. None if that was tried already, or if this
+        layout did not compile."""
+        same = self._same(run)
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
             return None
+        best = self.best()
+        near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
+        peaks = [(memory(other), self.tried[other].peak) for other in near]
         room = self.limit * (1 if compiled else CAUTION)
-        policies, best = self._policies(run), self.best()
-        fitting = [new for new in policies if self._peak(new, compiled or [centre]) <= room]
+        every = candidates.policies(run, self.fixed, host=self.gpu.host_limit > 0)
+        if best and run.parallelism.pipeline == 1:
+            every = [candidates.policy_of(best), *every]
+        needed = {policy: _peak(memory(run, policy), peaks) for policy in every}
+        fitting = [policy for policy in every if needed[policy] <= room]
         if not fitting and best is None:
-            fitting = sorted(policies, key=memory)[:1]
-        new = max(fitting, key=spared, default=None)
-        if new is None or new in self.tried:
-            return None
-        # If it recomputes a smaller share of the FLOPs than a compiled candidate of this layout, it
-        # shortens the step by the difference of the shares.
-        expected = [self.tried[o].seconds * (1 + spared(o) - spared(new)) for o in compiled]
-        worth = not expected or best is None or min(expected) < self.tried[best].seconds * WORTH
-        return new if worth else None
+            fitting = [min(every, key=needed.__getitem__)]
+        base = min(compiled, key=lambda other: self.tried[other].seconds, default=best)
+        step_s, parts_s = 1.0, dict[str, float]()
+        if base and (outcome := self.tried[base]).seconds < math.inf:
+            step_s = outcome.seconds
+            parts_s = parts(outcome.plan) if outcome.plan else {}
+            fixed_s = step_s + candidates.layout_s(run, base, parts_s, step_s)
+            fixed_s -= candidates.policy_s(base, candidates.policy_of(base), step_s, self.gpu)
+        else:
+            fixed_s = step_s
+        expected = {
+            policy: fixed_s + candidates.policy_s(run, policy, step_s, self.gpu)
+            for policy in fitting
+        }
+        for policy in sorted(fitting, key=lambda each: (expected[each], each.host)):
+            if new := candidates.with_policy(run, policy):
+                return None if new in self.tried else (new, expected[policy])
+        return None
 
-    def _peak(self, run: Run, compiled: list[Run]) -> float:
-        """The expected peak of a candidate: the peak of the compiled candidate with the nearest
-        estimate (`candidates.memory`), plus the difference between the estimates."""
-        base = min(compiled, key=lambda other: abs(memory(other) - memory(run)))
-        peak = self.tried[base].peak
-        return memory(run) + (peak - memory(base) if peak < math.inf else 0)
+    def _slower_options(self) -> set[str]:
+        """Options that made a candidate slower which is otherwise the same."""
+        result = set[str]()
+        for a, b in permutations(self.tried, 2):
+            differing = {*options(b)} - {*options(a)}
+            alike = layout(a) == layout(b) and candidates.policy_of(a) == candidates.policy_of(b)
+            if alike and len(differing) == 1 and self.tried[b].seconds >= self.tried[a].seconds:
+                result |= differing
+        return result
+
+    def _same(self, run: Run) -> list[Run]:
+        """The candidates that were tried with the layout and the options of a run."""
+        key = layout(run), options(run)
+        return [other for other in self.tried if (layout(other), options(other)) == key]
+
+
+def _peak(estimate: float, compiled: list[tuple[float, float]]) -> float:
+    """The expected peak for an estimate (`candidates.memory`): the peak of the compiled candidate
+    with the nearest estimate, plus the difference between the estimates. `compiled` has estimates
+    and peaks; an infinite peak is none."""
+    nearest, peak = min(compiled, key=lambda pair: abs(pair[0] - estimate))
+    return estimate + (peak - nearest if peak < math.inf else 0)
+
+
+def _with_options(run: Run, other: Run) -> Run:
+    """A layout with another candidate's options, as far as it can have them."""
+    sums = "step" if run.parallelism.pipeline > 1 else other.execution.replica_sums
+    flags = other.execution.xla_flags
+    execution = replace(run.execution, xla_flags=flags, replica_sums=sums)
+    return replace(run, execution=execution, precision=other.precision)
 
 
 def search(
@@ -161,9 +223,11 @@ def search(
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
-    tried = f"tried {len(lines)} of {state.total} meshes and microbatches"
+    tried = f"{counted(len(lines), 'candidate')} compiled, of {state.total} meshes and microbatches"
     if state.cannot_fit:
-        tried += f"; the train state alone does not fit with {state.cannot_fit} of them"
+        tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
+    left = len(state.worth()) if best else 0
+    tried += f"; {left} more are worth a try (--limit)" if left else "; no other is worth a try"
     changes = [*row.overrides, *best["set"]] if best else []
     options = [option for text in changes for option in ("--set", text)]
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])
@@ -220,10 +284,8 @@ def table(tried: dict[Run, Outcome], row: Run) -> list[dict[str, Any]]:
         line = {
             "set": candidates.changes(run, row),
             "mesh": run.mesh_text(),
-            "virtual_stages": run.parallelism.virtual_stages,
             "microbatch": run.microbatch,
-            "expert_parts": run.execution.expert_parts,
-            "remat": run.execution.remat,
+            "other": other_changes(run, row),
             "fits": outcome.fits,
             "why": f"not compiled: {outcome.error}",
         }
@@ -237,6 +299,17 @@ def table(tried: dict[Run, Outcome], row: Run) -> list[dict[str, Any]]:
             }
         lines.append(line)
     return lines
+
+
+def other_changes(run: Run, row: Run) -> list[str]:
+    """What differs from the row besides the sizes of axes and the microbatch."""
+    axes = {f"parallelism.{axis}" for axis in CHOSEN} | {"batch.microbatch", "batch.global_batch"}
+    before = candidates.settings(row)
+    return [
+        f"{key.partition('.')[2]}={value}"
+        for key, value in candidates.settings(run).items()
+        if key not in axes and value != before[key]
+    ]
 
 
 def why(plan: Plan, best: Plan | None) -> str:
@@ -257,9 +330,8 @@ def why(plan: Plan, best: Plan | None) -> str:
 def show(lines: list[dict[str, Any]]) -> None:
     """Prints the table of candidates."""
     grid = Table(box=None)
-    numbers = {"virtual_stages": "chunks", "microbatch": "microbatch", "expert_parts": "parts"}
-    for heading in ("step s", "of row", "peak GiB", "mesh", *numbers.values(), "remat", "why"):
-        grid.add_column(heading, no_wrap=heading != "remat")
+    for heading in ("step s", "of row", "peak GiB", "mesh", "microbatch", "other changes", "why"):
+        grid.add_column(heading, no_wrap=heading != "other changes")
     for line in lines:
         figures = ("", "", "")
         if "step_s" in line:
@@ -267,6 +339,6 @@ def show(lines: list[dict[str, Any]]) -> None:
             figures = (f"{line['step_s']:.3f}", ratio, f"{line['peak'] / 2**30:.1f}")
         reason = "the row; " * (not line["set"]) + line["why"]
         reason = shorten(reason.removesuffix("; "), REASON_WIDTH)
-        counts = (str(line[key]) for key in numbers)
-        grid.add_row(*figures, line["mesh"], *counts, line["remat"], reason)
+        microbatch, other = str(line["microbatch"]), " ".join(line["other"])
+        grid.add_row(*figures, line["mesh"], microbatch, other, reason)
     console().print(grid)

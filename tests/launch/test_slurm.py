@@ -297,6 +297,7 @@ exec {sys.executable} "$@"
     assert re.fullmatch(r"failed: rank 3 on n1: no memory on this node", last), last
 
 
+@pytest.mark.nightly
 def test_a_job_that_reaches_its_time_limit_saves_and_ends(cluster, stage):
     """The limit is lowered while it trains, to less than the 120 s before it of Slurm's notice."""
     number, folder = submit(cluster, stage, ENABLE_CHECKPOINT="true", **LONG)

@@ -107,6 +107,8 @@ MODELS = {
     "deepseek3": (deepseek, DEEPSEEK3),
     "gpt_oss": (gpt_oss, GPT_OSS),
 }
+QUICK = ("llama", "qwen3", "deepseek3", "gpt_oss", "nemotronh")
+"""A model of each kind of layer; the others run with `--slow`."""
 """By file of `fixtures`: how its weights are read, and the model."""
 
 
@@ -129,7 +131,7 @@ def assert_logits(hidden, model, expected):
     np.testing.assert_allclose(logits, expected, atol=5e-6 * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiered(QUICK, MODELS, slow=MODELS.keys() - {*QUICK}))
 def test_logits_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))

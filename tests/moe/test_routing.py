@@ -127,6 +127,7 @@ def test_accumulation_and_balance_loss():
         assert np.abs(with_loss[1][name] - without[1][name]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_figures_of_a_step():
     run = tiny_grok()
     with mesh_of(run):

@@ -131,6 +131,7 @@ def test_a_job_with_too_little_memory_ends_before_it_compiles(tmp_path):
     assert "compiling" not in command.out
 
 
+@pytest.mark.nightly
 def test_a_killed_run_resumes(tmp_path):
     cache = ("--compilation-cache", tmp_path / "cache")
     saving = (*null_gpus.tiny("llama31_8b_bf16", steps=60), *cache, "--checkpoint-every", 10)

@@ -126,6 +126,7 @@ def test_a_slow_gpu_names_its_rank_and_node(cluster, tmp_path):
             assert next(csv.DictReader(file))["power_w"] == "600"
 
 
+@pytest.mark.nightly
 def test_a_node_that_lacks_its_gpu_is_named(cluster, tmp_path):
     """As after a GPU was lost, until the machine starts again."""
     (tmp_path / "arm").touch()

@@ -53,10 +53,9 @@ def test_the_row_is_among_what_may_be_chosen(name, gpus):
 
 def test_a_candidate_is_its_row_with_set_entries():
     run = row("grok1_314b_fp8", 32)
-    policies = list(candidates.policies(run))
     for at, layout in enumerate(candidates.layouts(run)[::97]):
-        remat = policies[at % len(policies)]
-        for found in candidates.with_policies(layout, remat):
+        for policy in candidates.policies(layout)[at::50]:
+            found = candidates.with_policy(layout, policy)
             again = row("grok1_314b_fp8", 32, *candidates.changes(found, run))
             assert again.mesh_shape == found.mesh_shape
             assert candidates.settings(again) == candidates.settings(found)
@@ -81,9 +80,9 @@ def test_parts_are_tried_where_tokens_are_exchanged():
 
 def test_a_search_knows_the_sum_of_experts_in_a_latent_space():
     run = row("nemotron3_super_120b_a12b_bf16", 64)
-    assert run.execution.remat in candidates.policies(run)
+    assert run.execution.remat in {policy.remat for policy in candidates.policies(run)}
     without = replace(run, execution=replace(run.execution, remat="attention,residual"))
-    assert candidates.spared(without) < candidates.spared(run)
+    assert spared(without) < spared(run)
     assert candidates.memory(without) < candidates.memory(run)
 
 
@@ -119,9 +118,11 @@ def test_the_distance_counts_what_differs(changes, count):
 
 def test_in_a_pipeline_no_policy_counts_layers_or_unrolls():
     run = row("nemotron4_340b_fp8", 128, "execution.remat=full")
-    policies = [each.execution.remat for each in candidates.with_policies(run)]
+    policies = candidates.policies(run)
     assert len(policies) > 4
-    assert not any(":" in remat or remat == "none" for remat in policies)
+    assert not any(":" in policy.remat or policy.remat == "none" for policy in policies)
+    assert {policy.offload for policy in policies} == {"none"}
+    assert all(candidates.with_policy(run, policy) for policy in policies)
 
 
 def test_recomputation_is_the_forward_pass_of_what_is_not_kept():
@@ -130,8 +131,8 @@ def test_recomputation_is_the_forward_pass_of_what_is_not_kept():
     run = row("llama31_8b_bf16", 8, kept)
     work = flops.model_flops(run.model, run.batch.sequence_length)
     again = (work["total"] - work["head"] - work["mlp"] / 3) / 3
-    assert candidates.spared(run) == pytest.approx(again / work["total"])
-    assert candidates.spared(row("llama31_8b_bf16", 8, "execution.remat=full")) == 0
+    assert spared(run) == pytest.approx(again / work["total"])
+    assert spared(row("llama31_8b_bf16", 8, "execution.remat=full")) == 0
 
 
 def test_memory_is_near_what_was_compiled():
@@ -150,6 +151,10 @@ def test_the_least_state_is_below_any_real_one():
     assert sizes[8] > H100.memory_limit > sizes[16]
 
 
+def spared(run):
+    return candidates.policy_of(run).spared
+
+
 FEW = frozenset(["parallelism.pipeline", "parallelism.context"])
 """Fewer candidates: every annotation is checked in tests, which makes them slow."""
 
@@ -159,7 +164,7 @@ def seconds(run):
     p = run.parallelism
     bubble = (p.pipeline - 1) / (p.virtual_stages * run.accumulation)
     split = log2(p.tensor * p.context * run.accumulation)
-    return (2 - candidates.spared(run)) * (1 + bubble) * (1 + 0.02 * split)
+    return 10 * (2 - spared(run)) * (1 + bubble) * (1 + 0.02 * split)
 
 
 def simulate(searching, limit, more=0, at_a_time=2):
@@ -208,8 +213,9 @@ def test_a_search_finds_the_best_of_what_there_is():
     everything = [
         seconds(each)
         for layout in candidates.layouts(run, fixed)
-        for each in candidates.with_policies(layout)
-        if candidates.memory(each) <= H100.memory_limit
+        for policy in candidates.policies(layout, fixed)
+        if (each := candidates.with_policy(layout, policy))
+        and candidates.memory(each) <= H100.memory_limit
     ]
     assert seconds(searching.best()) == pytest.approx(min(everything), rel=0.01)
 

@@ -80,6 +80,7 @@ sys.exit(command.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_computes_nothing_fails_unless_its_gpus_say_so(tmp_path):
     arguments = ("-c", NULL_DEVICE, *TINY, "--steps", 3, "--output")
     status, out, err = run(*arguments, tmp_path / "failed", module=None)

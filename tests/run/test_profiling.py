@@ -65,6 +65,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(options, message, caps
     assert_mistake(command.main, [*TINY[:2], *options], message, capsys)
 
 
+@pytest.mark.slow
 def test_pgle_and_wrong_devices_are_refused_in_a_line():
     assert run(*TINY, "--pgle")[::2] == (
         2,

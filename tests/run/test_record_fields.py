@@ -50,6 +50,7 @@ def written(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_the_table_has_every_field_and_no_other(written):
     lines = (ROOT / "docs" / "reference" / "record.md").read_text().splitlines()
     columns = [line.split("|")[1] for line in lines if line.startswith("| `")]

@@ -9,6 +9,7 @@ from jaxbench.run import repeatable
 from jaxbench.train.program import compile_program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "found"),
     [(7, "loss of step 3 was "), pytest.param(8, "was ", marks=pytest.mark.nightly)],

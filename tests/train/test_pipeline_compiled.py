@@ -92,6 +92,7 @@ def nemotron4():
     return Compiled("nemotron4_340b_bf16", 128)
 
 
+@pytest.mark.nightly
 def test_nemotron4_fits_with_fused_attention_of_head_dim_192(nemotron4):
     """In every schedule step one forward and one backward kernel, of an idle rank as well."""
     calls, p = nemotron4.program.custom_calls(), nemotron4.run.parallelism
