@@ -80,7 +80,9 @@ def add_modes(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="plan every row of a recipe, to see which parts of a step grow",
     )
-    add("--search", action="store_true", help="try other meshes, policies and schedules for the row")
+    add(
+        "--search", action="store_true", help="try other meshes, policies and schedules for the row"
+    )
     add("--limit", type=int, help=f"candidates that --search compiles (default {LIMIT})")
     add(
         "--all", action="store_true",

@@ -18,7 +18,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu
 from jaxbench.recipe import flops
 from jaxbench.recipe.activations import BF16, Activation, activations
-from jaxbench.recipe.execution import INPUT, Execution
+from jaxbench.recipe.execution import INPUT, SAVEABLE, Execution
 from jaxbench.recipe.model import ModelConfig, repeating_blocks
 from jaxbench.recipe.settings import AXES, CHOSEN, Parallelism, Run
 
@@ -64,7 +64,7 @@ NEW_AXIS = 0.01
 """The share of a step that we assume each doubling of an axis to cost which the base does not have:
 its plan does not show what such an axis sends."""
 
-parameters = cache(flops.parameters)
+parameters, model_flops = cache(flops.parameters), cache(flops.model_flops)
 
 
 def layout(run: Run) -> tuple[tuple[int, ...], int, int, int]:
@@ -244,7 +244,7 @@ def _policy(cfg: ModelConfig, length: int, remat: str, offload: str) -> Policy:
         flops_kept += (here + there) * activation.flops
     # The input of a layer is always saved, on the device unless it is offloaded.
     inputs = offloaded.get(INPUT, 0)
-    total = flops.model_flops(cfg, length)["total"]
+    total = model_flops(cfg, length)["total"]
     return Policy(
         remat,
         offload,
@@ -281,20 +281,36 @@ def _policies(
     return result
 
 
+@cache
 def _remats(cfg: ModelConfig, length: int) -> list[str]:
     """Remat policies to try: `full`; `none`; attention saved together with any subset of the other
-    `GROUPS`, of which one may be saved only in some eighths of the layers."""
+    `GROUPS`; and the same with one more group in some eighths of the layers."""
     attention, *others = _groups(cfg, length)
-    return ["full", "none", *_lists([attention], others, cfg.layers)]
+    result = ["full", "none"]
+    for size in range(len(others) + 1):
+        for chosen in combinations(others, size):
+            rest = [group for group in others if group not in chosen]
+            result += [_text([attention, *chosen]), *_in_part([attention, *chosen], rest, cfg)]
+    return result
 
 
+@cache
 def _offloads(cfg: ModelConfig, length: int, remat: str) -> list[str]:
-    """What may be saved in host memory next to a remat policy: any subset of the inputs of layers
-    and of the `GROUPS` that it does not save. One may be saved only in some eighths of the layers.
-    """
-    kept = {"attention", *remat.split(",")}
-    free = [group for group in _groups(cfg, length) if not kept.intersection(group)]
-    return [text for text in _lists([], [(INPUT,), *free], cfg.layers) if text]
+    """What may be saved in host memory next to a remat policy: the `GROUPS` that it does not save,
+    beginning with those that spare most FLOPs for their bytes, the last one perhaps in some eighths
+    of the layers; and each of these together with the inputs of layers."""
+    every, kept = activations(cfg, length), {"attention", *remat.split(",")}
+
+    def value(group: tuple[str, ...]) -> float:
+        return -sum(every[n].flops for n in group) / sum(every[n].features for n in group)
+
+    free = sorted((g for g in _groups(cfg, length) if not kept.intersection(g)), key=value)
+    result = [*_in_part([], [(INPUT,)], cfg), INPUT]
+    for inputs in ([], [(INPUT,)]):
+        for count, group in enumerate(free):
+            result += _in_part([*inputs, *free[:count]], [group], cfg)
+            result.append(_text([*inputs, *free[: count + 1]]))
+    return result
 
 
 def _groups(cfg: ModelConfig, length: int) -> list[tuple[str, ...]]:
@@ -304,16 +320,17 @@ def _groups(cfg: ModelConfig, length: int) -> list[tuple[str, ...]]:
     return [*filter(None, groups)]
 
 
-def _lists(always: Groups, groups: Groups, layers: int) -> Iterator[str]:
-    """Lists as in `execution.remat`: some groups always, any subset of others, and the same with
-    one more group in some eighths of the layers."""
-    counts = sorted({layers * n // EIGHTHS for n in range(1, EIGHTHS)} - {0})
-    for size in range(len(groups) + 1):
-        for chosen in combinations(groups, size):
-            names = [name for group in (*always, *chosen) for name in group]
-            yield ",".join(names)
-            for group, count in product((g for g in groups if g not in chosen), counts):
-                yield ",".join([*names, *(f"{name}:{count}" for name in group)])
+def _in_part(groups: Groups, others: Groups, cfg: ModelConfig) -> Iterator[str]:
+    """Lists as in `execution.remat`: groups, and one of the others in eighths of the layers."""
+    counts = sorted({cfg.layers * n // EIGHTHS for n in range(1, EIGHTHS)} - {0})
+    return (_text(groups, other, count) for other, count in product(others, counts))
+
+
+def _text(groups: Groups, some: tuple[str, ...] = (), count: int = 0) -> str:
+    """A list as in `execution.remat`: groups, and `some` activations in `count` layers."""
+    names = {name: name for group in groups for name in group}
+    names |= {name: f"{name}:{count}" for name in some}
+    return ",".join(names[name] for name in (INPUT, *SAVEABLE) if name in names)
 
 
 def with_policy(run: Run, policy: Policy) -> Run | None:
