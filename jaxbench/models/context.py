@@ -12,9 +12,8 @@ from jaxbench.base.hardware import Capability
 from jaxbench.models.layers import rotary_tables
 from jaxbench.ops import attention, grouped, ssd
 from jaxbench.ops.draws import Counters
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Execution, Precision
 
 
 class Batch(NamedTuple):

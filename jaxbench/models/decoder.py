@@ -33,7 +33,6 @@ from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe import routing
 from jaxbench.ops.remat import Policy, save
 from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import (
     ExpertsConfig,
     MambaConfig,
@@ -44,7 +43,7 @@ from jaxbench.recipe.model import (
     repeating_blocks,
     stacks,
 )
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Execution, Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {
     AttentionConfig: Attention,

@@ -32,7 +32,7 @@ from jaxbench.ops.stash import (
     unstack,
     write,
 )
-from jaxbench.recipe.execution import INPUT
+from jaxbench.recipe.settings import INPUT
 
 Stash = list[jax.Array]
 """The residuals of every block that stay in device memory, without its weights. Each leaf is

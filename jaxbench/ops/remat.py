@@ -18,7 +18,7 @@ recomputed with another rounding, and statistics with one number per token or te
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation for remat policies. The name is one of `execution.SAVEABLE`, or
+    """Names an activation for remat policies. The name is one of `settings.SAVEABLE`, or
     `SMALL`."""
     return checkpoint_name(x, name)
 

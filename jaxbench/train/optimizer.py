@@ -10,8 +10,7 @@ import optax
 
 from jaxbench.models.layers import LoadBias, Vector
 from jaxbench.ops.dense import is_variable
-from jaxbench.recipe.optimizer_settings import Optimizer
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Optimizer, Precision
 
 DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
 """Dtypes by their names in recipes; of a quantized format the dtype of what is not quantized."""

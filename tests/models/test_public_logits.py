@@ -22,7 +22,6 @@ from jaxbench.recipe.attention_config import (
     RopeScaling,
     Yarn,
 )
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import (
     ExpertsConfig,
     MambaConfig,
@@ -30,7 +29,7 @@ from jaxbench.recipe.model import (
     ModelConfig,
     PredictionConfig,
 )
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FP32 = Precision(dtype="fp32")

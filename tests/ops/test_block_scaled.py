@@ -162,7 +162,9 @@ def test_nvfp4_products_and_gradients(implementation, monkeypatch):
     arrays = operands("out")  # numpy's square blocks are of matrices
     precision = Precision(dtype="nvfp4", stochastic_rounding=False, hadamard=False)
     actual = product("out", "one device", precision, arrays, implementation)
-    assert_rounded(actual, expected("out", *arrays, in_nvfp4, in_square_blocks), 1e-5)
+    assert_rounded(
+        actual, expected("out", *arrays, quantize=in_nvfp4, quantize_weight=in_square_blocks), 1e-5
+    )
 
 
 def in_square_blocks(w, axis):

@@ -28,9 +28,8 @@ from jaxbench.ops.quantized import block_scaled, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Execution, Precision
 
 EPS32, EPS16 = np.finfo(np.float32).eps, 2**-8
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from tiny import tiny_run
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.ssd import IMPLEMENTATIONS, choose
-from jaxbench.recipe.execution import Execution
+from jaxbench.recipe.settings import Execution
 from jaxbench.train.program import check_run, kernels
 
 PALLAS = (

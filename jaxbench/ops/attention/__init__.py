@@ -16,8 +16,8 @@ from jaxbench.base.hardware import Capability
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.attention_config import Attention
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Execution
 
 
 @dataclass(frozen=True, kw_only=True)
