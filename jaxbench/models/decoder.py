@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -227,34 +227,31 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     Settings count layers as published: a layer of a transformer is attention and MLP. A block of
     several layers saves an activation if all of its layers do.
     """
-    result, first = [], 0
-    counts, mixers = execution.saved(cfg.layers), len(cfg.layer_patterns[0])
-    first_in_bf16 = cfg.layers - precision.last_bf16_layers
+    saved, offloaded = execution.saved(cfg.layers), execution.offloaded(cfg.layers)
+    mixers = len(cfg.layer_patterns[0])
+
+    def settings(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
+        """What the block whose first layer is `first` saves, and its mixers in bf16."""
+        last = first + len(pattern) // mixers
+        on_device, on_host = (
+            frozenset(name for name, layers in counts.items() if last <= layers)
+            for counts in (saved or {}, offloaded)
+        )
+        policy = Policy(None if saved is None else on_device | on_host, on_host - on_device)
+        quantized_layers = cfg.layers - precision.last_bf16_layers
+        in_bf16 = (n for n in range(len(pattern)) if first + n // mixers >= quantized_layers)
+        return policy, frozenset(in_bf16)
+
+    result, layer = [], 0
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
         size = len(pattern) // mixers
-
-        def repeats(layers: int, first=first, times=times, size=size) -> int:
-            return min(max((layers - first) // size, 0), times)
-
-        in_bf16 = [
-            frozenset(n for n in range(len(pattern)) if layer + n // mixers >= first_in_bf16)
-            for layer in range(first, first + times * size, size)
-        ]
-        changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}
-        saving, offloading = (
-            {name: repeats(count) for name, count in (layers or {}).items()}
-            for layers in (counts, execution.offloaded(cfg.layers))
-        )
-        ends = {0, times, *changes, *saving.values(), *offloading.values()}
-        for start, stop in pairwise(sorted(ends)):
-            on_device, named = (
-                frozenset(n for n, count in layers.items() if count >= stop)
-                for layers in (saving, offloading)
-            )
-            saved = None if counts is None else on_device | named
-            policy = Policy(saved, named - on_device)
-            result.append(Segment(stack, slice(start, stop), policy, in_bf16[start]))
-        first += times * size
+        of_blocks = [settings(pattern, layer + block * size) for block in range(times)]
+        start = 0
+        for (policy, in_bf16), alike in groupby(of_blocks):
+            stop = start + len(list(alike))
+            result.append(Segment(stack, slice(start, stop), policy, in_bf16))
+            start = stop
+        layer += times * size
     return result
 
 
