@@ -47,7 +47,7 @@ def last_hidden(model, tokens, execution, precision):
     x = model.embedding(tokens, model.dtype)
     ctx = make_context(model.cfg, tokens.shape[1], execution, precision)
     for segment in segments(model.cfg, execution, precision):
-        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
+        x, _ = model.run_segment(segment, x, ctx, (), LayerLoop())
     return x
 
 

@@ -23,11 +23,12 @@ from jaxbench.models.layers import (
     LayerOutput,
     RoutingFigures,
     Weight,
+    head_loss,
     normal,
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
-from jaxbench.models.output import Output, Prediction, output_loss
+from jaxbench.models.prediction import Prediction, further_losses
 from jaxbench.ops import quantized
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe import routing
@@ -156,20 +157,25 @@ class Decoder(nnx.Module):
         ctx = ctx.count(sequence=batch.first_sequence)
         all_figures: list[RoutingFigures] = []
         for segment in segments(cfg, execution, precision):
-            x, figures = self.apply(segment, x, ctx, scaled, loop)
+            x, figures = self.run_segment(segment, x, ctx, scaled, loop)
             all_figures.append(figures)
+        head, hidden = self.head_weight(), self.norm(x)
+        value = head_loss(cfg, head, hidden, batch.targets)
+        if self.prediction is not None:
 
-        def predict(x: Hidden, depth: int) -> LayerOutput:
-            segment = prediction_segment(cfg, execution, precision)
-            return self.apply(segment, x, ctx.count(depth=depth), scaled, loop)
+            def predict_block(x: Hidden, depth: int) -> LayerOutput:
+                segment = prediction_segment(cfg, execution, precision)
+                return self.run_segment(segment, x, ctx.count(depth=depth), scaled, loop)
 
-        output = Output(self.norm, self.head_weight(), self.prediction)
-        value, further = output_loss(cfg, output, self.embedding, x, batch, predict)
+            value, further = further_losses(
+                cfg, self.prediction, self.embedding, head, hidden, value, batch, predict_block
+            )
+            all_figures += further
         if cfg.experts is None:
             return value, {}
-        return routing.with_balance_loss(value, all_figures + further, cfg.balance_loss)
+        return routing.with_balance_loss(value, all_figures, cfg.balance_loss)
 
-    def apply(
+    def run_segment(
         self,
         segment: Segment,
         x: Hidden,
@@ -183,8 +189,8 @@ class Decoder(nnx.Module):
         layers = jax.tree.map(jnp.array, first_layers(self.cfg)[segment.stack])
         block, scales, layers = jax.tree.map(itemgetter(segment.repeats), (block, scales, layers))
         weights = block, None if scales is None else scales.observed
-        apply = partial(apply_block, bf16=segment.bf16)
-        return loop.scan(apply, x, weights, (scales, layers), ctx, segment.policy)
+        one_block = partial(apply_block, bf16=segment.bf16)
+        return loop.scan(one_block, x, weights, (scales, layers), ctx, segment.policy)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""

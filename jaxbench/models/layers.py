@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops import dense
+from jaxbench.ops.loss import Options, cross_entropy
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.attention_config import Attention, Yarn
 from jaxbench.recipe.model import ModelConfig
@@ -217,3 +218,18 @@ def rotate(x: Float[Array, "B S N H"], rotary: Rotary | None) -> Float[Array, "B
     a, b = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.size else turned
+
+
+def head_loss(
+    cfg: ModelConfig,
+    head: Float[Array, "D V"],
+    hidden: Hidden,
+    targets: Int[Array, "B S"],
+    masked: bool = False,
+) -> Float[Array, ""]:
+    """The mean cross entropy of a normed output, through the head."""
+    hidden = mesh.gather_seq(hidden)
+    # XLA is known to leave the head's gradient to the end of the step where the head is applied
+    # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
+    in_order = cfg.prediction is not None or cfg.mamba is not None
+    return cross_entropy(hidden, head, targets, Options(masked, in_order))

@@ -22,13 +22,12 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.models.context import Batch, Context, make_context
 from jaxbench.models.decoder import Decoder, segments
-from jaxbench.models.output import Output
 from jaxbench.ops import quantized
 from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
 from jaxbench.recipe.model import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
-from jaxbench.train.pipeline_ends import Ends, EndWeights
+from jaxbench.train.pipeline_ends import Ends, EndWeights, Output
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
 

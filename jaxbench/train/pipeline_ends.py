@@ -14,15 +14,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxbench.models.context import Batch, Context
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import Embedding, LayerOutput
-from jaxbench.models.output import Output, output_loss
+from jaxbench.models.layers import Embedding, LayerOutput, RoutingFigures, head_loss
+from jaxbench.models.prediction import Prediction, further_losses
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, read
 from jaxbench.recipe.model import ModelConfig, first_layers
+
+
+class Output(NamedTuple):
+    """Weights after the last layer: final norm, head, and multi-token prediction without its
+    block."""
+
+    norm: nnx.Module
+    head: Float[Array, "D V"]
+    prediction: Prediction | None
 
 
 class EndWeights(NamedTuple):
@@ -88,15 +99,20 @@ class Ends:
             batch: Batch = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
 
-            def apply(x: jax.Array, depth: int) -> LayerOutput:
+            def predict_block(x: jax.Array, depth: int) -> LayerOutput:
                 (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last
                 ctx = self.ctx.count(sequence=batch.first_sequence, depth=depth)
                 return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
 
             embedding = weights.get("embedding", self.weights.embedding)
-            loss, further = output_loss(
-                self.cfg, weights["output"], embedding, hidden, batch, apply
-            )
+            norm, head, prediction = weights["output"]
+            further: list[RoutingFigures] = []
+            hidden = norm(hidden)
+            loss = head_loss(self.cfg, head, hidden, batch.targets)
+            if prediction is not None:
+                loss, further = further_losses(
+                    self.cfg, prediction, embedding, head, hidden, loss, batch, predict_block
+                )
             figures = [figures for layers in further for figures in layers]
             balance = sum((jnp.sum(losses) for losses, _, _ in figures), jnp.zeros(()))
             return (loss, balance), jax.tree.map(

@@ -147,7 +147,7 @@ def test_multi_token_prediction_equals_that_of_a_public_implementation():
         x = model.prediction(embedded, model.norm(hidden)[:, :-1])
         ctx = make_context(model.cfg, x.shape[1], Execution(), FP32)
         segment = prediction_segment(model.cfg, Execution(), Precision())
-        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
+        x, _ = model.run_segment(segment, x, ctx, (), LayerLoop())
         assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 
