@@ -113,13 +113,17 @@ class Decoder(nnx.Module):
         k_embedding, k_blocks, k_head, k_prediction = jax.random.split(key, 4)
         self.cfg = cfg
         self.embedding = Embedding(cfg, key=k_embedding)
-        blocks = stacks(cfg)
-        keys = jax.random.split(k_blocks, sum(times for _, times in blocks))
-        ends = accumulate(times for _, times in blocks)
+        patterns = stacks(cfg)
+        keys = jax.random.split(k_blocks, sum(times for _, times in patterns))
+        ends = accumulate(times for _, times in patterns)
+
+        def stacked(pattern: str, keys) -> Block:
+            return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
+
         self.stacks = nnx.List(
             [
-                stacked(cfg, pattern, keys[end - times : end])
-                for (pattern, times), end in zip(blocks, ends, strict=True)
+                stacked(pattern, keys[end - times : end])
+                for (pattern, times), end in zip(patterns, ends, strict=True)
             ]
         )
         self.norm = NORMS[cfg.norm](cfg)
@@ -220,11 +224,6 @@ def apply_block(
         scales = replace(scales, observed=observed)
         block = quantized.attach(block, scales, ctx.counters, bf16)
     return block(x, ctx) if only is None else block.apply_layer(only, x, ctx)
-
-
-def stacked(cfg: ModelConfig, pattern: str, keys) -> Block:
-    """One block per key, with weights stacked on axis 0."""
-    return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
 
 
 def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
