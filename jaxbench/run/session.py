@@ -248,7 +248,7 @@ class Attempt:
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
         like, skipped = abstract_state(self.run), list(self.session.skipped)
-        for path in (self.session.restore, *self.session.older):
+        for path in self.session.checkpoints:
             try:
                 reason, restored = "", checkpoint.restore(path, like, self.recorder.say)
             except RunFailed as error:
@@ -273,7 +273,7 @@ class Attempt:
         if skipped:
             self.recorder.say(f"starting from {path}")
         if path != self.session.restore:
-            self.session = replace(self.session, restore=path)
+            self.session = replace(self.session, checkpoints=(path,))
             self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
 
     def _saver(self) -> Any:

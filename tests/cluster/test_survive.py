@@ -197,7 +197,7 @@ def test_a_rank_that_reads_a_stale_record_ends_with_one_line(tmp_path, monkeypat
     waits = []
     monkeypatch.setattr(ending, "leave", lambda status, wait: waits.append(wait) or status)
     options = parse_arguments(["--config", "x", "--output", str(tmp_path), "--resume"])
-    session = Session(folder=tmp_path, restore=None, options=options)
+    session = Session(folder=tmp_path, options=options)
     assert benchmark(tiny_run(), session) == 2
     assert "is not a complete record" in capsys.readouterr().err
     assert waits == [False]
