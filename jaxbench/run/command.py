@@ -15,7 +15,7 @@ from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import host_memory, profiling, session
 from jaxbench.run.arguments import Options, check_arguments, check_profiled, parse_arguments
 from jaxbench.run.prepare import prepare
-from jaxbench.train.program import check_run
+from jaxbench.train.program_checks import check_run
 from jaxbench.xla import flags
 
 

@@ -37,7 +37,8 @@ from jaxbench.run.start_record import begun, new_record
 from jaxbench.run.step_errors import Launches
 from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
-from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
+from jaxbench.train.program import compile_program, offloaded_bytes
+from jaxbench.train.program_checks import check_program, described_kernels
 from jaxbench.train.step import State, abstract_state
 
 
@@ -230,7 +231,7 @@ class Attempt:
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
-        by = kernels(run)
+        by = described_kernels(run)
         recorder.add(kernels=by)
         recorder.say(", ".join(f"{LABELS.get(part, part)}: {name}" for part, name in by.items()))
         if options.pgle:

@@ -25,7 +25,7 @@ from jaxbench.ops import dense, draws, quantized
 from jaxbench.ops.quantized import block_scaled, hadamard, kernels, te_blocks
 from jaxbench.ops.quantized.block_formats import mxfp8, nvfp4
 from jaxbench.recipe.settings import Precision
-from jaxbench.train.program import check_run
+from jaxbench.train.program_checks import check_run
 from jaxbench.train.step import gradients
 
 RNG = np.random.default_rng(3)

@@ -14,7 +14,7 @@ from jaxbench.models.layers import Vector
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.settings import AXES
 from jaxbench.train.optimizer import learning_rate
-from jaxbench.train.program import kernels
+from jaxbench.train.program_checks import described_kernels
 from jaxbench.train.step import (
     abstract_state,
     gradients,
@@ -168,7 +168,7 @@ def tiny_losses(family, dtype, *overrides):
     with mesh_of(run):
         emulated = "bf16" if dtype == "fp8" else "fp32"
         expected = dtype if dtype == "bf16" else f"{dtype}, emulated in {emulated}"
-        assert kernels(run)["products"] == expected
+        assert described_kernels(run)["products"] == expected
     return losses_on_one_batch(run, steps=25)
 
 
