@@ -14,7 +14,7 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
 from jaxbench.results.throughput import model_flops
-from jaxbench.train.program import compile_program
+from jaxbench.train.program import compile_program, parse_program
 from jaxbench.xla.collectives import Collective, completed
 from jaxbench.xla.hlo import Program
 

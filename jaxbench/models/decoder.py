@@ -13,9 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.models.attention import Attention, LatentAttention
+from jaxbench.models.attention import Attention
 from jaxbench.models.context import Batch, Context, make_context
 from jaxbench.models.experts import Experts
+from jaxbench.models.latent_attention import LatentAttention
 from jaxbench.models.layers import (
     NORMS,
     Embedding,

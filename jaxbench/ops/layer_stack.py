@@ -4,7 +4,7 @@
 stack of residuals for each microbatch: 0.17 s of a forecast step of Llama 3.1 8B in FP8. Here a
 `LayerLoop` gets the stashes of the microbatch before and hands its own on, so that every microbatch
 writes into the same memory.
-Without remat nothing is stacked: the blocks are unrolled in the program.
+Without remat nothing is stacked: the blocks are unrolled in the program (`ops.unrolled`).
 
 Residuals can also wait in host memory. They are written one block after they are computed and read
 one block before they are needed, so that the copies overlap with the matmuls. The copies use the
@@ -23,15 +23,8 @@ import jax.numpy as jnp
 from jaxbench import mesh
 from jaxbench.jax_internals import READS_HOST, residuals, restore_vjp
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import (
-    allocate,
-    read,
-    read_isolated,
-    scan_allocated,
-    stack,
-    unstack,
-    write,
-)
+from jaxbench.ops.stash import allocate, read, scan_allocated, write
+from jaxbench.ops.unrolled import unrolled
 from jaxbench.recipe.settings import INPUT
 
 Stash = list[jax.Array]
@@ -98,7 +91,7 @@ class LayerLoop:
 
         stash = next(self.stashes, None)
         if saved is None:
-            y, aux = _unrolled(block, x, weights, constants, common)
+            y, aux = unrolled(block, x, weights, constants, common)
             self.written.append([])
             return y, aux
         operands = x, weights, constants, common
@@ -114,16 +107,6 @@ class LayerLoop:
         y, aux, stash = _looped(Block(block, vjp, waiting), *operands, stash)
         self.written.append(stash)
         return y, aux
-
-
-def _unrolled(block, x, weights, constants, common):
-    constants = jax.lax.stop_gradient(constants)  # only `weights` are differentiated
-    traced_once = jax.jit(block, inline=True)
-    aux = []
-    for index, block_weights in enumerate(unstack(weights)):
-        x, block_aux = traced_once(x, block_weights, read_isolated(constants, index), common)
-        aux.append(block_aux)
-    return x, stack(aux)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
