@@ -21,7 +21,7 @@ from jaxbench.models.layers import (
 from jaxbench.ops import attention, dense
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.remat import save
-from jaxbench.recipe.attention_config import AttentionConfig
+from jaxbench.recipe.mixers import AttentionConfig
 from jaxbench.recipe.model import ModelConfig
 
 

@@ -34,17 +34,15 @@ from jaxbench.ops import quantized
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe import routing
 from jaxbench.ops.remat import Policy, save
-from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.model import (
+from jaxbench.recipe.mixers import (
+    AttentionConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     MambaConfig,
     Mixer,
     MlpConfig,
-    ModelConfig,
-    first_layers,
-    repeating_blocks,
-    stacks,
 )
+from jaxbench.recipe.model import ModelConfig, first_layers, repeating_blocks, stacks
 from jaxbench.recipe.settings import Execution, Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {

@@ -10,7 +10,7 @@ from jaxbench.models.layers import Hidden, LayerOutput, RMSNorm, Weight, normal,
 from jaxbench.ops import attention, dense
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.remat import save
-from jaxbench.recipe.attention_config import LatentAttentionConfig
+from jaxbench.recipe.mixers import LatentAttentionConfig
 from jaxbench.recipe.model import ModelConfig
 
 

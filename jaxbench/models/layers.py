@@ -17,7 +17,7 @@ from jaxbench import mesh
 from jaxbench.ops import dense
 from jaxbench.ops.loss import Options, cross_entropy
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.attention_config import Attention, Yarn
+from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
 
 TRUNCATED_STD = 0.87962566103423978
@@ -161,7 +161,7 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
     return mesh.on_each_device(local, out)(table, tokens)
 
 
-def rotary_tables(cfg: Attention, length: int) -> Rotary | None:
+def rotary_tables(cfg: AnyAttentionConfig, length: int) -> Rotary | None:
     """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, in fp32.
     h is half of the rotated features of a head. None for attention without position embedding.
 

@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
+from jaxbench.recipe.mixers import (
+    SSD_CHUNK,
+    AttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+)
+from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import INPUT, SAVEABLE, Run
 
 BF16 = 2

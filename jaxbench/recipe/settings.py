@@ -12,7 +12,8 @@ from functools import cache
 from typing import Literal
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
-from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig, repeating_blocks
+from jaxbench.recipe.mixers import SSD_CHUNK, ExpertsConfig
+from jaxbench.recipe.model import ModelConfig, repeating_blocks
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist. An unused axis has size 1."""

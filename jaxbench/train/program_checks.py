@@ -12,7 +12,7 @@ from jaxbench.models.context import Kernels, choose_kernels
 from jaxbench.models.decoder import prediction_segment, segments
 from jaxbench.ops import attention, grouped, quantized, ssd
 from jaxbench.ops.layer_stack import can_offload
-from jaxbench.recipe.model import ExpertsConfig, MambaConfig
+from jaxbench.recipe.mixers import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import device_kind, forecast_gpu, parse_program
 from jaxbench.train.step import abstract_state

@@ -11,9 +11,8 @@ from tiny import mesh_of, tiny_run
 from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
 from jaxbench.ops.remat import Policy
-from jaxbench.recipe.attention_config import Rope, RopeScaling
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import MlpConfig
+from jaxbench.recipe.mixers import MlpConfig, Rope, RopeScaling
 from jaxbench.recipe.settings import Execution, Precision
 
 EPS32 = np.finfo(np.float32).eps

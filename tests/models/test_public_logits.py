@@ -15,20 +15,17 @@ from tiny import mesh_of, tiny_run
 from jaxbench.models.context import Batch, make_context
 from jaxbench.models.decoder import Decoder, prediction_segment
 from jaxbench.ops.layer_stack import LayerLoop
-from jaxbench.recipe.attention_config import (
+from jaxbench.recipe.mixers import (
     AttentionConfig,
+    ExpertsConfig,
     LatentAttentionConfig,
+    MambaConfig,
+    MlpConfig,
     Rope,
     RopeScaling,
     Yarn,
 )
-from jaxbench.recipe.model import (
-    ExpertsConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-    PredictionConfig,
-)
+from jaxbench.recipe.model import ModelConfig, PredictionConfig
 from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

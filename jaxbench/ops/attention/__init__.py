@@ -15,7 +15,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.plain import Scores
-from jaxbench.recipe.attention_config import Attention
+from jaxbench.recipe.mixers import AnyAttentionConfig
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
 
@@ -38,7 +38,7 @@ class Kernel:
     platforms: tuple[str, ...] | None = None
     fp32: bool = True
     calls: tuple[str, ...] = ()
-    refusal: Callable[[Attention, int, Capability | None], str | None] = lambda *_: None
+    refusal: Callable[[AnyAttentionConfig, int, Capability | None], str | None] = lambda *_: None
     saved: str | None = None
 
 

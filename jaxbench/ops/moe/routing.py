@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxbench import mesh
 from jaxbench.ops import dense
 from jaxbench.ops.draws import Counters
-from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.mixers import ExpertsConfig
 
 SMALLEST_SUM = 1e-20
 """We add this to a sum of sigmoids before we divide by it (DeepSeek-V3)."""
