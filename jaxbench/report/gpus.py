@@ -127,10 +127,7 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
 
 def heat_maps(every: Sequence[Gpu], watermark: str) -> list[dict[str, Any]]:
     """Pictures of all GPUs by node, one for each quantity that at least two GPUs have. A picture
-    has cells, which are thick lines by shade, names of rows, and a description. Empty without
-    telemetry."""
-    if not any(gpu.clock or gpu.power_w for gpu in every):
-        return []
+    has cells, which are thick lines by shade, names of rows, and a description."""
     nodes = _nodes(every)
     return [
         picture

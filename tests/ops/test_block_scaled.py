@@ -159,12 +159,10 @@ def test_mxfp8_products_and_gradients(mesh_name, kind, implementation):
 def test_nvfp4_products_and_gradients(implementation, monkeypatch):
     if implementation == "te":  # on a CPU its own have NaN (test_te.py)
         monkeypatch.setattr(te_blocks.TeProducts, "quantize", block_scaled.Products.quantize)
-    arrays = operands("out")  # numpy's square blocks are of matrices
+    x, w, dy = operands("out")  # numpy's square blocks are of matrices
     precision = Precision(dtype="nvfp4", stochastic_rounding=False, hadamard=False)
-    actual = product("out", "one device", precision, arrays, implementation)
-    assert_rounded(
-        actual, expected("out", *arrays, quantize=in_nvfp4, quantize_weight=in_square_blocks), 1e-5
-    )
+    actual = product("out", "one device", precision, (x, w, dy), implementation)
+    assert_rounded(actual, expected("out", x, w, dy, in_nvfp4, in_square_blocks), 1e-5)
 
 
 def in_square_blocks(w, axis):
