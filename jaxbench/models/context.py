@@ -16,7 +16,7 @@ from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
 
-class Batch(NamedTuple):
+class Sequences(NamedTuple):
     """The sequences of a microbatch, or of several, with a leading dimension: tokens, targets, and
     the number of the first sequence, counted from the first step."""
 

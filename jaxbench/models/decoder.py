@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.models.attention import Attention
-from jaxbench.models.context import Batch, Context, make_context
+from jaxbench.models.context import Context, Sequences, make_context
 from jaxbench.models.experts import Experts
 from jaxbench.models.latent_attention import LatentAttention
 from jaxbench.models.layers import (
@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
 
     def loss(
         self,
-        batch: Batch,
+        batch: Sequences,
         execution: Execution,
         precision: Precision,
         scaled: Sequence[quantized.Scaled] = (),

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.models.context import Batch
+from jaxbench.models.context import Sequences
 from jaxbench.models.layers import (
     NORMS,
     Embedding,
@@ -49,7 +49,7 @@ def further_losses(
     head: Float[Array, "D V"],
     hidden: Hidden,
     loss: Float[Array, ""],
-    batch: Batch,
+    batch: Sequences,
     predict_block: Callable[[Hidden, int], LayerOutput],
 ) -> tuple[Float[Array, ""], list[RoutingFigures]]:
     """(the `loss` of the next token, routing figures of each further token).

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.models.context import Batch, Context, make_context
+from jaxbench.models.context import Context, Sequences, make_context
 from jaxbench.models.decoder import Decoder, segments
 from jaxbench.ops import quantized
 from jaxbench.ops.moe import routing
@@ -37,7 +37,7 @@ Values = tuple[jax.Array, routing.Figures]
 def accumulate(
     weights: Decoder,
     scaled: list[quantized.Scaled],
-    batches: Batch,
+    batches: Sequences,
     run: Run,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
@@ -88,7 +88,7 @@ class _Pipeline:
         self.stored_dims = [list(map(_gathered_dims, jax.tree.leaves(s.stored))) for s in scaled]
 
     def on_rank(
-        self, weights: Decoder, head: Any, scaled: Any, batches: Batch, ctx: Context
+        self, weights: Decoder, head: Any, scaled: Any, batches: Sequences, ctx: Context
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
         """On one device: (loss, gradients at rest of (stacks, embedding, output layers), observed
         amax, routing figures)."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxbench.models.context import Batch, Context
+from jaxbench.models.context import Context, Sequences
 from jaxbench.models.decoder import apply_block
 from jaxbench.models.layers import Embedding, LayerOutput, RoutingFigures, head_loss
 from jaxbench.models.prediction import Prediction, further_losses
@@ -85,7 +85,7 @@ class Ends:
     weights: EndWeights
     first: list[quantized.Scaled | None]
     last: list[quantized.Scaled | None]
-    batch: Batch
+    batch: Sequences
 
     @property
     def observed(self) -> tuple[list, list]:
@@ -115,7 +115,7 @@ class Ends:
         names = ("output", "last", "embedding") if self.last else ("output", "last")
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
-            batch: Batch = read(self.batch, group)
+            batch: Sequences = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
 
             def predict_block(x: jax.Array, depth: int) -> LayerOutput:

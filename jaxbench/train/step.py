@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxbench import mesh
-from jaxbench.models.context import Batch
+from jaxbench.models.context import Sequences
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import quantized
@@ -138,7 +138,7 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
         dtype = sum_dtype(variable, precision)
         return variable.replace(mesh.zero_gradient(variable[...], dtype))
 
-    batches = Batch(tokens, targets, first_sequences(state.step, tokens, run.seed))
+    batches = Sequences(tokens, targets, first_sequences(state.step, tokens, run.seed))
     if run.parallelism.pipeline > 1:
         scales = scaling.scales(scaling.zeros) if scaling else []
         total, observed = pipeline.accumulate(weights, scales, batches, run)

@@ -12,7 +12,7 @@ from public_weights import deepseek, gpt_oss, hybrid, transformer
 from steps import last_hidden
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.context import Batch, make_context
+from jaxbench.models.context import Sequences, make_context
 from jaxbench.models.decoder import Decoder, prediction_segment
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.recipe.mixers import (
@@ -155,7 +155,7 @@ def test_gradients_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))
         tokens = jnp.asarray(arrays["tokens"])
-        batch = Batch(tokens, jnp.roll(tokens, -1, axis=1))
+        batch = Sequences(tokens, jnp.roll(tokens, -1, axis=1))
         grads = jax.jit(jax.grad(lambda m: m.loss(batch, Execution(), FP32)[0]))(model)
     read = set()
 
