@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops import dense
-from jaxbench.ops.loss import Options, cross_entropy
+from jaxbench.ops.loss import LossOptions, cross_entropy
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
@@ -232,4 +232,4 @@ def head_loss(
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None
-    return cross_entropy(hidden, head, targets, Options(masked, in_order))
+    return cross_entropy(hidden, head, targets, LossOptions(masked, in_order))

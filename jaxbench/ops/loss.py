@@ -34,7 +34,7 @@ STACK_BYTES = 8 * 2**30
 """The largest size in bytes of a stack of logit gradients."""
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """With `masked` the mean is over the tokens whose target is not `MASKED`. With `in_order` the
     loss is available only after both gradients are. Otherwise XLA may compute the gradients at the
     end of the step and keep the stack until then."""
@@ -43,7 +43,7 @@ class Options(NamedTuple):
     in_order: bool = False
 
 
-PLAIN = Options()
+PLAIN = LossOptions()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -51,7 +51,7 @@ def cross_entropy(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "B S"],
-    options: Options = PLAIN,
+    options: LossOptions = PLAIN,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32;
     with `masked` over the tokens whose target is not `MASKED`.
@@ -79,7 +79,7 @@ def _backward(_, residuals, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(hidden, head, targets, options: Options, *, gradients: bool):
+def _sharded(hidden, head, targets, options: LossOptions, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; only (loss,) without `gradients`."""
     # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
     # these axes is needed.
@@ -92,7 +92,9 @@ def _sharded(hidden, head, targets, options: Options, *, gradients: bool):
     return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
-def _local(hidden, head, targets, *, shards: tuple[str, ...], options: Options, gradients: bool):
+def _local(
+    hidden, head, targets, *, shards: tuple[str, ...], options: LossOptions, gradients: bool
+):
     """Computes one device's tokens with its columns of the vocabulary. The `embed` dimension of the
     head is split over the axes `shards`."""
     token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)

@@ -42,7 +42,7 @@ def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
 
     def mean_loss(hidden, head, targets, scale=1.0):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return scale * loss.cross_entropy(hidden, head, targets, loss.Options(masked))
+        return scale * loss.cross_entropy(hidden, head, targets, loss.LossOptions(masked))
 
     with on(mesh_name):
         arrays = (
@@ -75,7 +75,7 @@ def test_chunks_that_do_not_divide_the_tokens(mesh_name, stack, masked, monkeypa
 
     def mean_loss(hidden, head, targets):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return loss.cross_entropy(hidden, head, targets, loss.Options(masked))
+        return loss.cross_entropy(hidden, head, targets, loss.LossOptions(masked))
 
     with on(mesh_name):
         arrays = (
