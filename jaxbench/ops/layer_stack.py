@@ -36,17 +36,17 @@ HostTypes = tuple[jax.ShapeDtypeStruct | None, ...]
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
-Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+ApplyBlock = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """Applies one block. It maps (x, the block's weights, its constants, the arguments of all blocks)
 to (the next x, aux)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class LoopedBlock:
     """A block that is looped over: the function that applies it, its VJP with types in place of
     residuals, and which residuals wait in host memory."""
 
-    apply: Apply
+    apply: ApplyBlock
     vjp: Any
     host: HostTypes
 
@@ -68,7 +68,13 @@ class LayerLoop:
         self.stashes, self.written = iter(stashes), list[Stash]()
 
     def scan(
-        self, apply: Apply, x: jax.Array, weights: Any, constants: Any, common: Any, policy: Policy
+        self,
+        apply: ApplyBlock,
+        x: jax.Array,
+        weights: Any,
+        constants: Any,
+        common: Any,
+        policy: Policy,
     ) -> tuple[jax.Array, Any]:
         """(output of the last block, aux of all blocks in fp32, stacked `[blocks, ..]`), as if by
 
@@ -84,33 +90,33 @@ class LayerLoop:
         # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = (count := len(jax.tree.leaves(weights)[0])) == 1
 
-        def block(x, weights, constants, common, on_host=frozenset()):
+        def checkpointed(x, weights, constants, common, on_host=frozenset()):
             compute = checkpoint(apply, Policy(saved, on_host), in_order=single)
             x, aux = compute(x, weights, constants, common)
             return x, jax.tree.map(lambda a: a.astype(jnp.float32), aux)
 
         stash = next(self.stashes, None)
         if saved is None:
-            y, aux = unrolled(block, x, weights, constants, common)
+            y, aux = unrolled(checkpointed, x, weights, constants, common)
             self.written.append([])
             return y, aux
         operands = x, weights, constants, common
-        types, vjp, spaces = _linearized(block, *operands)
+        types, vjp, spaces = _linearized(checkpointed, *operands)
         if named := host - {INPUT}:
-            _, _, spaces = _linearized(partial(block, on_host=named), *operands)
+            _, _, spaces = _linearized(partial(checkpointed, on_host=named), *operands)
         if INPUT in host:
             spaces = [HOST, *spaces[1:]]
         on_host = zip(types, spaces, strict=True)
         waiting = tuple(like if space == HOST else None for like, space in on_host)
         if stash is None:
             stash = allocate(_split(types, waiting)[0], count)
-        y, aux, stash = _looped(Block(block, vjp, waiting), *operands, stash)
+        y, aux, stash = _looped(LoopedBlock(checkpointed, vjp, waiting), *operands, stash)
         self.written.append(stash)
         return y, aux
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _looped(block: Block, x, weights, constants, common, stash):
+def _looped(block: LoopedBlock, x, weights, constants, common, stash):
     return _forward(block, x, weights, constants, common, stash)[0]
 
 
