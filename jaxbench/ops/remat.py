@@ -85,7 +85,7 @@ def _recomputed(body: Callable, policy: Policy, in_order: bool) -> Callable:
     With `in_order` `x` has an optimization barrier. The other arguments have none, so that weights
     can be gathered early.
 
-    The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`),
+    The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved_primitive`),
     because its backward kernel needs them. Activations that are offloaded get the type of an array
     in host memory; `ops.layer_stack` moves them there.
     """
@@ -96,7 +96,7 @@ def _recomputed(body: Callable, policy: Policy, in_order: bool) -> Callable:
         offload_src="device",
         offload_dst="pinned_host",
     )
-    attention = {kernel.saved for kernel in KERNELS.values()}
+    attention = {kernel.saved_primitive for kernel in KERNELS.values()}
 
     def save_named(primitive, *args, **params):
         if primitive.name in attention:

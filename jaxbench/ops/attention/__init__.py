@@ -30,7 +30,7 @@ class Kernel:
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
-    GPUs of a compute capability, or None. `saved` is the primitive whose results a remat policy
+    GPUs of a compute capability, or None. `saved_primitive` is the primitive whose results a remat policy
     saves as `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
     """
 
@@ -39,7 +39,7 @@ class Kernel:
     fp32: bool = True
     calls: tuple[str, ...] = ()
     refusal: Callable[[AnyAttentionConfig, int, Capability | None], str | None] = lambda *_: None
-    saved: str | None = None
+    saved_primitive: str | None = None
 
 
 KERNELS = {
@@ -49,7 +49,7 @@ KERNELS = {
         fp32=False,
         calls=cudnn.CALLS,
         refusal=cudnn.refusal,
-        saved=cudnn.FORWARD,
+        saved_primitive=cudnn.FORWARD_PRIMITIVE,
     ),
     "xla": Kernel(call=plain.call),
 }

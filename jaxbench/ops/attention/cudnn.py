@@ -18,7 +18,7 @@ from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.recipe.mixers import AnyAttentionConfig
 
-FORWARD = "dot_product_attention_fwd_wrapper"
+FORWARD_PRIMITIVE = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
 statistics. If both are saved, the backward kernel needs no second forward pass."""
 
