@@ -22,7 +22,7 @@ from jaxbench.models.layers import (
     Embedding,
     Hidden,
     LayerOutput,
-    RoutingFigures,
+    LayerRouting,
     Weight,
     head_loss,
     normal,
@@ -53,7 +53,7 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
     MambaConfig: Mamba2,
 }
 """The mixer for each class that describes one. A mixer maps `"batch shard_seq embed"` and a
-`Context` to an array of the same shape and its `RoutingFigures`."""
+`Context` to an array of the same shape and its `LayerRouting`."""
 
 
 class Residual(nnx.Module):
@@ -77,7 +77,7 @@ class Block(nnx.Module):
         self.layers = nnx.List([Residual(cfg, cfg.mixer(letter), key=k) for letter, k in layers])
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        figures: RoutingFigures = ()
+        figures: LayerRouting = ()
         for index in range(len(self.layers)):
             x = save(x, "residual") if index else x
             x, layer_figures = self.apply_layer(index, x, ctx)
@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
         precision: Precision,
         scaled: Sequence[quantized.Scaled] = (),
         loop: LayerLoop | None = None,
-    ) -> tuple[Float[Array, ""], routing.Figures]:
+    ) -> tuple[Float[Array, ""], routing.RoutingSummary]:
         """(mean cross entropy over all tokens in nats, routing figures). In a quantized run
         `scaled` has the quantized weights and scales of each stack.
 
@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
         x = self.embedding(batch.tokens, self.dtype)
         ctx = make_context(cfg, batch.tokens.shape[1], execution, precision)
         ctx = ctx.count(sequence=batch.first_sequence)
-        all_figures: list[RoutingFigures] = []
+        all_figures: list[LayerRouting] = []
         for segment in segments(cfg, execution, precision):
             x, figures = self.run_segment(segment, x, ctx, scaled, loop)
             all_figures.append(figures)

@@ -28,11 +28,11 @@ Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 Hidden = Float[Array, "B s D"]
 """The hidden state, the input and output of every layer."""
 
-RoutingFigures = tuple[tuple[Array, Array, Array], ...]
+LayerRouting = tuple[tuple[Array, Array, Array], ...]
 """Routing figures (`models.experts.Experts.__call__`) of each layer with experts; other layers have
 none."""
 
-LayerOutput = tuple[Hidden, RoutingFigures]
+LayerOutput = tuple[Hidden, LayerRouting]
 
 
 class Weight(nnx.Param):

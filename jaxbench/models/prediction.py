@@ -14,7 +14,7 @@ from jaxbench.models.layers import (
     Embedding,
     Hidden,
     LayerOutput,
-    RoutingFigures,
+    LayerRouting,
     Weight,
     head_loss,
     normal,
@@ -51,7 +51,7 @@ def further_losses(
     loss: Float[Array, ""],
     batch: Sequences,
     predict_block: Callable[[Hidden, int], LayerOutput],
-) -> tuple[Float[Array, ""], list[RoutingFigures]]:
+) -> tuple[Float[Array, ""], list[LayerRouting]]:
     """(the `loss` of the next token, routing figures of each further token).
 
     The losses of further tokens contribute gradients to the loss, but are not part of its value.

@@ -31,7 +31,7 @@ from jaxbench.train.pipeline_ends import Ends, EndWeights, Output
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
 
-Values = tuple[jax.Array, routing.Figures]
+Values = tuple[jax.Array, routing.RoutingSummary]
 
 
 def accumulate(
@@ -229,7 +229,7 @@ def _gathered_dims(w: Any) -> mesh.Gathered:
     return [(dim, axes) for dim, axes in mesh.gathered_dims(w) if mesh.PIPELINE in axes]
 
 
-def _mean_figures(layers: tuple, sequences: int) -> routing.Figures:
+def _mean_figures(layers: tuple, sequences: int) -> routing.RoutingSummary:
     """Routing figures as means over microbatches of `sequences` each."""
     if not layers:
         return {}

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxbench.models.context import Context, Sequences
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import Embedding, LayerOutput, RoutingFigures, head_loss
+from jaxbench.models.layers import Embedding, LayerOutput, LayerRouting, head_loss
 from jaxbench.models.prediction import Prediction, further_losses
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
@@ -125,7 +125,7 @@ class Ends:
 
             embedding = weights.get("embedding", self.weights.embedding)
             norm, head, prediction = weights["output"]
-            further: list[RoutingFigures] = []
+            further: list[LayerRouting] = []
             hidden = norm(hidden)
             loss = head_loss(self.cfg, head, hidden, batch.targets)
             if prediction is not None:

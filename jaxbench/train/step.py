@@ -18,7 +18,7 @@ from jaxbench.models.layers import Weight
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.layer_stack import LayerLoop
-from jaxbench.ops.moe.routing import Figures
+from jaxbench.ops.moe.routing import RoutingSummary
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
 from jaxbench.train import pipeline
@@ -92,7 +92,7 @@ class Gradients(NamedTuple):
     fp32, sharded like the weights, and next histories of delayed scaling."""
 
     loss: jax.Array
-    figures: Figures
+    figures: RoutingSummary
     gradients: Decoder
     histories: quantized.Histories
 
