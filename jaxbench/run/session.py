@@ -219,7 +219,7 @@ class Attempt:
             if on_gpu and not found:
                 recorder.say(autotunes(cached))
             compiled, lower_s, compile_s = compile_step(
-                run, cached.options, profiling.guide_all("schedule")
+                run, cached.options, profiling.broadcast_guide("schedule")
             )
         recorder.add(
             lower_s=lower_s, compile_s=compile_s, compiled_before=found,
@@ -235,7 +235,9 @@ class Attempt:
         recorder.add(kernels=by)
         recorder.say(", ".join(f"{LABELS.get(part, part)}: {name}" for part, name in by.items()))
         if options.pgle:
-            compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
+            compiled, pgle = profiling.compile_with_pgle(
+                run, compiled, self.session.folder, recorder.say
+            )
             recorder.add(pgle=pgle)
             check_program(compiled, run)
         if options.check_repeatable:
