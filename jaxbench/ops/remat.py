@@ -85,8 +85,8 @@ def _recomputed(body: Callable, policy: Policy, in_order: bool) -> Callable:
     With `in_order` `x` has an optimization barrier. The other arguments have none, so that weights
     can be gathered early.
 
-    The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved_primitive`),
-    because its backward kernel needs them. Activations that are offloaded get the type of an array
+    The name `attention` saves all results of a fused kernel's primitive
+    (`attention.Kernel.saved_primitive`), because its backward kernel needs them. Activations that are offloaded get the type of an array
     in host memory; `ops.layer_stack` moves them there.
     """
     saved = policy.saved or frozenset()

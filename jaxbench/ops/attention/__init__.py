@@ -30,8 +30,8 @@ class Kernel:
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
-    GPUs of a compute capability, or None. `saved_primitive` is the primitive whose results a remat policy
-    saves as `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
+    GPUs of a compute capability, or None. A remat policy saves the results of `saved_primitive` as
+    `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
