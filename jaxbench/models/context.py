@@ -47,14 +47,14 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     kernels: Kernels = field(default_factory=Kernels, metadata={"static": True})
 
-    def count(self, **changes: Any) -> "Context":
+    def with_counters(self, **changes: Any) -> "Context":
         """This context with changed `counters`."""
         return replace(self, counters=replace(self.counters, **changes))
 
     def at_layer(self, index: int) -> "Context":
         """The context of a layer of a block; `counters.layer` is the number of its first."""
         first = self.counters.layer
-        return self if first is None else self.count(layer=first + index)
+        return self if first is None else self.with_counters(layer=first + index)
 
 
 def make_context(

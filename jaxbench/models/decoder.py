@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
         cfg, loop = self.cfg, loop or LayerLoop()
         x = self.embedding(batch.tokens, self.dtype)
         ctx = make_context(cfg, batch.tokens.shape[1], execution, precision)
-        ctx = ctx.count(sequence=batch.first_sequence)
+        ctx = ctx.with_counters(sequence=batch.first_sequence)
         all_figures: list[LayerRouting] = []
         for segment in segments(cfg, execution, precision):
             x, figures = self.run_segment(segment, x, ctx, scaled, loop)
@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
 
             def predict_block(x: Hidden, depth: int) -> LayerOutput:
                 segment = prediction_segment(cfg, execution, precision)
-                return self.run_segment(segment, x, ctx.count(depth=depth), scaled, loop)
+                return self.run_segment(segment, x, ctx.with_counters(depth=depth), scaled, loop)
 
             value, further = further_losses(
                 cfg, self.prediction, self.embedding, head, hidden, value, batch, predict_block
@@ -218,7 +218,7 @@ def apply_block(
     mixers in `bf16` are not quantized.
     """
     (block, observed), (scales, layer) = weights, constants
-    ctx = ctx.count(layer=layer)
+    ctx = ctx.with_counters(layer=layer)
     if scales is not None:
         scales = replace(scales, observed=observed)
         block = quantized.attach(block, scales, ctx.counters, bf16)

@@ -120,7 +120,7 @@ class Ends:
 
             def predict_block(x: jax.Array, depth: int) -> LayerOutput:
                 (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last
-                ctx = self.ctx.count(sequence=batch.first_sequence, depth=depth)
+                ctx = self.ctx.with_counters(sequence=batch.first_sequence, depth=depth)
                 return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
 
             embedding = weights.get("embedding", self.weights.embedding)

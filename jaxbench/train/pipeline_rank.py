@@ -318,7 +318,7 @@ class Rank:
         observed = [None if s is None else s.observed for s in scales]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
         here = self.stages.first_layer(chunk, jax.lax.axis_index(mesh.PIPELINE))
-        ctx = self.ctx.count(sequence=self.first_sequences[rank, group], layer=here)
+        ctx = self.ctx.with_counters(sequence=self.first_sequences[rank, group], layer=here)
         return list(zip(layers, observed, strict=True)), scales, ctx
 
     def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
