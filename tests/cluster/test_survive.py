@@ -74,7 +74,14 @@ def test_only_the_same_run_is_resumed_and_a_complete_one_is_left_alone(tmp_path)
     arguments = (*SAVING[:-1], "--output", tmp_path)
     first = prepared(*arguments, "--resume")[0]
     (tmp_path / "run.json").write_text(
-        json.dumps({"status": "completed", "recipe": recipes.describe(first), "resumed_at": []})
+        json.dumps(
+            {
+                "status": "completed",
+                "recipe": recipes.describe(first),
+                "resumed_at": [],
+                "starts": [],
+            }
+        )
     )
     before = (tmp_path / "run.json").read_bytes()
     assert prepared(*arguments, "--resume") == (first, None)
