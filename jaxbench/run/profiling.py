@@ -91,7 +91,7 @@ def window(
     return Window(*steps, partial(jax.profiler.start_trace, trace), stop)
 
 
-def compile_visible(
+def compile_without_graphs(
     run: Run, extra_options: dict[str, Any] | None = None, guide: Guide | None = None
 ) -> tuple[Any, float, float]:
     """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. We use no
@@ -184,7 +184,7 @@ def compile_with_pgle(
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, then profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_visible(run, guide=broadcast_guide("visible schedule"))
+    collecting, *_ = compile_without_graphs(run, guide=broadcast_guide("visible schedule"))
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

@@ -28,7 +28,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.results.plans import LABELS
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
-from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
+from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
 from jaxbench.run.prepare import Session
 from jaxbench.run.ranks import gathered, slow_devices
@@ -208,25 +208,25 @@ class Attempt:
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         on_gpu = mesh.platform() == "gpu"
-        visible = options.profile == "jax" and on_gpu
-        compile_step = profiling.compile_visible if visible else compile_program
-        shown = live("compiling", shown=recorder.folder is not None)
+        for_profiler = options.profile == "jax" and on_gpu
+        compile_step = profiling.compile_without_graphs if for_profiler else compile_program
+        spinner = live("compiling", shown=recorder.folder is not None)
         identity = cache_identity(recorder.record)
         tuned = autotuning_identity(recorder.record) if on_gpu else None
         cache = program_cache(options.compilation_cache, identity, recorder.say, tuned)
-        with cache as cached, shown:
-            found = cached.program and not visible
-            if on_gpu and not found:
-                recorder.say(autotunes(cached))
+        with cache as cached, spinner:
+            was_cached = cached.program and not for_profiler
+            if on_gpu and not was_cached:
+                recorder.say(autotuning_notice(cached))
             compiled, lower_s, compile_s = compile_step(
                 run, cached.options, profiling.broadcast_guide("schedule")
             )
         recorder.add(
-            lower_s=lower_s, compile_s=compile_s, compiled_before=found,
+            lower_s=lower_s, compile_s=compile_s, compiled_before=was_cached,
             autotuned_before=cached.autotuned,
         )  # fmt: skip
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
-        if visible:
+        if for_profiler:
             recorder.say("compiled without CUDA graphs, since they hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
