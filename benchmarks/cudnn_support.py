@@ -41,7 +41,6 @@ For every model and GPU the largest attention of its rows, as one device compute
 Heads are those of queries / of keys and values, features those of queries and keys / of values.
 Where values are computed in two parts, there are two calls
 ([attention](../design/attention.md#head-dims-that-cudnn-refuses)).
-Rows with soft-capped scores (of Grok-1) are left out: cuDNN does not compute them.
 
 {published}
 

@@ -48,7 +48,7 @@ from jaxbench.base import hardware
 from jaxbench.ops.grouped import BLOCK, NONE, Groups, group, pallas, xla
 from jaxbench.ops.grouped.groups import result_dtype
 from jaxbench.ops.moe.dispatch import rank_slots
-from jaxbench.ops.pallas_call import undeprecated
+from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices, installed
 from jaxbench.plan.plan import Memory
@@ -240,7 +240,11 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
         told = told.replace("9.10.0", "9.28.0").replace("minor: 10", "minor: 28")
     with mock.patch.object(hardware, "TARGET", told):
         (device,) = compile_only_devices(gpu, 1)
-    with seen(device), undeprecated(), jax.set_mesh(mesh := Mesh([device], ("gpu",))):
+    with (
+        seen(device),
+        ignoring_pallas_deprecation(),
+        jax.set_mesh(mesh := Mesh([device], ("gpu",))),
+    ):
         placed = NamedSharding(mesh, PartitionSpec())
         arguments = jax.tree.map(lambda s: s.update(sharding=placed), (*operands, groups))
         lowered = jax.jit(partial(candidate.products, product)).lower(*arguments)

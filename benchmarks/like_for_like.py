@@ -65,7 +65,6 @@ from jaxbench.forecast.interval import (
 )
 from jaxbench.forecast.tables import load
 from jaxbench.plan import hlo_file
-from jaxbench.recipe import recipes
 from jaxbench.xla import flags
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Walk
@@ -90,6 +89,22 @@ instead of Transformer Engine."""
 
 SLOP = 1.4
 """The limit of XLA's scheduler, as a factor on its usual one. No program comes near it."""
+
+PUBLISHED: flags.Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_highest_priority_async_stream": True,
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_all_gather_combine_by_dim": False,
+    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+    "xla_gpu_enable_command_buffer": "",
+    "xla_disable_hlo_passes": "rematerialization",
+}
+"""Compiler options of the published Llama 2 runs (MaxText, DGX Cloud Benchmarking 25.01), by their
+names in jax 0.11, without the thresholds that a row has of its own."""
 
 COMPILER: flags.Options = {
     "xla_gpu_enable_dynamic_slice_fusion": False,
@@ -172,15 +187,11 @@ def maxtext_options(row: Row) -> dict[str, object]:
 
 
 def compiler_options(row: Row) -> flags.Options:
-    """The compiler options of a row, by their names in the installed jax."""
-    overrides = recipes.parse_overrides(["execution.xla_flags=published", "execution.offload=none"])
-    run = recipes.resolve(recipes.load("llama2_70b_bf16"), 64, overrides=overrides)
+    """The compiler options of a row."""
     reduce, gather, scatter = row.of["combine"]
     limits = (reduce, gather, row.own.get("scatter", scatter))
     in_layers = IN_LAYERS if row.of["dtype"] == "fp8" else {}
-    return (
-        flags.options(run, "gpu") | COMPILER | in_layers | dict(zip(COMBINE, limits, strict=True))
-    )
+    return PUBLISHED | COMPILER | in_layers | dict(zip(COMBINE, limits, strict=True))
 
 
 @contextmanager

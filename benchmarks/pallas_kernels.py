@@ -34,7 +34,7 @@ from jaxbench.ops import ssd  # noqa: E402
 from jaxbench.ops.grouped import pallas, scaled  # noqa: E402
 from jaxbench.ops.grouped.groups import BLOCK, Groups, group  # noqa: E402
 from jaxbench.ops.implementations import TRITON  # noqa: E402
-from jaxbench.ops.pallas_call import undeprecated  # noqa: E402
+from jaxbench.ops.pallas_call import ignoring_pallas_deprecation  # noqa: E402
 from jaxbench.ops.quantized import kernels  # noqa: E402
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks  # noqa: E402
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES  # noqa: E402
@@ -238,7 +238,7 @@ def block_scaled(model: str, dtype: str) -> Case:
 def compiled(case: Case, gpu: hardware.Gpu) -> Iterator[Kernel]:
     """The Pallas kernels of a case on a GPU."""
     on = mesh.make_mesh((1,) * len(mesh.AXES), compile_only_devices(gpu, 1))
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(on), undeprecated():
+    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(on), ignoring_pallas_deprecation():
         program = jax.jit(case.function).lower(*case.arrays).compile({"xla_dump_to": folder})
         calls = rf'="{re.escape(TRITON)}".*, name = "(\w+)", num_stages'
         ours = set(re.findall(calls, program.as_text()))

@@ -167,10 +167,9 @@ def capability() -> Capability | None:
         return gpu.capability
     # An abstract device does not say; those of this process are of one kind.
     here = (d for d in jax.local_devices() if d.device_kind == device.device_kind)
-    return next((_capability(d.compute_capability) for d in here), None)
-
-
-def _capability(version: str) -> Capability:
+    version = next((d.compute_capability for d in here), None)
+    if version is None:
+        return None
     major, minor = map(int, version.split("."))
     return major, minor
 

@@ -14,7 +14,7 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
 from jaxbench.results.throughput import model_flops
-from jaxbench.train.program import compile_program, read
+from jaxbench.train.program import compile_program, parse_program
 from jaxbench.xla.collectives import Collective, completed
 from jaxbench.xla.hlo import Program
 
@@ -57,7 +57,7 @@ class Compiled:
         with jax.set_mesh(self.mesh), captured_stderr() as written:
             self.compiled, _, _ = compile_program(self.run, guide=guide)
         self.warnings = written[0]
-        self.program = read(self.compiled, self.run)
+        self.program = parse_program(self.compiled, self.run)
         self.collectives = collectives_of(self.program)
 
     @property

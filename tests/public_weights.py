@@ -5,8 +5,8 @@
 
 import numpy as np
 
-from jaxbench.recipe.attention_config import LatentAttentionConfig
-from jaxbench.recipe.model import ExpertsConfig, MambaConfig, repeating_blocks, stacks
+from jaxbench.recipe.mixers import ExpertsConfig, LatentAttentionConfig, MambaConfig
+from jaxbench.recipe.model import repeating_blocks, stacks
 
 
 def transformer(model, get):

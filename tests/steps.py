@@ -38,8 +38,8 @@ def loss_and_gradients(run):
         state = new_state(run)
         shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
         batch = synthetic_batch(run.seed, state.step, shape, run.model.vocabulary)
-        (loss, _), grads, _ = jax.jit(gradients, static_argnums=3)(state, *batch, run)
-        return float(loss), to_numpy(grads)
+        result = jax.jit(gradients, static_argnums=3)(state, *batch, run)
+        return float(result.loss), to_numpy(result.gradients)
 
 
 def last_hidden(model, tokens, execution, precision):
@@ -47,7 +47,7 @@ def last_hidden(model, tokens, execution, precision):
     x = model.embedding(tokens, model.dtype)
     ctx = make_context(model.cfg, tokens.shape[1], execution, precision)
     for segment in segments(model.cfg, execution, precision):
-        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
+        x, _ = model.run_segment(segment, x, ctx, (), LayerLoop())
     return x
 
 
@@ -67,10 +67,9 @@ def same_sequences(run, **compiler_options):
         batch, state = sequences(run), new_state(run)
         step = jax.jit(gradients, static_argnums=3, compiler_options=compiler_options)
         if state.fp8:
-            *_, histories = step(state, *batch, run)
-            state = replace(state, fp8=histories)
-        (loss, _), grads, _ = step(state, *batch, run)
-        return float(loss), to_numpy(grads)
+            state = replace(state, fp8=step(state, *batch, run).histories)
+        result = step(state, *batch, run)
+        return float(result.loss), to_numpy(result.gradients)
 
 
 def steps_of(run, count):

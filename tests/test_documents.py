@@ -72,7 +72,7 @@ def test_paths_exist(document):
 
 
 def test_names_in_modules_exist(document):
-    """As in `train.program.check_program`: what begins with a package or a module of jaxbench."""
+    """As in `train.program_checks.check_program`: what begins with a package of jaxbench."""
     if document.name == "record.md":
         return  # its dotted names are fields
     for name in re.findall(r"`([a-z]\w*(?:\.\w+)+)[`(]", prose(document)):

@@ -55,7 +55,7 @@ def test_jax_asks_for_the_compute_capability_by_the_name_that_is_replaced():
     assert list(inspect.signature(attention.check_compute_capability).parameters) == ["capability"]
     assert "check_compute_capability(" in inspect.getsource(attention)
     primitives = [p.name for p in vars(attention).values() if isinstance(p, Primitive)]
-    assert cudnn.FORWARD in primitives
+    assert cudnn.FORWARD_PRIMITIVE in primitives
 
 
 def test_attention_calls_the_primitives_as_jax_does(monkeypatch):
@@ -87,7 +87,7 @@ def test_attention_calls_the_primitives_as_jax_does(monkeypatch):
 
     assert calls(ours) == calls(jax_own)
     assert len(calls(ours)) == 2
-    assert calls(ours)[0][0] == cudnn.FORWARD
+    assert calls(ours)[0][0] == cudnn.FORWARD_PRIMITIVE
 
 
 def test_a_replaced_function_comes_back():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh
-from jaxbench.ops.pallas_call import Launch, undeprecated
+from jaxbench.ops.pallas_call import Launch, ignoring_pallas_deprecation
 from jaxbench.ops.ssd.pallas import Tuning, mixer
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
@@ -58,7 +58,10 @@ def check(ctx: Context) -> Iterator[Finding]:
     inputs = jnp.asarray(projected, jnp.bfloat16), *map(jnp.asarray, parameters)
 
     def compiled(function: Callable) -> list[Callable]:
-        with jax.set_mesh(mesh.make_mesh((1,) * 6, jax.devices()[:1])), undeprecated():
+        with (
+            jax.set_mesh(mesh.make_mesh((1,) * 6, jax.devices()[:1])),
+            ignoring_pallas_deprecation(),
+        ):
             return [jax.jit(f, compiler_options=options(ctx)).lower(*inputs).compile()
                     for f in (function, with_gradients(function))]  # fmt: skip
 
@@ -84,7 +87,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
     for by, function in candidates(ctx).items():
         try:
-            with jax.set_mesh(on), undeprecated():
+            with jax.set_mesh(on), ignoring_pallas_deprecation():
                 compiled = jax.jit(with_gradients(function)).lower(*inputs).compile(flags.TUNED)
         except jax.errors.JaxRuntimeError as error:
             yield Finding(f"{name} by {by}", NOT_RUN, str(error).splitlines()[0][:300])

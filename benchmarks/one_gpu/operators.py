@@ -21,7 +21,7 @@ from jaxbench.models.layers import Weight, look_up
 from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.grouped.groups import group
-from jaxbench.ops.pallas_call import undeprecated
+from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.ssd import pallas as ssd_kernels
 from jaxbench.ops.ssd.pallas import Tuning
 from jaxbench.plan.absent import compile_only_devices
@@ -391,7 +391,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
     for case in cases(ctx):
         inputs = jax.eval_shape(partial(case.inputs, jnp.bfloat16))
-        with jax.set_mesh(on), attention_for_mesh(), undeprecated():
+        with jax.set_mesh(on), attention_for_mesh(), ignoring_pallas_deprecation():
             lowered = jax.jit(complete(case, case.on("gpu"))).lower(*inputs)
             compiled = lowered.compile(flags.TUNED)
         peak = Memory.of(compiled, ctx.gpu).peak / 2**30

@@ -25,7 +25,8 @@ from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import throughput
 from jaxbench.run import profiling
 from jaxbench.train.loop import run_steps
-from jaxbench.train.program import check_program, compile_program, read
+from jaxbench.train.program import compile_program, parse_program
+from jaxbench.train.program_checks import check_program
 from jaxbench.xla import custom_calls
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
@@ -179,7 +180,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         on = mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))
         with jax.set_mesh(on):
             program, _, took = compile_program(run)
-        walk, kernels = Walk(read(program, run)), tables.load(ctx.gpu.name.lower())
+        walk, kernels = Walk(parse_program(program, run)), tables.load(ctx.gpu.name.lower())
         schedule = expected_schedule(walk, ctx.gpu, kernels)
         parts = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in schedule.parts.items())
         peak = Memory.of(program, ctx.gpu).peak / 2**30

@@ -36,7 +36,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     lanes: list[list[Callable[[Context], Finding]]] = [
         [killed], [profiled, guided],
         # By default XLA may choose Triton's products, which are not known as FP8.
-        [partial(flags, name="published"), partial(flags, name="default", dtype="bf16")],
+        [partial(flags, name="default", dtype="bf16")],
     ]  # fmt: skip
     with ctx.lanes(LANES) as pool:
         for findings in pool.map(lambda lane: [one(ctx) for one in lane], lanes):

@@ -16,7 +16,7 @@ from jaxbench import mesh
 from jaxbench.ops.grouped import pallas
 from jaxbench.ops.grouped.groups import BLOCK, group
 from jaxbench.ops.grouped.pallas import Sizes
-from jaxbench.ops.pallas_call import Launch, undeprecated
+from jaxbench.ops.pallas_call import Launch, ignoring_pallas_deprecation
 from jaxbench.plan.absent import compile_only_devices
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding, options, row
 from one_gpu.speed import seconds
@@ -83,7 +83,7 @@ def lowered(on: Any, shape: Shape, dtype: Any, name: str, sizes: Sizes) -> Any:
     with (
         mock.patch.dict(pallas.SIZES, {name: changed}),
         jax.set_mesh(on),
-        undeprecated(),
+        ignoring_pallas_deprecation(),
     ):
         return jax.jit(partial(multiply, name)).lower(*shape.arrays(dtype))
 

@@ -12,12 +12,11 @@ from jaxbench.base.hardware import Capability
 from jaxbench.models.layers import rotary_tables
 from jaxbench.ops import attention, grouped, ssd
 from jaxbench.ops.draws import Counters
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Execution, Precision
 
 
-class Batch(NamedTuple):
+class Sequences(NamedTuple):
     """The sequences of a microbatch, or of several, with a leading dimension: tokens, targets, and
     the number of the first sequence, counted from the first step."""
 
@@ -48,14 +47,14 @@ class Context:
     counters: Counters = field(default_factory=Counters)
     kernels: Kernels = field(default_factory=Kernels, metadata={"static": True})
 
-    def count(self, **changes: Any) -> "Context":
+    def with_counters(self, **changes: Any) -> "Context":
         """This context with changed `counters`."""
         return replace(self, counters=replace(self.counters, **changes))
 
     def at_layer(self, index: int) -> "Context":
         """The context of a layer of a block; `counters.layer` is the number of its first."""
         first = self.counters.layer
-        return self if first is None else self.count(layer=first + index)
+        return self if first is None else self.with_counters(layer=first + index)
 
 
 def make_context(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -13,38 +13,37 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.models.attention import Attention, LatentAttention
-from jaxbench.models.context import Batch, Context, make_context
+from jaxbench.models.attention import Attention
+from jaxbench.models.context import Context, Sequences, make_context
 from jaxbench.models.experts import Experts
+from jaxbench.models.latent_attention import LatentAttention
 from jaxbench.models.layers import (
     NORMS,
     Embedding,
     Hidden,
     LayerOutput,
-    RoutingFigures,
+    LayerRouting,
     Weight,
+    head_loss,
     normal,
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
-from jaxbench.models.output import Output, Prediction, output_loss
+from jaxbench.models.prediction import Prediction, further_losses
 from jaxbench.ops import quantized
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe import routing
 from jaxbench.ops.remat import Policy, save
-from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.execution import Execution
-from jaxbench.recipe.model import (
+from jaxbench.recipe.mixers import (
+    AttentionConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     MambaConfig,
     Mixer,
     MlpConfig,
-    ModelConfig,
-    first_layers,
-    repeating_blocks,
-    stacks,
 )
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.model import ModelConfig, first_layers, repeating_blocks, stacks
+from jaxbench.recipe.settings import Execution, Precision
 
 MIXERS: dict[type, Callable[..., nnx.Module]] = {
     AttentionConfig: Attention,
@@ -54,7 +53,7 @@ MIXERS: dict[type, Callable[..., nnx.Module]] = {
     MambaConfig: Mamba2,
 }
 """The mixer for each class that describes one. A mixer maps `"batch shard_seq embed"` and a
-`Context` to an array of the same shape and its `RoutingFigures`."""
+`Context` to an array of the same shape and its `LayerRouting`."""
 
 
 class Residual(nnx.Module):
@@ -78,7 +77,7 @@ class Block(nnx.Module):
         self.layers = nnx.List([Residual(cfg, cfg.mixer(letter), key=k) for letter, k in layers])
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        figures: RoutingFigures = ()
+        figures: LayerRouting = ()
         for index in range(len(self.layers)):
             x = save(x, "residual") if index else x
             x, layer_figures = self.apply_layer(index, x, ctx)
@@ -113,13 +112,17 @@ class Decoder(nnx.Module):
         k_embedding, k_blocks, k_head, k_prediction = jax.random.split(key, 4)
         self.cfg = cfg
         self.embedding = Embedding(cfg, key=k_embedding)
-        blocks = stacks(cfg)
-        keys = jax.random.split(k_blocks, sum(times for _, times in blocks))
-        ends = accumulate(times for _, times in blocks)
+        patterns = stacks(cfg)
+        keys = jax.random.split(k_blocks, sum(times for _, times in patterns))
+        ends = accumulate(times for _, times in patterns)
+
+        def stacked(pattern: str, keys) -> Block:
+            return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
+
         self.stacks = nnx.List(
             [
-                stacked(cfg, pattern, keys[end - times : end])
-                for (pattern, times), end in zip(blocks, ends, strict=True)
+                stacked(pattern, keys[end - times : end])
+                for (pattern, times), end in zip(patterns, ends, strict=True)
             ]
         )
         self.norm = NORMS[cfg.norm](cfg)
@@ -139,12 +142,12 @@ class Decoder(nnx.Module):
 
     def loss(
         self,
-        batch: Batch,
+        batch: Sequences,
         execution: Execution,
         precision: Precision,
         scaled: Sequence[quantized.Scaled] = (),
         loop: LayerLoop | None = None,
-    ) -> tuple[Float[Array, ""], routing.Figures]:
+    ) -> tuple[Float[Array, ""], routing.RoutingSummary]:
         """(mean cross entropy over all tokens in nats, routing figures). In a quantized run
         `scaled` has the quantized weights and scales of each stack.
 
@@ -154,23 +157,28 @@ class Decoder(nnx.Module):
         cfg, loop = self.cfg, loop or LayerLoop()
         x = self.embedding(batch.tokens, self.dtype)
         ctx = make_context(cfg, batch.tokens.shape[1], execution, precision)
-        ctx = ctx.count(sequence=batch.first_sequence)
-        all_figures: list[RoutingFigures] = []
+        ctx = ctx.with_counters(sequence=batch.first_sequence)
+        all_figures: list[LayerRouting] = []
         for segment in segments(cfg, execution, precision):
-            x, figures = self.apply(segment, x, ctx, scaled, loop)
+            x, figures = self.run_segment(segment, x, ctx, scaled, loop)
             all_figures.append(figures)
+        head, hidden = self.head_weight(), self.norm(x)
+        value = head_loss(cfg, head, hidden, batch.targets)
+        if self.prediction is not None:
 
-        def predict(x: Hidden, depth: int) -> LayerOutput:
-            segment = prediction_segment(cfg, execution, precision)
-            return self.apply(segment, x, ctx.count(depth=depth), scaled, loop)
+            def predict_block(x: Hidden, depth: int) -> LayerOutput:
+                segment = prediction_segment(cfg, execution, precision)
+                return self.run_segment(segment, x, ctx.with_counters(depth=depth), scaled, loop)
 
-        output = Output(self.norm, self.head_weight(), self.prediction)
-        value, further = output_loss(cfg, output, self.embedding, x, batch, predict)
+            value, further = further_losses(
+                cfg, self.prediction, self.embedding, head, hidden, value, batch, predict_block
+            )
+            all_figures += further
         if cfg.experts is None:
             return value, {}
-        return routing.with_balance_loss(value, all_figures + further, cfg.balance_loss)
+        return routing.with_balance_loss(value, all_figures, cfg.balance_loss)
 
-    def apply(
+    def run_segment(
         self,
         segment: Segment,
         x: Hidden,
@@ -184,8 +192,8 @@ class Decoder(nnx.Module):
         layers = jax.tree.map(jnp.array, first_layers(self.cfg)[segment.stack])
         block, scales, layers = jax.tree.map(itemgetter(segment.repeats), (block, scales, layers))
         weights = block, None if scales is None else scales.observed
-        apply = partial(apply_block, bf16=segment.bf16)
-        return loop.scan(apply, x, weights, (scales, layers), ctx, segment.policy)
+        one_block = partial(apply_block, bf16=segment.bf16)
+        return loop.scan(one_block, x, weights, (scales, layers), ctx, segment.policy)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""
@@ -210,16 +218,11 @@ def apply_block(
     mixers in `bf16` are not quantized.
     """
     (block, observed), (scales, layer) = weights, constants
-    ctx = ctx.count(layer=layer)
+    ctx = ctx.with_counters(layer=layer)
     if scales is not None:
         scales = replace(scales, observed=observed)
         block = quantized.attach(block, scales, ctx.counters, bf16)
     return block(x, ctx) if only is None else block.apply_layer(only, x, ctx)
-
-
-def stacked(cfg: ModelConfig, pattern: str, keys) -> Block:
-    """One block per key, with weights stacked on axis 0."""
-    return jax.vmap(lambda key: Block(cfg, pattern, key=key))(keys)
 
 
 def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
@@ -228,34 +231,31 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     Settings count layers as published: a layer of a transformer is attention and MLP. A block of
     several layers saves an activation if all of its layers do.
     """
-    result, first = [], 0
-    counts, mixers = execution.saved(cfg.layers), len(cfg.layer_patterns[0])
-    first_in_bf16 = cfg.layers - precision.last_bf16_layers
+    saved, offloaded = execution.saved(cfg.layers), execution.offloaded(cfg.layers)
+    mixers = len(cfg.layer_patterns[0])
+
+    def settings(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
+        """What the block whose first layer is `first` saves, and its mixers in bf16."""
+        last = first + len(pattern) // mixers
+        on_device, on_host = (
+            frozenset(name for name, layers in counts.items() if last <= layers)
+            for counts in (saved or {}, offloaded)
+        )
+        policy = Policy(None if saved is None else on_device | on_host, on_host - on_device)
+        quantized_layers = cfg.layers - precision.last_bf16_layers
+        in_bf16 = (n for n in range(len(pattern)) if first + n // mixers >= quantized_layers)
+        return policy, frozenset(in_bf16)
+
+    result, layer = [], 0
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
         size = len(pattern) // mixers
-
-        def repeats(layers: int, first=first, times=times, size=size) -> int:
-            return min(max((layers - first) // size, 0), times)
-
-        in_bf16 = [
-            frozenset(n for n in range(len(pattern)) if layer + n // mixers >= first_in_bf16)
-            for layer in range(first, first + times * size, size)
-        ]
-        changes = {n for n in range(1, times) if in_bf16[n] != in_bf16[n - 1]}
-        saving, offloading = (
-            {name: repeats(count) for name, count in (layers or {}).items()}
-            for layers in (counts, execution.offloaded(cfg.layers))
-        )
-        ends = {0, times, *changes, *saving.values(), *offloading.values()}
-        for start, stop in pairwise(sorted(ends)):
-            on_device, named = (
-                frozenset(n for n, count in layers.items() if count >= stop)
-                for layers in (saving, offloading)
-            )
-            saved = None if counts is None else on_device | named
-            policy = Policy(saved, named - on_device)
-            result.append(Segment(stack, slice(start, stop), policy, in_bf16[start]))
-        first += times * size
+        of_blocks = [settings(pattern, layer + block * size) for block in range(times)]
+        start = 0
+        for (policy, in_bf16), alike in groupby(of_blocks):
+            stop = start + len(list(alike))
+            result.append(Segment(stack, slice(start, stop), policy, in_bf16))
+            start = stop
+        layer += times * size
     return result
 
 

@@ -25,7 +25,8 @@ from jaxbench.ops.dense import Duplicated, one_copy
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.model import ExpertsConfig, ModelConfig
+from jaxbench.recipe.mixers import ExpertsConfig
+from jaxbench.recipe.model import ModelConfig
 
 
 class Biases(nnx.Module):

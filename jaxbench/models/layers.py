@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops import dense
+from jaxbench.ops.loss import LossOptions, cross_entropy
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.attention_config import Attention, Yarn
+from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
 
 TRUNCATED_STD = 0.87962566103423978
@@ -27,11 +28,11 @@ Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 Hidden = Float[Array, "B s D"]
 """The hidden state, the input and output of every layer."""
 
-RoutingFigures = tuple[tuple[Array, Array, Array], ...]
+LayerRouting = tuple[tuple[Array, Array, Array], ...]
 """Routing figures (`models.experts.Experts.__call__`) of each layer with experts; other layers have
 none."""
 
-LayerOutput = tuple[Hidden, RoutingFigures]
+LayerOutput = tuple[Hidden, LayerRouting]
 
 
 class Weight(nnx.Param):
@@ -160,7 +161,7 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
     return mesh.on_each_device(local, out)(table, tokens)
 
 
-def rotary_tables(cfg: Attention, length: int) -> Rotary | None:
+def rotary_tables(cfg: AnyAttentionConfig, length: int) -> Rotary | None:
     """Cosine and sine of the rotary angles (Su et al. 2021) at positions 0 to length - 1, in fp32.
     h is half of the rotated features of a head. None for attention without position embedding.
 
@@ -217,3 +218,18 @@ def rotate(x: Float[Array, "B S N H"], rotary: Rotary | None) -> Float[Array, "B
     a, b = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.size else turned
+
+
+def head_loss(
+    cfg: ModelConfig,
+    head: Float[Array, "D V"],
+    hidden: Hidden,
+    targets: Int[Array, "B S"],
+    masked: bool = False,
+) -> Float[Array, ""]:
+    """The mean cross entropy of a normed output, through the head."""
+    hidden = mesh.gather_seq(hidden)
+    # XLA is known to leave the head's gradient to the end of the step where the head is applied
+    # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
+    in_order = cfg.prediction is not None or cfg.mamba is not None
+    return cross_entropy(hidden, head, targets, LossOptions(masked, in_order))

@@ -17,7 +17,8 @@ from jaxbench.models.layers import (
 )
 from jaxbench.ops import dense, ssd
 from jaxbench.ops.remat import save
-from jaxbench.recipe.model import MambaConfig, ModelConfig
+from jaxbench.recipe.mixers import MambaConfig
+from jaxbench.recipe.model import ModelConfig
 
 TAPS = 4
 """Width of the causal convolution."""

@@ -9,7 +9,8 @@ from jaxbench.models.context import Context
 from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal
 from jaxbench.ops import dense, gating
 from jaxbench.ops.remat import save
-from jaxbench.recipe.model import MlpConfig, ModelConfig
+from jaxbench.recipe.mixers import MlpConfig
+from jaxbench.recipe.model import ModelConfig
 
 
 class GatedMlp(nnx.Module):

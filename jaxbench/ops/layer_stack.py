@@ -4,7 +4,7 @@
 stack of residuals for each microbatch: 0.17 s of a forecast step of Llama 3.1 8B in FP8. Here a
 `LayerLoop` gets the stashes of the microbatch before and hands its own on, so that every microbatch
 writes into the same memory.
-Without remat nothing is stacked: the blocks are unrolled in the program.
+Without remat nothing is stacked: the blocks are unrolled in the program (`ops.unrolled`).
 
 Residuals can also wait in host memory. They are written one block after they are computed and read
 one block before they are needed, so that the copies overlap with the matmuls. The copies use the
@@ -23,16 +23,9 @@ import jax.numpy as jnp
 from jaxbench import mesh
 from jaxbench.jax_internals import READS_HOST, residuals, restore_vjp
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import (
-    allocate,
-    read,
-    read_isolated,
-    scan_allocated,
-    stack,
-    unstack,
-    write,
-)
-from jaxbench.recipe.execution import INPUT
+from jaxbench.ops.stash import allocate, read, scan_allocated, write
+from jaxbench.ops.unrolled import unrolled
+from jaxbench.recipe.settings import INPUT
 
 Stash = list[jax.Array]
 """The residuals of every block that stay in device memory, without its weights. Each leaf is
@@ -43,17 +36,17 @@ HostTypes = tuple[jax.ShapeDtypeStruct | None, ...]
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
-Apply = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+ApplyBlock = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """Applies one block. It maps (x, the block's weights, its constants, the arguments of all blocks)
 to (the next x, aux)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class LoopedBlock:
     """A block that is looped over: the function that applies it, its VJP with types in place of
     residuals, and which residuals wait in host memory."""
 
-    apply: Apply
+    apply: ApplyBlock
     vjp: Any
     host: HostTypes
 
@@ -75,7 +68,13 @@ class LayerLoop:
         self.stashes, self.written = iter(stashes), list[Stash]()
 
     def scan(
-        self, apply: Apply, x: jax.Array, weights: Any, constants: Any, common: Any, policy: Policy
+        self,
+        apply: ApplyBlock,
+        x: jax.Array,
+        weights: Any,
+        constants: Any,
+        common: Any,
+        policy: Policy,
     ) -> tuple[jax.Array, Any]:
         """(output of the last block, aux of all blocks in fp32, stacked `[blocks, ..]`), as if by
 
@@ -91,43 +90,33 @@ class LayerLoop:
         # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
         single = (count := len(jax.tree.leaves(weights)[0])) == 1
 
-        def block(x, weights, constants, common, on_host=frozenset()):
+        def checkpointed(x, weights, constants, common, on_host=frozenset()):
             compute = checkpoint(apply, Policy(saved, on_host), in_order=single)
             x, aux = compute(x, weights, constants, common)
             return x, jax.tree.map(lambda a: a.astype(jnp.float32), aux)
 
         stash = next(self.stashes, None)
         if saved is None:
-            y, aux = _unrolled(block, x, weights, constants, common)
+            y, aux = unrolled(checkpointed, x, weights, constants, common)
             self.written.append([])
             return y, aux
         operands = x, weights, constants, common
-        types, vjp, spaces = _linearized(block, *operands)
+        types, vjp, spaces = _linearized(checkpointed, *operands)
         if named := host - {INPUT}:
-            _, _, spaces = _linearized(partial(block, on_host=named), *operands)
+            _, _, spaces = _linearized(partial(checkpointed, on_host=named), *operands)
         if INPUT in host:
             spaces = [HOST, *spaces[1:]]
         on_host = zip(types, spaces, strict=True)
         waiting = tuple(like if space == HOST else None for like, space in on_host)
         if stash is None:
             stash = allocate(_split(types, waiting)[0], count)
-        y, aux, stash = _looped(Block(block, vjp, waiting), *operands, stash)
+        y, aux, stash = _looped(LoopedBlock(checkpointed, vjp, waiting), *operands, stash)
         self.written.append(stash)
         return y, aux
 
 
-def _unrolled(block, x, weights, constants, common):
-    constants = jax.lax.stop_gradient(constants)  # only `weights` are differentiated
-    traced_once = jax.jit(block, inline=True)
-    aux = []
-    for index, block_weights in enumerate(unstack(weights)):
-        x, block_aux = traced_once(x, block_weights, read_isolated(constants, index), common)
-        aux.append(block_aux)
-    return x, stack(aux)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _looped(block: Block, x, weights, constants, common, stash):
+def _looped(block: LoopedBlock, x, weights, constants, common, stash):
     return _forward(block, x, weights, constants, common, stash)[0]
 
 

@@ -34,7 +34,7 @@ STACK_BYTES = 8 * 2**30
 """The largest size in bytes of a stack of logit gradients."""
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """With `masked` the mean is over the tokens whose target is not `MASKED`. With `in_order` the
     loss is available only after both gradients are. Otherwise XLA may compute the gradients at the
     end of the step and keep the stack until then."""
@@ -43,7 +43,7 @@ class Options(NamedTuple):
     in_order: bool = False
 
 
-PLAIN = Options()
+PLAIN = LossOptions()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -51,7 +51,7 @@ def cross_entropy(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "B S"],
-    options: Options = PLAIN,
+    options: LossOptions = PLAIN,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32;
     with `masked` over the tokens whose target is not `MASKED`.
@@ -79,7 +79,7 @@ def _backward(_, residuals, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(hidden, head, targets, options: Options, *, gradients: bool):
+def _sharded(hidden, head, targets, options: LossOptions, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; only (loss,) without `gradients`."""
     # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
     # these axes is needed.
@@ -92,41 +92,44 @@ def _sharded(hidden, head, targets, options: Options, *, gradients: bool):
     return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
-def _local(hidden, head, targets, *, shards: tuple[str, ...], options: Options, gradients: bool):
+def _local(
+    hidden, head, targets, *, shards: tuple[str, ...], options: LossOptions, gradients: bool
+):
     """Computes one device's tokens with its columns of the vocabulary. The `embed` dimension of the
     head is split over the axes `shards`."""
     token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)
-    total = targets.size * jax.lax.axis_size(token_axes)
+    counted_tokens = targets.size * jax.lax.axis_size(token_axes)
     if options.masked:
-        total = jax.lax.psum(jnp.sum(targets != MASKED), token_axes)
+        counted_tokens = jax.lax.psum(jnp.sum(targets != MASKED), token_axes)
     head = jax.lax.all_gather(head, shards, axis=0, tiled=True) if shards else head
     columns = head.shape[1]
     first_column = jax.lax.axis_index(mesh.TENSOR) * columns
 
+    chunk = chunk_tokens(targets.size)
+    padded = targets.size % chunk > 0
+
     def step(_, loss, tokens):
         hidden, targets = tokens
         logits = jnp.einsum("TD,DV->TV", hidden, head, preferred_element_type=jnp.float32)
-        local_largest, local_partition = _partition(logits)
+        local_largest, local_sum = _largest_and_sum(logits)
         largest = jax.lax.pmax(local_largest, mesh.TENSOR)
-        partition = local_partition * jnp.exp(local_largest - largest)
-        partition = jax.lax.psum(partition, mesh.TENSOR)
+        sum_exp = local_sum * jnp.exp(local_largest - largest)
+        sum_exp = jax.lax.psum(sum_exp, mesh.TENSOR)
         column = (targets - first_column)[:, None]
         target = jax.lax.psum(_picked(logits, column, largest), mesh.TENSOR)
-        counts = (targets != MASKED)[:, None] if options.masked or padded else True
-        loss += jnp.sum(jnp.where(counts, jnp.log(partition) - target, 0.0))
+        is_counted = (targets != MASKED)[:, None] if options.masked or padded else True
+        loss += jnp.sum(jnp.where(is_counted, jnp.log(sum_exp) - target, 0.0))
         if not gradients:
             return loss, None
         is_target = jnp.arange(columns) == column
-        probability = jnp.exp(logits - largest) / partition
-        d_logits = jnp.where(counts, (probability - is_target) / total, 0.0)
+        probability = jnp.exp(logits - largest) / sum_exp
+        d_logits = jnp.where(is_counted, (probability - is_target) / counted_tokens, 0.0)
         return loss, d_logits.astype(hidden.dtype)
 
-    chunk = chunk_tokens(targets.size)
-    padded = targets.size % chunk > 0
     chunks = _chunks(hidden, chunk, 0), _chunks(targets, chunk, MASKED)
     if not gradients:
         loss, _ = scan_allocated(step, jnp.zeros(()), chunks)
-        return (jax.lax.psum(loss, token_axes) / total,)
+        return (jax.lax.psum(loss, token_axes) / counted_tokens,)
 
     def part(_, carry, chunks):
         loss, d_head = carry
@@ -145,7 +148,7 @@ def _local(hidden, head, targets, *, shards: tuple[str, ...], options: Options, 
         (loss, d_head), d_hidden = scan_allocated(part, start, several)
     if options.in_order:
         loss, d_hidden, d_head = jax.lax.optimization_barrier((loss, d_hidden, d_head))
-    loss, d_head = jax.lax.psum(loss, token_axes) / total, d_head.astype(head.dtype)
+    loss, d_head = jax.lax.psum(loss, token_axes) / counted_tokens, d_head.astype(head.dtype)
     if shards:
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
     if padded:
@@ -192,7 +195,7 @@ def _parts(chunks: int, size: int) -> int:
     return next(n for n in range(max(least, 1), chunks + 1) if chunks % n == 0)
 
 
-def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _largest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(largest logit, sum of exp(logit - largest)) of each token, `[T, V]` to `[T, 1]`, in one pass
     over the logits (Milakov and Gimelshein 2018, algorithm 3)."""
 
@@ -205,5 +208,5 @@ def _partition(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     # The initial value is finite, since the compiler may join two initial values.
     initial = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
-    largest, partition = jax.lax.reduce((logits, jnp.ones_like(logits)), initial, join, (1,))
-    return largest[:, None], partition[:, None]
+    largest, sum_exp = jax.lax.reduce((logits, jnp.ones_like(logits)), initial, join, (1,))
+    return largest[:, None], sum_exp[:, None]

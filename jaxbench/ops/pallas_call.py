@@ -123,7 +123,7 @@ def _bytes(array: Array | Output) -> int:
 
 
 @contextmanager
-def undeprecated() -> Iterator[None]:
+def ignoring_pallas_deprecation() -> Iterator[None]:
     """While a program is lowered, ignores JAX's warning that Pallas's Triton backend will be
     removed (see above)."""
     with warnings.catch_warnings():

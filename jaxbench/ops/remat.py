@@ -18,7 +18,7 @@ recomputed with another rounding, and statistics with one number per token or te
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
-    """Names an activation for remat policies. The name is one of `execution.SAVEABLE`, or
+    """Names an activation for remat policies. The name is one of `settings.SAVEABLE`, or
     `SMALL`."""
     return checkpoint_name(x, name)
 
@@ -65,7 +65,7 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
         aux: tuple = ()
         signals = [jnp.zeros(()), jnp.zeros(())]
         for index in range(len(weights[0].layers)):
-            compute = _recomputed(partial(layer, index=index), policy, in_order=True)
+            compute = _checkpointed(partial(layer, index=index), policy, in_order=True)
             (x, signal), layer_aux = compute((x, signals[index]), weights, *rest)
             signals.append(signal)
             aux += layer_aux
@@ -74,20 +74,20 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
     def checkpointed(x: Array, weights: tuple, *rest: Any) -> tuple[Array, tuple]:
         if "residual" in saved and len(weights[0].layers) > 2:
             return by_layer(x, weights, *rest)
-        return _recomputed(whole, policy, in_order)(x, weights, *rest)
+        return _checkpointed(whole, policy, in_order)(x, weights, *rest)
 
     return checkpointed
 
 
-def _recomputed(body: Callable, policy: Policy, in_order: bool) -> Callable:
+def _checkpointed(body: Callable, policy: Policy, in_order: bool) -> Callable:
     """`body(x, weights, constants, common)` under `jax.checkpoint`.
 
     With `in_order` `x` has an optimization barrier. The other arguments have none, so that weights
     can be gathered early.
 
-    The name `attention` saves all results of a fused kernel's primitive (`attention.Kernel.saved`),
-    because its backward kernel needs them. Activations that are offloaded get the type of an array
-    in host memory; `ops.layer_stack` moves them there.
+    The name `attention` saves all results of a fused kernel's primitive
+    (`attention.Kernel.saved_primitive`), because its backward kernel needs them. Activations that
+    are offloaded get the type of an array in host memory; `ops.layer_stack` moves them there.
     """
     saved = policy.saved or frozenset()
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -96,14 +96,15 @@ def _recomputed(body: Callable, policy: Policy, in_order: bool) -> Callable:
         offload_src="device",
         offload_dst="pinned_host",
     )
-    attention = {kernel.saved for kernel in KERNELS.values()}
+    attention_primitives = {kernel.saved_primitive for kernel in KERNELS.values()}
 
     def save_named(primitive, *args, **params):
-        if primitive.name in attention:
+        if primitive.name in attention_primitives:
             return "attention" in saved
         return named(primitive, *args, **params)
 
-    barriers = in_order and (True, False, False, False)
+    # For x, weights, constants and common.
+    barriers = (True, False, False, False) if in_order else False
     return jax.checkpoint(body, policy=save_named, prevent_cse=barriers)
 
 

@@ -41,24 +41,6 @@ def write(tree: Any, values: Any, *index: Any) -> Any:
     return jax.tree.map(replaced, tree, values)
 
 
-def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
-    """Combines `values` into the entry at `index` of the leaves. In a compiled program this happens
-    in place, because the entry keeps its leading dimensions: XLA fuses only slices and updates of
-    equal shapes."""
-
-    def merged(a: jax.Array, value: Any) -> jax.Array:
-        start = (*index, *(0 for _ in value.shape))
-        value = jax.lax.expand_dims(jnp.asarray(value), range(len(index)))
-        entry = jax.lax.dynamic_slice(a, start, value.shape)
-        return jax.lax.dynamic_update_slice(a, combine(entry, value), start)
-
-    return jax.tree.map(merged, tree, values)
-
-
-add = partial(merge, lambda total, value: total + value.astype(total.dtype))
-maximum = partial(merge, jnp.maximum)
-
-
 def allocate(types: Any, *slots: int) -> Any:
     """Uninitialised arrays `[*slots, ..]` for a tree of `jax.ShapeDtypeStruct`.
 
@@ -79,39 +61,6 @@ def allocate(types: Any, *slots: int) -> Any:
         return mesh.on_each_device(local, spec, check_vma=False)()
 
     return jax.tree.map(allocated, types)
-
-
-def read_isolated(tree: Any, index: int) -> Any:
-    """`read` behind an optimization barrier.
-
-    Otherwise XLA would apply the consumers of an entry, such as a cast from FP8, to the whole
-    stack, and would then recognise no FP8 matmul.
-    """
-    return jax.lax.optimization_barrier(read(tree, index))
-
-
-@jax.custom_vjp
-def unstack(tree: Any) -> list:
-    """All entries of the leaves `[slots, ..]`, each read by `read_isolated`.
-
-    The backward pass stacks the gradients of the entries. JAX's own rule would make a stack for
-    each entry, zero except for that entry, and add these stacks up.
-    """
-    return [read_isolated(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
-
-
-def stack(entries: list) -> Any:
-    """Stacks the entries along a new first dimension. Each is written into allocated memory.
-
-    A concatenation of arrays that are unreduced over ranks would sum them over these ranks.
-    """
-    stacked = allocate(jax.eval_shape(lambda entry: entry, entries[0]), len(entries))
-    for index, entry in enumerate(entries):
-        stacked = write(stacked, entry, index)
-    return stacked
-
-
-unstack.defvjp(lambda tree: (unstack(tree), None), lambda _, entries: (stack(entries),))
 
 
 def scan_allocated(

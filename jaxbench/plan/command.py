@@ -35,7 +35,8 @@ from jaxbench.plan.processes import Target
 from jaxbench.plan.row_page import difference_page, plan_page
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
-from jaxbench.train.program import check_run, compile_program
+from jaxbench.train.program import compile_program
+from jaxbench.train.program_checks import check_run
 from jaxbench.xla import flags
 
 TABLE = Path("results", "plan")

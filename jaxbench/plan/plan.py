@@ -28,8 +28,8 @@ from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import model_flops, throughput
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
-from jaxbench.train.program import check_program, compile_program, offloaded_bytes
-from jaxbench.train.program import read as read_program
+from jaxbench.train.program import compile_program, offloaded_bytes, parse_program
+from jaxbench.train.program_checks import check_program
 from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
 from jaxbench.xla import flags, memory
@@ -196,7 +196,7 @@ def make_plan(
         state = state_bytes(run)
     if dump is not None:
         (dump / "program.hlo.txt").write_text(compiled.as_text())
-    program, options = read_program(compiled, run), flags.options(run, "gpu")
+    program, options = parse_program(compiled, run), flags.options(run, "gpu")
     if trace is not None:
         title = f"{run.recipe} on {run.gpus} x {gpu.name}"
         write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import as_json
@@ -22,14 +21,6 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 from jaxbench.results.plans import MINIMUM_S, part_name
-
-BAR = 60
-"""Characters of the longest bar."""
-
-FILLS = (("█", "green"), ("▓", "yellow"), ("▒", "magenta"), ("░", "blue"), ("#", "red"),
-         ("=", "cyan"), ("+", "bright_red"), (":", "bright_cyan"), (".", "white"))  # fmt: skip
-"""The character and colour of each part of a bar. The characters alone are enough to tell the parts
-apart."""
 
 
 def scaling(
@@ -107,7 +98,7 @@ def _rate(plan: Plan) -> float:
 
 
 def show(title: str, lines: list[dict[str, Any]]) -> None:
-    """Prints the table and the bars."""
+    """Prints the table."""
     shown = shown_parts(lines)
     headings = ("GPUs", "mesh", "fits", "step s", "tokens/s/GPU", "efficiency %", "published %")
     grid = Table(title=title, box=None, title_justify="left")
@@ -128,31 +119,8 @@ def show(title: str, lines: list[dict[str, Any]]) -> None:
                 f"{part_name(name)} {growth:+.3f} s" for name, growth in line["grows"].items()
             ),
         )
-    output = console()
-    output.print(grid)
-    output.print("\nseconds of a step for as many tokens per GPU as the smallest row has:")
-    for text in bars(lines, shown):
-        output.print(text, no_wrap=True)
+    console().print(grid)
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
-
-
-def bars(lines: list[dict[str, Any]], shown: list[str]) -> list[Text]:
-    """A bar for each row, divided into its parts, and a legend."""
-    fills = {name: FILLS[i % len(FILLS)] for i, name in enumerate(shown)}
-    totals = [sum(line["for_same_tokens_s"].values()) for line in lines]
-    result = []
-    for line, total in zip(lines, totals, strict=True):
-        text, end, drawn = Text(f"{line['gpus']:6} "), 0.0, 0
-        for name, (character, colour) in fills.items():
-            end += line["for_same_tokens_s"].get(name, 0.0)
-            cells = round(BAR * end / max(totals)) - drawn
-            text.append(character * cells, colour)
-            drawn += cells
-        result.append(text.append(f" {total:.3f} s, {_percent(line['efficiency'])} %"))
-    legend = Text("       ")
-    for name, (character, colour) in fills.items():
-        legend.append(character, colour).append(f" {part_name(name)}  ")
-    return [*result, legend]

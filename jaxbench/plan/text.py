@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from jaxbench.base.errors import counted
 from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.tables import FORMATS, PACKAGE
 from jaxbench.jax_internals import READS_HOST
@@ -167,7 +168,7 @@ def network(step: Step) -> list[str]:
         f"network     {gib(step.wire_bytes)} sent per device and step; "
         f"no matmul or attention overlaps with {gib(step.uncovered_wire_bytes)} of it",
         *(
-            f"  {c.kind:18} {c.axes:16} {c.count:5} runs {gib(c.bytes):>10} "
+            f"  {c.kind:18} {c.axes:16} {counted(c.count, 'run'):>10} {gib(c.bytes):>10} "
             f"{where[c.across_domains]:16} {c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
             for c in step.collectives
         ),

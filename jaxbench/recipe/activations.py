@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.execution import INPUT, SAVEABLE
-from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, MambaConfig, ModelConfig
-from jaxbench.recipe.settings import Run
+from jaxbench.recipe.mixers import (
+    SSD_CHUNK,
+    AttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+)
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import INPUT, SAVEABLE, Run
 
 BF16 = 2
 """Bytes of a bf16 number."""
@@ -25,7 +30,7 @@ class Activation:
 
 @cache
 def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
-    """The activations of a model by name (`execution.SAVEABLE`), for sequences of `length`
+    """The activations of a model by name (`settings.SAVEABLE`), for sequences of `length`
     tokens."""
     result: dict[str, Activation] = {}
 

@@ -8,8 +8,15 @@ et al. 2021, without their recomputation).
 
 from collections.abc import Sequence
 
-from jaxbench.recipe.attention_config import Attention, AttentionConfig
-from jaxbench.recipe.model import ExpertsConfig, Kind, MambaConfig, Mixer, MlpConfig, ModelConfig
+from jaxbench.recipe.mixers import (
+    AnyAttentionConfig,
+    AttentionConfig,
+    ExpertsConfig,
+    MambaConfig,
+    Mixer,
+    MlpConfig,
+)
+from jaxbench.recipe.model import Kind, ModelConfig
 
 CONVENTIONS = ("causal", "full", "published")
 """`causal` counts half of the S x S attention scores, `full` all of them. Within a window W, `full`
@@ -19,7 +26,7 @@ own formula."""
 COUNTED_CHUNK = 128
 """The chunk length in tokens for which we count the FLOPs of the Mamba-2 scan: Megatron's default,
 which the published runs use. Our scan may be computed in other chunks
-(`recipe.model.SSD_CHUNK`)."""
+(`recipe.mixers.SSD_CHUNK`)."""
 
 NORM_VECTORS = {"rms": 1, "layer1p": 2}
 
@@ -27,7 +34,7 @@ NORM_VECTORS = {"rms": 1, "layer1p": 2}
 def parameters(cfg: ModelConfig) -> dict[str, int]:
     """The parameter count by component. `total` is their sum."""
     embed, mixers = cfg.embed, (*cfg.mixers, *cfg.predicting)
-    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AnyAttentionConfig)]
     experts, mamba = _each(ExpertsConfig, mixers), _each(MambaConfig, mixers)
     norms = len(mixers) + (4 if cfg.prediction else 1)
     counts = {
@@ -55,7 +62,7 @@ def _each(kind: type[Kind], mixers: Sequence[Mixer]) -> list[Kind]:
     return [mixer for mixer in mixers if isinstance(mixer, kind)]
 
 
-def _attention_weights(embed: int, mixer: Attention) -> int:
+def _attention_weights(embed: int, mixer: AnyAttentionConfig) -> int:
     if isinstance(mixer, AttentionConfig):
         return 2 * embed * (mixer.heads + mixer.kv_heads) * mixer.head_dim
     queries = mixer.query_latent * (mixer.head_dim + mixer.rope_dim)
@@ -64,7 +71,7 @@ def _attention_weights(embed: int, mixer: Attention) -> int:
     return latents + mixer.heads * (queries + keys_values + mixer.value_dim * embed)
 
 
-def _attention_norms(mixer: Attention) -> int:
+def _attention_norms(mixer: AnyAttentionConfig) -> int:
     if isinstance(mixer, AttentionConfig):
         return 2 * mixer.head_dim if mixer.qk_norm else 0
     return mixer.query_latent + mixer.kv_latent
@@ -76,7 +83,7 @@ def _prediction_weights(cfg: ModelConfig) -> int:
     return 2 * cfg.embed**2 if cfg.prediction else 0
 
 
-def _attention_vectors(embed: int, mixer: Attention) -> int:
+def _attention_vectors(embed: int, mixer: AnyAttentionConfig) -> int:
     """Parameters of sinks and biases."""
     if not isinstance(mixer, AttentionConfig):
         return 0
@@ -133,7 +140,7 @@ def model_flops(cfg: ModelConfig, length: int, convention: str = "full") -> dict
     embed, per_weight = cfg.embed, 6 * length
     depth = cfg.prediction.depth if cfg.prediction else 0
     mixers = (*cfg.mixers, *depth * cfg.predicting)
-    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AnyAttentionConfig)]
     mlps = _each(MlpConfig, mixers)
     scores = sum(
         3 * a.heads * sum(a.score_widths) * _twice_scores(a, length, convention) for a in attention
@@ -166,7 +173,7 @@ def causal_without_router(cfg: ModelConfig, length: int) -> int:
     return causal["total"] - causal.get("router", 0)
 
 
-def _twice_scores(mixer: Attention, length: int, convention: str) -> int:
+def _twice_scores(mixer: AnyAttentionConfig, length: int, convention: str) -> int:
     """Twice the number of scores that a convention counts per head and sequence."""
     causal, window = convention == "causal", min(mixer.window or length, length)
     if window == length:

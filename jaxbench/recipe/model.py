@@ -2,178 +2,31 @@
 
 A *layer* is what the model's publication counts as one. In a hybrid it has one mixer, in a
 transformer two: attention, then a feed-forward mixer. Each mixer has a dataclass with its
-dimensions. Layers are computed in repeating blocks (`repeating_blocks`): each block is compiled
-once, and the weights of its repeats are stacked.
+dimensions (`mixers`). Layers are computed in repeating blocks (`repeating_blocks`): each block is
+compiled once, and the weights of its repeats are stacked.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, cycle, islice
 from typing import Literal, TypeVar
 
-from jaxbench.recipe.attention_config import Attention, AttentionConfig, LatentAttentionConfig
-from jaxbench.recipe.checks import divides, not_negative, positive, require
-
-SSD_CHUNK = 256
-"""The chunk length of XLA's Mamba-2 scan in tokens. It affects only speed and rounding. It is twice
-Megatron's default, so there are half as many states between chunks, and larger matmuls."""
+from jaxbench.recipe.checks import positive, require
+from jaxbench.recipe.mixers import (
+    AnyAttentionConfig,
+    AttentionConfig,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    Mixer,
+    MlpConfig,
+)
 
 MAX_LAYERS = 1_000
 """The most layers of a model, far more than any model has. It bounds the search for repeating
 blocks."""
 
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpConfig:
-    """A feed-forward mixer."""
-
-    ffn: int
-    """width inside"""
-    activation: Activation = "silu"
-    """gated except for `relu2`, the squared ReLU"""
-
-    def __post_init__(self) -> None:
-        positive("model.mlp.", self, "ffn")
-
-    @property
-    def matrices(self) -> int:
-        """Weight matrices, each of `embed x ffn`."""
-        return 2 if self.activation == "relu2" else 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """A mixture of experts: feed-forward mixers. Each token uses a few of them."""
-
-    count: int
-    """experts of a layer"""
-    top_k: int
-    """experts that a token is sent to"""
-    ffn: int
-    """width inside an expert"""
-    activation: Activation = "silu"
-    """activation of an expert; gated except for `relu2`, the squared ReLU. `swiglu_clamped` bounds
-    the gate and up projections (OpenAI 2025, "gpt-oss")"""
-    biases: bool = False
-    """biases of the router and of the experts' matrices"""
-    latent: int | None = None
-    """width of the tokens that experts see: one projection before them, one after their sum; `null`
-    for `model.embed`"""
-    shared_ffn: int | None = None
-    """width of an expert that every token passes through, in addition to its chosen ones"""
-    router: Literal["topk_softmax", "sigmoid"] = "topk_softmax"
-    """how the gates of the chosen experts are computed: `topk_softmax` is the softmax over the
-    chosen logits, and `sigmoid` divides the sigmoid of each by their sum (DeepSeek-AI 2024,
-    "DeepSeek-V3")"""
-    router_dtype: Literal["fp32", "bf16"] = "fp32"
-    """dtype of the router's matmul; `bf16` is the dtype of the hidden state. Everything after that
-    matmul is in fp32"""
-    gate_scale: float = 1.0
-    """factor of the gates"""
-    groups: int = 1
-    """experts form this many groups. A token chooses from its `top_groups` best ones: those with
-    the largest sum of their best `top_k / top_groups` scores"""
-    top_groups: int = 1
-    """groups that a token chooses from"""
-    bias_rate: float | None = None
-    """with router `sigmoid`: each expert has a bias that decides the choice but not the gates. In
-    each step it grows by this much if the load of the expert is below the mean, and falls if it is
-    above (Wang et al. 2024, auxiliary-loss-free load balancing)"""
-    balance_loss: float = 0.0
-    """coefficient of the load-balance loss"""
-    balance: Literal["sequence", "microbatch"] = "sequence"
-    """what the load-balance loss is taken over: a sequence, or the sequences that a data-parallel
-    rank computes at once (Megatron's `seq_aux_loss` and `aux_loss`)"""
-    capacity_factor: float | None = None
-    """capacity of an expert: this factor times its fair share of every `capacity_tokens` tokens.
-    Tokens beyond it are dropped, those with the smallest gates first. With `null` no expert has a
-    limit (dropless), only what a rank sends to another (`rank_capacity_factor`)"""
-    capacity_tokens: int = 1024
-    """consecutive tokens of a sequence over which the capacity of an expert is counted"""
-    rank_capacity_factor: float = 1.5
-    """without a `capacity_factor`: a rank has this factor times a fair share of slots for the
-    tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
-    counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
-    `expert` x `tensor` drops none"""
-    routing: Literal["learned", "random"] = "learned"
-    """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
-    balancing). It takes the router's choice out of a benchmark"""
-
-    def __post_init__(self) -> None:
-        prefix = "model.experts."
-        positive(
-            prefix, self, "count", "top_k", "ffn", "latent", "shared_ffn", "gate_scale", "groups",
-            "top_groups", "bias_rate", "capacity_factor", "capacity_tokens",
-            "rank_capacity_factor",
-        )  # fmt: skip
-        not_negative(prefix, self, "balance_loss")
-        require(
-            self.top_k <= self.count,
-            f"model.experts.top_k = {self.top_k} must be at most model.experts.count = "
-            f"{self.count}",
-        )
-        divides("model.experts.groups", self.groups, "model.experts.count", self.count)
-        divides("model.experts.top_groups", self.top_groups, "model.experts.top_k", self.top_k)
-        reach = self.top_groups * self.count // self.groups
-        require(
-            self.top_groups <= self.groups and self.top_k <= reach,
-            f"model.experts.top_groups = {self.top_groups} of groups = {self.groups} must hold the "
-            f"top_k = {self.top_k} experts of a token",
-        )
-        require(
-            self.bias_rate is None or self.router == "sigmoid",
-            f"model.experts.bias_rate = {self.bias_rate} needs model.experts.router = sigmoid",
-        )
-
-    @property
-    def shared(self) -> MlpConfig | None:
-        """The shared expert."""
-        return (
-            MlpConfig(ffn=self.shared_ffn, activation=self.activation) if self.shared_ffn else None
-        )
-
-    @property
-    def matrices(self) -> int:
-        """Weight matrices of an expert, each of `embed x ffn` or `latent x ffn`."""
-        return 2 if self.activation == "relu2" else 3
-
-    @property
-    def capacity(self) -> int | None:
-        """Tokens that one expert takes of every `capacity_tokens`; None without a limit."""
-        if self.capacity_factor is None:
-            return None
-        share = self.top_k * self.capacity_tokens / self.count
-        return min(math.ceil(share * self.capacity_factor), self.capacity_tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MambaConfig:
-    """Dimensions of a Mamba-2 mixer."""
-
-    heads: int
-    """heads"""
-    head_dim: int
-    """features of a head"""
-    state: int
-    """state size per feature"""
-    groups: int
-    """groups of heads that share the state's input and output maps (B and C)"""
-
-    def __post_init__(self) -> None:
-        positive("model.mamba.", self, "heads", "head_dim", "state", "groups")
-        divides("model.mamba.groups", self.groups, "model.mamba.heads", self.heads)
-
-    @property
-    def inner(self) -> int:
-        """Features of one group."""
-        return self.heads // self.groups * self.head_dim
-
-
-Mixer = Attention | MlpConfig | ExpertsConfig | MambaConfig
 Kind = TypeVar(
     "Kind", AttentionConfig, LatentAttentionConfig, MlpConfig, ExpertsConfig, MambaConfig
 )
@@ -288,7 +141,7 @@ class ModelConfig:
         return [mixer for mixer in self.mixers if isinstance(mixer, kind)]
 
     @property
-    def attention_mixer(self) -> Attention | None:
+    def attention_mixer(self) -> AnyAttentionConfig | None:
         """The description of attention, latent or not. None in a model without attention."""
         return self.attention or self.latent_attention
 

@@ -16,12 +16,12 @@ from jaxbench.recipe import strict_yaml
 from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.optimizer_settings import Optimizer
 from jaxbench.recipe.settings import (
     SMOKE_STEPS,
     STEPS,
     Batch,
     Execution,
+    Optimizer,
     Parallelism,
     Precision,
     Run,

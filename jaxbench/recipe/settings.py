@@ -6,13 +6,14 @@ settings (docs/reference/settings.md).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Literal
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
-from jaxbench.recipe.execution import Execution
-from jaxbench.recipe.model import SSD_CHUNK, ExpertsConfig, ModelConfig, repeating_blocks
-from jaxbench.recipe.optimizer_settings import Optimizer
+from jaxbench.recipe.mixers import SSD_CHUNK, ExpertsConfig
+from jaxbench.recipe.model import ModelConfig, repeating_blocks
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes, slowest links first. All of them always exist. An unused axis has size 1."""
@@ -37,6 +38,18 @@ PRODUCTS = (
 
 BLOCKS = {"mxfp8": 32, "nvfp4": 16}
 """Elements that share a scale in the block-scaled formats."""
+
+SAVEABLE = (
+    "latent", "query", "key", "value", "attention", "residual", "dispatched", "gate", "up", "mamba",
+)  # fmt: skip
+"""The activations that a remat policy can save, in the order in which a layer computes them.
+`latent` are the latents of latent attention, from which queries, keys and values are projected, and
+the sum of experts in a latent space. `dispatched` are the permuted tokens that the experts of a
+rank receive. `mamba` is the input of a Mamba-2 mixer's output projection."""
+
+INPUT = "input"
+"""The input of each block of layers, which every remat policy saves. Only `offload` uses this
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +140,130 @@ class Precision:
     def draws(self) -> bool:
         """True if gradients are rounded stochastically."""
         return self.dtype == "nvfp4" and self.stochastic_rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW with betas 0.9 and 0.95 and clipping at global norm 1, as in every published benchmark.
+    `train.optimizer` has the formulas of the schedules."""
+
+    schedule: Literal["cosine", "megatron", "wsd"]
+    """linear warm-up, then a decay. `cosine` is that of MaxText and Megatron Core. `megatron` is
+    NeMo's, whose warm-up starts above 0. `wsd` is Nemotron 3 Super's, which decays with the root of
+    the time"""
+    learning_rate: float
+    """peak learning rate"""
+    final_learning_rate: float
+    """learning rate at the end of the decay"""
+    warmup: float
+    """steps of warm-up, or a fraction of the run if below 1"""
+    eps: float
+    """epsilon of AdamW"""
+    weight_decay: float = 0.1
+    """weight decay; each step multiplies it by the learning rate"""
+    decay_vectors: bool
+    """norm gains are decayed too, as in MaxText"""
+    constant: int = 0
+    """number of last steps that stay at the final learning rate"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """dtype in which AdamW's moments are kept between steps; they are computed in fp32"""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per parameter of the weights, in fp32, and of the moments."""
+        return 12 if self.moments == "fp32" else 8
+
+    def __post_init__(self) -> None:
+        positive("optimizer.", self, "eps")
+        not_negative(
+            "optimizer.", self, "learning_rate", "final_learning_rate", "warmup", "weight_decay",
+            "constant",
+        )  # fmt: skip
+        require(
+            self.schedule != "wsd" or not self.constant,
+            f"optimizer.constant = {self.constant}: wsd has no constant tail; expected 0",
+        )
+
+    def warmup_steps(self, steps: int) -> int:
+        """The length of the warm-up, in steps, in a run of `steps`."""
+        return int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the model is computed. These settings change speed and memory, not the result, except for
+    rounding and for the tokens that dropless experts drop."""
+
+    remat: str = "full"
+    """what is saved for the backward pass. `none` saves all activations, `full` only the input of
+    each layer. A list saves the activations that it names: `query,key,value,attention,residual:24`
+    saves `residual` in the first 24 layers (if a repeated block has several layers, in its repeats
+    within the first 24). With `none`, outside a pipeline, layers are not scanned, and gathered
+    weights are saved too: this is fastest if all of it fits, and slower to compile"""
+    offload: str = "none"
+    """activations to save in the host's memory, in layers where `remat` does not save them: `none`,
+    or a list like `remat`'s, such as `gate,up:64`. `input` is the input of each repeated block,
+    which every `remat` except `none` saves. Copies to the host and back run alongside the matmuls
+    of the layers (docs/design/offload.md)"""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """attention implementation; `auto` is cuDNN on GPUs, except in fp32"""
+    ssd: Literal["auto", "pallas", "xla"] = "auto"
+    """the part of Mamba-2 between its projections (docs/design/scan.md); `auto` is Pallas kernels
+    on GPUs where they can compute the model's mixers"""
+    grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
+    """grouped matmuls of dropless experts: `xla` copies an expert's weights for each block of 128
+    tokens; `auto` is Pallas kernels on GPUs where they can multiply"""
+    expert_parts: int = 1
+    """parts of a microbatch that the experts of a layer compute one after the other. The exchanges
+    of one part are then hidden behind the matmuls of another. Each part has its own slots of
+    dropless experts, and its own FP8 scales of inputs and gradients"""
+    replica_sums: Literal["step", "layer"] = "step"
+    """when the gradients of layers are summed over the axis `data`: once per `step`, or in each
+    `layer` as they arise, in every microbatch and in bf16, alongside the matmuls of other layers
+    (docs/design/sharding.md). Not in a pipeline"""
+    xla_flags: str = "tuned"
+    """compiler options: `tuned`, `guided` or `default` (docs/reference/xla_flags.md),
+    and changes: `tuned,xla_gpu_some_flag=false`"""
+
+    def __post_init__(self) -> None:
+        positive("execution.", self, "expert_parts")
+
+    def saved(self, layers: int) -> dict[str, int] | None:
+        """The number of layers that save each named activation; None without remat."""
+        if self.remat in ("none", "full"):
+            return None if self.remat == "none" else {}
+        return _layer_counts("remat", self.remat, layers, "none, full, or ")
+
+    def offloaded(self, layers: int) -> dict[str, int]:
+        """The number of layers that save each named activation in host memory, unless they save it
+        in the device's memory."""
+        if self.offload == "none":
+            return {}
+        require(
+            self.remat != "none", "execution.offload: remat = none saves everything on the device"
+        )
+        names = INPUT, *SAVEABLE
+        counts = _layer_counts("offload", self.offload, layers, "none, or ", names)
+        kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"
+        require("attention" not in counts, kept)
+        return counts
+
+
+@cache
+def _layer_counts(
+    setting: str, text: str, layers: int, others: str, names: Sequence[str] = SAVEABLE
+) -> dict[str, int]:
+    """The number of layers for each activation of a list: `query,residual:40`."""
+    counts = {}
+    for entry in text.split(","):
+        name, colon, count = entry.strip().partition(":")
+        require(
+            name in names and bool(colon) == count.isdecimal(),
+            f"execution.{setting}: cannot read {entry.strip()!r}; expected {others}some of "
+            f"{', '.join(names)}, each with an optional layer count: residual:40",
+        )
+        counts[name] = min(int(count or layers), layers)
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:
         raise RecipeError(f"{name} takes a threshold between 0 and 100 %, and no RESULTS")
     if arguments.format not in formats:
         raise RecipeError(
-            f"{name} has no --format {arguments.format}; expected {' or '.join(formats)}"
+            f"{name} has no --format {arguments.format}; expected one of {', '.join(formats)}"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
 from jaxbench.pages.charts import CHARACTER
-from jaxbench.results.quantity import quantity
+from jaxbench.results.quantity import figure
 
 MOST_NODES = 64
 """The most nodes of a picture. Nodes with the slowest GPUs come first."""
@@ -54,28 +54,21 @@ def gpus(record: dict[str, Any]) -> list[Gpu]:
 
 
 def _of_rank(rank: Any) -> Iterator[Gpu]:
-    if not isinstance(rank, dict) or (number := _figure(rank, "rank")) is None:
+    if not isinstance(rank, dict) or (number := figure(rank, "rank")) is None:
         return
     told, products = (
         rank[key] if isinstance(rank.get(key), list) else [] for key in ("gpus", "products_s")
     )
-    wait_s, step_s = _figure(rank, "wait_s"), _figure(rank.get("step_time_s"), "mean")
+    wait_s, step_s = figure(rank, "wait_s"), figure(rank, "step_time_s", "mean")
     for n in range(max(len(told), len(products), 1)):
         gpu = told[n] if n < len(told) else {}
-        known = _figure(gpu, "gpu")
+        known = figure(gpu, "gpu")
         yield Gpu(
             node=str(rank.get("host")), rank=int(number), number=n if known is None else int(known),
-            clock=_figure(gpu, "clock_ratio"), power_w=_figure(gpu, "power_w"),
-            products_s=_figure(dict(enumerate(products)), n), wait_s=wait_s,
+            clock=figure(gpu, "clock_ratio"), power_w=figure(gpu, "power_w"),
+            products_s=figure(dict(enumerate(products)), n), wait_s=wait_s,
             wait=wait_s / step_s if wait_s is not None and step_s else None,
         )  # fmt: skip
-
-
-def _figure(values: Any, key: Any) -> float | None:
-    try:
-        return quantity(values[key])
-    except (TypeError, LookupError):
-        return None
 
 
 def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
@@ -127,10 +120,7 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
 
 def heat_maps(every: Sequence[Gpu], watermark: str) -> list[dict[str, Any]]:
     """Pictures of all GPUs by node, one for each quantity that at least two GPUs have. A picture
-    has cells, which are thick lines by shade, names of rows, and a description. Empty without
-    telemetry."""
-    if not any(gpu.clock or gpu.power_w for gpu in every):
-        return []
+    has cells, which are thick lines by shade, names of rows, and a description."""
     nodes = _nodes(every)
     return [
         picture

@@ -62,7 +62,6 @@ def page(results: Sequence[Result], convention: str) -> str:
         errata={code: text for code, text in ERRATA.items() if code in errata},
         scaling=[*sections.scaling(runs)],
         traces=[*filter(None, map(sections.trace, shown))],
-        waits=[(run, waits) for run in shown if (waits := sections.ranks(run))],
         gaps=[*filter(None, map(sections.gap, shown))],
         heat=[(run, maps) for run in shown
               if (maps := heat_maps(gpus(run.result.run.record), run.watermark))],

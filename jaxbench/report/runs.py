@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxbench.base.hardware import NULL, is_null
 from jaxbench.results.plans import PlannedStep
 from jaxbench.results.profiled import Compared
-from jaxbench.results.quantity import quantity
+from jaxbench.results.quantity import figure
 from jaxbench.results.verdict import Verdict, judge
 from jaxbench.results.window import spread, start_of, too_short
 
@@ -178,11 +178,7 @@ class Result:
     @property
     def joules_per_token(self) -> float | None:
         """The energy of the GPUs per token in J. None if NVML did not report their power."""
-        summary = self.run.record.get("summary")
-        try:
-            return quantity(summary["joules_per_token"], zero=False)  # type: ignore[index]
-        except (LookupError, TypeError):
-            return None
+        return figure(self.run.record, "summary", "joules_per_token") or None
 
     def tflops_per_gpu(self, convention: str) -> float | None:
         """Model TFLOP/s by a convention of `flops.CONVENTIONS`."""

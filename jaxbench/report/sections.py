@@ -14,7 +14,6 @@ from jaxbench.pages.charts import waterfall as stacked
 from jaxbench.recipe import published
 from jaxbench.report.gap import REMAINS, explain
 from jaxbench.report.runs import Result
-from jaxbench.results.quantity import quantity
 from jaxbench.results.verdict import percent
 
 SPAN = 0.03
@@ -24,7 +23,7 @@ small."""
 SLOW = 0.01
 """A gap is not explained if it is a smaller share of the step, since runs differ by as much."""
 
-NAMED_OUTLIERS, NAMED_RANKS = 5, 3
+NAMED_OUTLIERS = 5
 
 NO_RESULT = "smoke run: no result"
 
@@ -168,38 +167,6 @@ def trace(run: PageRun) -> Chart | None:
     if above := len(points) - len(inside):
         chart.note(f"▲ {above} of {len(points)} steps, up to {max(s for _, s in points):.4g}")
     return chart
-
-
-def ranks(run: PageRun) -> dict[str, Any] | None:
-    """The time for which each process waited for its devices, in percent of its step. None if the
-    record has fewer than two processes. A slow host waits least, since the others wait for it."""
-    recorded, waits = run.result.run.record.get("ranks"), []
-    for rank in recorded if isinstance(recorded, list) else ():
-        try:
-            share = 100 * quantity(rank["wait_s"]) / quantity(rank["step_time_s"]["mean"])
-            waits.append((int(quantity(rank["rank"])), quantity(share), str(rank["host"])))
-        except (LookupError, TypeError, ZeroDivisionError):
-            continue
-    if len(waits) < 2:
-        return None
-    waits.sort()
-    least = sorted(waits, key=lambda wait: wait[1])[:NAMED_RANKS]
-    median = statistics.median(share for _, share, _ in waits)
-    slowest, slowest_share, _ = least[0]
-    labels: list[Label] = [("mean", median, f"median {median:.1f}"),
-                           ("outlier", slowest_share, f"rank {slowest}: {slowest_share:.1f}"),
-                           ]  # fmt: skip
-    chart = empty_chart(
-        run.name,
-        f"wait of {len(waits)} processes in percent of the step, median {median:.1f}; least: "
-        + ", ".join(f"rank {rank} on {host} {share:.1f}" for rank, share, host in least),
-        [rank for rank, _, _ in waits], [median - 5, median + 5, *(share for _, share, _ in waits)],
-        unit="wait, % of the step", x_title="rank", labels=labels, watermark=run.watermark,
-    )  # fmt: skip
-    chart.rule("mean", median)
-    chart.dots("rank", [(rank, share) for rank, share, _ in waits])
-    chart.dots("outlier", [(slowest, slowest_share)])
-    return {"chart": chart, "least": least, "median": median}
 
 
 def gap(run: PageRun) -> dict[str, Any] | None:

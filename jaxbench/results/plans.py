@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.base import hardware
-from jaxbench.results.quantity import quantity
+from jaxbench.results.quantity import figure
 
 PLAN = "plan.json"
 PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
@@ -73,10 +73,8 @@ def _plans(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
     """The forecast of a plan. None if it is malformed."""
-    forecast, sizes = values.get("forecast"), values.get("bytes_per_device")
-    if not isinstance(forecast, dict):
-        return None
-    step_s, parts = _quantity(forecast.get("step_s")), forecast.get("parts_s")
+    forecast, step_s = values.get("forecast"), figure(values, "forecast", "step_s")
+    parts = forecast.get("parts_s") if isinstance(forecast, dict) else None
     if step_s is None or not isinstance(parts, dict):
         return None
     return PlannedStep(
@@ -85,14 +83,7 @@ def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
         parts={
             part_name(str(name).replace("_", " ")): seconds
             for name, value in parts.items()
-            if (seconds := _quantity(value)) is not None
+            if (seconds := figure(value)) is not None
         },
-        peak_memory=_quantity(sizes.get("peak")) if isinstance(sizes, dict) else None,
+        peak_memory=figure(values, "bytes_per_device", "peak"),
     )
-
-
-def _quantity(value: Any) -> float | None:
-    try:
-        return quantity(value)
-    except TypeError:
-        return None

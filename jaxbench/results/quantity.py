@@ -13,3 +13,13 @@ def quantity(value: Any, *, zero: bool = True) -> float:
     if not (number and 0 <= value < LARGEST and (zero or value)):
         raise TypeError(f"{str(value)[:20]} is no figure")
     return float(value)
+
+
+def figure(values: Any, *path: Any) -> float | None:
+    """The quantity at a path in nested values. None if it is missing or implausible."""
+    try:
+        for key in path:
+            values = values[key]
+        return quantity(values)
+    except (TypeError, LookupError):
+        return None

@@ -133,7 +133,7 @@ def autotuning_identity(record: dict[str, Any]) -> dict[str, Any]:
     return {"hardware": hardware, "versions": versions}
 
 
-def autotunes(cached: Cached) -> str:
+def autotuning_notice(cached: Cached) -> str:
     """Says before compiling what autotuning will cost, as far as we know."""
     if cached.autotuned:
         return f"autotuning: {cached.autotuned} results of earlier starts are used again"

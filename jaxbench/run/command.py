@@ -15,7 +15,7 @@ from jaxbench.recipe.settings import STEPS, Run
 from jaxbench.run import host_memory, profiling, session
 from jaxbench.run.arguments import Options, check_arguments, check_profiled, parse_arguments
 from jaxbench.run.prepare import prepare
-from jaxbench.train.program import check_run
+from jaxbench.train.program_checks import check_run
 from jaxbench.xla import flags
 
 
@@ -23,29 +23,27 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns 0, the status of a failure (`base.errors.STATUS`), or 128 + a
     signal."""
     with ExitStack() as held:
-        return _main(argv, held)
+        try:
+            args = parse_arguments(argv)
+            recipe = recipes.load(args.config)
+            overrides = recipes.parse_overrides(args.set)
+            check_arguments(args)
+            if args.profile == "nsys":
+                profiling.check_nsys()
+            run, prepared = prepare(join_and_resolve(args, recipe, overrides), args, held)
+        except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
+            # If all processes have an error, each exits in order. If only some have, as on a node
+            # without GPUs, they must not wait for the others.
+            return ending.refuse(error, wait=job.barrier("refused", 5))
+        if prepared is None:
+            print(f"nothing to do: the run in {args.output} is completed")
+            return 0
+        return session.benchmark(run, prepared)
 
 
-def _main(argv: list[str] | None, held: ExitStack) -> int:
-    try:
-        args = parse_arguments(argv)
-        recipe = recipes.load(args.config)
-        overrides = recipes.parse_overrides(args.set)
-        check_arguments(args)
-        if args.profile == "nsys":
-            profiling.check_nsys()
-        run, prepared = prepare(find_run(args, recipe, overrides), args, held)
-    except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
-        # If all processes have an error, each exits in order. If only some have, as on a node
-        # without GPUs, they must not wait for the others.
-        return ending.refuse(error, wait=job.barrier("refused", 5))
-    if prepared is None:
-        print(f"nothing to do: the run in {args.output} is completed")
-        return 0
-    return session.benchmark(run, prepared)
-
-
-def find_run(args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]) -> Run:
+def join_and_resolve(
+    args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
+) -> Run:
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if the row
     cannot run on them."""
     devices.select_platform(args.cpu_devices)
@@ -62,7 +60,7 @@ def find_run(args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Ove
     if line := devices.other_gpu(gpu):
         warnings.append(f"warning: {line}")
     _warn(warnings)
-    run = resolve(args, recipe, overrides, platform, count, gpu)
+    run = row_of_job(args, recipe, overrides, platform, count, gpu)
     check_run(run, platform, gpu)
     _warn(flags.overruled(run, platform))
     if args.pgle and platform != "gpu":
@@ -78,7 +76,7 @@ def _warn(lines: list[str]) -> None:
         print(line, file=sys.stderr)
 
 
-def resolve(
+def row_of_job(
     args: Options,
     recipe: recipes.Recipe,
     overrides: tuple[recipes.Override, ...],
@@ -102,7 +100,7 @@ def expected_host_bytes(
     """Bytes of host memory for the offloaded activations of one device, before JAX takes the
     devices. Returns 0 if nothing is offloaded, or if the devices are not known."""
     if args.cpu_devices is None and READS_HOST:
-        with suppress(RecipeError):  # a mistake is found again when the devices are known
+        with suppress(RecipeError):  # `join_and_resolve` reports a mistake
             count, gpu = host_memory.expected_devices()
-            return host_bytes(resolve(args, recipe, overrides, "gpu", count, gpu))
+            return host_bytes(row_of_job(args, recipe, overrides, "gpu", count, gpu))
     return 0

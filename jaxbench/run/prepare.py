@@ -21,16 +21,20 @@ from jaxbench.run.arguments import Options
 class Session:
     """Where a process of a run begins: folder, checkpoint and options.
 
-    `folder` has the records. `restore` is the checkpoint to start from; `older` ones follow in case
-    it cannot be read, and `skipped` says why newer ones are not used. `options` are from the
+    `folder` has the records. The run starts from the first of the `checkpoints`, or from an older
+    one if it cannot be read; `skipped` says why newer ones are not used. `options` are from the
     command line.
     """
 
     folder: Path
-    restore: Path | None
     options: Options
-    older: tuple[Path, ...] = ()
+    checkpoints: tuple[Path, ...] = ()
     skipped: tuple[str, ...] = ()
+
+    @property
+    def restore(self) -> Path | None:
+        """The checkpoint to start from; None for a new run."""
+        return self.checkpoints[0] if self.checkpoints else None
 
     @property
     def start(self) -> int:
@@ -45,29 +49,28 @@ def prepare(run: Run, args: Options, held: ExitStack) -> tuple[Run, Session | No
     Rank 0 decides for all, because the others may see a stale shared file system. It owns the
     folder until `held` is closed.
     """
-    plan = job.broadcast("start", lambda: _plan(run, args, held))
-    if plan is None:
+    start = job.broadcast("start", lambda: _decide(run, args, held))
+    if start is None:
         return run, None
-    folder, readable, skipped, steps = plan
-    restore, *older = map(Path, readable or [""])
+    folder, readable, skipped, steps = start
     session = Session(
-        folder=Path(folder), restore=restore if readable else None, older=tuple(older),
-        skipped=tuple(skipped), options=args,
+        folder=Path(folder), options=args, checkpoints=tuple(map(Path, readable)),
+        skipped=tuple(skipped),
     )  # fmt: skip
     if args.nccl_trace:
         profiling.trace_nccl(session.folder)
     return replace(run, steps=steps), session
 
 
-HOLDS = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
+RUN_FILES = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
 """What a run leaves in its folder."""
 
-Plan = tuple[str, list[str], list[str], int]
+Start = tuple[str, list[str], list[str], int]
 """(folder, readable checkpoints from the newest on, why newer ones are skipped, steps)."""
 
 
-def _plan(run: Run, args: Options, held: ExitStack) -> Plan | None:
-    """The plan of a start; None if the run is completed. Makes the folder and becomes its owner.
+def _decide(run: Run, args: Options, held: ExitStack) -> Start | None:
+    """How a run starts; None if the run is completed. Makes the folder and becomes its owner.
     Raises RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
     recipe, steps = recipes.describe(run), run.steps
     readable: list[Path] = []
@@ -100,7 +103,7 @@ def _own(run: Run, args: Options, held: ExitStack) -> Path:
     if reason := foreign(folder):
         raise RecipeError(f"--output {folder}: {reason}; name a folder of your own")
     held.enter_context(owned(folder))
-    if not args.resume and any((folder / name).exists() for name in HOLDS):
+    if not args.resume and any((folder / name).exists() for name in RUN_FILES):
         raise RecipeError(
             f"--output {folder} already holds a run; name another folder, or continue with --resume"
         )

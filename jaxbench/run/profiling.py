@@ -91,7 +91,7 @@ def window(
     return Window(*steps, partial(jax.profiler.start_trace, trace), stop)
 
 
-def compile_visible(
+def compile_without_graphs(
     run: Run, extra_options: dict[str, Any] | None = None, guide: Guide | None = None
 ) -> tuple[Any, float, float]:
     """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. We use no
@@ -102,7 +102,7 @@ def compile_visible(
         return compile_program(run, options, guide)
 
 
-def guide_all(name: str) -> Guide:
+def broadcast_guide(name: str) -> Guide:
     """`forecast.guide.guide` in the first process, whose profile all processes get under a name of
     its own."""
     return lambda program, gpu: job.broadcast(name, lambda: guide(program, gpu))
@@ -169,7 +169,9 @@ def check_nccl_trace(folder: Path, say: Callable[[str], None]) -> None:
         say("NCCL wrote no trace, since a CPU or a single GPU does not use it")
 
 
-def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> tuple[Any, dict]:
+def compile_with_pgle(
+    run: Run, program: Any, folder: Path, say: Callable[[str], None]
+) -> tuple[Any, dict]:
     """Compiles the program of a step with a profile of itself. Returns the new program and the
     record's `pgle`. The method is profile-guided latency estimation (docs.jax.dev, "GPU performance
     tips").
@@ -182,7 +184,7 @@ def guided(run: Run, program: Any, folder: Path, say: Callable[[str], None]) -> 
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, then profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_visible(run, guide=guide_all("visible schedule"))
+    collecting, *_ = compile_without_graphs(run, guide=broadcast_guide("visible schedule"))
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

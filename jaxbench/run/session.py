@@ -28,7 +28,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.results.plans import part_name
 from jaxbench.run import plausible, profiling, repeatable, sampling
 from jaxbench.run.arguments import KEEP
-from jaxbench.run.cache import autotunes, autotuning_identity, cache_identity, program_cache
+from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
 from jaxbench.run.prepare import Session
 from jaxbench.run.ranks import gathered, slow_devices
@@ -37,7 +37,8 @@ from jaxbench.run.start_record import begun, new_record
 from jaxbench.run.step_errors import Launches
 from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
-from jaxbench.train.program import check_program, compile_program, kernels, offloaded_bytes
+from jaxbench.train.program import compile_program, offloaded_bytes
+from jaxbench.train.program_checks import check_program, described_kernels
 from jaxbench.train.step import State, abstract_state
 
 
@@ -207,34 +208,36 @@ class Attempt:
         run, options, recorder = self.run, self.session.options, self.recorder
         self._enter("compiling", f"{run.recipe}, row {run.row}, mesh {run.mesh_text()}")
         on_gpu = mesh.platform() == "gpu"
-        visible = options.profile == "jax" and on_gpu
-        compile_step = profiling.compile_visible if visible else compile_program
-        shown = live("compiling", shown=recorder.folder is not None)
+        for_profiler = options.profile == "jax" and on_gpu
+        compile_step = profiling.compile_without_graphs if for_profiler else compile_program
+        spinner = live("compiling", shown=recorder.folder is not None)
         identity = cache_identity(recorder.record)
         tuned = autotuning_identity(recorder.record) if on_gpu else None
         cache = program_cache(options.compilation_cache, identity, recorder.say, tuned)
-        with cache as cached, shown:
-            found = cached.program and not visible
-            if on_gpu and not found:
-                recorder.say(autotunes(cached))
+        with cache as cached, spinner:
+            was_cached = cached.program and not for_profiler
+            if on_gpu and not was_cached:
+                recorder.say(autotuning_notice(cached))
             compiled, lower_s, compile_s = compile_step(
-                run, cached.options, profiling.guide_all("schedule")
+                run, cached.options, profiling.broadcast_guide("schedule")
             )
         recorder.add(
-            lower_s=lower_s, compile_s=compile_s, compiled_before=found,
+            lower_s=lower_s, compile_s=compile_s, compiled_before=was_cached,
             autotuned_before=cached.autotuned,
         )  # fmt: skip
         recorder.say(f"lowered in {lower_s:.1f} s, compiled in {compile_s:.1f} s")
-        if visible:
+        if for_profiler:
             recorder.say("compiled without CUDA graphs, since they hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
-        by = kernels(run)
+        by = described_kernels(run)
         recorder.add(kernels=by)
         recorder.say(", ".join(f"{part_name(part)}: {name}" for part, name in by.items()))
         if options.pgle:
-            compiled, pgle = profiling.guided(run, compiled, self.session.folder, recorder.say)
+            compiled, pgle = profiling.compile_with_pgle(
+                run, compiled, self.session.folder, recorder.say
+            )
             recorder.add(pgle=pgle)
             check_program(compiled, run)
         if options.check_repeatable:
@@ -248,7 +251,7 @@ class Attempt:
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
         like, skipped = abstract_state(self.run), list(self.session.skipped)
-        for path in (self.session.restore, *self.session.older):
+        for path in self.session.checkpoints:
             try:
                 reason, restored = "", checkpoint.restore(path, like, self.recorder.say)
             except RunFailed as error:
@@ -273,7 +276,7 @@ class Attempt:
         if skipped:
             self.recorder.say(f"starting from {path}")
         if path != self.session.restore:
-            self.session = replace(self.session, restore=path)
+            self.session = replace(self.session, checkpoints=(path,))
             self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
 
     def _saver(self) -> Any:

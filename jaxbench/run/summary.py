@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import throughput
 from jaxbench.results.verdict import Verdict, judge

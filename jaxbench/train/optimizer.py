@@ -10,8 +10,7 @@ import optax
 
 from jaxbench.models.layers import LoadBias, Vector
 from jaxbench.ops.dense import is_variable
-from jaxbench.recipe.optimizer_settings import Optimizer
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Optimizer, Precision
 
 DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
 """Dtypes by their names in recipes; of a quantized format the dtype of what is not quantized."""
@@ -97,14 +96,14 @@ def learning_rate(cfg: Optimizer, steps: int):
     """Learning rate as a function of the 0-based step t, with warm-up W, run length T, and a peak
     and a final rate.
 
-    - MaxText (max_utils.py at 02a8f5c) and Megatron Core (optimizer_param_scheduler.py at d98e8a6)
-      warm up from 0 as peak t/W. They decay as final + (peak - final)(1 + cos(pi (t - W)/(T -
-      W)))/2.
-    - NeMo (lr_scheduler.py at d2b2155) warms up from its first step as peak (t + 1)/(W + 1), up to
-      and including t = W. With a constant tail of C steps it warms up as peak t/W, and its decay
-      ends at T - C.
-    - Nemotron 3 Super's WSD leaves the length of its decay at T, so nothing is constant. After the
-      warm-up it is final + (peak - final)(1 - sqrt(t/T)) (Megatron Core's `minus_sqrt`).
+    - `cosine` is MaxText's (max_utils.py at 02a8f5c) and also Megatron Core's
+      (optimizer_param_scheduler.py at d98e8a6). It warms up from 0 as peak t/W, and decays as final
+      + (peak - final)(1 + cos(pi (t - W)/(T - W)))/2.
+    - `megatron`, in spite of its name, is NeMo's (lr_scheduler.py at d2b2155). It warms up from its
+      first step as peak (t + 1)/(W + 1), up to and including t = W, and decays like `cosine`. With
+      a constant tail of C steps it warms up as peak t/W, and its decay ends at T - C.
+    - `wsd` is Nemotron 3 Super's. It leaves the length of its decay at T, so nothing is constant.
+      After the warm-up it is final + (peak - final)(1 - sqrt(t/T)) (Megatron Core's `minus_sqrt`).
     """
     peak, final, warmup = cfg.learning_rate, cfg.final_learning_rate, cfg.warmup_steps(steps)
 
@@ -115,9 +114,9 @@ def learning_rate(cfg: Optimizer, steps: int):
         else:
             progress = jnp.clip((t - warmup) / max(steps - cfg.constant - warmup, 1), 0.0, 1.0)
             part = 0.5 * (1 + jnp.cos(math.pi * progress))
-        decayed = final + (peak - final) * part
+        after_warmup = final + (peak - final) * part
         if cfg.schedule == "megatron" and not cfg.constant:
-            return jnp.where(t <= warmup, peak * (t + 1) / (warmup + 1), decayed)
-        return jnp.where((t <= warmup) & (warmup > 0), peak * t / max(warmup, 1), decayed)
+            return jnp.where(t <= warmup, peak * (t + 1) / (warmup + 1), after_warmup)
+        return jnp.where((t <= warmup) & (warmup > 0), peak * t / max(warmup, 1), after_warmup)
 
     return rate

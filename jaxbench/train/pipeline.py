@@ -20,25 +20,24 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.models.context import Batch, Context, make_context
+from jaxbench.models.context import Context, Sequences, make_context
 from jaxbench.models.decoder import Decoder, segments
-from jaxbench.models.output import Output
 from jaxbench.ops import quantized
 from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
 from jaxbench.recipe.model import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
-from jaxbench.train.pipeline_ends import Ends, EndWeights
+from jaxbench.train.pipeline_ends import Ends, EndWeights, Output
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.stages import Stages
 
-Values = tuple[jax.Array, routing.Figures]
+Values = tuple[jax.Array, routing.RoutingSummary]
 
 
 def accumulate(
     weights: Decoder,
     scaled: list[quantized.Scaled],
-    batches: Batch,
+    batches: Sequences,
     run: Run,
 ) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
@@ -89,7 +88,7 @@ class _Pipeline:
         self.stored_dims = [list(map(_gathered_dims, jax.tree.leaves(s.stored))) for s in scaled]
 
     def on_rank(
-        self, weights: Decoder, head: Any, scaled: Any, batches: Batch, ctx: Context
+        self, weights: Decoder, head: Any, scaled: Any, batches: Sequences, ctx: Context
     ) -> tuple[jax.Array, Any, list[jax.Array], Any]:
         """On one device: (loss, gradients at rest of (stacks, embedding, output layers), observed
         amax, routing figures)."""
@@ -230,7 +229,7 @@ def _gathered_dims(w: Any) -> mesh.Gathered:
     return [(dim, axes) for dim, axes in mesh.gathered_dims(w) if mesh.PIPELINE in axes]
 
 
-def _mean_figures(layers: tuple, sequences: int) -> routing.Figures:
+def _mean_figures(layers: tuple, sequences: int) -> routing.RoutingSummary:
     """Routing figures as means over microbatches of `sequences` each."""
     if not layers:
         return {}

@@ -10,19 +10,49 @@ Arrays are local to a device, inside a `shard_map` (`mesh`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
 
-from jaxbench.models.context import Batch, Context
+from jaxbench.models.context import Context, Sequences
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import Embedding, LayerOutput
-from jaxbench.models.output import Output, output_loss
+from jaxbench.models.layers import Embedding, LayerOutput, LayerRouting, head_loss
+from jaxbench.models.prediction import Prediction, further_losses
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import add, read
+from jaxbench.ops.stash import read
 from jaxbench.recipe.model import ModelConfig, first_layers
+
+
+def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
+    """Combines `values` into the entry at `index` of the leaves. In a compiled program this happens
+    in place, because the entry keeps its leading dimensions: XLA fuses only slices and updates of
+    equal shapes."""
+
+    def merged(a: jax.Array, value: Any) -> jax.Array:
+        start = (*index, *(0 for _ in value.shape))
+        value = jax.lax.expand_dims(jnp.asarray(value), range(len(index)))
+        entry = jax.lax.dynamic_slice(a, start, value.shape)
+        return jax.lax.dynamic_update_slice(a, combine(entry, value), start)
+
+    return jax.tree.map(merged, tree, values)
+
+
+add = partial(merge, lambda total, value: total + value.astype(total.dtype))
+maximum = partial(merge, jnp.maximum)
+
+
+class Output(NamedTuple):
+    """Weights after the last layer: final norm, head, and multi-token prediction without its
+    block."""
+
+    norm: nnx.Module
+    head: Float[Array, "D V"]
+    prediction: Prediction | None
 
 
 class EndWeights(NamedTuple):
@@ -55,7 +85,7 @@ class Ends:
     weights: EndWeights
     first: list[quantized.Scaled | None]
     last: list[quantized.Scaled | None]
-    batch: Batch
+    batch: Sequences
 
     @property
     def observed(self) -> tuple[list, list]:
@@ -85,18 +115,23 @@ class Ends:
         names = ("output", "last", "embedding") if self.last else ("output", "last")
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
-            batch: Batch = read(self.batch, group)
+            batch: Sequences = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
 
-            def apply(x: jax.Array, depth: int) -> LayerOutput:
+            def predict_block(x: jax.Array, depth: int) -> LayerOutput:
                 (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last
-                ctx = self.ctx.count(sequence=batch.first_sequence, depth=depth)
+                ctx = self.ctx.with_counters(sequence=batch.first_sequence, depth=depth)
                 return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
 
             embedding = weights.get("embedding", self.weights.embedding)
-            loss, further = output_loss(
-                self.cfg, weights["output"], embedding, hidden, batch, apply
-            )
+            norm, head, prediction = weights["output"]
+            further: list[LayerRouting] = []
+            hidden = norm(hidden)
+            loss = head_loss(self.cfg, head, hidden, batch.targets)
+            if prediction is not None:
+                loss, further = further_losses(
+                    self.cfg, prediction, embedding, head, hidden, loss, batch, predict_block
+                )
             figures = [figures for layers in further for figures in layers]
             balance = sum((jnp.sum(losses) for losses, _, _ in figures), jnp.zeros(()))
             return (loss, balance), jax.tree.map(

@@ -32,10 +32,10 @@ from jaxbench.models.layers import LoadBias
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import add, maximum, read, write
+from jaxbench.ops.stash import read, write
 from jaxbench.recipe.settings import Run
 from jaxbench.train.optimizer import sum_dtype
-from jaxbench.train.pipeline_ends import Ends, EndWeights
+from jaxbench.train.pipeline_ends import Ends, EndWeights, add, maximum
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
 from jaxbench.train.stages import Stages
 
@@ -318,7 +318,7 @@ class Rank:
         observed = [None if s is None else s.observed for s in scales]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
         here = self.stages.first_layer(chunk, jax.lax.axis_index(mesh.PIPELINE))
-        ctx = self.ctx.count(sequence=self.first_sequences[rank, group], layer=here)
+        ctx = self.ctx.with_counters(sequence=self.first_sequences[rank, group], layer=here)
         return list(zip(layers, observed, strict=True)), scales, ctx
 
     def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:

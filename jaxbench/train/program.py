@@ -6,27 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jaxlib
 
 from jaxbench import mesh
-from jaxbench.base.errors import RecipeError, RunFailed
-from jaxbench.base.hardware import PLANNED, Capability, Gpu, identify
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Gpu, identify
 from jaxbench.jax_internals import attention_for_mesh
-from jaxbench.models.context import Kernels, choose_kernels
-from jaxbench.models.decoder import prediction_segment, segments
-from jaxbench.ops import attention, grouped, quantized, ssd
-from jaxbench.ops.layer_stack import can_offload
-from jaxbench.ops.pallas_call import undeprecated
-from jaxbench.recipe.model import ExpertsConfig, MambaConfig
+from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
 from jaxbench.xla import custom_calls, flags
 from jaxbench.xla.hlo import Program
 
 Guide = Callable[[Program, Gpu], str]
-"""Makes the profile by which XLA schedules a program again: `forecast.guide.guide`. In a job it has
-to be the same in all processes, since programs with different ones may order collectives
-differently."""
+"""Makes the profile by which XLA schedules a program again (`forecast.guide.guide`). All processes
+of a job need the same profile: with different ones they may order collectives differently."""
 
 
 def compile_program(
@@ -42,15 +35,15 @@ def compile_program(
     (`plan.absent`). Raises RecipeError for an option that the compiler does not know.
     """
     start = time.perf_counter()
-    with attention_for_mesh(), undeprecated():
+    with attention_for_mesh(), ignoring_pallas_deprecation():
         lowered = make_program(run).lower(abstract_state(run))
     lowered_at = time.perf_counter()
     options = flags.options(run, mesh.platform()) | (extra_options or {})
     try:
         compiled = lowered.compile(compiler_options=options)
         guided = flags.guided(run) and flags.PGLE not in options
-        if guide and guided and (gpu := _forecast_gpu(run)):
-            guiding = {"fdo_profile": guide(read(compiled, run), gpu).encode()}
+        if guide and guided and (gpu := forecast_gpu(run)):
+            guiding = {"fdo_profile": guide(parse_program(compiled, run), gpu).encode()}
             compiled = lowered.compile(compiler_options=options | guiding)
     except jax.errors.JaxRuntimeError as error:
         if unknown := re.search(r"No such compile option: '(\w+)'", str(error)):
@@ -64,17 +57,18 @@ def compile_program(
     return compiled, lowered_at - start, time.perf_counter() - lowered_at
 
 
-def _forecast_gpu(run: Run) -> Gpu | None:
+def forecast_gpu(run: Run) -> Gpu | None:
     """The GPU of the current mesh. None if there is no forecast for so many of it."""
-    gpu = identify(_device_kind()) if mesh.platform() == "gpu" else None
+    gpu = identify(device_kind()) if mesh.platform() == "gpu" else None
     return gpu if gpu and gpu.chip and gpu.spread(run.gpus) else None
 
 
-def _device_kind() -> str:
+def device_kind() -> str:
+    """The kind of the devices of the current mesh, as JAX names it."""
     return jax.sharding.get_abstract_mesh().abstract_device.device_kind
 
 
-def read(compiled: Any, run: Run) -> Program:
+def parse_program(compiled: Any, run: Run) -> Program:
     """The parsed program of a run's compiled step."""
     program = Program.parse(compiled.as_text(), custom_calls.RULES)
     program.multi_streaming = flags.multi_streaming(run)
@@ -84,124 +78,3 @@ def read(compiled: Any, run: Run) -> Program:
 def offloaded_bytes(compiled: Any) -> int:
     """Bytes of the host's memory in which activations of one device wait during a step."""
     return compiled.memory_analysis().host_temp_size_in_bytes
-
-
-def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
-    """Raises RecipeError if the platform, or the GPU if it is known, cannot do what the run asks
-    for."""
-    if gpu and not gpu.multiplies(dtype := run.precision.dtype):
-        others = ", ".join(name for name, of in PLANNED.items() if of.multiplies(dtype))
-        raise RecipeError(f"precision.dtype = {dtype}: {gpu.name} does not support it; {others} do")
-    flags.options(run, platform)
-    flags.check_changes(run)
-    quantized.choose(run.precision, platform)
-    _choose_kernels(run, platform, gpu.capability if gpu else None)
-
-
-def kernels(run: Run) -> dict[str, str]:
-    """For the record: what computes attention, Mamba-2, dropless experts and matmuls on the current
-    mesh, and the activations that wait in the host's memory."""
-    platform = mesh.platform()
-    chosen = _choose_kernels(run, platform, mesh.capability())
-    by = {"attention": chosen.attention}
-    if run.model.each(MambaConfig):
-        by["Mamba-2"] = _mamba(run, chosen.ssd, platform)
-    if run.model.dropless:
-        by["dropless experts"] = chosen.grouped_matmul
-    if run.execution.offload != "none":
-        by["offload"] = (
-            run.execution.offload
-            if can_offload()
-            else f"none (needs jaxlib 0.11.2; {jaxlib.__version__} reads them at wrong places)"
-        )
-    if flags.guided(run) and platform == "gpu":
-        unknown = f"XLA's estimates (no forecast of {run.gpus} x {_device_kind()})"
-        by["schedule"] = "guided by the forecast" if _forecast_gpu(run) else unknown
-    return by | {"products": _products(run, platform)}
-
-
-def _mamba(run: Run, name: str, platform: str) -> str:
-    """The implementation of Mamba-2. On a GPU it also says why the one that `auto` prefers was not
-    taken."""
-    first, length = next(iter(ssd.IMPLEMENTATIONS)), run.batch.sequence_length
-    length //= run.parallelism.context
-    dtype, automatic = run.precision.dtype, run.execution.ssd == "auto"
-    refused = ssd.refusal(first, run.model, dtype, length, platform)
-    return f"{name} ({first} {refused})" if automatic and refused and platform == "gpu" else name
-
-
-def _products(run: Run, platform: str) -> str:
-    dtype = run.precision.dtype
-    if not run.precision.quantized:
-        return dtype
-    if platform != "gpu":
-        return f"{dtype}, emulated in {'bf16' if dtype == 'fp8' else 'fp32'}"
-    by = quantized.choose(run.precision, platform)
-    if by == "te" and run.model.each(ExpertsConfig):
-        return f"{dtype} by te, but by xla for experts"
-    return f"{dtype} by {by}"
-
-
-def check_program(compiled: Any, run: Run) -> None:
-    """Raises RunFailed if the compiled program is not the requested one. It needs the current
-    mesh."""
-    model, platform = run.model, mesh.platform()
-    chosen = _choose_kernels(run, platform, mesh.capability())
-    requested = (
-        ("fused attention", model.attention_mixer, attention.KERNELS[chosen.attention]),
-        ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen.ssd]),
-        ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
-    )
-    expected = [(what, t) for what, present, kernel in requested if present for t in kernel.calls]
-    is_quantized = run.precision.quantized and platform == "gpu"
-    if not (expected or is_quantized):
-        return
-    program = read(compiled, run)
-    calls = program.custom_calls()
-    for what, target in expected:
-        if not calls[target]:
-            raise RunFailed(f"{what} was asked for, but the compiled program has no {target}")
-    if is_quantized:
-        _check_quantized(program, run)
-
-
-def _choose_kernels(run: Run, platform: str, capability: Capability | None) -> Kernels:
-    length, shards = run.batch.sequence_length, run.parallelism.context
-    return choose_kernels(
-        run.model, length, shards, run.execution, run.precision, platform, capability
-    )
-
-
-def _check_quantized(program: Program, run: Run) -> None:
-    implementation = quantized.IMPLEMENTATIONS[quantized.choose(run.precision, mesh.platform())]
-    dtype, mode = run.precision.dtype, implementation.mode(run.precision)
-    if mode and (modes := custom_calls.scaling_modes(program)) != {mode}:
-        raise RunFailed(
-            f"Transformer Engine was called with the scaling modes {sorted(map(str, modes))}; "
-            f"expected {mode}, for {dtype} in {run.precision.scaling} scaling"
-        )
-    compiled = custom_calls.quantized_matmuls(program, dtype)
-    parts = segments(run.model, run.execution, run.precision)
-    if run.model.prediction:
-        further = prediction_segment(run.model, run.execution, run.precision)
-        parts += run.model.prediction.depth * [further]
-    in_fp8 = dtype == run.precision.gather == "fp8"
-    hint = "; precision.gather=bf16 may help" if in_fp8 else ""
-    for stack, block in enumerate(abstract_state(run).model.stacks):
-        for product in quantized.products(block):
-            position = int(product.split(".")[1])
-            if quantized.in_bf16(product, run.precision):
-                continue
-            repeats = sum(
-                part.repeats.stop - part.repeats.start
-                for part in parts
-                if part.stack == stack and position not in part.bf16
-            )
-            expected = 3 * repeats * run.accumulation // run.parallelism.pipeline
-            name = quantized.product_name(stack, product)
-            runs, others = compiled[name, True], compiled[name, False]
-            if runs < expected or others:
-                raise RunFailed(
-                    f"{dtype.upper()} was asked for, but matmul {name} runs {runs} times in it and "
-                    f"{others} times in other formats; expected at least {expected} and 0{hint}"
-                )

@@ -4,24 +4,23 @@ tokenizer, no download and no account."""
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from jaxbench import mesh
-from jaxbench.models.context import Batch
+from jaxbench.models.context import Sequences
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import Weight
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.layer_stack import LayerLoop
-from jaxbench.ops.moe.routing import Figures
+from jaxbench.ops.moe.routing import RoutingSummary
 from jaxbench.ops.stash import allocate, read
-from jaxbench.recipe.settings import Precision, Run
+from jaxbench.recipe.settings import Run
 from jaxbench.train import pipeline
 from jaxbench.train.optimizer import (
     DTYPES,
@@ -70,7 +69,7 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One optimizer step over all microbatches (`"microbatch batch seq"`): (next state, figures of
     the step). `grad_norm` is the norm before clipping."""
-    (loss, routing_figures), all_grads, histories = gradients(state, tokens, targets, run)
+    loss, routing_figures, all_grads, histories = gradients(state, tokens, targets, run)
     rate = run.model.bias_rate
     grads = all_grads if rate is None else without_loads(all_grads)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
@@ -88,11 +87,18 @@ def train_step(
     return State(state.step + 1, model, optimizer, histories), figures
 
 
-def gradients(
-    state: State, tokens: jax.Array, targets: jax.Array, run: Run
-) -> tuple[tuple[jax.Array, Figures], Decoder, quantized.Histories]:
-    """((mean loss, routing figures), gradients in fp32, sharded like the weights, next histories of
-    delayed scaling).
+class Gradients(NamedTuple):
+    """The results of a step's forward and backward passes: mean loss, routing figures, gradients in
+    fp32, sharded like the weights, and next histories of delayed scaling."""
+
+    loss: jax.Array
+    figures: RoutingSummary
+    gradients: Decoder
+    histories: quantized.Histories
+
+
+def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> Gradients:
+    """Loss and gradients of all microbatches.
 
     Weights are cast once for all microbatches. Within a replica of the model, the gradients of a
     microbatch are reduce-scattered as they arise. Across replicas they are summed once, here, at
@@ -102,7 +108,7 @@ def gradients(
     precision = run.precision
     weights = compute_weights(state.model, DTYPES[precision.dtype])
     if run.execution.replica_sums == "layer":
-        weights.stacks = summing_in_layers(weights.stacks)
+        weights.stacks = unmark_matrices(weights.stacks)
     scaling = None
     if precision.quantized:
         scaling = quantized.Step.of(weights.stacks, state.fp8, precision, run.seed)
@@ -122,13 +128,17 @@ def gradients(
         )(weights, zeros_observed(), stashes, batch)
         return ((loss, figures), grads), observed, stashes
 
-    def accumulate(carry, batch):
-        total, amax, stashes = carry
+    def add_microbatch(carry, batch):
+        total, largest, stashes = carry
         new, observed, stashes = one_microbatch(batch, stashes)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
-        return (total, jax.tree.map(jnp.maximum, amax, observed), stashes), None
+        return (total, jax.tree.map(jnp.maximum, largest, observed), stashes), None
 
-    batches = Batch(tokens, targets, first_sequences(state.step, tokens, run.seed))
+    def zero_gradient(variable):
+        dtype = sum_dtype(variable, precision)
+        return variable.replace(mesh.zero_gradient(variable[...], dtype))
+
+    batches = Sequences(tokens, targets, first_sequences(state.step, tokens, run.seed))
     if run.parallelism.pipeline > 1:
         scales = scaling.scales(scaling.zeros) if scaling else []
         total, observed = pipeline.accumulate(weights, scales, batches, run)
@@ -139,14 +149,15 @@ def gradients(
         loss, (figures, stashes) = jax.eval_shape(loss_share, *operands)
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
-            jax.tree.map(partial(zero_gradient, precision=precision), weights, is_leaf=is_variable),
+            jax.tree.map(zero_gradient, weights, is_leaf=is_variable),
         )
         start = zeros, zeros_observed(), allocate(stashes)
-        (total, observed, _), _ = jax.lax.scan(accumulate, start, batches)
-    values, grads = total
+        (total, observed, _), _ = jax.lax.scan(add_microbatch, start, batches)
+    (loss, figures), grads = total
     reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
-    return values, grads, scaling.next_histories(observed) if scaling else []
+    histories = scaling.next_histories(observed) if scaling else []
+    return Gradients(loss, figures, grads, histories)
 
 
 def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:
@@ -158,33 +169,26 @@ def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:
     return numbers + np.uint32(start).astype(np.int32) if start else numbers
 
 
-def zero_gradient(variable: nnx.Variable, precision: Precision) -> nnx.Variable:
-    """Zeros to which gradients are added."""
-    return variable.replace(mesh.zero_gradient(variable[...], sum_dtype(variable, precision)))
-
-
 def compute_weights(model: Decoder, dtype) -> Decoder:
-    """The model with its `Weight`s cast to the compute dtype, and with all weights marked
+    """The model with its `Weight`s cast to the compute dtype, and with all variables marked
     `mesh.accumulating`."""
 
-    def prepare(variable):
+    def cast_and_mark(variable):
         w = variable[...].astype(dtype) if isinstance(variable, Weight) else variable[...]
         return variable.replace(mesh.accumulating(w))
 
-    return jax.tree.map(prepare, model, is_leaf=is_variable)
+    return jax.tree.map(cast_and_mark, model, is_leaf=is_variable)
 
 
-def summing_in_layers(stacks: Any) -> Any:
+def unmark_matrices(stacks: Any) -> Any:
     """Stacks of blocks whose matrices are not marked. A layer marks a matrix when it uses it, so
     its backward pass sums the gradient over replicas, and the matmuls of other layers hide that
     sum. Vectors stay marked, because each would cost the latency of a collective in every layer."""
-
-    def unmarked(variable):
-        if not isinstance(variable, Weight):
-            return variable
-        return variable.replace(mesh.unmarked(variable[...]))
-
-    return jax.tree.map(unmarked, stacks, is_leaf=is_variable)
+    return jax.tree.map(
+        lambda w: w.replace(mesh.unmarked(w[...])) if isinstance(w, Weight) else w,
+        stacks,
+        is_leaf=is_variable,
+    )
 
 
 def make_program(run: Run) -> Any:

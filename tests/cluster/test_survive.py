@@ -74,7 +74,14 @@ def test_only_the_same_run_is_resumed_and_a_complete_one_is_left_alone(tmp_path)
     arguments = (*SAVING[:-1], "--output", tmp_path)
     first = prepared(*arguments, "--resume")[0]
     (tmp_path / "run.json").write_text(
-        json.dumps({"status": "completed", "recipe": recipes.describe(first), "resumed_at": []})
+        json.dumps(
+            {
+                "status": "completed",
+                "recipe": recipes.describe(first),
+                "resumed_at": [],
+                "starts": [],
+            }
+        )
     )
     before = (tmp_path / "run.json").read_bytes()
     assert prepared(*arguments, "--resume") == (first, None)
@@ -197,7 +204,7 @@ def test_a_rank_that_reads_a_stale_record_ends_with_one_line(tmp_path, monkeypat
     waits = []
     monkeypatch.setattr(ending, "leave", lambda status, wait: waits.append(wait) or status)
     options = parse_arguments(["--config", "x", "--output", str(tmp_path), "--resume"])
-    session = Session(folder=tmp_path, restore=None, options=options)
+    session = Session(folder=tmp_path, options=options)
     assert benchmark(tiny_run(), session) == 2
     assert "is not a complete record" in capsys.readouterr().err
     assert waits == [False]

@@ -9,7 +9,7 @@ from experts import reference, softmax, tiny_grok
 from tiny import mesh_of
 
 from jaxbench import mesh
-from jaxbench.models.context import Batch
+from jaxbench.models.context import Sequences
 from jaxbench.models.decoder import Decoder
 from jaxbench.recipe import recipes
 from jaxbench.train.step import compute_weights
@@ -67,7 +67,7 @@ def test_loss_against_numpy(overrides):
         placed = [jax.device_put(x, spec) for x in (tokens, targets)]
         loss = jax.jit(
             lambda model, *batch: compute_weights(model, jnp.float32).loss(
-                Batch(*batch), execution=run.execution, precision=run.precision
+                Sequences(*batch), execution=run.execution, precision=run.precision
             )[0]
         )(model, *placed)
     shares = softmax(logits_reference(model, tokens, run.model))

@@ -11,11 +11,9 @@ from tiny import mesh_of, tiny_run
 from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
 from jaxbench.ops.remat import Policy
-from jaxbench.recipe.attention_config import Rope, RopeScaling
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import MlpConfig
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.mixers import MlpConfig, Rope, RopeScaling
+from jaxbench.recipe.settings import Execution, Precision
 
 EPS32 = np.finfo(np.float32).eps
 

@@ -15,7 +15,8 @@ from jaxbench.models.context import Context
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import SquaredReluMlp
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import MambaConfig, MlpConfig, cut, repeating_blocks
+from jaxbench.recipe.mixers import MambaConfig, MlpConfig
+from jaxbench.recipe.model import cut, repeating_blocks
 from jaxbench.train.optimizer import make_optimizer
 
 EPS32 = np.finfo(np.float32).eps

@@ -8,7 +8,7 @@ from cases import tiered
 from steps import last_hidden, new_state, sequences
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.context import Batch, make_context
+from jaxbench.models.context import Sequences, make_context
 from jaxbench.recipe.settings import Precision
 
 
@@ -45,7 +45,9 @@ def test_further_tokens_add_their_gradient_but_not_their_value(depth):
         tokens, targets = (batch[0] for batch in sequences(run))
 
         def loss(model):
-            value, _ = model.loss(Batch(tokens, targets), run.execution, Precision(dtype="fp32"))
+            value, _ = model.loss(
+                Sequences(tokens, targets), run.execution, Precision(dtype="fp32")
+            )
             return value
 
         def expected(model):

@@ -12,25 +12,21 @@ from public_weights import deepseek, gpt_oss, hybrid, transformer
 from steps import last_hidden
 from tiny import mesh_of, tiny_run
 
-from jaxbench.models.context import Batch, make_context
+from jaxbench.models.context import Sequences, make_context
 from jaxbench.models.decoder import Decoder, prediction_segment
 from jaxbench.ops.layer_stack import LayerLoop
-from jaxbench.recipe.attention_config import (
+from jaxbench.recipe.mixers import (
     AttentionConfig,
+    ExpertsConfig,
     LatentAttentionConfig,
+    MambaConfig,
+    MlpConfig,
     Rope,
     RopeScaling,
     Yarn,
 )
-from jaxbench.recipe.execution import Execution
-from jaxbench.recipe.model import (
-    ExpertsConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-    PredictionConfig,
-)
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.model import ModelConfig, PredictionConfig
+from jaxbench.recipe.settings import Execution, Precision
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FP32 = Precision(dtype="fp32")
@@ -150,7 +146,7 @@ def test_multi_token_prediction_equals_that_of_a_public_implementation():
         x = model.prediction(embedded, model.norm(hidden)[:, :-1])
         ctx = make_context(model.cfg, x.shape[1], Execution(), FP32)
         segment = prediction_segment(model.cfg, Execution(), Precision())
-        x, _ = model.apply(segment, x, ctx, (), LayerLoop())
+        x, _ = model.run_segment(segment, x, ctx, (), LayerLoop())
         assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 
@@ -161,7 +157,7 @@ def test_gradients_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))
         tokens = jnp.asarray(arrays["tokens"])
-        batch = Batch(tokens, jnp.roll(tokens, -1, axis=1))
+        batch = Sequences(tokens, jnp.roll(tokens, -1, axis=1))
         grads = jax.jit(jax.grad(lambda m: m.loss(batch, Execution(), FP32)[0]))(model)
     read = set()
 

@@ -12,7 +12,7 @@ from tiny import mesh_of
 from jaxbench import mesh
 from jaxbench.models.layers import LoadBias
 from jaxbench.ops.moe import routing
-from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.train.optimizer import balance
 
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.models.context import Batch, Context
+from jaxbench.models.context import Context, Sequences
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
 from jaxbench.ops.draws import Counters
@@ -133,7 +133,7 @@ def test_figures_of_a_step():
     with mesh_of(run):
         model = jax.jit(lambda: Decoder(run.model, key=jax.random.key(0)))()
         tokens = jnp.asarray(RNG.integers(0, 64, size=(2, 8, 32)), jnp.int32)
-        _, figures = model.loss(Batch(*tokens), run.execution, run.precision)
+        _, figures = model.loss(Sequences(*tokens), run.execution, run.precision)
     assert 0 < float(figures["tokens_dropped"]) < 1
     assert 1 < float(figures["expert_load_max"]) <= run.model.experts.count / 2
     assert figures["expert_load"].shape == (run.model.experts.count,)

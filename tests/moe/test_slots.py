@@ -9,7 +9,7 @@ import pytest
 from jaxbench.base.hardware import PLANNED
 from jaxbench.ops.moe.dispatch import rank_slots
 from jaxbench.recipe import recipes
-from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.results.window import PUBLISHED
 
 ROWS = [

@@ -14,7 +14,7 @@ from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.attention import KERNELS, attend, choose, cudnn
 from jaxbench.ops.attention.plain import Scores
-from jaxbench.recipe.execution import Execution
+from jaxbench.recipe.settings import Execution
 
 RNG = np.random.default_rng(0)
 

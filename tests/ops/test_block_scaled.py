@@ -25,7 +25,7 @@ from jaxbench.ops import dense, draws, quantized
 from jaxbench.ops.quantized import block_scaled, hadamard, kernels, te_blocks
 from jaxbench.ops.quantized.block_formats import mxfp8, nvfp4
 from jaxbench.recipe.settings import Precision
-from jaxbench.train.program import check_run
+from jaxbench.train.program_checks import check_run
 from jaxbench.train.step import gradients
 
 RNG = np.random.default_rng(3)
@@ -159,10 +159,10 @@ def test_mxfp8_products_and_gradients(mesh_name, kind, implementation):
 def test_nvfp4_products_and_gradients(implementation, monkeypatch):
     if implementation == "te":  # on a CPU its own have NaN (test_te.py)
         monkeypatch.setattr(te_blocks.TeProducts, "quantize", block_scaled.Products.quantize)
-    arrays = operands("out")  # numpy's square blocks are of matrices
+    x, w, dy = operands("out")  # numpy's square blocks are of matrices
     precision = Precision(dtype="nvfp4", stochastic_rounding=False, hadamard=False)
-    actual = product("out", "one device", precision, arrays, implementation)
-    assert_rounded(actual, expected("out", *arrays, in_nvfp4, in_square_blocks), 1e-5)
+    actual = product("out", "one device", precision, (x, w, dy), implementation)
+    assert_rounded(actual, expected("out", x, w, dy, in_nvfp4, in_square_blocks), 1e-5)
 
 
 def in_square_blocks(w, axis):

@@ -23,14 +23,13 @@ from jaxbench.base.hardware import PLANNED
 from jaxbench.ops import grouped, quantized
 from jaxbench.ops.dense import Duplicated, one_copy
 from jaxbench.ops.grouped import BLOCK, NONE, pallas, scaled, xla
-from jaxbench.ops.pallas_call import undeprecated
+from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.quantized import block_scaled, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.settings import Precision
+from jaxbench.recipe.settings import Execution, Precision
 
 EPS32, EPS16 = np.finfo(np.float32).eps, 2**-8
 RNG = np.random.default_rng(0)
@@ -320,7 +319,7 @@ def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
 
     options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}
     of_one = jax.sharding.Mesh([device], ("gpu",))
-    with undeprecated(), jax.set_mesh(of_one):
+    with ignoring_pallas_deprecation(), jax.set_mesh(of_one):
         placed = jax.sharding.NamedSharding(of_one, jax.sharding.PartitionSpec())
         shapes = (groups.place.size, D), (groups.row.size, N), (4, D, N)
         arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

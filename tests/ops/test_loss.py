@@ -42,7 +42,7 @@ def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
 
     def mean_loss(hidden, head, targets, scale=1.0):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return scale * loss.cross_entropy(hidden, head, targets, loss.Options(masked))
+        return scale * loss.cross_entropy(hidden, head, targets, loss.LossOptions(masked))
 
     with on(mesh_name):
         arrays = (
@@ -75,7 +75,7 @@ def test_chunks_that_do_not_divide_the_tokens(mesh_name, stack, masked, monkeypa
 
     def mean_loss(hidden, head, targets):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return loss.cross_entropy(hidden, head, targets, loss.Options(masked))
+        return loss.cross_entropy(hidden, head, targets, loss.LossOptions(masked))
 
     with on(mesh_name):
         arrays = (
@@ -133,7 +133,7 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_largest_logit_and_partition_in_one_pass(scale):
     logits = scale * np.random.default_rng(0).normal(size=(64, 1000)).astype(np.float32)
-    largest, partition = jax.jit(loss._partition)(logits)
+    largest, partition = jax.jit(loss._largest_and_sum)(logits)
     np.testing.assert_array_equal(largest, logits.max(-1, keepdims=True))
     exact = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True)).sum(-1)
     # 1000 terms are added up in some order, each rescaled where a larger logit is found.
@@ -144,4 +144,4 @@ def test_a_logit_that_is_no_number_is_seen():
     for place in (0, 7, 99):
         logits = np.zeros((1, 100), np.float32)
         logits[0, place] = np.nan
-        assert np.isnan(loss._partition(jnp.asarray(logits))[1]).all()
+        assert np.isnan(loss._largest_and_sum(jnp.asarray(logits))[1]).all()

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxbench import mesh
 from jaxbench.base import hardware
 from jaxbench.jax_internals import attention_for_mesh
-from jaxbench.ops.pallas_call import Launch, Output, call, undeprecated
+from jaxbench.ops.pallas_call import Launch, Output, call, ignoring_pallas_deprecation
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.command import resolve
 from jaxbench.train.step import abstract_state, make_program
@@ -64,7 +64,7 @@ def test_offsets_reach_the_last_element(offsets, dtype, rows):
 
     hopper = AbstractDevice(hardware.PLANNED["h100"].device, None, "gpu")
     alone = AbstractMesh((1,), ("x",), abstract_device=hopper)
-    with undeprecated(), use_abstract_mesh(alone):
+    with ignoring_pallas_deprecation(), use_abstract_mesh(alone):
         traced = jax.jit(copied).trace(jax.ShapeDtypeStruct((1, rows, 128), dtype))
         traced.lower(lowering_platforms=("cuda",))
     assert offsets
@@ -80,7 +80,7 @@ def test_rows_with_the_largest_arrays(offsets, recipe, gpu):
     run, _ = resolve(recipe, 256, [], known)
     devices = compile_only_devices(known, 256)
     on = mesh.make_mesh(run.mesh_shape, devices)
-    with jax.set_mesh(on), attention_for_mesh(), undeprecated():
+    with jax.set_mesh(on), attention_for_mesh(), ignoring_pallas_deprecation():
         make_program(run).lower(abstract_state(run))
     assert any(2**31 < size(array) <= 2**32 for array in offsets)
     assert not wrapping(offsets)

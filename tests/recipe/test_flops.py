@@ -7,7 +7,7 @@ import pytest
 
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.model import MambaConfig
+from jaxbench.recipe.mixers import MambaConfig
 
 HELD = {recipe.model for recipe in recipes.load_all()}
 """Models that have recipes."""

@@ -13,7 +13,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import setting_names
 from jaxbench.results.throughput import throughput
-from jaxbench.train.program import check_run
+from jaxbench.train.program_checks import check_run
 
 TEXTS = {path: path.read_text() for path in sorted(recipes.config_folder().glob("*.yaml"))}
 KEYS = [

@@ -236,7 +236,7 @@ def test_other_formats(record, tmp_path, capsys):
         (["--history", "{log}", "{log}"], "--history takes a threshold between 0 and 100"),
         (
             ["--history", "{log}", "--format", "csv"],
-            "--history has no --format csv; expected table or json",
+            "--history has no --format csv; expected one of table",
         ),
         (["--history", "{empty}"], "found no run in "),
         (["--compare", "{log}", "{log}", "--format", "html"], "--compare has no --format html"),

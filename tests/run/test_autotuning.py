@@ -6,7 +6,7 @@ import pytest
 
 from jaxbench.cluster import job
 from jaxbench.run import cache
-from jaxbench.run.cache import Cached, autotunes, program_cache
+from jaxbench.run.cache import Cached, autotuning_notice, program_cache
 
 GPU = {"hardware": {"device": "NVIDIA H100 80GB HBM3"}}
 FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"
@@ -57,12 +57,12 @@ def test_an_older_jax_would_hash_the_folder_into_a_program_s_key(cached, monkeyp
 @pytest.mark.parametrize(
     ("found", "keeps", "message"),
     [
-        (Cached(), True, "not measured yet; the results are not kept (--compilation-cache FOLDER"),
-        (Cached(), False, "not measured yet; the results are not kept (needs jax 0.11.2)"),
-        (Cached(False, 0, {"x": "y"}), True, "not measured yet; later starts use the results"),
+        (Cached(), True, "how long it takes; the results are not kept (--compilation-cache FOLDER"),
+        (Cached(), False, "how long it takes; the results are not kept (needs jax 0.11.2)"),
+        (Cached(False, 0, {"x": "y"}), True, "how long it takes; later starts use the results"),
         (Cached(False, 122, {"x": "y"}), True, "autotuning: 122 results of earlier starts are"),
     ],
 )
 def test_the_log_says_before_compiling_what_autotuning_costs(found, keeps, message, monkeypatch):
     monkeypatch.setattr(cache, "KEEPS_AUTOTUNING", keeps)
-    assert message in autotunes(found)
+    assert message in autotuning_notice(found)

@@ -71,23 +71,27 @@ def test_a_host_with_too_little_memory_is_named(available):
     """XLA pins the next power of two, up to the limit."""
     host_memory.check_host_memory(0, "a")
     host_memory.check_host_memory(GIB, "b")
-    needed = r"takes 2.0 GiB of memory for each of 8 devices, but 12.0 GiB are available: --set"
+    needed = r"takes 2.0 GiB of memory for each of 8 devices, but only 12.0 GiB are available; "
     with pytest.raises(RunFailed, match=needed):
         host_memory.check_host_memory(1.25 * GIB, "c")
     available.setenv(host_memory.HOST_LIMIT, "1")
-    with pytest.raises(RunFailed, match=r"takes 1.2 GiB .* may pin 1 GiB: set XLA_PJRT\w+=64, or"):
+    with pytest.raises(
+        RunFailed, match=r"takes 1.2 GiB .* may pin only 1 GiB: set XLA_PJRT\w+=64, or"
+    ):
         host_memory.check_host_memory(1.25 * GIB, "d")
 
 
 def test_a_job_with_too_little_memory_is_told_before_it_compiles(available):
     available.setattr(host_memory, "slurm_limit", lambda _: (8 * GIB - 1, "SLURM_MEM_PER_NODE"))
-    message = r"but Slurm gave the job 8.0 GiB \(SLURM_MEM_PER_NODE; sbatch --mem=0 asks for all\)"
+    message = r"but Slurm gave the job only 8.0 GiB \(SLURM_MEM_PER_NODE; sbatch --mem=0 "
     with pytest.raises(RunFailed, match=message) as error:
         host_memory.check_host_memory(GIB, "a")
     assert error.value.cause == "memory"
     available.setattr(host_memory, "slurm_limit", lambda _: None)
     available.setattr(host_memory, "cgroup_limit", lambda: 4 * GIB)
-    with pytest.raises(RunFailed, match=r"but the control group of the job has 4.0 GiB: --set"):
+    with pytest.raises(
+        RunFailed, match=r"but the control group of the job has only 4.0 GiB; use --set"
+    ):
         host_memory.check_host_memory(GIB, "b")
 
 

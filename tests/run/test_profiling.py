@@ -162,7 +162,7 @@ program.read = lambda compiled, run: None
 program.flags = SimpleNamespace(options=lambda *_: {}, guided=lambda run: True, PGLE="pgle")
 program.mesh, program._forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
 profiling.guide = lambda *_: f"of rank {jax.process_index()}"
-program.compile_program("run", guide=profiling.guide_all("schedule"))
+program.compile_program("run", guide=profiling.broadcast_guide("schedule"))
 print(options)
 job.barrier("end", 60)
 """

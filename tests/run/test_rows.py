@@ -19,7 +19,7 @@ def found(monkeypatch):
         monkeypatch.setattr(command.devices, "select_platform", lambda count: None)
         args = parse_arguments(["--config", config, *options])
         overrides = recipes.parse_overrides(args.set)
-        run = command.find_run(args, recipes.load(config), overrides)
+        run = command.join_and_resolve(args, recipes.load(config), overrides)
         return run, published.differences(run, device)
 
     return find

@@ -12,6 +12,7 @@ from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.results.window import start_of
 from jaxbench.run import records, session, start_record, summary
 from jaxbench.run.arguments import parse_arguments
+from jaxbench.run.prepare import Session
 from jaxbench.run.records import Recorder
 
 RUN = replace(tiny_run(), steps=120)
@@ -167,7 +168,7 @@ def test_a_record_says_interrupted_before_the_last_save(tmp_path):
     signals = Signals.__new__(Signals)
     signals.agreed, signals._received, signals._stepping = None, [], False
     options = parse_arguments(["--config", "llama31_8b_bf16"])
-    begun = session.Session(folder=tmp_path, restore=None, options=options)
+    begun = Session(folder=tmp_path, options=options)
     attempt = session.Attempt(RUN, begun, recorder, signals, Watchdog())
     assert not attempt._stop(1)
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "running"

@@ -110,10 +110,8 @@ def test_a_pipeline_changes_neither_loss_nor_gradients(name):
 
 def routing_of(run):
     with mesh_of(run):
-        (_, figures), _, _ = jax.jit(gradients, static_argnums=3)(
-            new_state(run), *sequences(run), run
-        )
-        return to_numpy(figures)
+        result = jax.jit(gradients, static_argnums=3)(new_state(run), *sequences(run), run)
+        return to_numpy(result.figures)
 
 
 @pytest.mark.nightly
@@ -140,9 +138,10 @@ def two_steps_in_fp8(axes, scaling, family, layers, more):
         # Every rounding to bf16 where the program has it, or the two would round differently.
         exact = {"xla_allow_excess_precision": False}
         step = jax.jit(gradients, static_argnums=3).lower(state, *batch, run).compile(exact)
-        _, _, first = step(state, *batch)
-        (loss, _), grads, second = step(replace(state, fp8=first), *batch)
-        return float(loss), to_numpy(grads), (to_numpy(first), to_numpy(second))
+        first = step(state, *batch).histories
+        second = step(replace(state, fp8=first), *batch)
+        histories = to_numpy(first), to_numpy(second.histories)
+        return float(second.loss), to_numpy(second.gradients), histories
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ from jaxbench.base.hardware import H100
 from jaxbench.ops.attention import cudnn
 from jaxbench.plan.traffic import axes_of, traffic
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
-from jaxbench.train.program import check_program
+from jaxbench.train.program_checks import check_program
 from jaxbench.xla import collectives, schedule
 
 pytestmark = needs_compiler

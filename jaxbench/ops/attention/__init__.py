@@ -15,9 +15,9 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.plain import Scores
-from jaxbench.recipe.attention_config import Attention
-from jaxbench.recipe.execution import Execution
+from jaxbench.recipe.mixers import AnyAttentionConfig
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Execution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,16 @@ class Kernel:
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
-    GPUs of a compute capability, or None. `saved` is the primitive whose results a remat policy
-    saves as `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
+    GPUs of a compute capability, or None. A remat policy saves the results of `saved_primitive` as
+    `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
     platforms: tuple[str, ...] | None = None
     fp32: bool = True
     calls: tuple[str, ...] = ()
-    refusal: Callable[[Attention, int, Capability | None], str | None] = lambda *_: None
-    saved: str | None = None
+    refusal: Callable[[AnyAttentionConfig, int, Capability | None], str | None] = lambda *_: None
+    saved_primitive: str | None = None
 
 
 KERNELS = {
@@ -49,7 +49,7 @@ KERNELS = {
         fp32=False,
         calls=cudnn.CALLS,
         refusal=cudnn.refusal,
-        saved=cudnn.FORWARD,
+        saved_primitive=cudnn.FORWARD_PRIMITIVE,
     ),
     "xla": Kernel(call=plain.call),
 }

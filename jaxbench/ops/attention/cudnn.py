@@ -16,9 +16,9 @@ from jaxbench.jax_internals import (
 )
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.implementations import latency_hint
-from jaxbench.recipe.attention_config import Attention
+from jaxbench.recipe.mixers import AnyAttentionConfig
 
-FORWARD = "dot_product_attention_fwd_wrapper"
+FORWARD_PRIMITIVE = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
 statistics. If both are saved, the backward kernel needs no second forward pass."""
 
@@ -133,7 +133,7 @@ def gradient_of_sinks(
     return -jnp.sum(weight * products, axis=(0, 1))
 
 
-def refusal(cfg: Attention, length: int, capability: Capability | None) -> str | None:
+def refusal(cfg: AnyAttentionConfig, length: int, capability: Capability | None) -> str | None:
     """Why the kernels cannot compute an attention mixer; None if they can."""
     most = HEAD_DIMS.get(capability[0], 128) if capability else max(HEAD_DIMS.values())
     on = f" on compute capability {capability[0]}.{capability[1]}" if capability else ""

@@ -30,9 +30,8 @@ from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
 from jaxbench.ops.implementations import TRITON, lazy
-from jaxbench.recipe.execution import Execution
 from jaxbench.recipe.model import ModelConfig
-from jaxbench.recipe.settings import BLOCKS
+from jaxbench.recipe.settings import BLOCKS, Execution
 
 __all__ = [
     "BLOCK", "IMPLEMENTATIONS", "NONE", "Groups", "Implementation", "biased", "choose",

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from jaxbench import mesh
 from jaxbench.ops.grouped import NONE, group
 from jaxbench.ops.remat import SMALL, save
-from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.mixers import ExpertsConfig
 
 
 class Routes(NamedTuple):

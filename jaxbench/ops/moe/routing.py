@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxbench import mesh
 from jaxbench.ops import dense
 from jaxbench.ops.draws import Counters
-from jaxbench.recipe.model import ExpertsConfig
+from jaxbench.recipe.mixers import ExpertsConfig
 
 SMALLEST_SUM = 1e-20
 """We add this to a sum of sigmoids before we divide by it (DeepSeek-V3)."""
@@ -145,7 +145,7 @@ def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
     return mesh.on_each_device(local, PartitionSpec(*mesh.partition(x)))(x)
 
 
-Figures = dict[str, Array]
+RoutingSummary = dict[str, Array]
 """Routing figures of a step: the mean balance loss; the load of each expert, and of the busiest
 expert of any layer, both relative to a fair share; and the share of dropped assignments. Empty
 without experts."""
@@ -153,7 +153,7 @@ without experts."""
 
 def with_balance_loss(
     loss: Array, segments: list, coefficient: float
-) -> tuple[Float[Array, ""], Figures]:
+) -> tuple[Float[Array, ""], RoutingSummary]:
     """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
     (loss, figures).
 
@@ -169,8 +169,8 @@ def with_balance_loss(
 
 def figures(
     losses: Float[Array, "L B"], load: Num[Array, "L B E"], dropped: Num[Array, "L B"]
-) -> Figures:
-    """The `Figures` of one forward pass."""
+) -> RoutingSummary:
+    """The `RoutingSummary` of one forward pass."""
     load = jnp.sum(load, axis=1)
     share = load / jnp.mean(load, axis=1, keepdims=True)
     return {

@@ -22,8 +22,9 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
-from jaxbench.recipe.execution import Execution
-from jaxbench.recipe.model import MambaConfig, ModelConfig
+from jaxbench.recipe.mixers import MambaConfig
+from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Execution
 
 __all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
 

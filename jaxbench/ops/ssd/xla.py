@@ -15,7 +15,7 @@ from jaxbench.ops.ssd.context_exchange import (
     tokens_before,
 )
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
-from jaxbench.recipe.model import SSD_CHUNK
+from jaxbench.recipe.mixers import SSD_CHUNK
 
 
 def mixer(

@@ -6,8 +6,8 @@ Dimensions: the model's public config.json, confirmed by the published counts of
 """
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import LatentAttentionConfig, Rope, Yarn
-from jaxbench.recipe.model import ExpertsConfig, MlpConfig, ModelConfig, PredictionConfig
+from jaxbench.recipe.mixers import ExpertsConfig, LatentAttentionConfig, MlpConfig, Rope, Yarn
+from jaxbench.recipe.model import ModelConfig, PredictionConfig
 
 DEEPSEEK_V3 = ModelConfig(
     family="deepseek",

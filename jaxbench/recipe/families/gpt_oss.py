@@ -9,8 +9,8 @@ perf_recipes/gpt_oss, which leave `moe_router_dtype` unset. No load-balance loss
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import AttentionConfig, Rope, Yarn
-from jaxbench.recipe.model import ExpertsConfig, ModelConfig
+from jaxbench.recipe.mixers import AttentionConfig, ExpertsConfig, Rope, Yarn
+from jaxbench.recipe.model import ModelConfig
 
 YARN = Yarn(factor=32.0, original_context=4096, rounded=False)
 # With random routing and experts on 8 ranks, each sends another 2048 +- 42 tokens of a sequence: a

@@ -7,8 +7,8 @@ grok1/grok1_314b.yaml, Megatron-LM core_v0.10.0).
 """
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import AttentionConfig, Rope
-from jaxbench.recipe.model import ExpertsConfig, ModelConfig
+from jaxbench.recipe.mixers import AttentionConfig, ExpertsConfig, Rope
+from jaxbench.recipe.model import ModelConfig
 
 GROK1 = ModelConfig(
     family="grok1",

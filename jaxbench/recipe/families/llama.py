@@ -6,8 +6,8 @@ parameters and FLOPs are the same either way. Dimensions: NVIDIA NeMo's Llama 3 
 d2b2155, MaxText's llama2-70b.yml at 02a8f5c.
 """
 
-from jaxbench.recipe.attention_config import AttentionConfig, Rope, RopeScaling
-from jaxbench.recipe.model import MlpConfig, ModelConfig
+from jaxbench.recipe.mixers import AttentionConfig, MlpConfig, Rope, RopeScaling
+from jaxbench.recipe.model import ModelConfig
 
 SCALING = RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=8192)
 

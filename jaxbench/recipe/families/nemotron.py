@@ -9,14 +9,8 @@ recipes/nemotronh/h100.
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import AttentionConfig, Rope
-from jaxbench.recipe.model import (
-    ExpertsConfig,
-    MambaConfig,
-    MlpConfig,
-    ModelConfig,
-    PredictionConfig,
-)
+from jaxbench.recipe.mixers import AttentionConfig, ExpertsConfig, MambaConfig, MlpConfig, Rope
+from jaxbench.recipe.model import ModelConfig, PredictionConfig
 
 NEMOTRON4_340B = ModelConfig(
     family="nemotron4",

@@ -10,8 +10,8 @@ recipes/qwen/h100/qwen3_moe.py; the router's dtype: no recipe that is published 
 from dataclasses import replace
 
 from jaxbench.recipe import flops
-from jaxbench.recipe.attention_config import AttentionConfig, Rope
-from jaxbench.recipe.model import ExpertsConfig, ModelConfig
+from jaxbench.recipe.mixers import AttentionConfig, ExpertsConfig, Rope
+from jaxbench.recipe.model import ModelConfig
 
 ATTENTION = AttentionConfig(
     heads=32, kv_heads=4, head_dim=128, rope=Rope(base=1_000_000.0), qk_norm=True

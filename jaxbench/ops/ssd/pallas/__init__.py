@@ -19,7 +19,7 @@ from jaxbench.ops.ssd.pallas.gate import gate_norm
 from jaxbench.ops.ssd.pallas.scan import scan
 from jaxbench.ops.ssd.pallas.tuning import Tuning
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
-from jaxbench.recipe.model import MambaConfig
+from jaxbench.recipe.mixers import MambaConfig
 
 __all__ = ["Tuning", "mixer", "refusal"]
 
