@@ -18,9 +18,16 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu
 from jaxbench.recipe import flops
 from jaxbench.recipe.activations import BF16, Activation, activations
-from jaxbench.recipe.execution import INPUT, SAVEABLE, Execution
 from jaxbench.recipe.model import ModelConfig, repeating_blocks
-from jaxbench.recipe.settings import AXES, CHOSEN, Parallelism, Run
+from jaxbench.recipe.settings import (
+    AXES,
+    CHOSEN,
+    INPUT,
+    SAVEABLE,
+    Execution,
+    Parallelism,
+    Run,
+)
 
 KEYS = (
     *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),

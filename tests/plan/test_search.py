@@ -247,6 +247,55 @@ def test_what_cannot_fit_is_not_compiled():
     assert all(least_state(each) <= H100.memory_limit for each in simulate(searching, 4))
 
 
+def test_what_has_no_room_is_saved_in_host_memory():
+    """Where it spares more than the copies cost; a GPU without a host link saves nothing there."""
+    run = row("llama2_70b_bf16", 64, "execution.offload=none", "execution.remat=full")
+    seen = simulate(Search(run, H100, FEW | {"batch.microbatch"}), 4)
+    assert any("gate" in each.execution.offload for each in seen)
+    apart = replace(H100, host=0.0, host_memory=0)
+    seen = simulate(Search(run, apart, FEW | {"batch.microbatch"}), 4)
+    assert {each.execution.offload for each in seen} == {"none"}
+
+
+def test_two_changes_are_one_candidate_unless_they_are_of_one_setting():
+    run = row("llama2_70b_fp8", 256)
+    guided = next(candidates.with_options(run))
+    near = [each for each in candidates.layouts(run) if candidates.distance(each, run) == 1]
+    split = next(each for each in near if each.mesh_shape != run.mesh_shape)
+    both = candidates.merged(guided, split, run)
+    assert both.mesh_shape == split.mesh_shape
+    assert both.execution.xla_flags == guided.execution.xla_flags != run.execution.xla_flags
+    other = next(each for each in near if each.mesh_shape not in (run.mesh_shape, split.mesh_shape))
+    assert candidates.merged(other, split, run) is None
+
+
+def test_the_best_plan_says_what_is_worth_a_try():
+    """What is exposed halves with a guided schedule, and with half as many microbatches."""
+    run = row("llama2_70b_fp8", 256, "batch.microbatch=1")
+    fewer = replace(run, batch=replace(run.batch, microbatch=2))
+    tuned, summed, *_ = candidates.with_options(run)
+
+    def gain(new, axis):
+        return candidates.layout_s(new, run, {f"exposed: {axis}": 1.0}, 4.0)
+
+    assert gain(fewer, "fsdp") == pytest.approx(-0.5)
+    assert gain(fewer, "data") == pytest.approx(0.0)
+    assert summed.execution.replica_sums == "layer"
+    assert gain(summed, "data") == pytest.approx(-0.5)
+    assert gain(summed, "fsdp") == 0.0
+    assert abs(gain(tuned, "fsdp")) in (pytest.approx(0.5), pytest.approx(1.0))
+
+
+def test_an_option_that_made_a_candidate_slower_is_not_tried_again():
+    run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
+    searching = Search(run, H100, FEW)
+    guided = next(candidates.with_options(searching.row))
+    searching.tried[searching.row] = Outcome(4.0, candidates.memory(run), True)
+    assert any(each.execution.xla_flags == "guided" for each in searching.worth())
+    searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
+    assert not any(each.execution.xla_flags == "guided" for each in searching.worth())
+
+
 def test_failed_candidates_are_passed_by():
     run = row("llama31_8b_bf16", 8)
     searching = Search(run, H100, FEW)
