@@ -47,15 +47,18 @@ def test_accumulation_changes_neither_loss_nor_gradients(case):
     assert_same((parts_loss, parts_grads), (loss, grads), roundings=200)
 
 
-def test_sums_in_bf16_stay_near_fp32():
+@pytest.mark.parametrize("mesh", tiered(["data 2"], ["one device", "data 2", "pipeline 2"]))
+def test_sums_and_reductions_in_bf16_stay_near_fp32(mesh):
     plain = tiny_run("batch.microbatch=2", "execution.remat=attention")
     changed = tiny_run(
-        "batch.microbatch=2", "execution.remat=attention", "precision.accumulate=bf16"
-    )
-    assert changed.accumulation > 1
+        "batch.microbatch=2", "execution.remat=attention", "precision.accumulate=bf16",
+        f"parallelism.pipeline={2 if 'pipeline' in mesh else 1}",
+        devices=1 if mesh == "one device" else 2,
+    )  # fmt: skip
+    assert (changed.mesh_text(), changed.accumulation > 1) == (mesh, True)
     fp32, bf16 = map(same_sequences, (plain, changed))
     for name, exact in fp32[1].items():
-        # Four additions, each rounded to 8 bits.
+        # Four additions, each rounded to 8 bits; or two sums and theirs.
         np.testing.assert_allclose(
             bf16[1][name], exact, atol=4 * 2**-8 * np.abs(exact).max(), rtol=0, err_msg=name
         )
