@@ -129,7 +129,7 @@ def test_only_operators_name_a_kernel_library():
 
 
 def test_only_the_mesh_names_its_axes():
-    """Axis names occur in the mesh, and in the modules that size it, estimate what an axis sends, or
+    """Axis names occur in the mesh, and in the modules that size it, know what an axis sends, or
     describe it to users."""
     allowed = {
         "jaxbench.mesh",

@@ -208,6 +208,21 @@ def test_families_learn_one_batch_by_heart_in_blocks(family, dtype):
     assert losses[-1] < {"mxfp8": 0.1, "nvfp4": 0.3}[dtype] * np.log(64)
 
 
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        [],
+        [r.name for r in recipes.load_all() if r.name.endswith(("_mxfp8", "_nvfp4"))],
+        slow=["nemotronh_56b_mxfp8"],
+    ),
+)
+def test_blocks_divide_the_weights_of_every_smoke_row(name):
+    """Shapes alone are computed: a block that does not divide a weight is an error there."""
+    run = recipes.resolve(recipes.load(name), "smoke")
+    with mesh_of(run):
+        jax.eval_shape(make_program(run), abstract_state(run))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "recipe",
