@@ -1,4 +1,4 @@
-"""Forecasts beside published step times: every row of configs/published.csv, and the best figures
+"""Forecasts next to published step times: every row of configs/published.csv, and the best figures
 published later (anchors.csv). Writes the tables of docs/forecast.md, and their picture.
 
     python benchmarks/forecast.py [--output docs/forecast.md]

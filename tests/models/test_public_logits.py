@@ -103,8 +103,8 @@ MODELS = {
     "deepseek3": (deepseek, DEEPSEEK3),
     "gpt_oss": (gpt_oss, GPT_OSS),
 }
-QUICK = ("llama", "qwen3", "deepseek3", "gpt_oss", "nemotronh")
-"""A model of each kind of layer; the others run with `--slow`."""
+QUICK = ("llama", "qwen3")
+"""The models that take seconds; the others run with `--slow`."""
 """By file of `fixtures`: how its weights are read, and the model."""
 
 

@@ -253,7 +253,7 @@ def test_a_straggler_is_named(tmp_path):
     text = page(tmp_path / "runs")[1]
     share = 100 * 0.7 / record["ranks"][17]["step_time_s"]["mean"]
     assert "wait for the device" in text
-    assert re.search(rf"{share:.1f} to .*; least: rank 17 on node-slow", text)
+    assert re.search(rf"{share:.1f} to .*; lowest: rank 17 on node-slow", text)
 
 
 PARTS = {"products": 5.0, "cold_starts": 1.5, "odd": "x"}

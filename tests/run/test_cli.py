@@ -9,6 +9,7 @@ import sys
 from datetime import datetime
 
 import pytest
+import quick
 from cases import tiered
 from commands import ROOT, TINY, read, run, start, wait_for_steps
 from mistakes import assert_mistake
@@ -25,7 +26,9 @@ MESH = ("parallelism.pipeline=2", "parallelism.fsdp=2", "parallelism.tensor=2")
 def smoke(tmp_path_factory):
     """Some steps of the smoke row on one device."""
     folder = tmp_path_factory.mktemp("smoke")
-    status, out, err = run("--config", CONFIG, "--steps", STEPS, "--output", folder, XLA_FLAGS="")
+    status, out, err = run(
+        "--config", CONFIG, "--steps", STEPS, "--output", folder, XLA_FLAGS=quick.FLAGS
+    )
     assert status == 0, err
     assert err == ""
     return (*read(folder), out, folder)
@@ -48,7 +51,7 @@ def test_record_is_complete(smoke):
     commit = record["versions"]["commit"]
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit) if (ROOT / ".git").exists() else commit is None
     assert {"jax", "jaxlib", "flax", "optax", "python"} <= record["versions"].keys()
-    assert record["flags"] == {"compiler_options": {}, "XLA_FLAGS": ""}
+    assert record["flags"] == {"compiler_options": {}, "XLA_FLAGS": quick.FLAGS}
     assert record["parameters"] == 4 * (256 * 32 * (8 + 4) * 2 + 3 * 256 * 768 + 512) + (
         256 + 2 * 2048 * 256
     )

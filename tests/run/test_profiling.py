@@ -184,7 +184,7 @@ def test_a_program_is_compiled_again_with_the_profile_of_the_first(monkeypatch):
     lowered = SimpleNamespace(compile=lambda compiler_options: options.append(compiler_options))
     making = SimpleNamespace(lower=lambda state: lowered)
     monkeypatch.setattr(program, "make_program", lambda run: making)
-    monkeypatch.setattr(program, "read", lambda compiled, run: None)
+    monkeypatch.setattr(program, "parse_program", lambda compiled, run: None)
     monkeypatch.setattr(program, "_forecast_gpu", lambda run: H100)
     monkeypatch.setattr(program.flags, "guided", lambda run: True)
     tiny = tiny_run()
