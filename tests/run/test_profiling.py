@@ -160,7 +160,7 @@ class Lowered:
 program.make_program, program.abstract_state = lambda run: Lowered(), id
 program.read = lambda compiled, run: None
 program.flags = SimpleNamespace(options=lambda *_: {}, guided=lambda run: True, PGLE="pgle")
-program.mesh, program._forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
+program.mesh, program.forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
 profiling.guide = lambda *_: f"of rank {jax.process_index()}"
 program.compile_program("run", guide=profiling.broadcast_guide("schedule"))
 print(options)
@@ -185,7 +185,7 @@ def test_a_program_is_compiled_again_with_the_profile_of_the_first(monkeypatch):
     making = SimpleNamespace(lower=lambda state: lowered)
     monkeypatch.setattr(program, "make_program", lambda run: making)
     monkeypatch.setattr(program, "parse_program", lambda compiled, run: None)
-    monkeypatch.setattr(program, "_forecast_gpu", lambda run: H100)
+    monkeypatch.setattr(program, "forecast_gpu", lambda run: H100)
     monkeypatch.setattr(program.flags, "guided", lambda run: True)
     tiny = tiny_run()
     with mesh_of(tiny):
