@@ -158,7 +158,7 @@ class Lowered:
     def compile(self, compiler_options):
         options.append(compiler_options)
 program.make_program, program.abstract_state = lambda run: Lowered(), id
-program.read = lambda compiled, run: None
+program.parse_program = lambda compiled, run: None
 program.flags = SimpleNamespace(options=lambda *_: {}, guided=lambda run: True, PGLE="pgle")
 program.mesh, program.forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
 profiling.guide = lambda *_: f"of rank {jax.process_index()}"
