@@ -177,7 +177,7 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
         write({"json": as_json, "html": plan_page}[args.format](plan), args.output)
     if not plan.fits and args.format != "json":
         command = f"jaxbench plan --config {args.config} --gpus {run.row}"
-        target = find_targets(args)[0].options()
+        target = find_targets(args)[0].options()[0 if args.gpu else 2 :]
         words = [command, *target, *(f"--set {text}" for text in args.set)]
         for line in find_remedy(run, plan, gpu, " ".join(words)):
             print(line, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
