@@ -175,6 +175,7 @@ def test_an_output_folder_is_never_overwritten(smoke, capsys):
     assert (folder / "run.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
     status, out, _ = run(*TINY, "--steps", 9, "--output", tmp_path, "--set", "model.init_std=1e30")
     assert status == STATUS["numbers"]
@@ -185,7 +186,9 @@ def test_a_loss_that_is_not_finite_fails_the_run(tmp_path):
     assert "failed: llama31_8b_bf16" in out
 
 
-@pytest.mark.parametrize("number", tiered([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize(
+    "number", tiered([], [signal.SIGTERM, signal.SIGINT], slow=[signal.SIGTERM])
+)
 def test_a_signal_ends_the_run_with_a_complete_record(number, tmp_path):
     process = start(*TINY, "--steps", 10**6, "--output", tmp_path)
     wait_for_steps(process, tmp_path, 3)
