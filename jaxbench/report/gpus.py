@@ -118,7 +118,7 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
     return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
 
 
-def heat_maps(every: Sequence[Gpu], watermark: str) -> list[dict[str, Any]]:
+def heat_maps(every: Sequence[Gpu]) -> list[dict[str, Any]]:
     """Pictures of all GPUs by node, one for each quantity that at least two GPUs have. A picture
     has cells, which are thick lines by shade, names of rows, and a description."""
     nodes = _nodes(every)
@@ -129,7 +129,7 @@ def heat_maps(every: Sequence[Gpu], watermark: str) -> list[dict[str, Any]]:
             ("power under load", "W", {g: g.power_w for g in every}),
             ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every}),
         )
-        if (picture := _heat_map(title, unit, values, nodes, watermark)) is not None
+        if (picture := _heat_map(title, unit, values, nodes)) is not None
     ]
 
 
@@ -155,7 +155,6 @@ def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
 
 def _heat_map(
     title: str, unit: str, values: dict[Gpu, float | None], nodes: dict[str, list[Gpu]],
-    watermark: str,
 ) -> dict[str, Any] | None:  # fmt: skip
     told = {gpu: value for gpu, value in values.items() if value is not None}
     if len(told) < 2:
@@ -175,7 +174,7 @@ def _heat_map(
     width = start + CELL * max(map(len, nodes.values()))
     edges = [low + (high - low) * n / LEVELS for n in range(LEVELS + 1)]
     return {
-        "title": title, "unit": unit, "paths": paths, "watermark": watermark,
+        "title": title, "unit": unit, "paths": paths,
         "names": [(ROW * row + 12, name) for row, name in enumerate(names)],
         "legend": [f"{a:.1f} to {b:.1f}" for a, b in pairwise(edges)],
         "width": width, "height": ROW * len(nodes),

@@ -64,7 +64,7 @@ def page(results: Sequence[Result], convention: str) -> str:
         traces=[*filter(None, map(sections.trace, shown))],
         gaps=[*filter(None, map(sections.gap, shown))],
         heat=[(run, maps) for run in shown
-              if (maps := heat_maps(gpus(run.result.run.record), run.watermark))],
+              if (maps := heat_maps(gpus(run.result.run.record)))],
         memory=[run for run in shown if run.result.run.peak_memory],
         profiled=[(run, found) for run in shown if (found := run.result.run.profiles)],
         waterfalls=[*filter(None, map(sections.waterfall, shown))],
