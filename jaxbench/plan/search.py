@@ -227,7 +227,8 @@ def search(
     if state.cannot_fit:
         tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
     left = len(state.worth()) if best else 0
-    tried += f"; {left} more are worth a try (--limit)" if left else "; no other is worth a try"
+    more = f"another {counted(left, 'candidate')} may be faster (--limit)"
+    tried += f"; {more}" if left else "; we expect no other to be as fast"
     changes = [*row.overrides, *best["set"]] if best else []
     options = [option for text in changes for option in ("--set", text)]
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])

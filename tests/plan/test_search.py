@@ -395,7 +395,7 @@ def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
     capsys.readouterr()
     assert command.main([*map(str, arguments(small[0])), "--limit", "2"]) == 0
     out = capsys.readouterr().out
-    assert "tried 2 of" in out
+    assert "2 candidates compiled, of" in out
     pasted = out.splitlines()[-1]
     assert pasted.endswith(" ".join(f"--set {text}" for text in best)) or not best
 
