@@ -9,6 +9,7 @@ from commands import ROOT
 
 from jaxbench.base.hardware import H100
 from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.interval import errors
 from jaxbench.forecast.tables import load
 from jaxbench.recipe import published
 from jaxbench.xla.hlo import Work
@@ -38,6 +39,13 @@ def test_the_steps_of_llama_2_are_the_published_ones(script):
     }
     ours = {row.name: row.published_s for row in script.rows() if row.name in steps}
     assert ours == steps
+
+
+def test_tables_are_those_of_the_recorded_forecasts(script):
+    """Whoever records the next step can write these tables again."""
+    text = (ROOT / "docs/like_for_like.md").read_text()
+    for lines in (script.changes(), script.coverage(errors()), script.alternatives(errors())):
+        assert "\n".join(lines).strip() in text
 
 
 def test_the_last_axis_of_a_mesh_fills_a_node(script):
