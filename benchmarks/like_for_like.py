@@ -36,7 +36,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -368,13 +368,13 @@ def held(timed: Timed, programs: list[Timed]) -> bool:
     return found.low_s <= timed.published_s <= found.high_s
 
 
-def line(found: Result, programs: list[Timed]) -> str:
-    """The line of a row. Its interval is that of the other families of `programs`."""
+def cells_of(found: Result, programs: list[Timed]) -> list[str]:
+    """The cells of a row. Its interval is that of the other families of `programs`."""
     f, row, timed = found.forecast, found.row, found.timed
     memory = row.gpu.memory * row.of["memory"] / 2**30
     within = by_others(timed, programs)
     guided = f"profile ({exposed(found.first):.3f} s without)"
-    cells = [
+    return [
         row.family + (" (weak)" if "weak" in row.of else ""),
         f"{row.gpus} {row.of['gpu'].upper()}",
         " x ".join(f"{axis} {size}" for axis, size in row.own["mesh"].items()),
@@ -388,13 +388,16 @@ def line(found: Result, programs: list[Timed]) -> str:
         f"{found.believed / 2**30:.0f} of {memory:.0f}" if found.believed else "",
         f"{100 * f.outside:.0f}",
     ]
+
+
+def line(cells: Iterable[str]) -> str:
+    """A line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def table(heading: Iterable[str], lines: Iterable[str]) -> list[str]:
-    """A Markdown table."""
-    heading = list(heading)
-    return [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *lines, ""]
+def table(heading: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """A Markdown table, from the cells of its rows."""
+    return [line(heading), "|" + "---|" * len(heading), *map(line, rows), ""]
 
 
 def spread(errors: list[float]) -> list[str]:
@@ -412,15 +415,17 @@ def spread(errors: list[float]) -> list[str]:
 SPREAD = "programs", "median error %", "median size %", "worst %", "too low"
 
 
-def grouped(found: list[Timed], by: Callable[[Timed], str], programs: list[Timed]) -> list[str]:
-    """Lines with the errors of each group of programs, and how many published steps lie in the
-    interval that other families give."""
+def grouped(
+    found: list[Timed], by: Callable[[Timed], str], programs: list[Timed]
+) -> list[list[str]]:
+    """Lines of cells with the errors of each group of programs, and how many published steps lie in
+    the interval that other families give."""
     lines = []
     for group in dict.fromkeys(map(by, found)):
         own = [timed for timed in found if by(timed) == group]
         inside = sum(held(timed, programs) for timed in own)
         cells = [group, *spread([t.error for t in own]), f"{inside} of {len(own)}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     return lines
 
 
@@ -442,7 +447,7 @@ def coverage(programs: list[Timed]) -> list[str]:
             f"{sum(held(timed, programs) for timed in own)} of {len(own)}",
             " to ".join(dict.fromkeys((percent(min(calibrated)), percent(max(calibrated))))),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     return table(
         ["program", "published over forecast", "90 % interval by the others", "inside",
          "calibrated error %"],
@@ -483,7 +488,7 @@ def alternatives(programs: list[Timed]) -> list[str]:
             f"{whole.calibrated_s:.3f}",
             f"{inside} of {len(own)}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     return table(
         ["interval of", "families", "low and high over forecast", "calibrated over forecast",
          "inside, when left out"],
@@ -570,7 +575,7 @@ def changes() -> list[str]:
             cells.append(
                 f"{percent(statistics.median(errors))}, {worst} ({len(errors)})" if errors else ""
             )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     return table(["step", "all", *groups], lines)
 
 
@@ -606,7 +611,7 @@ def parts(found: list[Result]) -> list[str]:
             )
             for part in PARTS
         ]
-        lines.append(f"| {family} | {' | '.join(f'{100 * cell:.1f}' for cell in cells)} |")
+        lines.append([family, *(f"{100 * cell:.1f}" for cell in cells)])
     return table(["program", *PARTS], lines)
 
 
@@ -640,7 +645,7 @@ def document(found: list[Result]) -> str:
         "### By program", "",
         *table(["program", *columns], grouped(every, lambda t: t.family, programs)),
         "### Every program", "",
-        *table(COLUMNS, (line(r, programs) for r in found)),
+        *table(COLUMNS, (cells_of(r, programs) for r in found)),
         "### Where the time goes", "",
         "Parts of the forecast in % of the published step: the median of each program.", "",
         *parts(found),
@@ -678,7 +683,7 @@ def main() -> None:
             compile_missing(args.maxtext, row, args.folder)
         if row.path(args.folder).is_file():
             found.append(result(row, args.folder))
-            print(line(found[-1], errors()), flush=True)
+            print(line(cells_of(found[-1], errors())), flush=True)
         else:
             missing.append(row.name)
     if missing:

@@ -82,8 +82,8 @@ def seconds(walk: Walk, gpu: Gpu) -> list[float]:
 
 def table(
     programs: Iterable[tuple[str, Walk, Gpu, float]], percent: Callable[[float], str]
-) -> tuple[list[str], list[str]]:
-    """The heading and the lines of a table: median error of each kind of program, for each change.
+) -> tuple[list[str], list[list[str]]]:
+    """The heading and the cells of a table: median error of each kind of program, for each change.
     Programs come with their kind, and with their published seconds. The last columns are the median
     size of the kinds' errors, and how far the kinds are apart."""
     errors: dict[str, list[list[float]]] = {}
@@ -96,5 +96,5 @@ def table(
         size = statistics.median(abs(median) for median in medians)
         cells = [change, *map(percent, medians), f"{100 * size:.1f}",
                  f"{100 * (max(medians) - min(medians)):.1f}"]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     return ["changed", *errors, "median size", "far apart"], lines

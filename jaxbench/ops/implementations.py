@@ -27,8 +27,7 @@ def lazy(name: str) -> Callable[..., Any]:
 def latency_hint(flops: int, dtype: str) -> AbstractContextManager:
     """Marks the custom calls that are traced inside with the time that their `flops` take at the
     GPU's peak, so that XLA's scheduler overlaps collectives with them. Without a mark it assumes
-    that they take no time. The GPU is the H100, or the
-    B200 for a `dtype` that the H100 lacks."""
+    that they take no time. The GPU is the H100, or the B200 for a `dtype` that the H100 lacks."""
     gpu = hardware.H100 if dtype in hardware.H100.tflops else hardware.B200
     least_ns = flops / (gpu.tflops[dtype] * 1e3)
     return set_xla_metadata(latency_metadata=str(round(least_ns)))

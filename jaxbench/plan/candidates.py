@@ -29,12 +29,14 @@ from jaxbench.recipe.settings import (
     Run,
 )
 
+POLICY = "execution.remat", "execution.offload"
+"""The settings of a candidate's policy."""
+
 KEYS = (
     *(f"parallelism.{name}" for name in (*CHOSEN, "virtual_stages")),
     "batch.microbatch",
     "execution.expert_parts",
-    "execution.remat",
-    "execution.offload",
+    *POLICY,
     "execution.xla_flags",
     "execution.replica_sums",
     "precision.gather",
@@ -57,7 +59,6 @@ layer's own, the copy of the next layer, which is prefetched, and gradients."""
 UNROLLED = 0.1
 """The largest share of a step that we assume unrolled layers save: they copy no stash, and gather
 weights once."""
-
 
 HIDDEN = (1 / 3, 2 / 3)
 """Shares of a step that can hide copies to the host (the forward pass) and back (the backward
@@ -100,7 +101,7 @@ def with_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]
     other = {"tuned": "guided", "guided": "tuned"}.get(base)
     if other and "execution.xla_flags" not in fixed:
         yield replace(run, execution=replace(execution, xla_flags=",".join([other, *flags])))
-    replicas = run.mesh_shape[AXES.index("data")] > 1 and run.parallelism.pipeline == 1
+    replicas = run.data > 1 and run.parallelism.pipeline == 1
     if replicas and "execution.replica_sums" not in fixed:
         in_step = execution.replica_sums == "step"
         sums = replace(execution, replica_sums="layer" if in_step else "step")
@@ -150,10 +151,8 @@ def changes(run: Run, row: Run) -> list[str]:
 
 def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
     """Every layout that can run, with full remat and the row's options. The keys in `fixed` keep
-    the row's values."""
+    the row's values, except those of the policy."""
     result = []
-    remat = row.execution.remat if "execution.remat" in fixed else "full"
-    offload = row.execution.offload if "execution.offload" in fixed else "none"
     for parallelism in _parallelisms(row):
         batch_ranks = row.gpus // parallelism.ranks * parallelism.fsdp * parallelism.expert
         shares = _divisors(row.batch.global_batch // batch_ranks)
@@ -161,13 +160,13 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
         for microbatch, parts in product(shares, _expert_parts(row, parallelism, fixed)):
             batch = replace(row.batch, microbatch=microbatch)
             execution = replace(
-                row.execution, remat=remat, offload=offload, expert_parts=parts, replica_sums=sums
+                row.execution, remat="full", offload="none", expert_parts=parts, replica_sums=sums
             )
             try:
                 run = replace(row, parallelism=parallelism, batch=batch, execution=execution)
             except RecipeError:
                 continue
-            if all(settings(run)[key] == settings(row)[key] for key in fixed):
+            if all(settings(run)[key] == settings(row)[key] for key in fixed.difference(POLICY)):
                 result.append(run)
     return result
 
@@ -261,13 +260,11 @@ def _policy(cfg: ModelConfig, length: int, remat: str, offload: str) -> Policy:
     )
 
 
-def policies(run: Run, fixed: frozenset[str] = frozenset(), host: bool = True) -> list[Policy]:
-    """The policies to try for a layout. Settings in `fixed` stay. Activations are only offloaded to
-    a `host`. In a pipeline, policies count no layers and offload nothing."""
-    remat = run.execution.remat if "execution.remat" in fixed else None
-    offload = run.execution.offload if "execution.offload" in fixed else None
-    if offload is None and (not host or run.parallelism.pipeline > 1):
-        offload = "none"
+def policies(run: Run, remat: str | None = None, offload: str | None = None) -> list[Policy]:
+    """The policies to try for a layout, with this remat or this offload if they are not None. In a
+    pipeline, policies count no layers and offload nothing."""
+    if run.parallelism.pipeline > 1:
+        offload = offload or "none"
     every = _policies(run.model, run.batch.sequence_length, remat, offload)
     if run.parallelism.pipeline == 1:
         return every
@@ -439,9 +436,8 @@ def memory(run: Run, policy: Policy | None = None) -> float:
         saved *= stash / (p.pipeline * p.virtual_stages)
     else:
         workspace += weights
-    if (
-        policy.remat == "none"
-    ):  # unrolled: gathered weights, and operands of matmuls that have no name
+    if policy.remat == "none":
+        # Unrolled: gathered weights, and operands of matmuls that have no name.
         held = BF16 * weights
         saved += len(cfg.mixers) * cfg.embed * p.tensor + every.get("up", Activation(0, 0)).features
     return least_state(run) + held + BF16 * (tokens * saved + WORKSPACE * workspace / cfg.layers)

@@ -163,9 +163,10 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     return sweep.sweep(targets, args.output or TABLE)
 
 
-def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
+def plan_one(args: argparse.Namespace, target: Target) -> int:
     """Prints the plan of one row. If the row does not fit, prints remedies too, except next to
     JSON."""
+    gpu = target.gpu
     run, _ = resolve(args.config, args.gpus, args.set, gpu)
     with compiling(run):
         plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
@@ -176,9 +177,9 @@ def plan_one(args: argparse.Namespace, gpu: Gpu) -> int:
     else:
         write({"json": as_json, "html": plan_page}[args.format](plan), args.output)
     if not plan.fits and args.format != "json":
-        command = f"jaxbench plan --config {args.config} --gpus {run.row}"
-        target = find_targets(args)[0].options()[0 if args.gpu else 2 :]
-        words = [command, *target, *(f"--set {text}" for text in args.set)]
+        options = target.options() if args.gpu else target.further_options()
+        options += [f"--set {change}" for change in args.set]
+        words = ["jaxbench plan --config", args.config, "--gpus", run.row, *options]
         for line in find_remedy(run, plan, gpu, " ".join(words)):
             print(line, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
     if args.format == "text":
@@ -223,7 +224,7 @@ def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
             return 0
         if args.diff or args.all or args.scaling or args.search:
             return plan_many(args, targets)
-        return plan_one(args, gpu)
+        return plan_one(args, targets[0])
     except KeyboardInterrupt:
         print(
             "interrupted; finished plans are kept, and the same command continues from them",

@@ -48,9 +48,13 @@ class Target:
 
     def options(self) -> list[str]:
         """The options of the command line."""
+        return ["--gpu", self.name, *self.further_options()]
+
+    def further_options(self) -> list[str]:
+        """The options besides `--gpu`."""
         system = [part for text in self.system for part in ("--system", text)]
         kernels = ["--kernels", str(self.kernels)] if self.kernels else []
-        return ["--gpu", self.name, *system, *kernels]
+        return [*system, *kernels]
 
 
 def progress() -> Progress:

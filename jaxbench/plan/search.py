@@ -3,7 +3,7 @@
 The search is local. It begins with the row and continues next to the best candidate so far: with
 one other layout or option, or with two of these at a time. Each candidate gets the policy that we
 expect to be fastest within the memory limit. What is compiled first, and what is not worth it,
-follows from the parts of the best plan (`candidates.expected_s`). Step times come only from
+follows from the parts of the best plan (`candidates.layout_s`). Step times come only from
 compiled plans.
 """
 
@@ -81,6 +81,9 @@ class Search:
     def __init__(self, row: Run, gpu: Gpu, fixed: frozenset[str] = frozenset()):
         self.row = replace(row, batch=replace(row.batch, microbatch=row.microbatch))
         self.gpu, self.limit, self.fixed = gpu, gpu.memory_limit, fixed
+        execution, without_host = self.row.execution, None if gpu.host_limit else "none"
+        self.remat = execution.remat if "execution.remat" in fixed else None
+        self.offload = execution.offload if "execution.offload" in fixed else without_host
         every = candidates.layouts(self.row, fixed)
         self.layouts = [run for run in every if least_state(run) <= self.limit]
         self.total, self.cannot_fit = len(every), len(every) - len(self.layouts)
@@ -111,7 +114,8 @@ class Search:
         single = [_with_options(run, best) for run in near]
         slower = self._slower_options()
         other = candidates.with_options(best, self.fixed)
-        single += [run for run in other if not slower.intersection(options(run))]
+        before = options(best)
+        single += [run for run in other if slower.isdisjoint({*options(run)} - {*before})]
         found = dict(filter(None, map(self._fastest, single)))
         promising = [run for run in sorted(found, key=found.__getitem__) if found[run] < best_s]
         pairs = (merged(one, other, best) for one, other in combinations(promising[:PAIRED], 2))
@@ -152,7 +156,7 @@ class Search:
         near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
         peaks = [(memory(other), self.tried[other].peak) for other in near]
         room = self.limit * (1 if compiled else CAUTION)
-        every = candidates.policies(run, self.fixed, host=self.gpu.host_limit > 0)
+        every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]
         needed = {policy: _peak(memory(run, policy), peaks) for policy in every}
@@ -160,22 +164,27 @@ class Search:
         if not fitting and best is None:
             fitting = [min(every, key=needed.__getitem__)]
         base = min(compiled, key=lambda other: self.tried[other].seconds, default=best)
-        step_s, parts_s = 1.0, dict[str, float]()
-        if base and (outcome := self.tried[base]).seconds < math.inf:
-            step_s = outcome.seconds
-            parts_s = parts(outcome.plan) if outcome.plan else {}
-            fixed_s = step_s + candidates.layout_s(run, base, parts_s, step_s)
-            fixed_s -= candidates.policy_s(base, candidates.policy_of(base), step_s, self.gpu)
-        else:
-            fixed_s = step_s
+        step_s = self.tried[base].seconds if base else math.inf
+        if base and step_s < math.inf:
+            without_policy_s = self._without_policy_s(run, base)
+        else:  # the times of nothing are known, so seconds only order policies
+            step_s = without_policy_s = 1.0
         expected = {
-            policy: fixed_s + candidates.policy_s(run, policy, step_s, self.gpu)
+            policy: without_policy_s + candidates.policy_s(run, policy, step_s, self.gpu)
             for policy in fitting
         }
         for policy in sorted(fitting, key=lambda each: (expected[each], each.host)):
             if new := candidates.with_policy(run, policy):
                 return None if new in self.tried else (new, expected[policy])
         return None
+
+    def _without_policy_s(self, run: Run, base: Run) -> float:
+        """The step that we expect of a candidate from the plan of another one, without what its
+        policy adds (`candidates.policy_s`)."""
+        outcome = self.tried[base]
+        step_s, parts_s = outcome.seconds, parts(outcome.plan) if outcome.plan else {}
+        of_policy = candidates.policy_s(base, candidates.policy_of(base), step_s, self.gpu)
+        return step_s - of_policy + candidates.layout_s(run, base, parts_s, step_s)
 
     def _slower_options(self) -> set[str]:
         """Options that made a candidate slower which is otherwise the same."""
@@ -230,8 +239,8 @@ def search(
     more = f"another {counted(left, 'candidate')} may be faster (--limit)"
     tried += f"; {more}" if left else "; we expect no other to be as fast"
     changes = [*row.overrides, *best["set"]] if best else []
-    options = [option for text in changes for option in ("--set", text)]
-    command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *options])
+    setting = [word for text in changes for word in ("--set", text)]
+    command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *setting])
     if form == "json":
         write(as_json({"best": best, "candidates": lines, **counts}), output)
     elif form == "html":

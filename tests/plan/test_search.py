@@ -10,6 +10,7 @@ from math import log2
 import pytest
 from cases import tiered
 from compiled import needs_compiler
+from made_plans import made
 
 from jaxbench.base.hardware import H100
 from jaxbench.plan import candidates, command, processes, scaling, search
@@ -213,7 +214,7 @@ def test_a_search_finds_the_best_of_what_there_is():
     everything = [
         seconds(each)
         for layout in candidates.layouts(run, fixed)
-        for policy in candidates.policies(layout, fixed)
+        for policy in candidates.policies(layout)
         if (each := candidates.with_policy(layout, policy))
         and candidates.memory(each) <= H100.memory_limit
     ]
@@ -286,6 +287,20 @@ def test_the_best_plan_says_what_is_worth_a_try():
     assert abs(gain(tuned, "fsdp")) in (pytest.approx(0.5), pytest.approx(1.0))
 
 
+def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
+    """Pairs are tried where a plan exposes much."""
+    monkeypatch.setattr(search, "parts", lambda plan: {"exposed: fsdp": 1.0, "exposed: data": 1.0})
+    run = row("llama2_70b_fp8", 256, "execution.remat=query,key,value,attention,residual")
+    searching = Search(run, H100, FEW | {"execution.remat", "execution.offload"})
+    searching.tried[searching.row] = Outcome(4.0, 60 * 2**30, True, plan=made())
+    found = searching.worth()
+    assert {each.execution.remat for each in found} == {run.execution.remat}
+    assert {each.execution.offload for each in found} == {run.execution.offload}
+    first = searching.row
+    other_layout = [e for e in found if candidates.layout(e) != candidates.layout(first)]
+    assert any(candidates.options(each) != candidates.options(first) for each in other_layout)
+
+
 def test_an_option_that_made_a_candidate_slower_is_not_tried_again():
     run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
     searching = Search(run, H100, FEW)
@@ -294,6 +309,19 @@ def test_an_option_that_made_a_candidate_slower_is_not_tried_again():
     assert any(each.execution.xla_flags == "guided" for each in searching.worth())
     searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
     assert not any(each.execution.xla_flags == "guided" for each in searching.worth())
+
+
+def test_options_next_to_one_that_was_slower_elsewhere_are_still_tried():
+    run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
+    searching = Search(run, H100, FEW)
+    first = searching.row
+    guided = next(candidates.with_options(first))
+    searching.tried[first] = Outcome(4.0, candidates.memory(run), True)
+    searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
+    near = [each for each in searching.layouts if candidates.distance(each, first) == 1]
+    best = replace(near[0], execution=guided.execution)
+    searching.tried[best] = Outcome(3.0, candidates.memory(run), True)
+    assert any(each.precision.gather != best.precision.gather for each in searching.worth())
 
 
 def test_failed_candidates_are_passed_by():

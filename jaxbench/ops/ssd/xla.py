@@ -117,7 +117,7 @@ def scan(
 def states_before(
     log: Float[Array, "B K H"], left: Float[Array, "B K H P N"], context: Axes
 ) -> Float[Array, "B K H P N"]:
-    """The state before each chunk. `log` and `left` of each chunk are as in `context.entering`.
+    """The state before each chunk. `log` and `left` are as in `context_exchange.entering`.
 
     It is a sum of two states: the state if the shard starts from zero, and the state before the
     shard, decayed up to each chunk.
