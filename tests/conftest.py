@@ -5,6 +5,7 @@ lacks has a reason of the form "needs THING: HOW TO GET IT"; the line before pyt
 counts them by thing.
 """
 
+import copy
 import os
 import shutil
 import tempfile
@@ -70,6 +71,13 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run all tests, nightly ones too")
     parser.addoption("--write-golden", action="store_true", help="rewrite tests/golden")
     parser.addoption("--fuzz", type=int, default=300, help="mutated recipes to try")
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers(request, monkeypatch):
+    """A test draws the same numbers from its module's `RNG`, whichever tests ran before it."""
+    if rng := getattr(request.module, "RNG", None):
+        monkeypatch.setattr(request.module, "RNG", copy.deepcopy(rng))
 
 
 @pytest.fixture

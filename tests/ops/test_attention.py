@@ -139,8 +139,9 @@ def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 192), (192, 128), (160, 136), (136, 64)])
 def test_attention_by_parts_of_the_values(key_dim, value_dim):
-    """By the plain kernel, against the same in one call. Values are exact; gradients of queries and
-    keys are sums over parts, each of which the kernel's softmax rounds to fp32."""
+    """By the plain kernel, against the same in one call. Values are exact; the other gradients are
+    sums over parts, each of which the kernel's softmax rounds to fp32. With 60 seeds the largest
+    error is 3.5 roundings of the largest gradient."""
     shapes = (2, 16, 4, key_dim), (2, 16, 2, key_dim), (2, 16, 2, value_dim)
     scores, widths = Scores(scale=key_dim**-0.5, window=5), set()
 
@@ -157,7 +158,8 @@ def test_attention_by_parts_of_the_values(key_dim, value_dim):
         (actual, pull), (expected, exact) = (jax.vjp(f, *operands) for f in (in_parts, in_one))
         np.testing.assert_allclose(actual, expected, atol=1e-13)
         for gradient, reference in zip(pull(d_out), exact(d_out), strict=True):
-            np.testing.assert_allclose(gradient, reference, atol=10 * EPS32)
+            rounding = EPS32 * np.abs(reference).max()
+            np.testing.assert_allclose(gradient, reference, rtol=0, atol=8 * rounding)
     assert widths == {(192, 128), (key_dim, value_dim)}
 
 
