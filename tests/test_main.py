@@ -153,6 +153,22 @@ def test_a_shell_completes_names():
     assert "llama2_70b_bf16" in found["list", "words"]
 
 
+def test_long_lines_are_folded_in_a_terminal_alone(monkeypatch):
+    lines = ["  step       1 s", "bound       5.9 s: matmuls 4.9, others 1.0"]
+    text = "\n".join([*lines, "   +2.7 %  attention: slower by"])
+    monkeypatch.setattr(jaxbench.base.terminal, "Console", lambda: Console(width=30))
+    assert jaxbench.base.terminal.folded(text) == text
+    console = Console(width=30, force_terminal=True)
+    monkeypatch.setattr(jaxbench.base.terminal, "Console", lambda: console)
+    assert jaxbench.base.terminal.folded(text).splitlines() == [
+        "  step       1 s",
+        "bound       5.9 s: matmuls",
+        "            4.9, others 1.0",
+        "   +2.7 %  attention: slower",
+        "       by",
+    ]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_being_done_is_shown_in_a_terminal_alone(terminal, monkeypatch):
     shown = io.StringIO()

@@ -84,6 +84,23 @@ def console() -> Console:
     return output
 
 
+def folded(text: str) -> str:
+    """The text, with long lines folded to the width of the terminal, below the text behind a line's
+    label. Without a terminal lines stay whole, so that tools can search them."""
+    output = Console()
+    if not output.is_terminal:
+        return text
+    return "\n".join(_folded(line, output.width) for line in text.splitlines())
+
+
+def _folded(line: str, width: int) -> str:
+    """A line, continued below what follows its label (`memory      peak`, `  trust: 90 %`)."""
+    label = re.match(r" *([a-z][\w-]* {2,}|[a-z ]{1,10}: )?", line)
+    assert label
+    below = label.end() if label[1] else label.end() + 4
+    return fill(line, width, subsequent_indent=" " * below, break_on_hyphens=False)
+
+
 @contextmanager
 def live(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Shows an activity and its duration on stderr until it ends. Shows nothing if stderr is no
