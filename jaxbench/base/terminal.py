@@ -51,7 +51,9 @@ class Parser(argparse.ArgumentParser):
                 rest = " ".join(self._words[at:end])
                 raise RecipeError(f"unrecognized arguments: {rest}{meant(name, options)}")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]))
+            # 'a100' is no slip for 'h100' but another GPU, and the message lists all choices.
+            cutoff = 0.8 if re.search(r"\d", choice[1]) else 0.6
+            message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]), cutoff)
         raise RecipeError(message)
 
 

@@ -68,7 +68,6 @@ def rows() -> Iterator[dict[str, Any]]:
             step_s, interval = forecast.get(key, (None, None))
             rate = run.tokens_per_step / step_s / run.gpus if step_s else None
             figure = published.lookup(run, gpu)
-            same = figure is not None and figure.gpu is gpu
             yield {
                 "recipe": recipe.name,
                 "gpu": gpu,
@@ -80,7 +79,7 @@ def rows() -> Iterator[dict[str, Any]]:
                 "interval": interval,
                 "forecast": rate,
                 "published": figure,
-                "ratio": rate / figure.rate if rate and same else None,
+                "ratio": rate / figure.rate if rate and figure and figure.gpu is gpu else None,
             }
 
 

@@ -135,7 +135,7 @@ def test_the_host_s_memory_is_read_where_it_was_written(llama2):
 
 @pytest.mark.nightly
 @offloads
-def test_the_forecast_guides_a_schedule_that_exposes_less(capfd):
+def test_the_forecast_guides_a_schedule_that_exposes_less():
     """XLA's own estimates begin reads from the host's memory too late on this row."""
     exposed = {}
     for name in ("tuned", "guided"):
@@ -145,7 +145,6 @@ def test_the_forecast_guides_a_schedule_that_exposes_less(capfd):
         exposed[name] = schedule.Walk(row.program).under(expected(H100, 1024)).exposed_s
     assert described["schedule"] == "guided by the forecast"
     assert exposed["guided"] < exposed["tuned"] / 5
-    assert "latency_estimator" not in capfd.readouterr().err
 
 
 def test_attention_is_fused_and_runs_once_per_pass(llama2):
@@ -567,6 +566,7 @@ def test_experts_in_parts_hide_their_exchanges():
         "parallelism.expert=8", "batch.microbatch=4", "execution.expert_parts=2",
         "execution.remat=query,key,value,attention,residual", "execution.offload=none",
     )  # fmt: skip
+    assert "latency_estimator" not in row.warnings  # of each instruction that the guide leaves out
     sums = Counter()
     for c in row.collectives:
         sums[c.kind, c.group] += c.bytes * c.count
