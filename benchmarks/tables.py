@@ -1,5 +1,5 @@
-"""Writes tables into documents, below the line `MARK`. As a command it writes docs/plan.md from the
-table of all plans, which `jaxbench plan --all` makes:
+"""Writes tables into documents, below the line `MARK`. As a command it writes what rests on the
+table of all plans, docs/plan.md and README's picture:
 
     jaxbench plan --all --output jaxbench/recipe && python benchmarks/tables.py
 """
@@ -10,32 +10,55 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxbench.base.files import write_whole  # noqa: E402
-from jaxbench.recipe import planned  # noqa: E402
+import gpus_picture  # noqa: E402
 
-MARK = "<!-- table -->"
+from jaxbench.base.files import write_whole  # noqa: E402
+from jaxbench.recipe import listing, planned  # noqa: E402
+
+MARK, END = "<!-- table -->", "<!-- end of the table -->"
+
+TEXTS = ("recipe", "GPU", "fits", "mesh")
+"""Columns of the table of all plans that are not figures."""
 
 
 def replace_table(document: Path, table: str) -> None:
-    """Replaces all that is below `MARK` in a document."""
-    before, mark, _ = document.read_text().partition(MARK)
+    """Replaces what is below `MARK` in a document, up to `END` if it has one."""
+    before, mark, rest = document.read_text().partition(MARK)
     assert mark, f"{document} has no line {MARK}"
-    write_whole(document, f"{before}{MARK}\n\n{table.rstrip()}\n")
+    after = "".join(rest.partition(END)[1:])
+    write_whole(document, f"{before}{MARK}\n\n{table.rstrip()}\n{after and chr(10) + after}")
 
 
 def plans() -> str:
-    """The table of all plans as Markdown, below its comments."""
+    """The table of all plans as Markdown, above its comments. First the columns that most readers
+    look for: the site hides the others until they are asked for."""
     comments, lines = planned.read()
+    rows = {
+        (row["recipe"], row["gpu"].name.lower(), str(row["gpus"])): row for row in listing.rows()
+    }
+    table = []
+    for line in lines:
+        row = rows[line["recipe"], line["GPU"], line["GPUs"]]
+        first = {
+            "recipe": line["recipe"],
+            "GPU": row["gpu"].name,
+            "GPUs": line["GPUs"],
+            "tokens/s per GPU": f"{row['forecast']:,.0f}",
+            "forecast / published": f"{row['ratio']:.2f}" if row["ratio"] else "",
+            "fits": line["fits"],
+        }
+        table.append(first | {name: line[name] for name in line if name not in first})
     return "\n".join(
         [
-            *comments,
+            f"| {' | '.join(table[0])} |",
+            "|".join(["", *("---" if name in TEXTS else "---:" for name in table[0]), ""]),
+            *(f"| {' | '.join(line.values())} |" for line in table),
             "",
-            f"| {' | '.join(lines[0])} |",
-            f"|{'---|' * len(lines[0])}",
-            *(f"| {' | '.join(line.values())} |" for line in lines),
+            *comments,
         ]
     )
 
 
 if __name__ == "__main__":
-    replace_table(ROOT / "docs" / "plan.md", plans())
+    replace_table(ROOT / "docs/plan.md", plans())
+    write_whole(ROOT / "docs/gpus.svg", gpus_picture.picture())

@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(make_parser())
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if words[:1] == ["--version"]:
         print(version())
         return 0

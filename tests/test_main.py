@@ -42,15 +42,17 @@ def pipes():
         (["calibrate", "--ouput=x"], "--ouput=x; did you mean '--output'?"),
         (["calibrate"], "the following arguments are required: --output"),
         (["plan", "--gpu", "gb20"], "; did you mean 'gb200'?"),
+        (["plan", "--gpu", "a100"], "'gb200', 'gb300')\n"),
     ],
 )
 def test_a_mistake_says_what_was_meant(words, message, capsys):
     assert_mistake(main, words, message, capsys)
 
 
-def test_help_lists_the_commands(capsys):
+@pytest.mark.parametrize("words", [[], ["help"]])
+def test_help_lists_the_commands(words, capsys):
     with pytest.raises(SystemExit, match="0"):
-        main([])
+        main(words)
     text = capsys.readouterr().out
     assert all(re.search(rf"\n    {name}\s", text) for name in COMMANDS)
     assert main(["--version"]) == 0
@@ -85,7 +87,8 @@ def test_list_shows_every_row(capsys):
     assert len(lines) == known
     assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
     # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
-    step_s, within = listing.forecasts()["llama2_70b_bf16", "h100", 64]
+    step_s, interval = listing.forecasts()["llama2_70b_bf16", "h100", 64]
+    within = "{:.3f} to {:.3f}".format(*interval) if interval else ""
     forecast, published = 128 * 4096 / 64 / step_s, 128 * 4096 / 64 / 6.999
     expected = rf"{forecast:,.0f} +{published:,.0f} +{6.999 / step_s:.2f} +{step_s:.3f} +{within}"
     assert re.search(rf"(?m)^llama2_70b_bf16 +H100 +64 +{expected} *fsdp 64 +80 +128$", table)
@@ -119,7 +122,7 @@ def test_list_shows_intervals_and_says_how_far_forecasts_were_off(monkeypatch, c
     assert listing.main(["8b", "fp8", "--gpu", "h100", "--gpus", "8"]) == 0
     listing.forecasts.cache_clear()
     shown = capsys.readouterr().out
-    assert re.search(r"^llama31_8b_fp8 +H100 +8 .* [\d.]+ +7\.5 to 10\.8 +fsdp 8 ", shown, re.M)
+    assert re.search(r"^llama31_8b_fp8 +H100 +8 .* [\d.]+ +7\.500 to 10\.800 +fsdp 8 ", shown, re.M)
     assert f"{said}\n" in shown
 
 
@@ -151,6 +154,22 @@ def test_a_shell_completes_names():
         assert "llama2_70b_bf16" in found[name, "config"]
         assert "parallelism.fsdp=" in found[name, "set"]
     assert "llama2_70b_bf16" in found["list", "words"]
+
+
+def test_long_lines_are_folded_in_a_terminal_alone(monkeypatch):
+    lines = ["  step       1 s", "bound       5.9 s: matmuls 4.9, others 1.0"]
+    text = "\n".join([*lines, "   +2.7 %  attention: slower by"])
+    monkeypatch.setattr(jaxbench.base.terminal, "Console", lambda: Console(width=30))
+    assert jaxbench.base.terminal.folded(text) == text
+    console = Console(width=30, force_terminal=True)
+    monkeypatch.setattr(jaxbench.base.terminal, "Console", lambda: console)
+    assert jaxbench.base.terminal.folded(text).splitlines() == [
+        "  step       1 s",
+        "bound       5.9 s: matmuls",
+        "            4.9, others 1.0",
+        "   +2.7 %  attention: slower",
+        "       by",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -51,7 +51,9 @@ class Parser(argparse.ArgumentParser):
                 rest = " ".join(self._words[at:end])
                 raise RecipeError(f"unrecognized arguments: {rest}{meant(name, options)}")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]))
+            # 'a100' is no slip for 'h100' but another GPU, and the message lists all choices.
+            cutoff = 0.8 if re.search(r"\d", choice[1]) else 0.6
+            message += meant(choice[1], re.findall(r"[^\s,']+", choice[2]), cutoff)
         raise RecipeError(message)
 
 
@@ -82,6 +84,23 @@ def console() -> Console:
     if not output.is_terminal:
         output.width = WIDTH
     return output
+
+
+def folded(text: str) -> str:
+    """The text, with long lines folded to the width of the terminal, below the text behind a line's
+    label. Without a terminal lines stay whole, so that tools can search them."""
+    output = Console()
+    if not output.is_terminal:
+        return text
+    return "\n".join(_folded(line, output.width) for line in text.splitlines())
+
+
+def _folded(line: str, width: int) -> str:
+    """A line, continued below what follows its label (`memory      peak`, `  trust: 90 %`)."""
+    label = re.match(r" *([a-z][\w-]* {2,}|[a-z ]{1,10}: )?", line)
+    assert label
+    below = label.end() if label[1] else label.end() + 4
+    return fill(line, width, subsequent_indent=" " * below, break_on_hyphens=False)
 
 
 @contextmanager

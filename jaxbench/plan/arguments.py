@@ -145,7 +145,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     positive("--", args, "limit")
     if args.scaling and (not args.config or args.gpus is not None):
         raise RecipeError("--scaling needs --config, and no --gpus, since it plans all rows")
-    if modes in ([], ["--search"]) and (not args.config or args.gpus is None):
+    if modes in ([], ["--search"]) and not args.config:
         raise RecipeError(
             "--config and --gpus are needed (or --all, --hlo FILE, --profile DIR, or --diff A B)"
+        )
+    if modes in ([], ["--search"]) and args.gpus is None:
+        rows = recipes.load(args.config).on(hardware.PLANNED[args.gpu or DEFAULT_GPU]).rows
+        counts = ", ".join(map(str, sorted(row for row in rows if row != recipes.SMOKE)))
+        raise RecipeError(
+            f"--gpus is missing: {args.config} has rows for {counts} GPUs, and plan derives others"
         )

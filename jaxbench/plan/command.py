@@ -15,7 +15,7 @@ from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import as_json, owned, write_json
 from jaxbench.base.hardware import Gpu, placed
-from jaxbench.base.terminal import command, live, write
+from jaxbench.base.terminal import command, folded, live, write
 from jaxbench.forecast.guide import guide
 from jaxbench.plan import (
     ask_cudnn,
@@ -173,7 +173,7 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
     if args.dump:
         write_json(args.dump / "plan.json", plan)
     if args.format == "text":
-        print(text.answer(plan), flush=True)
+        print(folded(text.answer(plan)), flush=True)
     else:
         write({"json": as_json, "html": plan_page}[args.format](plan), args.output)
     if not plan.fits and args.format != "json":
@@ -183,7 +183,7 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
         for line in find_remedy(run, plan, gpu, " ".join(words)):
             print(line, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
     if args.format == "text":
-        print(text.details(plan))
+        print(folded(text.details(plan)))
     return 0 if plan.fits else 1
 
 

@@ -65,7 +65,9 @@ def rows() -> Iterator[dict[str, Any]]:
                 continue
             run = recipes.resolve(recipe.on(gpu), row)
             key = recipe.name, gpu.name.lower(), run.gpus
-            step_s, interval = forecast.get(key, (None, ""))
+            step_s, interval = forecast.get(key, (None, None))
+            rate = run.tokens_per_step / step_s / run.gpus if step_s else None
+            figure = published.lookup(run, gpu)
             yield {
                 "recipe": recipe.name,
                 "gpu": gpu,
@@ -75,19 +77,20 @@ def rows() -> Iterator[dict[str, Any]]:
                 "batch": run.batch.global_batch,
                 "step_s": step_s,
                 "interval": interval,
-                "forecast": run.tokens_per_step / step_s / run.gpus if step_s else None,
-                "published": published.lookup(run, gpu),
+                "forecast": rate,
+                "published": figure,
+                "ratio": rate / figure.rate if rate and figure and figure.gpu is gpu else None,
             }
 
 
 @cache
-def forecasts() -> dict[tuple[str, str, int], tuple[float, str]]:
-    """Forecast seconds and their interval by recipe, GPU and number of GPUs, from the table of all
-    plans."""
+def forecasts() -> dict[tuple[str, str, int], tuple[float, tuple[float, float] | None]]:
+    """Forecast seconds and their 90 % interval by recipe, GPU and number of GPUs, from the table of
+    all plans."""
     return {
         (line["recipe"], line["GPU"], int(line["GPUs"])): (
             float(line["forecast s"]),
-            f"{line['low s']} to {line['high s']}" if line["low s"] else "",
+            (float(line["low s"]), float(line["high s"])) if line["low s"] else None,
         )
         for line in planned.read()[1]
     }
@@ -150,17 +153,16 @@ def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[
         grid.add_column(heading, justify="left" if text else "right", no_wrap=heading != "mesh")
     for line in lines:
         row, forecast = line["published"], line["forecast"]
-        rate = row.tokens_per_step / row.step_time_s / row.gpus if row else None
         other = f" ({row.gpu.name})" if row and row.gpu is not line["gpu"] else ""
         cells = (
             line["recipe"],
             line["gpu"].name,
             str(line["gpus"]),
             f"{forecast:,.0f}" if forecast else "",
-            f"{rate:,.0f}{other}" if rate else "",
-            f"{forecast / rate:.2f}" if forecast and rate and not other else "",
+            f"{row.rate:,.0f}{other}" if row else "",
+            f"{line['ratio']:.2f}" if line["ratio"] else "",
             f"{line['step_s']:.3f}" if forecast else "",
-            line["interval"],
+            "{:.3f} to {:.3f}".format(*line["interval"]) if line["interval"] else "",
             line["mesh"],
             str(line["layers"]),
             str(line["batch"]),

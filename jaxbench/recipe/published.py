@@ -83,6 +83,11 @@ class Row:
         return self.gbs * self.seq_len
 
     @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens_per_step / self.step_time_s / self.gpus
+
+    @property
     def flops_per_gpu(self) -> float:
         """Model FLOPs of a step on one GPU, by the source's formula."""
         cfg = replace(_models()[self.workload, self.size], layers=self.layers)

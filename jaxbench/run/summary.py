@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from jaxbench.recipe import flops
 from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import throughput
@@ -181,7 +180,7 @@ def lines(record: dict[str, Any], steps: list[dict[str, Any]]) -> list[str]:
             f"last step {t['last']:.4g})",
             f"  throughput  {s['tokens_per_s_per_gpu']:.1f} tokens/s per device, "
             f"{s['tokens_per_s']:.1f} in all",
-            *(_rate_line(s, convention) for convention in flops.CONVENTIONS),
+            _rate_line(s),
             *_dropped_line(s, recipe),
             *_energy_line(s),
             f"  loss        {loss['first']:.4f} first, {loss['last']:.4f} last "
@@ -219,7 +218,8 @@ def _energy_line(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rate_line(summary: dict[str, Any], convention: str) -> str:
-    rate, mfu = summary["tflops_per_gpu"][convention], summary["mfu"][convention]
+def _rate_line(summary: dict[str, Any]) -> str:
+    """The rate by the count of the published figures, next to which it is printed."""
+    rate, mfu = summary["tflops_per_gpu"]["published"], summary["mfu"]["published"]
     percent = "" if mfu is None else f", MFU {100 * mfu:.2f} %"
-    return f"  FLOPs       {rate:.4g} TFLOP/s per device{percent} ({convention})"
+    return f"  FLOPs       {rate:.4g} TFLOP/s per device{percent}"

@@ -110,7 +110,8 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", ROW[1]], "--config and --gpus are needed"),
+        (["--config", ROW[1]], f"--gpus is missing: {ROW[1]} has rows for "),
+        (["--config", "/etc/passwd"], "/etc/passwd"),
         ([*ROW[:3], "9"], "they do not fill nodes of 8; the nearest counts that work: 8 and 16"),
         (
             [*ROW, "--system", "nic=fast"],

@@ -149,7 +149,7 @@ def site():
     server.server_close()
 
 
-@pytest.mark.parametrize("name", ["index", "guide/how_long", "reference/commands"])
+@pytest.mark.parametrize("name", ["index", "plan", "guide/how_long", "reference/commands"])
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
 def test_the_site_asks_for_nothing_elsewhere(name, width, scheme, browser, site):
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
@@ -162,6 +162,23 @@ def test_the_site_asks_for_nothing_elsewhere(name, width, scheme, browser, site)
     assert [url for url in asked if not url.startswith((site, "data:", "blob:"))] == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert violations(page) == []
+    page.close()
+
+
+def test_the_table_of_all_rows_is_searched_and_sorted(browser, site):
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.goto(f"{site}plan.html", wait_until="networkidle")
+    table = page.locator("table[data-columns]")
+    row = "tbody tr:not([hidden])"
+    assert table.locator("th:visible").count() == 6
+    page.fill(".tools input[type=search]", "llama31_70b GB200")
+    assert 0 < table.locator(row).count() < 10
+    for heading in ("forecast / published", "forecast / published"):
+        table.get_by_role("button", name=heading).click()
+    ratios = table.locator(f"{row} td:nth-child(5)").all_inner_texts()
+    assert ratios == sorted(ratios, reverse=True)
+    page.check(".tools input[type=checkbox]")
+    assert table.locator("th:visible").count() > 20
     page.close()
 
 
