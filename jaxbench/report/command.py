@@ -198,10 +198,12 @@ def main(argv: Sequence[str] | None) -> int:
         text = _history(arguments)
     else:
         text, results = _results(arguments)
-    if text is not None:
+    if text is not None and arguments.format == "table" and not arguments.output:
+        terminal.print_text(text, console())
+    elif text is not None:
         write(text, arguments.output)
     bad = sum(r.verdict.bad for r in results)
-    if results:
+    if any(r.run.label != "published" for r in results):
         print(
             f"{counted(len(results), 'run')}: {len(results) - bad} without fault, "
             f"{bad} failed, interrupted, incomplete or slow",

@@ -158,7 +158,7 @@ def _told(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
         if all(values):
             typical_a, typical_b = map(statistics.median, values)
             if abs(typical_b - typical_a) > TOLD * typical_a:
-                yield name, f"{typical_a:.1f} {unit}", f"{typical_b:.1f} {unit}"
+                yield f"{name}, {unit}", f"{typical_a:.1f}", f"{typical_b:.1f}"
     if all(both):
         before, after = (", ".join(sorted(slow_nodes(every))) or "none" for every in both)
         if before != after:

@@ -19,7 +19,7 @@ MENTIONED = 0.05
 
 
 class Part(NamedTuple):
-    """A part of a gap: its name and seconds, the evidence, and the culprit in two or three words."""
+    """A part of a gap: its name and seconds, the evidence, and the culprit in a few words."""
 
     name: str
     seconds: float

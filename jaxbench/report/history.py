@@ -124,7 +124,9 @@ def headline(history: Sequence[Series], threshold: float) -> str:
         rows = counted(len(history), "row")
         return f"No change above {100 * threshold:g} % in {rows}."
     first = f"{changed[0].brief}: {changed[0].says(threshold)}"
-    return f"{first}, and {counted(len(changed) - 1, 'other change')}." if changed[1:] else f"{first}."
+    return (
+        f"{first}, and {counted(len(changed) - 1, 'other change')}." if changed[1:] else f"{first}."
+    )
 
 
 def history(results: Sequence[Result], threshold: float) -> list[Series]:
@@ -134,7 +136,9 @@ def history(results: Sequence[Result], threshold: float) -> list[Series]:
     for result in sorted(results, key=lambda r: r.run.started or UNDATED):
         r = result.run
         device = str((r.record.get("hardware") or {}).get("device", "unknown hardware"))
-        groups.setdefault((r.recipe.strip(), r.dtype, r.gpus, device, r.tokens, r.label), []).append(result)
+        groups.setdefault(
+            (r.recipe.strip(), r.dtype, r.gpus, device, r.tokens, r.label), []
+        ).append(result)
     series = [_series(group, key[3], threshold) for key, group in groups.items()]
 
     def key(row: Series) -> tuple[bool, float, str]:

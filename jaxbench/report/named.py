@@ -106,9 +106,9 @@ def headline(runs: Sequence[NamedRun]) -> str:
     """The conclusion in a sentence: is this cluster as fast as it should be?"""
     compared = [run for run in runs if run.comparable]
     if runs and all(run.smoke for run in runs):
-        return "Smoke runs only. Nothing on this page is a benchmark result."
+        return "Smoke runs only. Nothing here is a benchmark result."
     if runs and all(run.published for run in runs):
-        return "The published figures. Nothing on this page was measured here."
+        return "Published figures. Nothing here was measured."
     if not compared:
         return "No run here is comparable with a published figure."
     good = sum(run.line["verdict"] == "pass" for run in compared)

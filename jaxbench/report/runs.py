@@ -219,4 +219,4 @@ def _impossible(run: RunData, mean: float | None) -> str | None:
     bound = run.plan.bound_s if run.plan else None
     if run.null or mean is None or bound is None or mean >= bound:
         return None
-    return f"a step of {mean:.3f} s is impossible: the plan's bound is {bound:.3f} s"
+    return f"a step of {mean:.3f} s is impossible: the bound of its plan is {bound:.3f} s"

@@ -87,7 +87,9 @@ def _scaling(title: str, series: dict[str, Rates]) -> dict[str, Any]:
                   for name, rates in lines.items()}  # fmt: skip
     labels = [(name, [*rates.values()][-1], NAMES[name]) for name, rates in lines.items()]
     gpus = sorted({g for rates in lines.values() for g in rates})
-    values = [v for rates in series.values() for v in (*rates.line.values(), *dict(rates.others).values())]
+    values = [
+        v for rates in series.values() for v in (*rates.line.values(), *dict(rates.others).values())
+    ]
     description = "; ".join(
         f"{NAMES[name]}: " + ", ".join(f"{rate:.0f} on {counted(g)}" for g, rate in rates.items())
         for name, rates in lines.items()
@@ -95,14 +97,15 @@ def _scaling(title: str, series: dict[str, Rates]) -> dict[str, Any]:
     chart = chart_over_gpus(
         title, f"tokens/s per GPU. {description}", "tokens/s/GPU", lines, [0.0, *values], labels
     )
-    for name, rates in series.items():
-        chart.dots("repeat" if name == "ours" else name, rates.others)
-    shares = [f"{NAMES[name]} {100 * rates[last]:.1f} %" for name, rates in efficiency.items()
+    marks = {name: "repeat" if name == "ours" else name for name in series if series[name].others}
+    for name, css in marks.items():
+        chart.dots(css, series[name].others)
+    shares = [f"{NAMES[name]} {100 * rates[last]:.1f}\xa0%" for name, rates in efficiency.items()
               if first < last and {first, last} <= {*rates}]  # fmt: skip
     table = [(g, [(lines[name].get(g), efficiency[name].get(g)) for name in lines]) for g in gpus]
     return {"chart": chart, "names": [NAMES[name] for name in lines], "rows": table,
             "says": f"{first} → {counted(last)}: {', '.join(shares)}" if shares else "",
-            "series": {*lines, *("repeat" for name in lines if name == "ours" and series[name].others)},
+            "series": {*lines, *marks.values()},
             "span": (first, last)}  # fmt: skip
 
 

@@ -1,12 +1,14 @@
-"""The report in a terminal: what is wrong, then a table, or a block for each run in a narrow
-window."""
+"""The report in a terminal: what is wrong, then a table, or in a narrow window a block for each
+run."""
 
 from collections.abc import Sequence
+from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxbench.base.errors import counted
 from jaxbench.pages.html import SYMBOLS
 from jaxbench.report import formats
 from jaxbench.report.figures import footnotes, models
@@ -19,8 +21,26 @@ OPTIONAL = ("joules_per_token", "forecast_s", "of_forecast")
 COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
 """Colours of verdicts. The others are red."""
 
+UNLIMITED = 10_000
+
 WHY_WIDTH = 30
 """The least width of a reason in the table. In a window without room for it each run is a block."""
+
+
+def print_text(text: str, console: Console) -> None:
+    """Prints a text whose bad words have the colours of verdicts. In a window its long lines break
+    with a hanging indent."""
+    if console.is_terminal:
+        text = "\n".join(_broken(line, console.width) for line in text.splitlines())
+    coloured = Text(text.rstrip("\n"))
+    coloured.highlight_regex(r"\bslow(er)?\b", COLOURS["slow"])
+    coloured.highlight_regex(r"\b(failed|interrupted|incomplete)\b", "red")
+    console.print(coloured, soft_wrap=True)
+
+
+def _broken(line: str, width: int) -> str:
+    margin = " " * (len(line) - len(line.lstrip()) + 4)
+    return fill(line, width, subsequent_indent=margin, break_on_hyphens=False)
 
 
 def print_report(runs: Sequence[NamedRun], convention: str, console: Console) -> None:
@@ -30,7 +50,7 @@ def print_report(runs: Sequence[NamedRun], convention: str, console: Console) ->
         _print_published(runs, console)
     else:
         table = _table(runs)
-        if console.measure(table).minimum <= console.width:
+        if _width(table, console) <= console.width:
             _print_lines([run for run in runs if run.wrong], console)
         else:
             table = _blocks(runs)
@@ -38,6 +58,11 @@ def print_report(runs: Sequence[NamedRun], convention: str, console: Console) ->
         console.print(table)
         console.print(f"Step times are means over iterations {', '.join(windows(runs))}.")
     console.print(f"FLOPs and MFU follow the convention {convention}.")
+
+
+def _width(table: Table, console: Console) -> int:
+    """The least width of a table in which nothing is cut off."""
+    return console.measure(table, options=console.options.update(max_width=UNLIMITED)).minimum
 
 
 def _verdict(run: NamedRun) -> Text:
@@ -51,11 +76,12 @@ def _step(run: NamedRun) -> str:
 
 
 def _print_lines(bad: Sequence[NamedRun], console: Console) -> None:
-    """A line for each bad run: what is wrong, and why."""
+    """A line for each bad run, if there is any: what is wrong, and why."""
     lines = Table.grid(padding=(0, 2))
     for run in bad:
         lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
-    console.print(lines)
+    if bad:
+        console.print(lines)
 
 
 def _table(runs: Sequence[NamedRun]) -> Table:
@@ -99,20 +125,20 @@ def _blocks(runs: Sequence[NamedRun]) -> Table:
 def _print_published(runs: Sequence[NamedRun], console: Console) -> None:
     """The published figures by model and GPU, and below them their errata."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = ("model", "GPU", "precision", "GPUs", "tokens/s/GPU", "MFU %", "days for 1T", "notes")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if 2 < number < 7 else "left", no_wrap=True)
+    for heading in ("", "GPUs", "tokens/s/GPU", "MFU %", "days/1T tokens", "notes"):
+        table.add_column(heading, justify="right" if heading not in ("", "notes") else "left")
     notes = footnotes(runs)
     for model, figures in models(runs):
-        for n, f in enumerate(figures):
+        table.add_row(Text(model, "bold"))
+        for f in figures:
             codes = [str([*notes].index(code) + 1) for code in f.errata]
-            shortened = [f"{f.layers} layers"] if f.shortened else []
+            shortened = [counted(f.layers, "layer")] if f.shortened else []
             table.add_row(
-                model if n == 0 else "", f.gpu, f.dtype, str(f.gpus),
-                *map(formats.cell, ("tokens_per_s_per_gpu", "mfu_pct"), (f.rate, f.mfu_pct)),
-                "" if f.days is None else f"{f.days:.1f}", ", ".join([*shortened, *codes]),
+                f"  {f.gpu} {f.dtype}", str(f.gpus), formats.cell("tokens_per_s_per_gpu", f.rate),
+                formats.cell("mfu_pct", f.mfu_pct), f"{f.days:.1f}" if f.days else "",
+                ", ".join([*shortened, *codes]),
             )  # fmt: skip
     console.print()
     console.print(table)
     for number, text in enumerate(notes.values(), 1):
-        console.print(f"{number} {text}")
+        console.print(f"note {number}: {text}")
