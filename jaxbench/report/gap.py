@@ -47,7 +47,7 @@ class Gap:
         """The gap in one line for people, with its largest part first."""
         parts = sorted(self.parts, key=lambda part: -part.seconds)
         listed = ", ".join(
-            f"{part.culprit} {part.seconds:+.3f} s"
+            f"{part.culprit} ({part.seconds:+.3f} s)"
             for part in parts
             if abs(part.seconds) >= MENTIONED * self.seconds
         )

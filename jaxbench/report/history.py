@@ -118,15 +118,14 @@ def faster_or_slower(change: float | None) -> str:
 
 
 def headline(history: Sequence[Series], threshold: float) -> str:
-    """What changed last, most for the worse."""
+    """What changed, of the first row that did."""
     changed = [series for series in history if series.changes]
-    if not changed:
-        rows = counted(len(history), "row")
-        return f"No change above {100 * threshold:g} % in {rows}."
-    first = f"{changed[0].brief}: {changed[0].says(threshold)}"
-    return (
-        f"{first}, and {counted(len(changed) - 1, 'other change')}." if changed[1:] else f"{first}."
-    )
+    if changed:
+        others = f"; {counted(len(changed) - 1, 'other row')} changed too" if changed[1:] else ""
+        return f"{changed[0].brief}: {changed[0].says(threshold)}{others}."
+    if compared := sum(len(series.steps) > 1 for series in history):
+        return f"No change above {100 * threshold:g} % in {counted(compared, 'row')}."
+    return "No row has two complete runs, so there is nothing to compare."
 
 
 def history(results: Sequence[Result], threshold: float) -> list[Series]:
@@ -141,8 +140,9 @@ def history(results: Sequence[Result], threshold: float) -> list[Series]:
         ).append(result)
     series = [_series(group, key[3], threshold) for key, group in groups.items()]
 
-    def key(row: Series) -> tuple[bool, float, str]:
-        return not row.changes, -(row.changes[-1].change or 0.0) if row.changes else 0.0, row.name
+    def key(row: Series) -> tuple[bool, bool, float, str]:
+        change = row.changes[-1].change if row.changes else None
+        return change is None, row.smoke, -(change or 0.0), row.name
 
     return sorted(series, key=key)
 

@@ -34,7 +34,7 @@ class NamedRun:
 
     @property
     def watermark(self) -> str:
-        """The text across the charts of a run that is no benchmark."""
+        """The text above the charts of a run that is no benchmark."""
         return NO_RESULT if self.smoke else NULL if self.result.run.null else ""
 
     @property

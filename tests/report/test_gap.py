@@ -109,8 +109,8 @@ def test_the_page_and_the_table_say_why(tmp_path, capsys):
     assert command.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert " % slower than published (+" in out
-    assert "clocks at 85.0 % +0." in out
-    assert "GPU 3 of n1 +0." in out
+    assert "clocks at 85.0 % (+0." in out
+    assert "GPU 3 of n1 (+0." in out
     assert "J/token" not in out + text
 
 
