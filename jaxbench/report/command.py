@@ -180,7 +180,7 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
     if arguments.format == "html":
         return page.page(results, arguments.flops), results
     text = io.StringIO()
-    output = Console(file=text, width=WIDTH) if arguments.output else console()
+    output = Console(file=text, width=WIDTH, markup=False) if arguments.output else console()
     terminal.print_report(named(results, arguments.flops), arguments.flops, output)
     return text.getvalue() if arguments.output else None, results
 

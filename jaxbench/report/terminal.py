@@ -14,9 +14,11 @@ from jaxbench.report import formats
 from jaxbench.report.figures import footnotes, models
 from jaxbench.report.named import NamedRun, headline, windows
 
-FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio")
-OPTIONAL = ("joules_per_token", "forecast_s", "of_forecast")
-"""Columns of the table. The optional ones are shown only if a run has them."""
+FIGURES = (
+    "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio",
+    "joules_per_token", "forecast_s", "of_forecast",
+)  # fmt: skip
+"""Columns of the table. Those that no run has are left out."""
 
 COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
 """Colours of verdicts. The others are red."""
@@ -88,9 +90,8 @@ def _table(runs: Sequence[NamedRun]) -> Table:
     """The figures of all runs. The lines above the table say what is wrong with bad ones, so it has
     the reasons of the others."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    keys = FIGURES + tuple(key for key in OPTIONAL if any(run.line[key] for run in runs))
-    several = len(windows(runs)) > 1
-    keys += ("window",) * several
+    keys = [key for key in FIGURES if any(run.line[key] for run in runs)]
+    keys += ["window"] if len(windows(runs)) > 1 else []
     reasons = [run.line["reason"] if run.line["verdict"] == "not comparable" else ""
                for run in runs]  # fmt: skip
     for heading in ("verdict", "run", "GPUs", "step s", *(formats.COLUMNS[key] for key in keys)):
