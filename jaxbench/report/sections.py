@@ -87,9 +87,8 @@ def _scaling(title: str, series: dict[str, Rates]) -> dict[str, Any]:
                   for name, rates in lines.items()}  # fmt: skip
     labels = [(name, [*rates.values()][-1], NAMES[name]) for name, rates in lines.items()]
     gpus = sorted({g for rates in lines.values() for g in rates})
-    values = [
-        v for rates in series.values() for v in (*rates.line.values(), *dict(rates.others).values())
-    ]
+    values = [v for rates in series.values() for v in rates.line.values()]
+    values += [v for rates in series.values() for _, v in rates.others]
     description = "; ".join(
         f"{NAMES[name]}: " + ", ".join(f"{rate:.0f} on {counted(g)}" for g, rate in rates.items())
         for name, rates in lines.items()
