@@ -98,8 +98,10 @@ def _name(line: dict[str, Any]) -> str:
 
 
 def windows(runs: Sequence[NamedRun]) -> list[str]:
-    """The windows of the runs that ran here."""
-    return sorted({run.line["window"] for run in runs if not run.published})
+    """The windows of the step times that were measured here."""
+    return sorted({
+        run.line["window"] for run in runs if run.line["step_time_s"] and not run.published
+    })  # fmt: skip
 
 
 def headline(runs: Sequence[NamedRun]) -> str:

@@ -58,7 +58,8 @@ def print_report(runs: Sequence[NamedRun], convention: str, console: Console) ->
             table = _blocks(runs)
         console.print()
         console.print(table)
-        console.print(f"Step times are means over iterations {', '.join(windows(runs))}.")
+    if counted_steps := windows(runs):
+        console.print(f"Step times are means over iterations {', '.join(counted_steps)}.")
     console.print(f"FLOPs and MFU follow the convention {convention}.")
 
 
