@@ -31,9 +31,9 @@ Label = tuple[str, float, str]
 SHAPES = {
     "ours": (-4, 0, "a4,4 0 1,0 8,0a4,4 0 1,0 -8,0"), "published": (-3.5, -3.5, "h7v7h-7z"),
     "other": (-4.5, 4, "h9l-4.5,-8z"), "outlier": (-4.5, 4, "h9l-4.5,-8z"),
-    "lost": (-4, -4, "l8,8m0,-8l-8,8"),
+    "lost": (-4, -4, "l8,8m0,-8l-8,8"), "repeat": (-4, 0, "a4,4 0 1,0 8,0a4,4 0 1,0 -8,0"),
 }  # fmt: skip
-"""The marker of a series by its class (circle, square, triangles, cross): the offset at which
+"""The marker of a series by its class (circles, square, triangles, cross): the offset at which
 its SVG path starts, and the path."""
 
 

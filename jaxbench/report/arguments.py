@@ -50,7 +50,7 @@ def make_parser() -> Parser:
     add("--flops", choices=flops.CONVENTIONS, default="published", help="how FLOPs are counted")
     add = parser.add_argument_group("what to write").add_argument
     add(
-        "--format", choices=[*formats.TEXTS, "html"], default="table",
+        "--format", choices=["table", *formats.TEXTS, "html"], default="table",
         help="default table; html is a page in a single file",
     )  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="write to this file instead of the terminal")

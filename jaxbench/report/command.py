@@ -2,6 +2,7 @@
 CI."""
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,12 @@ from rich.console import Console
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import as_json
 from jaxbench.base.hardware import NULL
-from jaxbench.base.terminal import command, live, write
+from jaxbench.base.terminal import WIDTH, command, console, live, write
 from jaxbench.recipe import published
-from jaxbench.report import folders, formats, history, logs, page
+from jaxbench.report import folders, formats, history, logs, page, terminal
 from jaxbench.report.arguments import make_parser
 from jaxbench.report.compare import compare
-from jaxbench.report.gap import explain
+from jaxbench.report.named import named
 from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
 from jaxbench.results.window import WINDOWS, window
 
@@ -173,19 +174,15 @@ def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
     if not arguments.results:
         raise RecipeError("name RESULTS, or give --compare A B or --history FOLDER")
     results = report(arguments.results, arguments.window)
-    lines = [formats.line(r, arguments.flops) for r in results]
-    text = None
+    if arguments.format in formats.TEXTS:
+        lines = [formats.line(r, arguments.flops) for r in results]
+        return formats.TEXTS[arguments.format](lines), results
     if arguments.format == "html":
-        text = page.page(results, arguments.flops)
-    elif arguments.format == "table" and arguments.output is None:
-        width = max(Console().width, formats.PLAIN_WIDTH)
-        formats.print_table(lines, Console(width=width))
-        for result in results:
-            if result.verdict.name == "slow" and (found := explain(result)):
-                print(f"{result.run.recipe.strip()}: {found.text()}")
-    else:
-        text = formats.TEXTS[arguments.format](lines)
-    return text, results
+        return page.page(results, arguments.flops), results
+    text = io.StringIO()
+    output = Console(file=text, width=WIDTH, markup=False) if arguments.output else console()
+    terminal.print_report(named(results, arguments.flops), arguments.flops, output)
+    return text.getvalue() if arguments.output else None, results
 
 
 @command
@@ -201,10 +198,12 @@ def main(argv: Sequence[str] | None) -> int:
         text = _history(arguments)
     else:
         text, results = _results(arguments)
-    if text is not None:
+    if text is not None and arguments.format == "table" and not arguments.output:
+        terminal.print_text(text, console())
+    elif text is not None:
         write(text, arguments.output)
     bad = sum(r.verdict.bad for r in results)
-    if results:
+    if any(r.run.label != "published" for r in results):
         print(
             f"{counted(len(results), 'run')}: {len(results) - bad} without fault, "
             f"{bad} failed, interrupted, incomplete or slow",

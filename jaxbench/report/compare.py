@@ -6,6 +6,7 @@ draw its steps, so the interval leaves out the variation from job to job. The co
 """
 
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,8 @@ import numpy as np
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.recipe.build import flat
-from jaxbench.report.runs import Result
+from jaxbench.report.gpus import gpus, slow_nodes
+from jaxbench.report.runs import Result, RunData
 
 DRAWS = 4000
 CONFIDENCE = 0.95
@@ -28,9 +30,17 @@ SECTIONS = ("recipe", "flags", "versions", "hardware", "kernels", "environment")
 """The sections of a record that describe what ran."""
 
 JOB_VARIABLE = re.compile(
-    r"(SLURM\w*_(JOBID|\w*ID|\w*TIME|\w*PORT|JOB_NAME|\w*SUBMIT_DIR|\w*ADDR)|JAX_COORDINATOR_PORT)$"
+    r"(SLURM\w*_(JOBID|\w*ID|\w*TIME|\w*PORT|JOB_NAME|\w*SUBMIT_DIR|\w*ADDR)|JAX_COORDINATOR_PORT"
+    r"|environment\.PATH)$"
 )
-"""Environment variables that differ from job to job, whatever the job runs."""
+"""Environment variables that differ from job to job, whatever the job runs, and the search path of
+the shell."""
+
+LONGEST = 120
+"""The most characters of a value that differs, in a text."""
+
+TOLD = 0.02
+"""Telemetry of two runs differs if their medians differ by a larger share."""
 
 Outcome = Literal["faster", "slower", "same", "undecided"]
 
@@ -60,7 +70,7 @@ class Comparison:
             *(f"only one run of {side}, so the interval leaves out what differs from job to job"
               for side in single),
             "what differs:" if self.differences else "the records do not differ",
-            *(f"  {name}: {a} -> {b}" for name, a, b in self.differences),
+            *(f"  {name}: {short(a)} -> {short(b)}" for name, a, b in self.differences),
         ]  # fmt: skip
         return "\n".join(lines) + "\n"
 
@@ -120,10 +130,36 @@ def _outcome(low: float, high: float, threshold: float) -> Outcome:
     return "same" if 1 - threshold <= low and high <= 1 + threshold else "undecided"
 
 
+def short(value: Any) -> str:
+    """A value that differs, short enough for a line."""
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
 def differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
     """(field, value in A, value in B) for each difference of two records, except variables of a
-    job."""
+    job; then the differences of telemetry."""
     left, right = (dict(flat({part: r.run.record.get(part) for part in SECTIONS})) for r in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):
             yield name, left.get(name), right.get(name)
+    yield from _told(a.run, b.run)
+
+
+def _told(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
+    """What telemetry says of one run and not of the other: the typical clock and power, and slow
+    nodes. Nothing if one of them has no telemetry."""
+    both = [gpus(run.record) for run in (a, b)]
+    clocks = [[100 * gpu.clock for gpu in every if gpu.clock] for every in both]
+    powers = [[gpu.power_w for gpu in every if gpu.power_w] for every in both]
+    for name, unit, values in (
+        ("clock under load", "% of the highest", clocks), ("power under load", "W", powers),
+    ):  # fmt: skip
+        if all(values):
+            typical_a, typical_b = map(statistics.median, values)
+            if abs(typical_b - typical_a) > TOLD * typical_a:
+                yield f"{name}, {unit}", f"{typical_a:.1f}", f"{typical_b:.1f}"
+    if all(both):
+        before, after = (", ".join(sorted(slow_nodes(every))) or "none" for every in both)
+        if before != after:
+            yield "slow nodes", before, after

@@ -1,13 +1,9 @@
-"""Results as a table in the terminal, CSV, JSON or Markdown. There is one line for each run, with
-the same columns."""
+"""Results as CSV, JSON or Markdown. There is one line for each run, with the same columns."""
 
 import csv
 import io
+from dataclasses import replace
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from jaxbench.base.files import as_json
 from jaxbench.report.runs import Result
@@ -24,16 +20,6 @@ COLUMNS = {
 """Keys of a line, and their headings. `ratio` is the throughput over the published throughput,
 `of_forecast` the throughput over the throughput that a plan forecasts."""
 
-FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "published_s", "ratio")
-OPTIONAL = ("joules_per_token", "forecast_s", "of_forecast")
-"""Columns of the terminal's table. The optional ones are shown only if a run has them."""
-
-PLAIN_WIDTH = 160
-"""The least width of the table, in characters."""
-
-COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
-"""Colours of verdicts. The others are red."""
-
 DECIMALS = {
     "step_time_s": 3, "std_s": 3, "tokens_per_s_per_gpu": 1, "tflops_per_gpu": 1, "mfu_pct": 2,
     "published_s": 3, "ratio": 3, "forecast_s": 3, "of_forecast": 3, "joules_per_token": 3,
@@ -43,10 +29,14 @@ DECIMALS = {
 
 
 def line(result: Result, convention: str) -> dict[str, Any]:
-    """A run by the keys of `COLUMNS`. Unknown values are None."""
+    """A run by the keys of `COLUMNS`. Unknown values are None, and so are the figures of a run
+    whose step time does not count."""
+    if not result.complete:
+        result = replace(result, mean_s=None, std_s=None)
     r, mfu = result.run, result.mfu(convention)
     first, last = result.window
     forecast = r.plan.step_s if r.plan else None
+    joules = result.joules_per_token if result.complete else None
     return {
         "verdict": result.verdict.name,
         "recipe": r.recipe.strip(),
@@ -59,8 +49,8 @@ def line(result: Result, convention: str) -> dict[str, Any]:
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
         "tflops_per_gpu": result.tflops_per_gpu(convention),
         "mfu_pct": None if mfu is None else 100 * mfu,
-        "joules_per_token": result.joules_per_token,
-        "tokens_per_kwh": 3.6e6 / j if (j := result.joules_per_token) else None,
+        "joules_per_token": joules,
+        "tokens_per_kwh": 3.6e6 / joules if joules else None,
         "convention": convention,
         "published_s": r.published["step_time_s"] if r.published else None,
         "ratio": result.verdict.ratio,
@@ -76,41 +66,6 @@ def cell(key: str, value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.{DECIMALS[key]}f}" if key in DECIMALS else str(value)
-
-
-def as_table(lines: list[dict[str, Any]]) -> str:
-    """The terminal's table as plain text."""
-    text = io.StringIO()
-    print_table(lines, Console(file=text, width=PLAIN_WIDTH))
-    return text.getvalue()
-
-
-def print_table(lines: list[dict[str, Any]], console: Console) -> None:
-    """Prints the table for people, in colours if the console has any."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    figures = FIGURES + tuple(key for key in OPTIONAL if any(line[key] for line in lines))
-    for heading in ("verdict", "run", "GPUs", "step s", *(COLUMNS[key] for key in figures), "why"):
-        left = heading in ("verdict", "run", "why")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "why")
-    for line in lines:
-        spread = f" ± {cell('std_s', line['std_s'])}" if line["std_s"] else ""
-        table.add_row(
-            Text(line["verdict"], COLOURS.get(line["verdict"], "red")),
-            Text(title(line)),
-            Text(cell("gpus", line["gpus"])),
-            Text(cell("step_time_s", line["step_time_s"]) + spread),
-            *(Text(cell(key, line[key])) for key in figures),
-            Text(f"{line['reason']} (iterations {line['window']})"),
-        )
-    console.print(table)
-    console.print(f"FLOPs and MFU follow the convention {lines[0]['convention']}")
-
-
-def title(line: dict[str, Any]) -> str:
-    """A run by its recipe, with its dtype and label if the recipe does not include them."""
-    dtype = "" if not line["dtype"] or line["dtype"] in line["recipe"] else f" {line['dtype']}"
-    label = "" if line["label"] in ("full", "log", "published", "") else f" ({line['label']})"
-    return f"{line['recipe']}{dtype}{label}"
 
 
 def as_markdown(lines: list[dict[str, Any]]) -> str:
@@ -131,4 +86,4 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-TEXTS = {"table": as_table, "csv": as_csv, "json": as_json, "markdown": as_markdown}
+TEXTS = {"csv": as_csv, "json": as_json, "markdown": as_markdown}

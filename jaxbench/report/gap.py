@@ -4,6 +4,7 @@ a recorded cause, and a rest."""
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
@@ -13,17 +14,29 @@ CLOCKED = ("matmuls", "attention", "scan")
 
 REMAINS = "what remains"
 
+MENTIONED = 0.05
+"""The line of a slow run leaves out parts that are a smaller share of the gap."""
+
+
+class Part(NamedTuple):
+    """A part of a gap: its name and seconds, the evidence, and the culprit in a few words."""
+
+    name: str
+    seconds: float
+    why: str
+    culprit: str
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
     """The seconds by which a measured step is longer than the reference step, whose `kind` is
-    published or forecast. `parts` are (name, seconds, why) and add up to it. The last part is what
-    no record explains. It is negative if the reference itself had some of the other parts."""
+    published or forecast. The parts add up to it. The last one is what no record explains. It is
+    negative if the others overlap, or if the reference itself had some of them."""
 
     kind: str
     reference_s: float
     measured_s: float
-    parts: list[tuple[str, float, str]]
+    parts: list[Part]
 
     @property
     def seconds(self) -> float:
@@ -32,9 +45,14 @@ class Gap:
 
     def text(self) -> str:
         """The gap in one line for people, with its largest part first."""
-        parts = sorted(self.parts, key=lambda part: -abs(part[1]))
-        listed = ", ".join(f"{name} {seconds:+.3f} s" for name, seconds, _ in parts)
-        return f"{self.seconds:+.3f} s compared with the {self.kind} step: {listed}"
+        parts = sorted(self.parts, key=lambda part: -part.seconds)
+        listed = ", ".join(
+            f"{part.culprit} ({part.seconds:+.3f} s)"
+            for part in parts
+            if abs(part.seconds) >= MENTIONED * self.seconds
+        )
+        share = 100 * self.seconds / self.reference_s
+        return f"{share:.1f} % slower than {self.kind} ({self.seconds:+.3f} s): {listed}"
 
 
 def explain(result: Result) -> Gap | None:
@@ -51,8 +69,9 @@ def explain(result: Result) -> Gap | None:
     else:
         return None
     parts = [*_devices(run), *_links(run), *_host(result)]
-    rest = mean - reference - sum(seconds for _, seconds, _ in parts)
-    parts.append((REMAINS, rest, "the program, its kernels, links, and what was not recorded"))
+    rest = mean - reference - sum(part.seconds for part in parts)
+    why = "the program, its kernels, links, and what was not recorded"
+    parts.append(Part(REMAINS, rest, why, "parts overlap" if rest < 0 else "not explained"))
     return Gap(kind=kind, reference_s=reference, measured_s=mean, parts=parts)
 
 
@@ -68,7 +87,7 @@ def clocked_s(run: RunData) -> tuple[float, str]:
     return 0.0, ""
 
 
-def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
+def _devices(run: RunData) -> Iterator[Part]:
     """The parts of clocks and slow ranks. First comes the clock of the typical GPU. Beyond it comes
     the slowest GPU, for which all others wait, or the process with the least wait, for which its
     GPUs wait."""
@@ -77,25 +96,28 @@ def _devices(run: RunData) -> Iterator[tuple[str, float, str]]:
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
         slower = statistics.median(1 / clock for clock in clocks)  # as in `slowdowns`
-        yield (
+        yield Part(
             "clocks",
             seconds * (slower - 1),
             f"{100 / slower:.1f} % of the highest clock, during {of}",
+            f"clocks at {100 / slower:.1f} %",
         )
         seconds *= slower
-    slow: list[tuple[float, str]] = []
+    slow: list[tuple[float, str, str]] = []
     if clocks or any(gpu.products_s for gpu in every):
         factors = slowdowns(every, outlying=False)
         worst = max(factors, key=lambda gpu: factors[gpu])
-        slow.append((seconds * (factors[worst] - 1), slow_gpu(worst, factors[worst])))
+        lost = seconds * (factors[worst] - 1)
+        name = f"GPU {worst.number} of {worst.node}"
+        slow.append((lost, slow_gpu(worst, factors[worst]), name))
     if late := least_wait(every):
-        slow.append((late[1], early_host(*late)))
+        slow.append((late[1], early_host(*late), f"late process on {late[0].node}"))
     if slow:
-        lost, why = max(slow)
-        yield "slow ranks", lost, why if lost else "none is an outlier"
+        lost, why, culprit = max(slow)
+        yield Part("slow ranks", lost, why if lost else "none is an outlier", culprit)
 
 
-def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
+def _links(run: RunData) -> Iterator[Part]:
     """The part of collectives and copies for which kernels wait longer than in the forecast of the
     profiled program. Among several ranks the one with the least additional wait counts, since the
     others wait for it too."""
@@ -103,15 +125,16 @@ def _links(run: RunData) -> Iterator[tuple[str, float, str]]:
     longer = [(part.longer_s, part, compared) for part, compared in waits if part]
     if longer:
         lost, part, compared = min(longer, key=lambda each: each[0])
-        yield (
+        yield Part(
             "exposed communication",
             lost,
             f"{compared.rank} waits {part.measured_s:.3f} s for collectives and copies in its "
             f"profile, {part.forecast_s:.3f} s in the forecast",
+            "waiting for links",
         )
 
 
-def _host(result: Result) -> Iterator[tuple[str, float, str]]:
+def _host(result: Result) -> Iterator[Part]:
     """The time that the first process adds to steps, by compiling and by writing records. It counts
     if the process takes longer than a step between two steps."""
     first, last = result.window
@@ -126,13 +149,15 @@ def _host(result: Result) -> Iterator[tuple[str, float, str]]:
     compiled = {n: min(recorded[n][1], seconds) for n, seconds in lost.items()}
     written = sum(lost.values()) - sum(compiled.values())
     counts = [sum(s > 0 for s in part.values()) for part in (lost, compiled)]
-    yield (
+    yield Part(
         "file system",
         written / len(steps),
         f"a record took longer than a step in {counts[0] - counts[1]} of {len(steps)} steps",
+        "writing records",
     )
-    yield (
+    yield Part(
         "recompilation",
         sum(compiled.values()) / len(steps),
         f"something was compiled in {counts[1]} steps",
+        "recompilation",
     )

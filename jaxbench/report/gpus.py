@@ -4,9 +4,9 @@ of all GPUs by node."""
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+from jaxbench.base.errors import listed
 from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
 from jaxbench.pages.charts import CHARACTER
 from jaxbench.results.quantity import figure
@@ -14,13 +14,12 @@ from jaxbench.results.quantity import figure
 MOST_NODES = 64
 """The most nodes of a picture. Nodes with the slowest GPUs come first."""
 
-LEVELS, SPAN = 5, 0.1
-"""The number of shades of a picture, and the least share of its largest value that they span. Small
-variations then look small."""
-
 CELL, ROW, CHARACTERS = 26, 16, 20
 """The width and height of a cell of a picture (`page.css` has the height too), and the most
 characters of a node's name there."""
+
+LABELLED = 2
+"""The most outliers of a node that a picture labels. It counts the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +117,28 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
     return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
 
 
-def heat_maps(every: Sequence[Gpu]) -> list[dict[str, Any]]:
-    """Pictures of all GPUs by node, one for each quantity that at least two GPUs have. A picture
-    has cells, which are thick lines by shade, names of rows, and a description."""
-    nodes = _nodes(every)
-    return [
-        picture
-        for title, unit, values in (
-            ("SM clock under load", "% of the highest", {g: _percent(g.clock) for g in every}),
-            ("power under load", "W", {g: g.power_w for g in every}),
-            ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every}),
-        )
-        if (picture := _heat_map(title, unit, values, nodes)) is not None
-    ]
+def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The GPUs by node: a picture for each quantity with an outlier, and a sentence for each
+    quantity without one. A quantity that fewer than two GPUs have has neither."""
+    clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
+    powers = {gpu: 1 / gpu.power_w for gpu in every if gpu.power_w}
+    late = least_wait(every)
+    pictures, sentences = [], []
+    for title, unit, values, bad in (
+        ("SM clock under load", "% of the highest", {g: _percent(g.clock) for g in every},
+         {*outliers(clocks, GPU_SPREAD)}),
+        ("power under load", "W", {g: g.power_w for g in every}, {*outliers(powers, GPU_SPREAD)}),
+        ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every},
+         {g for g in every if late and late[1] and g.rank == late[0].rank}),
+    ):  # fmt: skip
+        told = {gpu: value for gpu, value in values.items() if value is not None}
+        if len(told) > 1 and bad:
+            pictures.append(_heat_map(title, unit, told, bad, _nodes(every)))
+        elif len(told) > 1:
+            least, most = f"{min(told.values()):.1f}", f"{max(told.values()):.1f}"
+            spread = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
+            sentences.append(f"{title}: {spread}")
+    return pictures, sentences
 
 
 def _percent(share: float | None) -> float | None:
@@ -154,30 +162,28 @@ def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
 
 
 def _heat_map(
-    title: str, unit: str, values: dict[Gpu, float | None], nodes: dict[str, list[Gpu]],
-) -> dict[str, Any] | None:  # fmt: skip
-    told = {gpu: value for gpu, value in values.items() if value is not None}
-    if len(told) < 2:
-        return None
-    high = max(told.values())
-    low = min(*told.values(), (1 - SPAN) * high)
+    title: str, unit: str, told: dict[Gpu, float], bad: set[Gpu], nodes: dict[str, list[Gpu]],
+) -> dict[str, Any]:  # fmt: skip
+    """A picture: its cells, which are thick lines, one path for normal ones and one for outliers;
+    the nodes' names and the outliers' labels; and what it says in words."""
     names = [name if len(name) <= CHARACTERS else f"..{name[2 - CHARACTERS :]}" for name in nodes]
     start = 8 + CHARACTER * max(map(len, names))
-    paths = [""] * LEVELS
+    end = start + CELL * max(map(len, nodes.values()))
+    cells = {"normal": "", "outlier": ""}
+    labels = []
     for row, gpus_of_node in enumerate(nodes.values()):
         for column, gpu in enumerate(gpus_of_node):
             if gpu in told:
-                share = (told[gpu] - low) / (high - low) if high else 0.0
-                level = min(int(share * LEVELS), LEVELS - 1)
-                paths[level] += f"M{start + CELL * column},{ROW * row + 8}h{CELL - 1}"
-    least = min(told, key=lambda gpu: told[gpu])
-    width = start + CELL * max(map(len, nodes.values()))
-    edges = [low + (high - low) * n / LEVELS for n in range(LEVELS + 1)]
+                css = "outlier" if gpu in bad else "normal"
+                cells[css] += f"M{start + CELL * column},{ROW * row + 8}h{CELL - 1}"
+        if found := [f"GPU {g.number}: {told[g]:.1f}" for g in gpus_of_node if g in bad]:
+            labels.append((ROW * row + 12, listed(found, LABELLED)))
+    normal = [value for gpu, value in told.items() if gpu not in bad]
+    others = f"; the others: {min(normal):.1f} to {max(normal):.1f}" if normal else ""
+    outlying = (f"{gpu}: {told[gpu]:.1f}" for gpu in sorted(bad, key=lambda gpu: told[gpu]))
     return {
-        "title": title, "unit": unit, "paths": paths,
+        "title": title, "unit": unit, "cells": cells, "labels": labels, "end": end + 4,
         "names": [(ROW * row + 12, name) for row, name in enumerate(names)],
-        "legend": [f"{a:.1f} to {b:.1f}" for a, b in pairwise(edges)],
-        "width": width, "height": ROW * len(nodes),
-        "says": f"{told[least]:.1f} to {high:.1f}, median {statistics.median(told.values()):.1f}; "
-        f"lowest: {least}",
+        "width": end + 4 + CHARACTER * max((len(text) for _, text in labels), default=0),
+        "height": ROW * len(nodes), "says": listed(outlying, LABELLED, "; ") + others,
     }  # fmt: skip

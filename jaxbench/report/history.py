@@ -14,16 +14,15 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from jaxbench.base import files
-from jaxbench.base.errors import listed
+from jaxbench.base import files, hardware
+from jaxbench.base.errors import counted, listed
 from jaxbench.base.outliers import DEVIATIONS, robust_deviation
 from jaxbench.pages.charts import Chart, Label, empty_chart
-from jaxbench.report.compare import differences
+from jaxbench.report.compare import differences, short
 from jaxbench.report.gpus import gpus, slow_nodes
+from jaxbench.report.named import NO_RESULT, UNDATED
 from jaxbench.report.runs import Result
-from jaxbench.report.sections import NO_RESULT
 
-UNDATED = datetime.fromtimestamp(0, UTC)
 WEEKS = 4
 """The weeks before the last run for which we list slow nodes."""
 
@@ -33,9 +32,6 @@ LISTED = 6
 SHOWN = 100
 """The number of runs of a row, and of changes, that we list, the last ones first. We count the
 rest."""
-
-LONGEST = 120
-"""The most characters of a value that differs."""
 
 TOGETHER = (1, 2, 4, 8, 16)
 """The numbers of last runs that we compare with the runs before. One run shows a jump. The median
@@ -75,19 +71,21 @@ class Point:
         return slow_nodes(gpus(self.result.run.record))
 
     @property
-    def why(self) -> str:
+    def why(self) -> list[str]:
         """The recorded differences that came with a change."""
         if self.change is None:
-            return ""
-        texts = (f"{name}: {short(a)} -> {short(b)}" for name, a, b in self.differences)
-        return listed(texts, LISTED, "; ") or "the records do not differ"
+            return []
+        texts = [f"{name}: {short(a)} -> {short(b)}" for name, a, b in self.differences]
+        more = [f"and {len(texts) - LISTED} more"] if len(texts) > LISTED else []
+        return [*texts[:LISTED], *more] or ["neither the records nor the telemetry differ"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The runs of one workload on one hardware, by date."""
+    """The runs of one workload on one hardware, by date. `brief` is a shorter name."""
 
     name: str
+    brief: str
     smoke: bool
     published_s: float | None
     points: list[Point]
@@ -97,25 +95,73 @@ class Series:
         """Points at which the step time changed."""
         return [p for p in self.points if p.change is not None]
 
+    @property
+    def steps(self) -> list[tuple[Point, float]]:
+        """The complete runs, with their step times."""
+        return [(p, s) for p in self.points if p.result.complete and (s := p.result.mean_s)]
+
+    def says(self, threshold: float) -> str:
+        """The last change, or that there is none."""
+        if self.changes:
+            last = self.changes[-1]
+            since = f"{last.started.day} {last.started:%B %Y}"
+            return f"{faster_or_slower(last.change)} since {since}"
+        if len(self.steps) < 2:
+            return "one run, nothing to compare" if self.steps else "no complete run"
+        return f"no change above {100 * threshold:g} % in {len(self.steps)} runs"
+
+
+def faster_or_slower(change: float | None) -> str:
+    """A change of a step time in words."""
+    percent = 100 * (change or 0.0)
+    return f"{abs(percent):.1f} % {'slower' if percent > 0 else 'faster'}"
+
+
+def headline(history: Sequence[Series], threshold: float) -> str:
+    """What changed, of the first row that did."""
+    changed = [series for series in history if series.changes]
+    if changed:
+        others = f"; {counted(len(changed) - 1, 'other row')} changed too" if changed[1:] else ""
+        return f"{changed[0].brief}: {changed[0].says(threshold)}{others}."
+    if compared := sum(len(series.steps) > 1 for series in history):
+        return f"No change above {100 * threshold:g} % in {counted(compared, 'row')}."
+    return "No row has two complete runs, so there is nothing to compare."
+
 
 def history(results: Sequence[Result], threshold: float) -> list[Series]:
-    """The series of all runs, by name."""
+    """The series of all runs. First come those that changed, the largest slowdown first; then the
+    others by name."""
     groups: dict[tuple, list[Result]] = {}
     for result in sorted(results, key=lambda r: r.run.started or UNDATED):
         r = result.run
         device = str((r.record.get("hardware") or {}).get("device", "unknown hardware"))
-        dtype = "" if (r.dtype or "") in r.recipe else f" {r.dtype}"
-        name = f"{r.recipe.strip()}{dtype} on {r.gpus} x {device}"
-        groups.setdefault((name, r.tokens, r.label), []).append(result)
-    return [
-        Series(
-            name=name + (f" ({label})" if label not in ("full", "log", "") else ""),
-            smoke=label == "smoke",
-            published_s=next((p["step_time_s"] for r in group if (p := r.run.published)), None),
-            points=[*_points(group, threshold)],
-        )
-        for (name, _, label), group in sorted(groups.items(), key=lambda group: group[0][0])
-    ]  # fmt: skip
+        groups.setdefault(
+            (r.recipe.strip(), r.dtype, r.gpus, device, r.tokens, r.label), []
+        ).append(result)
+    series = [_series(group, key[3], threshold) for key, group in groups.items()]
+
+    def key(row: Series) -> tuple[bool, bool, float, str]:
+        change = row.changes[-1].change if row.changes else None
+        return change is None, row.smoke, -(change or 0.0), row.name
+
+    return sorted(series, key=key)
+
+
+def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
+    r = group[0].run
+    recipe, _, row = r.recipe.strip().partition(":")
+    dtype = "" if (r.dtype or "") in r.recipe else f" {r.dtype}"
+    label = "" if r.label in ("full", "log", "", row) else f" ({r.label})"
+    gpu = hardware.identify(device)
+    on = f"{r.gpus} x {device}"
+    return Series(
+        name=f"{r.recipe.strip()}{dtype} on {on}{label}",
+        brief=(recipe if row == str(r.gpus) else r.recipe.strip()) + dtype
+        + f" on {counted(r.gpus, gpu.name) if gpu else on}{label}",
+        smoke=r.label == "smoke",
+        published_s=next((p["step_time_s"] for r in group if (p := r.run.published)), None),
+        points=[*_points(group, threshold)],
+    )  # fmt: skip
 
 
 def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
@@ -163,12 +209,6 @@ def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
     return changes
 
 
-def short(value: Any) -> str:
-    """A value that differs, short enough for a line."""
-    text = str(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
 def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
     """The slow nodes of the last weeks, the worst first: (node, runs in which it was slow, runs on
     it, when and why it was slow last)."""
@@ -186,17 +226,16 @@ def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
 def chart(series: Series, threshold: float) -> Chart | None:
     """Step times over dates, with numbered changes. None if there are fewer than two complete
     runs."""
-    means = [(p.day, p.result.mean_s) for p in series.points if p.result.complete]
-    points = [(day, seconds) for day, seconds in means if seconds is not None]
+    points = [(p.day, seconds) for p, seconds in series.steps]
     if len(points) < 2:
         return None
     days = [p.day for p in series.points]
-    labels: list[Label] = [("ours", points[-1][1], f"last {points[-1][1]:.4g}")]
+    labels: list[Label] = [("ours", points[-1][1], f"last {points[-1][1]:.3f}")]
     if series.published_s:
-        labels.append(("published", series.published_s, f"published {series.published_s:g}"))
+        labels.append(("published", series.published_s, f"published {series.published_s:.3f}"))
     ends = sorted({days[0], days[-1]})
     date = "%Y-%m-%d" if ends[-1] - ends[0] > 1 else "%m-%d %H:%M"
-    dated = (f"{p.started:%Y-%m-%d} {_percent(p.change)}" for p in reversed(series.changes))
+    dated = (f"{p.started:%Y-%m-%d} {faster_or_slower(p.change)}" for p in reversed(series.changes))
     changes = listed(dated, SHOWN, "; ")
     drawing = empty_chart(
         series.name,
@@ -219,23 +258,21 @@ def chart(series: Series, threshold: float) -> Chart | None:
     return drawing
 
 
-def _percent(change: float | None) -> str:
-    return "" if change is None else f"{100 * change:+.1f} %"
-
-
 def text(history: Sequence[Series], threshold: float) -> str:
-    """The history for a terminal."""
-    lines = []
+    """The history for a terminal: what changed, then the runs of each row."""
+    lines = [headline(history, threshold), ""]
     for series in history:
-        lines.append(series.name + (": no benchmark result" if series.smoke else ""))
+        smoke = " (no benchmark result)" if series.smoke else ""
+        lines.append(f"{series.name}{smoke}: {series.says(threshold)}")
         for p in series.points[: -SHOWN - 1 : -1]:
             result = p.result
             file_time = "*" if result.run.dated != "record" else " "
             counts = result.mean_s is not None and result.complete
-            seconds = f"{result.mean_s:9.4g} s" if counts else f"{'-':>11}"
+            seconds = f"{result.mean_s:9.3f} s" if counts else f"{'-':>11}"
             verdict = result.verdict.name if result.complete else str(result.verdict)
-            change = "" if p.change is None else f"  {_percent(p.change)}: {p.why}"
+            change = "" if p.change is None else f"  {faster_or_slower(p.change)}"
             lines.append(f"  {p.started:%Y-%m-%d %H:%M}{file_time} {seconds}  {verdict}{change}")
+            lines += [f"      {text}" for text in p.why]
         if (earlier := len(series.points) - SHOWN) > 0:
             lines.append(f"  and {earlier} earlier runs: --format json has all of them")
         lines.append("")

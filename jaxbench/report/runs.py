@@ -204,7 +204,7 @@ def evaluate(run: RunData, window: Window) -> Result:
     verdict = judge(
         means.get("mean"),
         run.published["step_time_s"] if run.published else None,
-        failed=run.failed or run.steps.invalid,
+        failed=run.failed or run.steps.invalid or _impossible(run, means.get("mean")),
         interrupted=run.interrupted,
         incomplete=incomplete,
         not_comparable=[NULL] if run.null else run.not_comparable or short,
@@ -212,3 +212,11 @@ def evaluate(run: RunData, window: Window) -> Result:
     return Result(
         run=run, window=window, mean_s=means.get("mean"), std_s=means.get("std"), verdict=verdict
     )
+
+
+def _impossible(run: RunData, mean: float | None) -> str | None:
+    """The reason why a mean step time cannot be right. None if it can, or if there is no plan."""
+    bound = run.plan.bound_s if run.plan else None
+    if run.null or mean is None or bound is None or mean >= bound:
+        return None
+    return f"a step of {mean:.3f} s is impossible: the bound of its plan is {bound:.3f} s"

@@ -32,12 +32,13 @@ def part_name(part: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The forecast of the step by a plan of the same program. `parts` are seconds by name.
-    `peak_memory` is in bytes of one GPU."""
+    """The forecast of the step by a plan of the same program, and the bound, which no step can
+    beat. `parts` are seconds by name. `peak_memory` is in bytes of one GPU."""
 
     path: Path
     step_s: float
     parts: dict[str, float]
+    bound_s: float | None
     peak_memory: float | None
 
 
@@ -85,5 +86,6 @@ def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
             for name, value in parts.items()
             if (seconds := figure(value)) is not None
         },
+        bound_s=figure(values, "bound_step_s"),
         peak_memory=figure(values, "bytes_per_device", "peak"),
     )

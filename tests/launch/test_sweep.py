@@ -117,10 +117,10 @@ def test_a_sweep_reports_what_has_run(here, capsys):
     capsys.readouterr()
     assert sweep.main(argv) == 1
     out, err = capsys.readouterr()
-    assert f"failed   {folder.name}" in out
+    assert f"✕ failed  {folder.name}: its record cannot be read: 'recipe'" in out
+    assert "iterations" not in out
     assert f"page: {here / 'runs.html'}\n" in out
     assert folder.name in (here / "runs.html").read_text()
-    assert "its record cannot be read: 'recipe'" in out
     assert err == "1 run: 0 without fault, 1 failed, interrupted, incomplete or slow\n"
 
 

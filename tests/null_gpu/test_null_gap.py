@@ -70,7 +70,7 @@ def test_the_gap_is_divided_into_what_is_planted(clock, planted, healthy, tmp_pa
     (tmp_path / "run" / "plan.json").write_text(json.dumps(plan))
     gap = explain(result(tmp_path / "run"))
     assert gap.kind == "forecast"
-    parts = {name: seconds for name, seconds, _ in gap.parts}
+    parts = {part.name: part.seconds for part in gap.parts}
     assert gap.seconds == pytest.approx(sum(planted.values()) * healthy, rel=0.05)
     for name, seconds in parts.items():
         share = planted.get(name, 0.0) * healthy

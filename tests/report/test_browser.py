@@ -78,10 +78,13 @@ def pages(tmp_path_factory):
     plan = {"gpus": 64, "target": "h100", "settings": settings,
             "forecast": {"step_s": 5.0, "parts_s": {"products": 4.0, "norms": 1.0}}}  # fmt: skip
     (folder / "llama2-64" / "plan.json").write_text(json.dumps(plan))
-    files = {name: folder.parent / f"{name}.html" for name in ("report", "history")}
-    for arguments in ([str(folder)], ["--history", str(folder)]):
-        output = files["history" if arguments[0] == "--history" else "report"]
-        command.main([*arguments, "--format", "html", "--output", str(output)])
+    files = {}
+    for name, arguments in {
+        "report": [str(folder)], "history": ["--history", str(folder)],
+        "published": [str(ROOT / "configs" / "published.csv")],
+    }.items():  # fmt: skip
+        files[name] = folder.parent / f"{name}.html"
+        command.main([*arguments, "--format", "html", "--output", str(files[name])])
     texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward())}
     texts["difference"] = difference_page(made(), awkward())
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +97,8 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["report", "history", "plan", "offloaded", "difference", "scaling", "search"]
+    "name",
+    ["report", "history", "published", "plan", "offloaded", "difference", "scaling", "search"],
 )
 @pytest.mark.parametrize(
     ("width", "scheme", "media"),

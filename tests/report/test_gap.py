@@ -1,6 +1,7 @@
 """The gap of runs that are slow for planted reasons: its parts, and the pictures of their GPUs."""
 
 import json
+import re
 
 import pytest
 from made_runs import CLOCKED_S, OTHER_S, day, write_profile, write_slowed
@@ -33,7 +34,7 @@ def test_planted_parts_are_found_within_two_points(cause, tmp_path):
     (result,) = command.report([tmp_path], None)
     gap = explain(result)
     assert (gap.kind, gap.reference_s) == ("forecast", FORECAST)
-    parts = {name: seconds for name, seconds, _ in gap.parts}
+    parts = {part.name: part.seconds for part in gap.parts}
     assert list(parts) == ["clocks", "slow ranks", "file system", "recompilation", REMAINS]
     assert sum(parts.values()) == pytest.approx(gap.seconds)
     for name, seconds in parts.items():
@@ -48,7 +49,7 @@ def test_exposed_communication_is_the_additional_wait_of_the_rank_that_waits_lea
     (path / "profile" / "rank-2" / "compared.json").write_text('{"kernels": [7]}')
     (result,) = command.report([tmp_path], None)
     gap = explain(result)
-    parts = {name: (seconds, why) for name, seconds, why in gap.parts}
+    parts = {part.name: (part.seconds, part.why) for part in gap.parts}
     seconds, why = parts["exposed communication"]
     assert seconds == pytest.approx(0.4)
     assert "0.600 s" in why
@@ -68,8 +69,8 @@ def test_parts_whose_data_are_absent_are_absent(tmp_path):
     lines = (path / "steps.jsonl").read_text().replace("host_s", "other_s")
     (path / "steps.jsonl").write_text(lines)
     (result,) = command.report([tmp_path], None)
-    ((name, seconds, _),) = explain(result).parts
-    assert (name, seconds) == (REMAINS, pytest.approx(explain(result).seconds))
+    (part,) = explain(result).parts
+    assert part[:2] == (REMAINS, pytest.approx(explain(result).seconds))
     assert "Why it is slow" not in page(tmp_path)
 
 
@@ -104,13 +105,33 @@ def test_the_page_and_the_table_say_why(tmp_path, capsys):
     text = page(tmp_path)
     assert "rank 11 on n1, GPU 3: 1.10" in text
     pictures = [a["aria-labelledby"] for a in Parsed(text).all("svg") if "aria-labelledby" in a]
-    assert [p for p in pictures if p.startswith("heat-")] == [
-        f"heat-1-{n}-t heat-1-{n}-d" for n in (1, 2, 3)
-    ]
+    assert [p for p in pictures if p.startswith("heat-")] == ["heat-1-1-t heat-1-1-d"]
     assert command.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "s compared with the published step: clocks +0." in out
+    assert " % slower than published (+" in out
+    assert "clocks at 85.0 % (+0." in out
+    assert "GPU 3 of n1 (+0." in out
     assert "J/token" not in out + text
+
+
+def test_only_an_outlier_is_coloured_and_labelled(tmp_path):
+    """A quantity without an outlier is a sentence."""
+    write_slowed(tmp_path, "run", slow=1.1)
+    text = page(tmp_path)
+    (outlier,) = re.findall(r'class="heat outlier" d="(.*?)"', text)
+    (normal,) = re.findall(r'class="heat normal" d="(.*?)"', text)
+    assert (outlier.count("M"), normal.count("M")) == (1, 15)
+    assert re.search(r'<text class="outlier" [^>]*>GPU 3: 9[01]\.\d</text>', text)
+    assert "power under load: 600.0 W everywhere" in text
+
+
+def test_a_remainder_below_zero_is_no_bar(tmp_path):
+    path = write_slowed(tmp_path, "run", clock=0.9)
+    write_profile(path, 0.5)
+    text = page(tmp_path)
+    (table,) = re.findall(r'<table class="bars">\n<caption>[^<]*above.*?</table>', text, re.DOTALL)
+    assert REMAINS not in table
+    assert "s longer than the difference: they overlap" in text
 
 
 def test_joules_per_token_stand_where_they_were_told(tmp_path, capsys):
@@ -118,7 +139,7 @@ def test_joules_per_token_stand_where_they_were_told(tmp_path, capsys):
     path.write_text(path.read_text().replace('"window"', '"joules_per_token": 0.1234, "window"'))
     text = page(tmp_path)
     assert command.main([str(tmp_path)]) == 0
-    assert " 0.123 " in capsys.readouterr().out
+    assert " 0.123\n" in capsys.readouterr().out
     for cell in ('data-label="J/token">0.123<', 'data-label="Tokens/kWh">29173420<'):
         assert cell in text
 

@@ -10,11 +10,12 @@ from collections import Counter
 import pytest
 from cases import tiered
 from commands import ROOT
-from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record
+from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record, write_slowed
 from parsed import Parsed
 
 from jaxbench.recipe import published
-from jaxbench.report import command, history
+from jaxbench.report import command, history, sections
+from jaxbench.report.named import named
 from jaxbench.results import plans
 
 
@@ -57,10 +58,12 @@ def test_a_page_says_what_the_table_says(runs):
         "pass": 3, "slow": 1, "failed": 1, "interrupted": 1, "incomplete": 1, "not comparable": 2,
     }.items():  # fmt: skip
         css = f"verdict v-{verdict.replace(' ', '-')}"
-        # In the header, in the table and next to the record, always with its word.
-        assert len(parsed.all("span", **{"class": css})) == 1 + 2 * count
+        # In the header, with what is wrong, in the table and next to the record, always with its
+        # word.
+        places = 1 + (2 if verdict in ("pass", "not comparable") else 3) * count
+        assert len(parsed.all("span", **{"class": css})) == places
         assert len(re.findall(rf'{css}"><span aria-hidden="true">.</span> {verdict}<', text)) == (
-            1 + 2 * count
+            places
         )
     for said in ("rank 3 is lost", "it still runs, or was killed", "7.00", "iterations 11:44"):
         assert said in text
@@ -70,6 +73,54 @@ def test_a_page_says_what_the_table_says(runs):
     for section in ("scaling", "traces", "gpus", "memory", "details"):
         assert parsed.all("section", id=section)
     assert not parsed.all("section", id="time")  # no plan
+
+
+def test_what_is_wrong_comes_first(runs):
+    """The bad runs with their reasons are above the table, and figures of a run that does not count
+    are nowhere."""
+    text = page(runs)[1]
+    (bad,) = re.findall(r'<ul class="plain" aria-label="bad runs">(.*?)</ul>', text, re.DOTALL)
+    assert len(re.findall("<li>", bad)) == 4
+    assert re.search(r"slow</span> .*llama2_70b_bf16:64 · slow</a>: 12\.\d % slower than pub", bad)
+    assert "lost</a>: rank 3 is lost" in bad
+    assert text.index(bad) < text.index('id="runs"')
+    order = ("runs", "gpus", "traces", "scaling", "memory", "details")
+    places = [text.index(f'<section id="{name}"') for name in order]
+    assert places == sorted(places)
+    for record in downloads(Parsed(text)):
+        line, verdict = record["report"], record["report"]["verdict"]
+        counts = verdict in ("pass", "slow", "not comparable")
+        for key in ("step_time_s", "tokens_per_s_per_gpu", "mfu_pct", "tflops_per_gpu"):
+            assert (line[key] is not None) == counts, (verdict, key)
+
+
+def test_a_slow_run_is_not_part_of_the_scaling(tmp_path):
+    """The line goes through the latest run that passes; the others are hollow marks."""
+    folder = tmp_path / "runs"
+    write_record(folder, "old", times(7.2), started=day(0))
+    write_record(folder, "new", times(7.0), started=day(1))
+    write_record(folder, "slow", times(7.9), started=day(2))
+    write_record(folder, "good128", times(7.1), row=128, started=day(0))
+    (found,) = sections.scaling(named(command.report([folder], None), "published"))
+    rates = {gpus: cells[found["names"].index("this report")][0] for gpus, cells in found["rows"]}
+    assert rates[64] == pytest.approx(128 * 4096 / 7.0 / 64, rel=0.003)
+    assert dict(found["chart"].paths)["dot repeat"].count("M") == 2
+    assert re.fullmatch(
+        r"64 → 128 GPUs: published 99\.0\xa0%, this report 98\.\d\xa0%", found["says"]
+    )
+    assert found["chart"].y.low == 0
+
+
+def test_a_step_below_the_bound_is_impossible(tmp_path):
+    folder = write_record(tmp_path / "runs", "run", times(3.6))
+    settings = json.loads((folder / "run.json").read_text())["recipe"]
+    (folder / "plan.json").write_text(
+        json.dumps(PLAN | {"settings": settings, "bound_step_s": 4.1})
+    )
+    status, text = page(tmp_path / "runs")
+    assert status == 1
+    assert "s is impossible: the bound of its plan is 4.100 s" in text
+    assert 'id="time"' not in text
 
 
 def test_a_page_needs_nothing(runs):
@@ -175,7 +226,7 @@ def test_a_smoke_run_cannot_be_taken_for_a_result(tmp_path):
         write_record(folder, f"{n}", times(0.3, seed=n), row="smoke", ranks=2)
     text = page(folder)[1]
     parsed = Parsed(text)
-    assert "Smoke runs only. Nothing on this page is a benchmark result." in text
+    assert "Smoke runs only. Nothing here is a benchmark result." in text
     # Every chart of step times says so itself; maps of GPUs have no room for it.
     charts = [a for a in parsed.all("svg") if a.get("aria-labelledby", "").startswith("trace-")]
     assert len(parsed.all("text", **{"class": "watermark"})) == len(charts) == 2
@@ -195,9 +246,20 @@ def test_a_log_of_a_smoke_run_is_one_wherever_it_lies(tmp_path):
 def test_the_published_tables_as_a_page(tmp_path):
     table = shutil.copy(ROOT / "configs" / "published.csv", tmp_path)
     text = page(tmp_path / table)[1]
-    assert "The published figures. Nothing on this page was measured here." in text
-    parsed = Parsed(text)
-    assert "over iterations" not in text
+    assert "Published figures. Nothing here was measured." in text
+    for absent in ("over iterations", "not comparable", 'id="details"', "Verdict"):
+        assert absent not in text
+    assert text.count('<table class="bars figures">') == len(
+        {(row.workload, row.size) for row in published.rows()}
+    )
+    assert len(re.findall('<tr><th scope="row">', text.partition('id="scaling"')[0])) == len(
+        published.rows()
+    )
+    first = next(r for r in published.rows() if (r.title, r.dtype) == ("llama2 70b", "bf16"))
+    rate = first.tokens_per_step / first.step_time_s
+    days = f'data-label="Days for 1T tokens">{1e12 / rate / 86400:.1f}</td>'
+    assert f'{rate / first.gpus:.1f}</td><td class="n" data-label="MFU, %">' in text
+    assert days in text
     # Weak scaling is of rows with as many tokens on a GPU: 405B in MXFP8 has twelve times on 256.
     least = {}
     for row in sorted(published.rows(), key=lambda row: (-row.layers, row.gpus)):
@@ -211,8 +273,7 @@ def test_the_published_tables_as_a_page(tmp_path):
     works = [work for work, count in counts.items() if count > 1]
     assert len(re.findall(r'id="scaling-\d+-t"', text)) == len(works)
     for code in {code for row in published.rows() for code in row.errata}:
-        assert f"<b>{code}</b>" in text
-    assert len(parsed.all("tr", role="row")) == 1 + len(published.rows())
+        assert f'<li id="note-{code}"><b>{code}</b>' in text
 
 
 def test_size(tmp_path):
@@ -254,7 +315,7 @@ def test_a_straggler_is_named(tmp_path):
     text = page(tmp_path / "runs")[1]
     share = 100 * 0.7 / record["ranks"][17]["step_time_s"]["mean"]
     assert "wait for the device" in text
-    assert re.search(rf"{share:.1f} to .*; lowest: rank 17 on node-slow", text)
+    assert f"rank 17 on node-slow, GPU 0: {share:.1f}; the others: " in text
 
 
 PARTS = {"products": 5.0, "cold_starts": 1.5, "odd": "x"}
@@ -314,7 +375,7 @@ def test_history_marks_what_changed(dated, capsys):
     assert [row.name for row in rows] == ["llama2_70b_bf16:64 on 64 x NVIDIA H100 80GB HBM3"]
     first, second = rows[0].changes
     assert first.change == pytest.approx(-0.05, abs=0.004)
-    assert first.why == "versions.driver: 580.65.06 -> 590.12.01"
+    assert first.why == ["versions.driver: 580.65.06 -> 590.12.01"]
     assert (first.started, second.started) == (day(4), day(9))
     assert second.change == pytest.approx(0.04, abs=0.004)
     assert "flags.compiler_options.xla_new: None -> True" in {
@@ -324,7 +385,7 @@ def test_history_marks_what_changed(dated, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "  2026-03-05 09:30  " in out
-    assert "%: versions.driver: 580.65.06 -> 590.12.01\n" in out
+    assert " % faster\n      versions.driver: 580.65.06 -> 590.12.01\n" in out
     assert "  2026-03-07 09:30            -  failed" in out
     assert command.main(["--history", str(dated), "--threshold", "6"]) == 0
     assert "versions.driver" not in capsys.readouterr().out
@@ -332,9 +393,33 @@ def test_history_marks_what_changed(dated, capsys):
     (row,) = json.loads(capsys.readouterr().out)
     assert [r["change"] is not None for r in row["runs"]].count(True) == 2
     text = history_page(dated)
-    assert "2 changes above 2\xa0% in 1 row." in text
+    assert "llama2_70b_bf16 on 64 H100s: 4.1\xa0% slower since 10 March 2026." in text
     assert not re.search(r"\b1 runs\b", text)
     assert len(Parsed(text).all("path", **{"class": "rule change"})) == 2
+
+
+def test_a_history_leads_with_what_changed(tmp_path, capsys):
+    """Telemetry is part of what differs, and a single run has nothing to compare."""
+    for number in range(4):
+        slow = {"clock": 0.9, "slow": 1.1} if number == 3 else {}
+        write_slowed(tmp_path / "h", f"{number}", **slow, started=day(number))
+        write_record(tmp_path / "h", f"128-{number}", times(7.0, seed=number), row=128,
+                     started=day(number))  # fmt: skip
+    write_record(tmp_path / "h", "one", times(7.0), row=256)
+    assert command.main(["--history", str(tmp_path / "h")]) == 0
+    first, _, second, *rest = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"llama2_70b_bf16 on 64 H100s: 16\.\d % slower since 4 March 2026\.", first)
+    assert second.startswith("llama2_70b_bf16:64 on 64 x NVIDIA H100 80GB HBM3: 16.")
+    assert "      clock under load, % of the highest: 100.0 -> 90.0" in rest
+    assert "      slow nodes: none -> n1" in rest
+    names = [line for line in rest if line.startswith("llama2")]
+    assert [line.partition("HBM3: ")[2] for line in names] == [
+        "no change above 2 % in 4 runs", "one run, nothing to compare",
+    ]  # fmt: skip
+    text = history_page(tmp_path / "h")
+    assert "clock under load, % of the highest: 100.0 → 90.0" in text
+    assert text.index("bf16:64 on") < text.index("bf16:128 on")
+    assert "One run, nothing to compare." in text
 
 
 def test_a_slow_drift_is_a_change(tmp_path):
@@ -344,7 +429,10 @@ def test_a_slow_drift_is_a_change(tmp_path):
         )
     (row,) = history.history(command.report([tmp_path], None), 0.02)
     assert row.changes
-    assert all(p.change > 0.02 and p.why == "the records do not differ" for p in row.changes)
+    assert all(
+        p.change > 0.02 and p.why == ["neither the records nor the telemetry differ"]
+        for p in row.changes
+    )
 
 
 def test_rows_of_a_history(tmp_path):

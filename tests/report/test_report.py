@@ -1,8 +1,10 @@
 """Reports: runs as they are found, whole and broken, and the verdict on each."""
 
 import csv
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, bar, log, maxtext, nemo, write_record
 from mistakes import assert_mistake
+from rich.console import Console
 
 from jaxbench.base import hardware
 from jaxbench.recipe import published
@@ -217,11 +220,64 @@ def test_other_formats(record, tmp_path, capsys):
     assert capsys.readouterr().out.count("| pass | llama2_70b_bf16:64 | 64 |") == 1
     assert command.main([str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    assert "pass     llama2_70b_bf16:64" in out
+    assert "✓ pass   llama2_70b_bf16:64" in out
     assert err == "1 run: 1 without fault, 0 failed, interrupted, incomplete or slow\n"
     output = tmp_path / "report.txt"
     assert command.main([str(tmp_path), "--output", str(output)]) == 0
     assert "llama2_70b_bf16:64" in output.read_text()
+
+
+def in_terminal(folder, width, monkeypatch, *, colours=False):
+    """What a terminal of a width shows of a report."""
+    text = io.StringIO()
+    monkeypatch.setattr(command, "console", lambda: Console(
+        file=text, width=width, force_terminal=colours, color_system="standard" if colours else None
+    ))  # fmt: skip
+    command.main([str(folder)])
+    return text.getvalue()
+
+
+def test_a_terminal_of_any_width_shows_all(record, tmp_path, monkeypatch):
+    """A block for each run in 80 columns, a table in 200; each reason once, and what is wrong
+    first."""
+    for name in ("good", "better"):
+        record(name, seconds=7.0)
+    record("slow", seconds=7.9)
+    record("lost", status="failed", reason="rank 3 is lost", steps=20)
+    record("other", device="NVIDIA H200")
+    reason = "the hardware is NVIDIA H200, the published one is H100"
+    for width in (80, 200):
+        text = in_terminal(tmp_path, width, monkeypatch)
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        plain = " ".join(text.split())
+        for said in ("rank 3 is lost", reason, "12.9 % slower than published (+0.901 s)"):
+            assert plain.count(said) == 1, (width, said)
+        assert text.count("11:44") == 1
+        assert "99.9 % of the published" not in plain
+        assert text.index("✕ failed") < text.index("✓ pass")
+        for name in ("good", "better", "slow", "lost", "other"):
+            assert f"llama2_70b_bf16:64 · {name}" in text
+    coloured = in_terminal(tmp_path, 200, monkeypatch, colours=True)
+    for verdict, colour in {"✓ pass": 32, "▼ slow": 33, "✕ failed": 31}.items():
+        assert f"\x1b[{colour}m{verdict}" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in in_terminal(tmp_path, 200, monkeypatch, colours=True)
+
+
+def test_the_published_table_by_model_and_gpu(monkeypatch):
+    text = in_terminal(ROOT / "configs" / "published.csv", 80, monkeypatch)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "not comparable" not in text
+    assert re.search(r"^llama2 70b *\n  H100 bf16  +64  +1170\.5  52\.60  +154\.5", text, re.M)
+
+
+def test_a_smoke_run_says_so_once(record, tmp_path, capsys):
+    record("smoke", row="smoke", recipe="llama31_8b_bf16")
+    command.main([str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "llama31_8b_bf16:smoke " in out
+    assert "(smoke)" not in out
 
 
 @pytest.mark.parametrize(
@@ -291,6 +347,17 @@ def test_a_comparison_decides_what_the_spread_allows(repeats, capsys):
         differs = "  flags.compiler_options.xla_some: None -> True" in out
         assert differs == (verdict == "slower")
     assert command.main(["--compare", a, cases["slower"], "--threshold", "10"]) == 0
+
+
+def test_a_comparison_leaves_out_the_shell(record, capsys):
+    sides = [record(name) for name in "ab"]
+    for side in sides:
+        variables = {"PATH": f"/{side.name}/bin", "NCCL_ALGO": side.name}
+        (side / "environment.json").write_text(json.dumps(variables))
+    assert command.main(["--compare", *map(str, sides)]) == 0
+    out = capsys.readouterr().out
+    assert "environment.NCCL_ALGO: a -> b" in out
+    assert "PATH" not in out
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):

@@ -1,0 +1,120 @@
+"""Runs as people see them: each with a name and its figures, and what they say together."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base.hardware import NULL
+from jaxbench.report import formats
+from jaxbench.report.gap import explain
+from jaxbench.report.runs import Result
+from jaxbench.results.verdict import PASS, percent
+
+NO_RESULT = "smoke run: no result"
+
+UNDATED = datetime.fromtimestamp(0, UTC)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRun:
+    """A run with its number, its line of figures (`formats.line`) and its name."""
+
+    number: int
+    result: Result
+    line: dict[str, Any]
+    name: str
+
+    @property
+    def smoke(self) -> bool:
+        """True for a smoke run, which is no benchmark at all."""
+        return self.line["label"] == "smoke"
+
+    @property
+    def watermark(self) -> str:
+        """The text above the charts of a run that is no benchmark."""
+        return NO_RESULT if self.smoke else NULL if self.result.run.null else ""
+
+    @property
+    def published(self) -> bool:
+        """True for a published figure, which did not run here."""
+        return self.line["label"] == "published"
+
+    @property
+    def measured(self) -> bool:
+        """True if the step time is from a benchmark that ran here."""
+        return self.result.complete and not self.watermark and not self.published
+
+    @property
+    def comparable(self) -> bool:
+        """True if the step time may be compared with the published one."""
+        return self.result.verdict.ratio is not None
+
+    @property
+    def started(self) -> datetime:
+        """The time at which the run began."""
+        return self.result.run.started or UNDATED
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong with a bad run, and why. Empty for any other run."""
+        verdict = self.result.verdict
+        found = explain(self.result) if verdict.name == "slow" else None
+        return found.text() if found else verdict.reason if verdict.bad else ""
+
+    def cell(self, key: str) -> str:
+        """A figure of the line for people. Ratios are percentages, rounded down as in the verdict's
+        reason."""
+        value = self.line[key]
+        shares = "ratio", "of_forecast"
+        return percent(value) if key in shares and value else formats.cell(key, value)
+
+
+def named(results: Sequence[Result], convention: str) -> list[NamedRun]:
+    """The runs, numbered and named, smoke runs last. If several runs have the same recipe, their
+    names include the run's folder."""
+    results = sorted(results, key=lambda result: result.run.label == "smoke")
+    lines = [formats.line(result, convention) for result in results]
+    names = [_name(line) for line in lines]
+    repeats, runs = Counter(names), []
+    for number, (result, line, name) in enumerate(zip(results, lines, names, strict=True), 1):
+        path = Path(line["path"])
+        if repeats[name] > 1:
+            name += f" · {(path if result.run.path.is_dir() else path.parent).name}"
+        runs.append(NamedRun(number=number, result=result, line=line, name=name))
+    return runs
+
+
+def _name(line: dict[str, Any]) -> str:
+    """A run by its recipe and row, or by its workload and GPUs. Its dtype and label follow if the
+    recipe does not include them."""
+    recipe, label = line["recipe"], line["label"]
+    dtype = "" if not line["dtype"] or line["dtype"] in recipe else f" {line['dtype']}"
+    plain = label in ("full", "log", "published", "", recipe.rpartition(":")[2])
+    gpus = "" if ":" in recipe or not line["gpus"] else f" on {line['gpus']}"
+    return recipe + dtype + ("" if plain else f" ({label})") + gpus
+
+
+def windows(runs: Sequence[NamedRun]) -> list[str]:
+    """The windows of the step times that were measured here."""
+    return sorted({
+        run.line["window"] for run in runs if run.line["step_time_s"] and not run.published
+    })  # fmt: skip
+
+
+def headline(runs: Sequence[NamedRun]) -> str:
+    """The conclusion in a sentence: is this cluster as fast as it should be?"""
+    compared = [run for run in runs if run.comparable]
+    if runs and all(run.smoke for run in runs):
+        return "Smoke runs only. Nothing here is a benchmark result."
+    if runs and all(run.published for run in runs):
+        return "Published figures. Nothing here was measured."
+    if not compared:
+        return "No run here is comparable with a published figure."
+    good = sum(run.line["verdict"] == "pass" for run in compared)
+    return (
+        f"{good} of {len(compared)} comparable runs reach {100 * PASS:.0f} % of the published "
+        "throughput."
+    )
