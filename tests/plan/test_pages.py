@@ -4,14 +4,19 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib import metadata
 from itertools import pairwise
 
 import pytest
 from made_plans import awkward, made, scaled, searched, slower
 from parsed import Parsed
 
+import jaxbench
 from jaxbench.base.hardware import PLANNED
+from jaxbench.base.versions import versions
 from jaxbench.plan import command
 from jaxbench.plan.many_pages import _search_chart
 from jaxbench.plan.plan import read
@@ -83,6 +88,12 @@ def test_a_difference_is_a_page(tmp_path):
     page.names()
     said = " ".join(page.texts).replace("\xa0", " ")
     assert f"forecast to take {b.forecast_step_s:.3f} s, 2.000 times A's" in said
+    # How it was made.
+    assert shlex.join(["jaxbench", "plan", *words]) in page.texts
+    version, commit = jaxbench.__version__, (versions()["commit"] or "")[:7]
+    today, jax = datetime.now(UTC).date(), metadata.version("jax")
+    of = rf"{today} · jaxbench {version} \({commit}\+?\) · jax {jax}"
+    assert re.search(rf"jaxbench plan · two forecasts, not measured · {of}", said)
     changed, _, moved = said.partition("What is different as a result")
     assert "settings.seed 0 7" in changed
     assert "forecast_step_s, s" in moved
