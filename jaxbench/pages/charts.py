@@ -41,15 +41,24 @@ SECONDS = "{:.3f}".format
 """Formats the figure of a bar in seconds."""
 
 
+def three_digits(value: float) -> str:
+    """A positive figure with three digits: `5.64`, `11.5`, `191,000`."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
 class Bar(NamedTuple):
     """A line of a table of bars: the CSS class, the name, the start and length in the unit of the
-    table, and the figure next to it."""
+    table, and the figure next to it. A bar of several `pieces` shows these instead of itself, with
+    their names and figures below. A `whisker` is the interval of a figure."""
 
     css: str
     name: str
     start: float
     length: float
     text: str
+    pieces: Sequence["Bar"] = ()
+    whisker: tuple[float, float] | None = None
 
 
 WAITING = ("exposed", "waiting", "slowed")

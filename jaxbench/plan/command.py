@@ -21,6 +21,7 @@ from jaxbench.plan import (
     ask_cudnn,
     candidates,
     compare_profile,
+    difference,
     driver,
     hlo_file,
     scaling,
@@ -32,7 +33,7 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
-from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.plan.row_page import plan_page
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import compile_program
@@ -150,7 +151,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
         return int(worse)
     if args.diff:
         plans = [plan_spec(spec, target.gpu, args.kernels) for spec in args.diff]
-        as_text = difference_page if args.format == "html" else text.difference
+        as_text = difference.page if args.format == "html" else difference.report
         write(as_text(*plans), args.output)
         return 0
     if args.search:
