@@ -44,10 +44,15 @@ def render(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    common = {"counted": counted, "breakable": breakable, "symbol": SYMBOLS.__getitem__}
+    common = {
+        "unbroken": unbroken,
+        "counted": counted,
+        "breakable": breakable,
+        "symbol": SYMBOLS.__getitem__,
+    }
     environment.filters |= {**common, **(filters or {})}
     content["made"] = made()
-    content["headline"] = UNIT.sub("\xa0", content["headline"])
+    content["headline"] = unbroken(content["headline"])
     return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
 
 
@@ -64,6 +69,11 @@ def made() -> dict[str, str]:
         "jaxbench": f"jaxbench {found['jaxbench']}{at}",
         "jax": f"jax {found['jax']}",
     }
+
+
+def unbroken(text: str) -> str:
+    """A text in which no line ends between a figure and its unit."""
+    return UNIT.sub("\xa0", text)
 
 
 def breakable(text: str) -> Markup:

@@ -287,6 +287,4 @@ def percent(a: Any, b: Any) -> str:
     """By how many percent the second number differs from the first, if both are numbers. Empty if
     it is more than a hundredfold."""
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
-    if not numbers or abs(b) > 100 * abs(a):
-        return ""
-    return f"{100 * (b / a - 1) if a else 0:+,.1f} %"
+    return f"{100 * (b / a - 1):+,.1f} %" if numbers and abs(b) < 100 * abs(a) else ""

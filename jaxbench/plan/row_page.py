@@ -91,7 +91,8 @@ def headline(plan: Plan) -> str:
 
 def summary(plan: Plan) -> Iterator[str]:
     """Whether a row fits and what dominates its step, in sentences."""
-    yield "It fits." if plan.fits else "It does not fit."
+    if plan.fits:
+        yield "It fits."
     if plan.settings["label"] == "proxy":
         yield f"It is a proxy: a changed model, with {plan.settings['model']['layers']} layers."
     if plan.settings["label"] == "derived":
@@ -158,9 +159,12 @@ def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     """Why a forecast differs from the published step, and how far to trust it: a question and an
     answer each."""
     f, row, why = plan.forecast, plan.published, reason(plan.settings)
-    if row and not f.unknown:
+    if f.unknown:
+        calls = f"We do not know what these calls compute: {', '.join(f.unknown)}."
+        yield "Why is there no forecast?", calls
+    elif row:
         yield _why_it_differs(plan, row, why.differs)
-    elif not row:
+    else:
         yield "Nothing is published for this work.", ""
     if not f.unknown:
         unsure = sum(f.rests_on.get(basis, 0.0) for basis in UNSURE) / f.step_s
