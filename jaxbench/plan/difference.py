@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from jaxbench.base.errors import counted, listed
+from jaxbench.base.errors import listed
 from jaxbench.pages.charts import Bar
 from jaxbench.pages.html import render
 from jaxbench.plan.plan import Plan, parts
@@ -125,8 +125,8 @@ def conclusion(a: Plan, b: Plan) -> Iterator[tuple[str, str]]:
     asked, followed = changed(a, b), [*follows(a, b)]
     yield "", slower(a, b)
     what = (f"{name} {as_words(x)} -> {as_words(y)}" for name, x, y in asked)
-    follow = f" ({counted(len(followed), 'setting')} and flags follow)" if followed else ""
-    yield "changed:", (listed(what, SHOWN) or "nothing that somebody set") + follow
+    follow = f" ({len(followed)} more {'follows' if len(followed) == 1 else 'follow'})"
+    yield "changed:", (listed(what, SHOWN) or "nothing that somebody set") + follow * bool(followed)
     longer = longer_parts(a, b)
     if longer and not a.forecast.unknown and not b.forecast.unknown:
         yield "why:", listed((f"{_seconds(s, a)} {name}" for name, s in longer.items()), SHOWN)
@@ -203,8 +203,14 @@ def changed(a: Plan, b: Plan) -> list[Line]:
         (n, a.versions.get(n), b.versions.get(n)) for n in versions if n not in ("commit", "source")
     ]
     if a.versions.get("source") != b.versions.get("source"):
-        lines.append(("code of jaxbench", *((p.versions.get("commit") or "?")[:7] for p in (a, b))))
+        lines.append(("code of jaxbench", _commit(a), _commit(b)))
     return [line for line in lines if line[1] != line[2]]
+
+
+def _commit(plan: Plan) -> str:
+    """The commit that made a plan, and `changed` if its files differed from it."""
+    commit = plan.versions.get("commit") or "unknown"
+    return f"{commit[:7]} changed" if commit.endswith("+") else commit[:7]
 
 
 def _set(plan: Plan) -> dict[str, None]:

@@ -30,7 +30,8 @@ from made_runs import (
 )  # fmt: skip
 
 from jaxbench.base.versions import installed
-from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.plan import difference
+from jaxbench.plan.row_page import plan_page
 from jaxbench.report import command
 
 pytestmark = [
@@ -83,7 +84,7 @@ def pages(tmp_path_factory):
         output = files["history" if arguments[0] == "--history" else "report"]
         command.main([*arguments, "--format", "html", "--output", str(output)])
     texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward())}
-    texts["difference"] = difference_page(made(), awkward())
+    texts["difference"] = difference.page(made(), awkward())
     with pytest.MonkeyPatch.context() as patch:
         for name, write in (("scaling", scaled), ("search", searched)):
             texts[name] = write(folder.parent / f"{name}.html", patch)
