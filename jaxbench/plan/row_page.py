@@ -160,8 +160,7 @@ def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     answer each."""
     f, row, why = plan.forecast, plan.published, reason(plan.settings)
     if f.unknown:
-        calls = f"We do not know what these calls compute: {', '.join(f.unknown)}."
-        yield "Why is there no forecast?", calls
+        yield no_forecast(f)
     elif row:
         yield _why_it_differs(plan, row, why.differs)
     else:
@@ -173,6 +172,12 @@ def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
             *([f"uncertain: {why.uncertain}"] if why.uncertain else []),
         ]
         yield "How far to trust it:", f"{'; '.join([text.trust(f), *more])}."
+
+
+def no_forecast(f: Forecast) -> tuple[str, str]:
+    """Why there is no forecast: a question and an answer."""
+    calls = ", ".join(f.unknown)
+    return "Why is there no forecast?", f"We do not know what these calls compute: {calls}."
 
 
 def _why_it_differs(plan: Plan, row: dict[str, Any], differs: str) -> tuple[str, str]:

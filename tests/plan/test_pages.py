@@ -87,7 +87,7 @@ def test_a_plan_is_a_page(tmp_path):
     assert parts[-1][0] == "other"  # waiting
     assert parts[-1][1] + parts[-1][2] == pytest.approx(100 * 6.0 / 12.33, abs=0.1)
     low, high = 100 * within.low_s / 12.33, 100 * within.high_s / 12.33
-    assert f'x="{low:.2f}%" y="50%" width="{high - low:.2f}%"' in text
+    assert f'x="{low:.1f}%" y="50%" width="{high - low:.2f}%"' in text
     (link,) = Parsed(text).all("a", download="llama31_8b_bf16-64-h100.json.gz")
     packed = link["href"].removeprefix("data:application/gzip;base64,")
     (tmp_path / "plan.json").write_bytes(gzip.decompress(base64.b64decode(packed)))
