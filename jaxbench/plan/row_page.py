@@ -35,9 +35,8 @@ NETWORK = ("slowed", "exposed")
 """Beginnings of the names of parts in which kernels wait for others, or are slower."""
 
 
-SAVED, GATHERED = "saved activations", "gathered weights"
-"""Kinds of the largest buffers: stacks that the forward pass leaves for the backward pass, and
-outputs of all-gathers."""
+SAVED = re.compile(r"forward .*, \d+ times")
+"""The name of a stack that the forward pass leaves for the backward pass."""
 
 MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
@@ -243,11 +242,11 @@ def memory(plan: Plan) -> dict[str, Any]:
     held = {"parameters": state.parameters, "optimizer": state.optimizer}
     held |= {"gradients": state.gradients} if state.gradients else {}
     left = size.peak - sum(held.values())
-    for kind in (SAVED, GATHERED):
-        found = sum(b.bytes for b in plan.largest_buffers if buffer_kind(b) == kind)
-        if 0 < found <= left:
-            held[kind], left = found, left - found
-    held["other temporaries"] = left
+    saved = sum(b.bytes for b in plan.largest_buffers if SAVED.fullmatch(b.name))
+    if left / 2 <= saved <= left:
+        held |= {"saved activations": saved, "other temporaries": left - saved}
+    else:  # XLA does not list enough of them
+        held["activations and other temporaries"] = left
     return {
         "rows": [whole("peak", size.peak, size.limit)._replace(pieces=waterfall(held, in_gib))],
         "full": max(size.peak, size.limit),
@@ -259,13 +258,6 @@ def memory(plan: Plan) -> dict[str, Any]:
         "host": [whole("saved activations", size.host, size.host_limit)] if size.host else [],
         "host_full": max(size.host, size.host_limit),
     }
-
-
-def buffer_kind(buffer: Buffer) -> str:
-    """`SAVED` or `GATHERED`; empty for another buffer."""
-    if re.fullmatch(r"forward .*, \d+ times", buffer.name):
-        return SAVED
-    return GATHERED if buffer.name.endswith(" all_gather") else ""
 
 
 def buffer_name(buffer: Buffer) -> str:
