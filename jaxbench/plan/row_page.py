@@ -49,9 +49,10 @@ class Box(NamedTuple):
     css: str = ""
 
 
-def plan_page(plan: Plan) -> str:
-    """The page of one row."""
+def plan_page(plan: Plan, remedy: str = "") -> str:
+    """The page of one row. `remedy` says how to make it fit."""
     row = plan.published
+    how = [("How to make it fit:", f"{remedy}.")] if remedy else []
     return render(
         "plan.html",
         title=f"{title(plan)}: plan",
@@ -59,7 +60,7 @@ def plan_page(plan: Plan) -> str:
         headline=headline(plan),
         summary=" ".join(summary(plan)),
         boxes=[*boxes(plan)],
-        reasons=[*reasons(plan)],
+        reasons=[*how, *reasons(plan)],
         memory=memory(plan),
         pipeline=text.pipeline(plan),
         assumptions=[*assumptions(plan)],

@@ -278,6 +278,22 @@ def test_what_does_not_fit_is_said_first():
     assert "✕ does not fit 1024.0 of" in said
 
 
+def test_a_page_says_how_to_make_it_fit(monkeypatch, capsys):
+    """The last line of the search for settings, which is printed too."""
+    tried = [
+        "  still too big, 70.9 GiB: --set a=1",
+        "  fits with 66.1 GiB: jaxbench plan --set a=2",
+    ]
+    monkeypatch.setattr(command, "make_plan", lambda *_: replace(made(gpus=8), fits=False))
+    monkeypatch.setattr(command, "find_remedy", lambda *_: iter(tried))
+    words = ["--config", "llama31_8b_bf16", "--gpus", "8", "--format", "html"]
+    assert command.main(words) == 1
+    out, err = capsys.readouterr()
+    assert "How to make it fit: fits with 66.1 GiB: jaxbench plan --set a=2." in said_by(out)
+    assert "70.9" not in said_by(out)
+    assert err.splitlines() == tried
+
+
 @pytest.mark.slow
 def test_scaling_is_a_page(tmp_path, monkeypatch):
     text = scaled(tmp_path / "page.html", monkeypatch)
