@@ -67,7 +67,7 @@ def made() -> dict[str, str]:
         "by": " ".join(shlex.split(command)[:2]),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "jaxbench": f"jaxbench {found['jaxbench']}{at}",
-        "jax": f"jax {found['jax']}",
+        "jax": found["jax"] or "",
     }
 
 

@@ -101,6 +101,7 @@ def page(a: Plan, b: Plan) -> str:
         "diff.html",
         title=headline,
         headline=headline,
+        jax=a.versions["jax"] if a.versions["jax"] == b.versions["jax"] else None,
         conclusion=others,
         plans=[("A:", title(a)), ("B:", title(b))],
         asked=[shown(*line) for line in changed(a, b)],

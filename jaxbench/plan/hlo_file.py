@@ -235,6 +235,7 @@ def page(step: HloStep) -> str:
         "hlo.html",
         title=f"{name}: plan",
         plan=step,
+        jax=None,
         headline=f"{name} on {step.target.upper()}: {result}",
         summary=dominating(f.parts_s, f.step_s) if known else "",
         boxes=[

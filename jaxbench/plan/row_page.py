@@ -57,6 +57,7 @@ def plan_page(plan: Plan, remedy: str = "") -> str:
         "plan.html",
         title=f"{title(plan)}: plan",
         plan=plan,
+        jax=plan.versions["jax"],
         headline=headline(plan),
         summary=" ".join(summary(plan)),
         boxes=[*boxes(plan)],
