@@ -14,6 +14,7 @@ from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.other_programs import reason
 from jaxbench.plan.plan import Memory, Plan, parts
 from jaxbench.plan.text import gib
+from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.published import ERRATA
 from jaxbench.results.plans import MINIMUM_S, part_name
@@ -32,8 +33,7 @@ ARITHMETIC = ("products", "recompute", "bubble", "attention")
 """Parts of a step that are matmuls and attention."""
 
 NETWORK = ("slowed", "exposed")
-"""Beginnings of the names of parts in which kernels wait for others, or are slower."""
-
+"""Beginnings of the names of parts in which kernels wait, or are slower."""
 
 SAVED = re.compile(r"forward .*, \d+ times")
 """The name of a stack that the forward pass leaves for the backward pass."""
@@ -52,7 +52,7 @@ class Box(NamedTuple):
 def plan_page(plan: Plan, remedy: str = "") -> str:
     """The page of one row. `remedy` says how to make it fit."""
     row = plan.published
-    how = [("How to make it fit:", f"{remedy}.")] if remedy else []
+    how = [("How to make it fit:", remedy)] if remedy else []
     return render(
         "plan.html",
         title=f"{title(plan)}: plan",
@@ -92,13 +92,14 @@ def headline(plan: Plan) -> str:
 
 def summary(plan: Plan) -> Iterator[str]:
     """Whether a row fits and what dominates its step, in sentences."""
+    layers = plan.settings["model"]["layers"]
     if plan.fits:
         yield "It fits."
     if plan.settings["label"] == "proxy":
-        yield f"It is a proxy: a changed model, with {plan.settings['model']['layers']} layers."
+        yield f"It is a proxy: a changed model, with {layers} layers."
     if plan.settings["label"] == "derived":
         batch = plan.settings["batch"]["global_batch"]
-        yield f"The recipe has no row for so many GPUs: it is derived, with a batch of {batch}."
+        yield f"Its row is derived, with {layers} layers and a batch of {batch}."
     if not plan.forecast.unknown:
         yield dominating(parts(plan), plan.forecast_step_s)
 
@@ -124,12 +125,21 @@ def boxes(plan: Plan) -> Iterator[Box]:
         yield step_box(plan.forecast)
         mfu = "MFU unknown" if rates.mfu is None else f"{100 * rates.mfu:.1f} % MFU"
         yield Box(f"{rates.tokens_per_s_per_gpu:,.0f}", f"tokens/s per GPU; {mfu}")
-        if plan.settings["label"] != "proxy":
+        if whole_model(plan.settings):
             days = days_for(plan, TOKENS)
             hours = three_digits(24 * days * plan.gpus)
             what = f"for 1 trillion tokens on {gpus_name(plan.gpus, plan.target)}"
             yield Box(f"{three_digits(days)} days", f"{what}; {hours} GPU hours")
     yield memory_box(size)
+
+
+def whole_model(settings: dict[str, Any]) -> bool:
+    """False for a model that was shortened or changed."""
+    model = settings["model"]
+    name = model["family"], model["size"]
+    published = (m.layers for m in MODELS.values() if (m.family, m.size) == name)
+    changed = any(change.startswith("model.") for change in settings["overrides"])
+    return settings["label"] != "proxy" and not changed and model["layers"] in published
 
 
 def step_box(f: Forecast) -> Box:

@@ -123,8 +123,11 @@ def test_days_are_those_that_the_source_prints():
     assert by_hand == pytest.approx(plan.published["days_per_1t_tokens"], abs=0.01)
     said = said_by(plan_page(plan))
     assert "155 days for 1 trillion tokens on 64 H100s; 237,000 GPU hours" in said
-    proxy = replace(plan, settings=plan.settings | {"label": "proxy"})
-    assert "trillion" not in said_by(plan_page(proxy))
+    # Of a model that was shortened or changed they would say nothing.
+    short = plan.settings | {"label": "derived", "model": plan.settings["model"] | {"layers": 2}}
+    changed = plan.settings | {"label": "derived", "overrides": ["model.mlp.ffn=1"]}
+    for settings in (plan.settings | {"label": "proxy"}, short, changed):
+        assert "trillion" not in said_by(plan_page(replace(plan, settings=settings)))
 
 
 def test_a_page_says_why_it_differs_and_how_far_to_trust_it():
@@ -289,7 +292,7 @@ def test_a_page_says_how_to_make_it_fit(monkeypatch, capsys):
     words = ["--config", "llama31_8b_bf16", "--gpus", "8", "--format", "html"]
     assert command.main(words) == 1
     out, err = capsys.readouterr()
-    assert "How to make it fit: fits with 66.1 GiB: jaxbench plan --set a=2." in said_by(out)
+    assert "How to make it fit: fits with 66.1 GiB: jaxbench plan --set a=2 Why" in said_by(out)
     assert "70.9" not in said_by(out)
     assert err.splitlines() == tried
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from made_plans import awkward, made, scaled, searched
+from made_plans import PROGRAM, awkward, made, scaled, searched
 from made_runs import (
     EXPERIMENT,
     PUBLISHED_S,
@@ -29,8 +29,9 @@ from made_runs import (
     write_slowed,
 )  # fmt: skip
 
+from jaxbench.base.hardware import H100
 from jaxbench.base.versions import installed
-from jaxbench.plan import difference
+from jaxbench.plan import difference, hlo_file
 from jaxbench.plan.row_page import plan_page
 from jaxbench.report import command
 
@@ -83,8 +84,11 @@ def pages(tmp_path_factory):
     for arguments in ([str(folder)], ["--history", str(folder)]):
         output = files["history" if arguments[0] == "--history" else "report"]
         command.main([*arguments, "--format", "html", "--output", str(output)])
-    texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward())}
+    texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward(), "fits " * 99)}
     texts["difference"] = difference.page(made(), awkward())
+    program = folder.parent / "program.txt"
+    program.write_text(PROGRAM.replace("=true", "=true, num_partitions=64", 1))
+    texts["program"] = hlo_file.page(hlo_file.read(program, H100, None))
     with pytest.MonkeyPatch.context() as patch:
         for name, write in (("scaling", scaled), ("search", searched)):
             texts[name] = write(folder.parent / f"{name}.html", patch)
@@ -95,7 +99,7 @@ def pages(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["report", "history", "plan", "offloaded", "difference", "scaling", "search"]
+    "name", ["report", "history", "plan", "offloaded", "difference", "program", "scaling", "search"]
 )
 @pytest.mark.parametrize(
     ("width", "scheme", "media"),
