@@ -29,6 +29,9 @@ UNSURE = ("in proportion", "nothing")
 TOKENS = 1e12
 """The tokens of a training run for which we say how long it takes."""
 
+NEAR = 0.02
+"""A forecast that is as near to the published step needs no reason."""
+
 ARITHMETIC = ("products", "recompute", "bubble", "attention")
 """Parts of a step that are matmuls and attention."""
 
@@ -197,15 +200,15 @@ def _why_it_differs(plan: Plan, row: dict[str, Any], differs: str) -> tuple[str,
     if gpu != plan.target:
         return "Why does it differ from the published step?", f"{step} on {gpu.upper()}."
     change, within = plan.forecast_step_s / published_s - 1, plan.forecast.interval
-    where = f"{100 * abs(change):.0f} % {'below' if change < 0 else 'above'}"
-    answer = [step + "."]
-    if differs:
-        answer.append(f"{differs}.")
+    question = "How near is it to the published step?"
+    if abs(change) >= NEAR:
+        where = f"{100 * abs(change):.0f} % {'below' if change < 0 else 'above'}"
+        question = f"Why {where} the published step?"
+    lies = "outside of the interval"
     if within.low_s <= published_s <= within.high_s:
-        answer.append("It lies in the interval, so the difference may be an error of the forecast.")
-    else:
-        answer.append("It lies outside of the interval.")
-    return f"Why {where} the published step?", " ".join(answer)
+        lies = "in the interval, so the difference may be an error of the forecast"
+    sentences = step, differs, f"The published step lies {lies}"
+    return question, " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
 def step_content(

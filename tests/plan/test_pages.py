@@ -136,9 +136,12 @@ def test_a_page_says_why_it_differs_and_how_far_to_trust_it():
     inside = replace(plan, forecast=replace(plan.forecast, interval=within))
     said = said_by(plan_page(inside))
     assert "Why 20 % below the published step?" in said
-    assert "with activations in host memory. It lies in the interval, so" in said
+    assert "with activations in host memory. The published step lies in the interval, so" in said
+    assert "How near is it to the published step?" in said_by(plan_page(slower(plan, 7.0)))
     narrow = replace(plan.forecast, interval=replace(within, high_s=6.0))
-    assert "It lies outside of the interval." in said_by(plan_page(replace(plan, forecast=narrow)))
+    assert "The published step lies outside of the interval." in said_by(
+        plan_page(replace(plan, forecast=narrow))
+    )
     changed = plan.settings | {"overrides": ["execution.remat=full"]}
     said = said_by(plan_page(replace(plan, settings=changed)))
     assert "on 64 H100s, execution.remat=full: 5.60 s per step" in said
