@@ -3,9 +3,11 @@ tables."""
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from textwrap import dedent, fill, indent
@@ -18,6 +20,9 @@ from jaxbench.base.files import write_whole
 
 WIDTH = 200
 """Width in characters of a table that is not printed to a terminal."""
+
+RUNNING: ContextVar[str] = ContextVar("RUNNING", default="jaxbench")
+"""The command that runs, as its user typed it. Pages show it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,8 +40,9 @@ class Parser(argparse.ArgumentParser):
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does, and keeps the words for `error`."""
+        """Parses as argparse does, and keeps the words for `error` and `RUNNING`."""
         self._words = [*(sys.argv[1:] if args is None else args)]
+        RUNNING.set(shlex.join([*self.prog.split(), *map(str, self._words)]))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 360, 190
-LEFT, TOP, BOTTOM = 46, 28, 30
+WIDTH, HEIGHT = 360, 202
+LEFT, TOP, BOTTOM = 46, 28, 42
 """Margins for the axes. The right margin depends on the labels."""
 
 LINE_HEIGHT = 13
@@ -41,15 +41,24 @@ SECONDS = "{:.3f}".format
 """Formats the figure of a bar in seconds."""
 
 
+def three_digits(value: float) -> str:
+    """A positive figure with three digits: `5.64`, `11.5`, `191,000`."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
 class Bar(NamedTuple):
     """A line of a table of bars: the CSS class, the name, the start and length in the unit of the
-    table, and the figure next to it."""
+    table, and the figure next to it. A bar of several `pieces` shows these instead of itself, with
+    their names and figures below. A `whisker` is the interval of a figure."""
 
     css: str
     name: str
     start: float
     length: float
     text: str
+    pieces: Sequence["Bar"] = ()
+    whisker: tuple[float, float] | None = None
 
 
 WAITING = ("exposed", "waiting", "slowed")
@@ -87,7 +96,8 @@ class Scale:
 @dataclass(kw_only=True)
 class Chart:
     """A chart with its axes, SVG paths by CSS class, and texts as (class, x, y, text, anchor).
-    `description` is for readers who cannot see it."""
+    `description` is for readers who cannot see it. `cuts` are the axes that do not begin at zero
+    although lengths along them mean something; the chart marks them."""
 
     title: str
     description: str
@@ -98,6 +108,7 @@ class Chart:
     x_ticks: Ticks
     y_ticks: Ticks
     watermark: str = ""
+    cuts: tuple[str, ...] = ()
     paths: list[tuple[str, str]] = field(default_factory=list)
     texts: list[tuple[str, float, float, str, str]] = field(default_factory=list)
 
@@ -152,10 +163,25 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """At most `most` round values between low and high."""
     if not high > low:
         return [low]
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= rough * 0.999)
+    step = round_step((high - low) / most)
     return [n * step for n in range(math.ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)]
+
+
+def round_step(rough: float) -> float:
+    """A round step between ticks, at least `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= rough * 0.999)
+
+
+def ends(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
+    """The ends of an axis for these values, both at ticks. The axis begins at zero, unless zero may
+    be cut off and more than half of the axis would be empty."""
+    margin = 0.12 * (max(values) - min(values)) or 0.12 * abs(max(values)) or 1.0
+    low, high = min(values) - margin, max(values) + (0.0 if from_zero else margin)
+    if from_zero or low < high / 2:
+        low = 0.0
+    step = round_step((high - low) / 4)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
 
 
 def labelled(values: Sequence[float]) -> Ticks:
@@ -169,12 +195,12 @@ def empty_chart(
     title: str, description: str, xs: Sequence[float], ys: Sequence[float], *,
     unit: str, x_title: str, labels: Sequence[Label],
     x_ticks: Ticks | None = None, log: bool = False, watermark: str = "",
+    from_zero: bool = False,
 ) -> Chart:  # fmt: skip
-    """A chart without marks, with labels on the right. Its axes hold these values. Ticks on the x
-    axis are whole numbers, or `x_ticks`."""
-    margin = 0.12 * (max(ys) - min(ys)) or 1.0
-    low, high = max(0.0, min(ys) - margin), max(ys) + margin
-    widest = max(map(len, [x_title, *(text for _, _, text in labels)]))
+    """A chart without marks, with labels on the right. Its axes hold these values; the y axis may
+    be cut (`ends`). Ticks on the x axis are whole numbers, or `x_ticks`."""
+    low, high = ends(ys, from_zero)
+    widest = max((len(text) for _, _, text in labels), default=0)
     right = WIDTH - 10 - CHARACTER * widest
     x = Scale(low=min(xs), high=max(xs), start=LEFT + 6, end=right, log=log)
     y = Scale(low=low, high=high, start=HEIGHT - BOTTOM, end=TOP)
@@ -182,7 +208,7 @@ def empty_chart(
     chart = Chart(
         title=title, description=description, x=x, y=y, unit=unit, x_title=x_title,
         x_ticks=x_ticks or labelled(whole), y_ticks=labelled(ticks(low, high, 4)),
-        watermark=watermark,
+        watermark=watermark, cuts=("y",) if low else (),
     )  # fmt: skip
     last = -math.inf
     for css, value, text in sorted(labels, key=lambda label: -label[1]):
@@ -199,7 +225,7 @@ def chart_over_gpus(
     gpus = sorted({n for points in series.values() for n in points})
     chart = empty_chart(
         title, description, gpus, values, unit=unit, x_title="GPUs", labels=labels, log=True,
-        x_ticks=[(n, str(n)) for n in gpus],
+        x_ticks=[(n, str(n)) for n in gpus], from_zero=True,
     )  # fmt: skip
     for css, points in series.items():
         chart.line(css, [*points.items()])

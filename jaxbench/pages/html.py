@@ -8,7 +8,9 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from jaxbench.base.errors import counted
+from jaxbench.base.terminal import RUNNING
+from jaxbench.base.versions import versions
 from jaxbench.recipe.build import flat
 
 SYMBOLS = {
@@ -34,15 +38,42 @@ UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
 def render(
     template: str, filters: Mapping[str, Callable[..., Any]] | None = None, **content: Any
 ) -> str:
-    """A page from one of the templates, which may use these filters too."""
+    """A page from one of the templates, which may use these filters too. It says how it was made:
+    templates show `made` with the macro `made_by`."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    common = {"counted": counted, "breakable": breakable, "symbol": SYMBOLS.__getitem__}
+    common = {
+        "unbroken": unbroken,
+        "counted": counted,
+        "breakable": breakable,
+        "symbol": SYMBOLS.__getitem__,
+    }
     environment.filters |= {**common, **(filters or {})}
-    content["headline"] = UNIT.sub("\xa0", content["headline"])
+    content["made"] = made()
+    content["headline"] = unbroken(content["headline"])
     return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
+
+
+def made() -> dict[str, str]:
+    """How this page is made: the whole command and its first words, the date in UTC, and the
+    versions of jaxbench and jax."""
+    found, command = versions(), RUNNING.get()
+    commit, changed = found["commit"] or "", "+" * (found["commit"] or "").endswith("+")
+    at = f" ({commit[:7]}{changed})" if commit else ""
+    return {
+        "command": command,
+        "by": " ".join(shlex.split(command)[:2]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "jaxbench": f"jaxbench {found['jaxbench']}{at}",
+        "jax": found["jax"] or "",
+    }
+
+
+def unbroken(text: str) -> str:
+    """A text in which no line ends between a figure and its unit."""
+    return UNIT.sub("\xa0", text)
 
 
 def breakable(text: str) -> Markup:

@@ -21,6 +21,7 @@ from jaxbench.plan import (
     ask_cudnn,
     candidates,
     compare_profile,
+    difference,
     driver,
     hlo_file,
     scaling,
@@ -32,7 +33,7 @@ from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import Target
-from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.plan.row_page import plan_page
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import compile_program
@@ -150,7 +151,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
         return int(worse)
     if args.diff:
         plans = [plan_spec(spec, target.gpu, args.kernels) for spec in args.diff]
-        as_text = difference_page if args.format == "html" else text.difference
+        as_text = difference.page if args.format == "html" else difference.report
         write(as_text(*plans), args.output)
         return 0
     if args.search:
@@ -165,7 +166,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
 
 def plan_one(args: argparse.Namespace, target: Target) -> int:
     """Prints the plan of one row. If the row does not fit, prints remedies too, except next to
-    JSON."""
+    JSON; a page has the last one."""
     gpu = target.gpu
     run, _ = resolve(args.config, args.gpus, args.set, gpu)
     with compiling(run):
@@ -174,16 +175,18 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
         write_json(args.dump / "plan.json", plan)
     if args.format == "text":
         print(folded(text.answer(plan)), flush=True)
-    else:
-        write({"json": as_json, "html": plan_page}[args.format](plan), args.output)
+    remedy = ""
     if not plan.fits and args.format != "json":
         options = target.options() if args.gpu else target.further_options()
         options += [f"--set {change}" for change in args.set]
         words = ["jaxbench plan --config", args.config, "--gpus", run.row, *options]
-        for line in find_remedy(run, plan, gpu, " ".join(words)):
-            print(line, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
+        for remedy in find_remedy(run, plan, gpu, " ".join(words)):
+            print(remedy, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
     if args.format == "text":
         print(folded(text.details(plan)))
+    else:
+        content = as_json(plan) if args.format == "json" else plan_page(plan, remedy.strip())
+        write(content, args.output)
     return 0 if plan.fits else 1
 
 

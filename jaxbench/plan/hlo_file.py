@@ -17,11 +17,20 @@ from jaxbench.base import files
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu, placed
 from jaxbench.forecast.tables import Tables, load
-from jaxbench.pages.charts import waterfall
+from jaxbench.pages.charts import three_digits, waterfall
 from jaxbench.pages.html import attached, render
 from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step, step_of
-from jaxbench.plan.row_page import in_gib, step_content, system_assumptions, whole
+from jaxbench.plan.row_page import (
+    Box,
+    dominating,
+    in_gib,
+    no_forecast,
+    step_box,
+    step_content,
+    system_assumptions,
+    whole,
+)
 from jaxbench.plan.trace import write_trace
 from jaxbench.plan.traffic import system
 from jaxbench.xla.collectives import Collective
@@ -215,25 +224,26 @@ def report(step: HloStep) -> str:
 
 def page(step: HloStep) -> str:
     """The step as a page."""
-    f, known = step.forecast, not step.forecast.unknown
-    content = step_content(step, f.parts_s) | ({} if known else {"forecast": []})
-    within = f.interval
-    expected = f"{within.low_s:.3f} to {within.high_s:.3f} s", "90 % interval of the forecast"
-    result = f"A step is forecast to take {f.step_s:.3f} s." if known else "There is no forecast."
+    f, known, name = step.forecast, not step.forecast.unknown, Path(step.file).name
+    expected = Box("no forecast", "we do not know what some calls compute")
+    result = f"{three_digits(f.step_s)} s per step" if known else "no forecast"
     held = {"arguments": step.arguments, "other outputs": step.outputs}
     rows = waterfall(held, in_gib)
     if step.peak is not None:
         rows.append(whole("peak", step.peak, step.limit))
     return render(
         "hlo.html",
-        title=f"Plan: {Path(step.file).name}",
+        title=f"{name}: plan",
         plan=step,
-        headline=f"{Path(step.file).name} on {step.target.upper()}: {result}",
-        facts=[
-            *([expected] if known else []),
-            (f"{step.bound_step_s:.3f} s", "bound: no step can be faster"),
-            (text.gib(step.wire_bytes), "sent per GPU and step"),
+        jax=None,
+        headline=f"{name} on {step.target.upper()}: {result}",
+        summary=dominating(f.parts_s, f.step_s) if known else "",
+        boxes=[
+            step_box(f) if known else expected,
+            Box(f"{three_digits(step.bound_step_s)} s", "bound: no step can be faster"),
+            Box(text.gib(step.wire_bytes), "sent per GPU and step"),
         ],
+        reasons=[("How far to trust it:", f"{text.trust(f)}.") if known else no_forecast(f)],
         memory={"rows": rows, "full": max(step.limit, step.peak or 0)},
         flops={display_name(name): count for name, count in step.flops.items()},
         pipeline=[],
@@ -244,7 +254,7 @@ def page(step: HloStep) -> str:
         ],
         file="step.json.gz",
         href=attached(plain(step)),
-        **content,
+        **step_content(step, f.parts_s),
     )
 
 

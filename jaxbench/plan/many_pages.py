@@ -6,6 +6,7 @@ from typing import Any
 from jaxbench.base.errors import counted
 from jaxbench.pages.charts import Chart, Label, chart_over_gpus, empty_chart
 from jaxbench.pages.html import render
+from jaxbench.recipe.names import gpus_name
 from jaxbench.results.plans import MINIMUM_S, part_name
 
 GROWING = ("ours", "other", "published")
@@ -16,16 +17,20 @@ Series = dict[str, dict[int, float]]
 """Values by the name of a series and the number of GPUs."""
 
 
-def scaling_page(recipe: str, device: str, lines: Sequence[Line], remarks: Sequence[str]) -> str:
-    """The page with the figures of each row (`scaling.figures`). `remarks` are about the other
-    rows."""
+def scaling_page(
+    work: str, target: str, device: str, lines: Sequence[Line], remarks: Sequence[str]
+) -> str:
+    """The page with the figures of each row (`scaling.figures`), for some work on GPUs of a target.
+    `remarks` are about the other rows."""
     names = dict.fromkeys(name for line in lines for name in line["parts_s"])
     first, last = lines[0], lines[-1]
+    share = last["published_efficiency"]
+    published = f" (published: {100 * share:.1f} %)" if share else ""
     return render(
         "scaling.html",
-        title=f"Scaling: {recipe}",
-        headline=f"On {counted(last['gpus'])} {recipe} has {100 * last['efficiency']:.1f} % of its "
-        f"rate per GPU on {counted(first['gpus'])}.",
+        title=f"Scaling: {work}",
+        headline=f"{work} keeps {100 * last['efficiency']:.1f} % of its speed per GPU from "
+        f"{first['gpus']} to {gpus_name(last['gpus'], target)}{published}.",
         device=device,
         lines=lines,
         charts=[*_scaling_charts(lines, [*names])] if len(lines) > 1 else [],
@@ -88,7 +93,7 @@ def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tri
     best = next((line for line in lines if line["fits"]), None)
     result = "none of the candidates fits"
     if best and best["set"]:
-        of = f", {best['of_row']:.3f} times the row's" if best["of_row"] else ""
+        of = f", {_than_row(best['of_row'])} than the row" if best["of_row"] else ""
         result = f"the best of {len(lines)} candidates takes {best['step_s']:.3f} s{of}"
     elif best:
         result = f"the row is the best of {len(lines)} candidates, with {best['step_s']:.3f} s"
@@ -99,14 +104,21 @@ def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tri
     )  # fmt: skip
 
 
+def _than_row(ratio: float) -> str:
+    """`20.0 % longer` or `3.1 % shorter`."""
+    return f"{abs(100 * (ratio - 1)):.1f} % {'longer' if ratio > 1 else 'shorter'}"
+
+
 def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
     """Seconds over memory for everything that was compiled; None if nothing was."""
     groups: dict[str, list[tuple[float, float]]] = {"published": [], "lost": [], "ours": []}
     labels: list[Label] = []
     best = next((line for line in lines if line["fits"]), None)
-    for line in lines:
+    numbers: list[tuple[float, float, str]] = []
+    for number, line in enumerate(lines, 1):
         if "step_s" not in line:
             continue
+        numbers.append((line["peak"] / 2**30, line["step_s"], str(number)))
         point = line["peak"] / 2**30, line["step_s"]
         if line["set"] or not line["fits"]:
             groups["ours" if line["fits"] else "lost"].append(point)
@@ -124,7 +136,11 @@ def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
         [limit / 2**30, *(x for x, _ in points)], [y for _, y in points],
         unit="s per step", x_title="GiB", labels=labels,
     )  # fmt: skip
+    chart.cuts = (*chart.cuts, *(["x"] if chart.x.low else []))
     chart.marker(limit / 2**30, "limit")
+    chart.texts += [
+        ("tick", chart.x.at(x), chart.y.at(y) - 7, number, "middle") for x, y, number in numbers
+    ]
     for css, group in groups.items():
         chart.dots(css, group)
     return chart

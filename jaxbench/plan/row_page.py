@@ -3,52 +3,73 @@
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxbench.base.errors import counted
 from jaxbench.forecast.forecast import Forecast
-from jaxbench.pages.charts import SECONDS, WAITING, Bar, waterfall
+from jaxbench.pages.charts import SECONDS, WAITING, Bar, three_digits, waterfall
 from jaxbench.pages.html import attached, render, settings
 from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step
-from jaxbench.plan.plan import Plan, parts
+from jaxbench.plan.other_programs import reason
+from jaxbench.plan.plan import Memory, Plan, parts
 from jaxbench.plan.text import gib
+from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.published import ERRATA
 from jaxbench.results.plans import MINIMUM_S, part_name
 from jaxbench.xla.hlo import display_name
+from jaxbench.xla.memory import Buffer
 from jaxbench.xla.timeline import LINKS
 
 PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
 UNSURE = ("in proportion", "nothing")
 """The bases of a forecast that are least sure."""
 
-ASKED = ("recipe", "row", "gpus", "target", "settings.", "system.", "flags.", "versions.")
-"""Beginnings of the names of values that somebody chose."""
+TOKENS = 1e12
+"""The tokens of a training run for which we say how long it takes."""
 
-UNITS = (
-    (r"_s($|\.)|rests_on|\.unknown\.", "s", 1.0),
-    (r"bytes|^host\.", "GiB", 2**30),
-    (r"^flops\.(compiled|model)", "TFLOP", 1e12),
-    (r"^parameters$", "billions", 1e9),
-)
-"""A pattern in the name of a plan's value, the unit in which we show it, and how many of the plan's
-own units that is."""
+NEAR = 0.02
+"""A forecast that is as near to the published step needs no reason."""
+
+ARITHMETIC = ("products", "recompute", "bubble", "attention")
+"""Parts of a step that are matmuls and attention."""
+
+NETWORK = ("slowed", "exposed")
+"""Beginnings of the names of parts in which kernels wait, or are slower."""
+
+SAVED = re.compile(r"forward .*, \d+ times")
+"""The name of a stack that the forward pass leaves for the backward pass."""
+
+MOMENTS = {"mu": "first moment", "nu": "second moment"}
 
 
-def plan_page(plan: Plan) -> str:
-    """The page of one row."""
+class Box(NamedTuple):
+    """A figure of the first screen, what it is, and a CSS class for a verdict."""
+
+    figure: str
+    what: str
+    css: str = ""
+
+
+def plan_page(plan: Plan, remedy: str = "") -> str:
+    """The page of one row. `remedy` says how to make it fit."""
     row = plan.published
+    how = [("How to make it fit:", remedy)] if remedy else []
     return render(
         "plan.html",
-        title=f"Plan: {plan.recipe} on {gpus(plan)}",
+        title=f"{title(plan)}: plan",
         plan=plan,
+        jax=plan.versions["jax"],
         headline=headline(plan),
-        facts=facts(plan),
+        summary=" ".join(summary(plan)),
+        boxes=[*boxes(plan)],
+        reasons=[*how, *reasons(plan)],
         memory=memory(plan),
         pipeline=text.pipeline(plan),
         assumptions=[*assumptions(plan)],
         **step_content(plan, parts(plan), (row["step_time_s"], row["gpu_type"]) if row else None),
-        errata={code: ERRATA[code] for code in (plan.published or {}).get("errata", ())},
+        errata={code: ERRATA[code] for code in (row or {}).get("errata", ())},
         settings=settings(plan.settings, PARTS),
         flags=sorted(plan.flags.items()),
         file=f"{plan.recipe}-{plan.row}-{plan.target}.json.gz",
@@ -56,47 +77,138 @@ def plan_page(plan: Plan) -> str:
     )
 
 
-def difference_page(a: Plan, b: Plan) -> str:
-    """The page of `--diff`: what was changed between two plans, and what moved as a result."""
-    lines = [
-        (shown(name, x, y), text.ratio(x, y), name.startswith(ASKED))
-        for name, x, y in text.differences(a, b)
-    ]
-    ratio = b.forecast_step_s / a.forecast_step_s
-    steps = ((f"{name}: {p.recipe} on {gpus(p)}", p) for name, p in (("A", a), ("B", b)))
-    return render(
-        "diff.html",
-        title="Two plans",
-        headline=f"A step of B is forecast to take {b.forecast_step_s:.3f} s, "
-        f"{ratio:.3f} times A's {a.forecast_step_s:.3f} s.",
-        asked=[line for line, _, asked in lines if asked],
-        moved=[(*line, r) for line, r, asked in lines if not asked and r != text.ratio(1, 1)],
-        steps=[(name, forecast(p.forecast, parts(p), None)) for name, p in steps],
-        full=max(a.forecast.interval.high_s, b.forecast.interval.high_s),
+def title(plan: Plan) -> str:
+    """The work of a plan and its GPUs, with what its user changed."""
+    changes = ", ".join(plan.settings["overrides"])
+    work = f"{work_name(plan.settings)} on {gpus_name(plan.gpus, plan.target)}"
+    return f"{work}, {changes}" if changes else work
+
+
+def headline(plan: Plan) -> str:
+    """The page's conclusion: how long does a step take, or does it not fit?"""
+    if not plan.fits:
+        return f"{title(plan)}: does not fit"
+    if plan.forecast.unknown:
+        return f"{title(plan)}: no forecast"
+    return f"{title(plan)}: {three_digits(plan.forecast_step_s)} s per step"
+
+
+def summary(plan: Plan) -> Iterator[str]:
+    """Whether a row fits and what dominates its step, in sentences."""
+    layers = plan.settings["model"]["layers"]
+    if plan.fits:
+        yield "It fits."
+    if plan.settings["label"] == "proxy":
+        yield f"It is a proxy: a changed model, with {layers} layers."
+    if plan.settings["label"] == "derived":
+        batch = plan.settings["batch"]["global_batch"]
+        yield f"Its row is derived, with {layers} layers and a batch of {batch}."
+    if not plan.forecast.unknown:
+        yield dominating(parts(plan), plan.forecast_step_s)
+
+
+def dominating(seconds: dict[str, float], step_s: float) -> str:
+    """What takes most of a step, and how much of it is traffic."""
+    arithmetic = sum(s for name, s in seconds.items() if name in ARITHMETIC) / step_s
+    traffic = sum(s for name, s in seconds.items() if name.startswith(NETWORK)) / step_s
+    waits = "less than 1 %" if traffic < 0.01 else f"{100 * traffic:.0f} %"
+    return (
+        f"{100 * arithmetic:.0f} % of the step is matmuls and attention; {waits} is waiting for "
+        "collectives and copies or being slowed by them."
     )
 
 
-def shown(name: str, *values: Any) -> list[str]:
-    """The name of a plan's value with its unit, and the values in this unit."""
-    if not name.startswith(("rates.", *ASKED)):
-        for pattern, unit, size in UNITS:
-            if re.search(pattern, name):
-                numbers = ("-" if value is None else f"{value / size:,.3f}" for value in values)
-                return [f"{name}, {unit}", *numbers]
-    return [name, *map(as_words, values)]
+def boxes(plan: Plan) -> Iterator[Box]:
+    """The four figures of the first screen. The rate and the days are missing if there is no
+    forecast, the days if the model is a changed one."""
+    rates, size = plan.rates["forecast"], plan.bytes_per_device
+    if plan.forecast.unknown:
+        yield Box("no forecast", f"bound: no step can be faster than {plan.bound_step_s:.3g} s")
+    else:
+        yield step_box(plan.forecast)
+        mfu = "MFU unknown" if rates.mfu is None else f"{100 * rates.mfu:.1f} % MFU"
+        yield Box(f"{rates.tokens_per_s_per_gpu:,.0f}", f"tokens/s per GPU; {mfu}")
+        if whole_model(plan.settings):
+            days = days_for(plan, TOKENS)
+            hours = three_digits(24 * days * plan.gpus)
+            what = f"for 1 trillion tokens on {gpus_name(plan.gpus, plan.target)}"
+            yield Box(f"{three_digits(days)} days", f"{what}; {hours} GPU hours")
+    yield memory_box(size)
 
 
-def as_words(value: Any) -> str:
-    """A value without a unit, as people see it."""
-    if value is None or value == []:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:,.1f}".removesuffix(".0") if abs(value) >= 1000 else f"{value:.6g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def whole_model(settings: dict[str, Any]) -> bool:
+    """False for a model that was shortened or changed."""
+    model = settings["model"]
+    name = model["family"], model["size"]
+    published = (m.layers for m in MODELS.values() if (m.family, m.size) == name)
+    changed = any(change.startswith("model.") for change in settings["overrides"])
+    return settings["label"] != "proxy" and not changed and model["layers"] in published
+
+
+def step_box(f: Forecast) -> Box:
+    """The seconds of a step, with the interval of the forecast."""
+    low, high = three_digits(f.interval.low_s), three_digits(f.interval.high_s)
+    return Box(f"{three_digits(f.step_s)} s", f"per step; 90 % interval {low} to {high} s")
+
+
+def days_for(plan: Plan, tokens: float) -> float:
+    """The days of training on so many tokens at the forecast step time."""
+    batch = plan.settings["batch"]
+    steps = tokens / (batch["global_batch"] * batch["sequence_length"])
+    return steps * plan.forecast_step_s / 86400
+
+
+def memory_box(size: Memory) -> Box:
+    """The memory that is free on a GPU, or that a step has too much of on GPU or host."""
+    of = f"{size.peak / 2**30:.1f} of {gib(size.limit)} per GPU"
+    if size.peak > size.limit:
+        return Box("✕ does not fit", f"{of}, {gib(size.peak - size.limit)} too much", "bad")
+    if not size.fits:
+        host = f"{size.host / 2**30:.1f} of {gib(size.host_limit)} of host memory per GPU"
+        return Box("✕ does not fit", f"{host}; on the GPU {of}", "bad")
+    return Box(f"✓ {gib(size.limit - size.peak)} free", f"fits: {of}", "good")
+
+
+def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Why a forecast differs from the published step, and how far to trust it: a question and an
+    answer each."""
+    f, row, why = plan.forecast, plan.published, reason(plan.settings)
+    if f.unknown:
+        yield no_forecast(f)
+    elif row:
+        yield _why_it_differs(plan, row, why.differs)
+    else:
+        yield "Nothing is published for this work.", ""
+    if not f.unknown:
+        unsure = sum(f.rests_on.get(basis, 0.0) for basis in UNSURE) / f.step_s
+        more = [
+            *([f"{100 * unsure:.0f} % of it is in proportion to other shapes"] if unsure else []),
+            *([f"uncertain: {why.uncertain}"] if why.uncertain else []),
+        ]
+        yield "How far to trust it:", f"{'; '.join([text.trust(f), *more])}."
+
+
+def no_forecast(f: Forecast) -> tuple[str, str]:
+    """Why there is no forecast: a question and an answer."""
+    calls = ", ".join(f.unknown)
+    return "Why is there no forecast?", f"We do not know what these calls compute: {calls}."
+
+
+def _why_it_differs(plan: Plan, row: dict[str, Any], differs: str) -> tuple[str, str]:
+    published_s, gpu = row["step_time_s"], row["gpu_type"]
+    step = f"The published step, {three_digits(published_s)} s, is of another program"
+    if gpu != plan.target:
+        return "Why does it differ from the published step?", f"{step} on {gpu.upper()}."
+    change, within = plan.forecast_step_s / published_s - 1, plan.forecast.interval
+    question = "How near is it to the published step?"
+    if abs(change) >= NEAR:
+        where = f"{100 * abs(change):.0f} % {'below' if change < 0 else 'above'}"
+        question = f"Why {where} the published step?"
+    lies = "outside of the interval"
+    if within.low_s <= published_s <= within.high_s:
+        lies = "in the interval, so the difference may be an error of the forecast"
+    sentences = step, differs, f"The published step lies {lies}"
+    return question, " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
 def step_content(
@@ -105,12 +217,15 @@ def step_content(
     """The content that the page of any step has: the seconds of its forecast by part, next to a
     published step and its GPU."""
     f, others = step.forecast, step.other_kernels
+    shown, bound = shown_parts(seconds), shown_parts(step.bound_parts_s)
     return {
-        "published": published,
+        "steps": bars_of_steps(step, seconds, published),
         "full": max(step.bound_step_s, f.interval.high_s, *(published or ())[:1]),
-        "bound": steps_of(step.bound_parts_s, "bound", step.bound_step_s, published),
-        "forecast": forecast(f, seconds, published),
-        "trust": text.trust(f),
+        "parts": [
+            bar._replace(text=f"{bar.length:.3f} s, {100 * bar.length / f.step_s:.1f} %")
+            for bar in waterfall({} if f.unknown else shown, SECONDS)
+        ],
+        "bound": ", ".join(f"{name} {s:.3f} s" for name, s in bound.items()),
         "links": LINKS,
         "kernels": text.kernels(step),
         "others": [
@@ -135,61 +250,42 @@ def in_gib(count: float) -> str:
     return gib(count).split()[0]
 
 
-def gpus(plan: Plan) -> str:
-    """`8 H100 GPUs`."""
-    return counted(plan.gpus, f"{plan.target.upper()} GPU")
-
-
-def headline(plan: Plan) -> str:
-    """The page's conclusion: does it fit, and how long will it take?"""
-    size, changes = plan.bytes_per_device, plan.settings["overrides"]
-    where = " ".join([plan.recipe, *changes, "on", gpus(plan)])
-    if size.peak > size.limit:
-        return f"{where} does not fit: {gib(size.peak)} of {gib(size.limit)} per GPU."
-    if not plan.fits:
-        host = f"{gib(size.host)} of {gib(size.host_limit)}"
-        return f"{where} does not fit the host's memory: {host} per GPU."
-    of = ""
-    if plan.published:
-        ratio = plan.forecast_step_s / plan.published["step_time_s"]
-        gpu = plan.published["gpu_type"]
-        on = "" if gpu == plan.target else f" on {gpu.upper()}"
-        of = f", {ratio:.2f} times the published step{on}"
-    return f"{where} fits. A step is forecast to take {plan.forecast_step_s:.2f} s{of}."
-
-
-def facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """The first lines: a figure, and what it is."""
-    rates, size = plan.rates["forecast"], plan.bytes_per_device
-    within = plan.forecast.interval
-    yield f"{within.low_s:.2f} to {within.high_s:.2f} s", "90 % interval of the forecast"
-    yield f"{plan.bound_step_s:.2f} s", "bound: no step can be faster"
-    yield f"{rates.tokens_per_s_per_gpu:,.0f}", "tokens/s/GPU"
-    if rates.mfu is not None:
-        yield f"{100 * rates.mfu:.1f} %", "MFU"
-    yield gib(abs(size.limit - size.peak)), "headroom" if size.peak <= size.limit else "too much"
-    yield gib(plan.wire_bytes), "sent per GPU and step"
-
-
 def memory(plan: Plan) -> dict[str, Any]:
-    """Bars up to the limit for what is in memory at the peak; the largest buffers; and the host's
-    part."""
+    """A stacked bar of what is in memory at the peak, with its limit; the same for the host; and
+    the largest buffers."""
     size, state = plan.bytes_per_device, plan.state_bytes
     held = {"parameters": state.parameters, "optimizer": state.optimizer}
     held |= {"gradients": state.gradients} if state.gradients else {}
-    held["other temporaries" if state.gradients else "temporaries"] = size.peak - sum(held.values())
-    largest = [
-        Bar("part", f"{b.name} {b.shape}", 0, b.bytes, in_gib(b.bytes))
-        for b in plan.largest_buffers
-    ]
+    left = size.peak - sum(held.values())
+    saved = sum(b.bytes for b in plan.largest_buffers if SAVED.fullmatch(b.name))
+    if left / 2 <= saved <= left:
+        held |= {"saved activations": saved, "other temporaries": left - saved}
+    else:  # XLA does not list enough of them
+        held["activations and other temporaries"] = left
     return {
-        "rows": [*waterfall(held, in_gib), whole("peak", size.peak, size.limit)],
+        "rows": [whole("peak", size.peak, size.limit)._replace(pieces=waterfall(held, in_gib))],
         "full": max(size.peak, size.limit),
-        "buffers": largest,
-        "largest": max((bar.length for bar in largest), default=1),
-        "host": [whole("activations", size.host, size.host_limit)] if size.host else [],
+        "buffers": [
+            Bar("part", f"{buffer_name(b)} {b.shape}", 0, b.bytes, in_gib(b.bytes))
+            for b in plan.largest_buffers
+        ],
+        "largest": max((b.bytes for b in plan.largest_buffers), default=1),
+        "host": [whole("saved activations", size.host, size.host_limit)] if size.host else [],
         "host_full": max(size.host, size.host_limit),
     }
+
+
+def buffer_name(buffer: Buffer) -> str:
+    """The name of a buffer; arrays of the train state by what they are:
+    `optimizer, first moment: mixer.gate_up` for `state.optimizer[1][0].mu...gate_up.value`."""
+    path = re.sub(r"(stacks|layers)\[\d+\]\.|\.value$", "", buffer.name)
+    found = re.fullmatch(r"state\.(model|optimizer)(?:\[\d+\])*\.(?:(mu|nu)\.)?(\S+)", path)
+    if found is None:
+        return buffer.name
+    kind, moment, name = found.groups()
+    if kind == "model":
+        return f"parameters: {name}"
+    return f"optimizer, {MOMENTS[moment]}: {name}" if moment else f"optimizer: {name}"
 
 
 def whole(name: str, size: int, limit: int) -> Bar:
@@ -197,30 +293,31 @@ def whole(name: str, size: int, limit: int) -> Bar:
     return Bar("ours" if size <= limit else "over", name, 0, size, in_gib(size))
 
 
-def steps_of(
-    seconds: dict[str, float], name: str, total_s: float, published: tuple[float, str] | None
+def bars_of_steps(
+    step: Step, seconds: dict[str, float], published: tuple[float, str] | None
 ) -> list[Bar]:
-    """A step's parts one after the other, then the step, then the published step with its GPU."""
-    shown = {part_name(part): s for part, s in in_order(seconds) if s >= MINIMUM_S}
-    bars = [*waterfall(shown, SECONDS), Bar("ours", name, 0, total_s, SECONDS(total_s))]
+    """Bound, forecast and published step with its GPU. The forecast has its parts and interval."""
+    f, bound_s = step.forecast, step.bound_step_s
+    bars = [Bar("bound", "bound: no step can be faster", 0, bound_s, f"{three_digits(bound_s)} s")]
+    if not f.unknown:
+        pieces, interval = (
+            waterfall(shown_parts(seconds), three_digits),
+            (f.interval.low_s, f.interval.high_s),
+        )
+        figure = f"{three_digits(f.step_s)} s"
+        bars.append(Bar("ours", "forecast", 0, f.step_s, figure, pieces, interval))
     if published:
-        step_s, gpu = published
-        bars.append(Bar("total", f"published, {gpu.upper()}", 0, step_s, f"{step_s:.5g}"))
+        published_s, gpu = published
+        name = f"published on {gpu.upper()}: another program"
+        bars.append(Bar("total", name, 0, published_s, f"{three_digits(published_s)} s"))
     return bars
 
 
-def in_order(seconds: dict[str, float]) -> list[tuple[str, float]]:
-    """The parts of a step: the longest first, and last the parts that wait or are slowed."""
-    return sorted(seconds.items(), key=lambda part: (part[0].startswith(WAITING), -part[1]))
-
-
-def forecast(
-    f: Forecast, seconds: dict[str, float], published: tuple[float, str] | None
-) -> list[Bar]:
-    """The forecast's parts and its interval."""
-    bars = steps_of(seconds, "forecast", f.step_s, published)
-    low, high = f.interval.low_s, f.interval.high_s
-    return [*bars, Bar("part", "90 % interval", low, high - low, f"{low:.3f} to {high:.3f}")]
+def shown_parts(seconds: dict[str, float]) -> dict[str, float]:
+    """The parts of a step that are long enough to show, by their names: the longest first, and last
+    the parts that wait or are slowed."""
+    named = [(part_name(name), s) for name, s in seconds.items() if s >= MINIMUM_S]
+    return dict(sorted(named, key=lambda part: (part[0].startswith(WAITING), -part[1])))
 
 
 def assumptions(plan: Plan) -> Iterator[tuple[str, str]]:

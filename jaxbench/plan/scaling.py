@@ -18,6 +18,7 @@ from jaxbench.plan.many_pages import scaling_page, shown_parts
 from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_all
 from jaxbench.recipe import recipes
+from jaxbench.recipe.names import work_name
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import Run
 from jaxbench.results.plans import MINIMUM_S, part_name
@@ -36,8 +37,8 @@ def scaling(
         content = {"rows": lines, "left_out": left_out, "failures": failures}
         write(as_json(content), output)
     elif form == "html" and lines:
-        name = " ".join([recipe.name, *changes])
-        write(scaling_page(name, target.gpu.device, lines, [*left_out, *failures]), output)
+        work, remarks = ", ".join([work_name(plans[0].settings), *changes]), [*left_out, *failures]
+        write(scaling_page(work, target.name, target.gpu.device, lines, remarks), output)
     elif lines:
         show(f"{recipe.name}, {target.gpu.device}", lines)
     for text in left_out:

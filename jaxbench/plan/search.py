@@ -29,6 +29,7 @@ from jaxbench.plan.plan import Plan, grows, parts
 from jaxbench.plan.processes import Target, plan_each, progress
 from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
+from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 from jaxbench.results.plans import part_name
@@ -244,8 +245,8 @@ def search(
     if form == "json":
         write(as_json({"best": best, "candidates": lines, **counts}), output)
     elif form == "html":
-        name = " ".join([row.recipe, *row.overrides])
-        where = f"{name} on {counted(row.gpus, f'{target.gpu.name} GPU')}"
+        work = work_name(recipes.describe(row))
+        where = ", ".join([f"{work} on {gpus_name(row.gpus, target.name)}", *row.overrides])
         write(search_page(where, lines, target.gpu.memory_limit, command, tried), output)
     else:
         show(lines)

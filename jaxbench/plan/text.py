@@ -1,7 +1,4 @@
-"""A plan as text, and the differences between two plans."""
-
-from dataclasses import asdict
-from typing import Any
+"""A plan as text."""
 
 from jaxbench.base.errors import counted
 from jaxbench.forecast.forecast import Forecast
@@ -9,19 +6,12 @@ from jaxbench.forecast.tables import FORMATS, PACKAGE
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Plan
-from jaxbench.recipe.build import flat
 from jaxbench.recipe.published import ERRATA
 from jaxbench.results.plans import part_name
 from jaxbench.xla.hlo import display_name
 
 BAR = 24
 """Characters of the longest bar of a forecast."""
-
-IGNORED = (
-    "lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels",
-    "sensitivities",
-)  # fmt: skip
-"""Fields of a plan that `difference` leaves out. It compares collectives by their sums."""
 
 NEAR = 0.9
 """The share of the scheduler's memory limit above which temporaries have probably met it. If a
@@ -279,42 +269,3 @@ def _published(plan: Plan) -> list[str]:
         f"{_rates(plan, 'published')}{mfu}",
         *(f"  {code:10} {ERRATA[code]}" for code in row["errata"]),
     ]
-
-
-def differences(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:
-    """The name and both values of everything that differs."""
-    left, right = _values(a), _values(b)
-    return [
-        (name, x, y) for name in left | right if (x := left.get(name)) != (y := right.get(name))
-    ]
-
-
-def difference(a: Plan, b: Plan) -> str:
-    """A table of the values that differ."""
-    lines = [(name, _text(x), _text(y), ratio(x, y)) for name, x, y in differences(a, b)]
-    if not lines:
-        return "the plans are the same"
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _values(plan: Plan) -> dict[str, Any]:
-    """The numbers and texts of a plan by dotted names. Collectives are named by kind and axes."""
-    values = dict(flat({n: value for n, value in asdict(plan).items() if n not in IGNORED}))
-    for c in plan.collectives:
-        for name in ("count", "bytes", "exposed_s"):
-            values[f"{c.kind} over {c.axes}: {name}"] = getattr(c, name)
-    return values
-
-
-def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
-
-
-def ratio(a: Any, b: Any) -> str:
-    """The second number over the first, if both are numbers."""
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
-    return f"x {b / a:.3f}" if numbers and a else ""

@@ -94,7 +94,7 @@ def _scaling(title: str, series: dict[str, Rates]) -> dict[str, Any]:
         for name, rates in lines.items()
     )
     chart = chart_over_gpus(
-        title, f"tokens/s per GPU. {description}", "tokens/s/GPU", lines, [0.0, *values], labels
+        title, f"tokens/s per GPU. {description}", "tokens/s/GPU", lines, values, labels
     )
     marks = {name: "repeat" if name == "ours" else name for name in series if series[name].others}
     for name, css in marks.items():

@@ -4,99 +4,252 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib import metadata
 from itertools import pairwise
 
 import pytest
+from commands import ROOT
 from made_plans import awkward, made, scaled, searched, slower
 from parsed import Parsed
 
+import jaxbench
 from jaxbench.base.hardware import PLANNED
-from jaxbench.plan import command
+from jaxbench.base.versions import versions
+from jaxbench.pages.charts import empty_chart, ends
+from jaxbench.plan import command, difference
 from jaxbench.plan.many_pages import _search_chart
+from jaxbench.plan.other_programs import BLOCK_SCALED, REASONS
 from jaxbench.plan.plan import read
-from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.plan.row_page import TOKENS, days_for, plan_page
 from jaxbench.plan.text import trust
+from jaxbench.recipe import published
+from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.names import model_name
 
 
 def bars(text, caption):
-    """(class, name, start, width in percent, figure) of each line of a table of bars."""
-    table = text.partition(f"<caption>{caption}")[2].partition("</table>")[0]
+    """(class, name, start, width in percent, figure) of each line of a table of bars, except of
+    stacked bars."""
     line = re.compile(
-        r'<tr class="(.*?)"><th scope="row">(.*?)</th>.*?class="fill" x="(.*?)%" width="(.*?)%"'
-        r".*?<td class=.n[^>]*>(.*?)</td>",
+        r'<tr class="([^"]*)"><th scope="row">([^<]*)</th>(?:(?!</tr>).)*?class="fill" x="(.*?)%"'
+        r' width="(.*?)%".*?<td class=.n[^>]*>(.*?)</td>',
         re.DOTALL,
     )
     return [
         (css, name, float(start), float(width), figure)
-        for css, name, start, width, figure in line.findall(table)
+        for css, name, start, width, figure in line.findall(table(text, caption))
     ]
 
 
-def test_a_plan_is_a_page(tmp_path):
-    plan = slower(made(), 0.05)
-    text = plan_page(plan)
+def table(text, caption):
+    """The table with a caption."""
+    return text.partition(f"<caption>{caption}")[2].partition("</table>")[0]
+
+
+def pieces(text, caption):
+    """(class, start, width in percent) of the pieces of a stacked bar."""
+    piece = re.compile(r'<rect class="piece (.*?)" x="(.*?)%" width="(.*?)%"')
+    found = piece.findall(table(text, caption))
+    return [(css, float(start), float(width)) for css, start, width in found]
+
+
+def said_by(text):
+    """The words of a page that is made well."""
     page = Parsed(text)
     page.names()
-    said = " ".join(page.texts)
-    ratio = plan.forecast_step_s / 12.33
-    assert "llama31_8b_bf16 on 64 H100 GPUs fits. A step is forecast to take" in said
-    assert f" s, {ratio:.2f} times the published step." in said.replace("\xa0", " ")
-    assert "not measured" in said
-    assert f"How far to trust the forecast: {trust(plan.forecast)}." in said
-    *_, (_, shown, _, _, ends) = bars(text, "Forecast, seconds")
-    within = plan.forecast.interval
-    assert (shown, ends) == ("90 % interval", f"{within.low_s:.3f} to {within.high_s:.3f}")
-    assert "forward &lt;div&gt;, 4 times" in text
-    name = replace(plan.largest_buffers[0], name="state.model.<x>")
-    assert "state.<wbr>model.&lt;x&gt;" in plan_page(replace(plan, largest_buffers=[name]))
-    # Parts lie one after the other, and end where the step does.
-    *parts, whole, published, _ = bars(text, "Forecast, seconds")
-    for (_, _, start, width, _), following in pairwise(parts):
-        assert following[2] == pytest.approx(start + width, abs=0.02)
-    assert parts[-1][2] + parts[-1][3] == pytest.approx(whole[3], abs=0.02)
-    assert (whole[1], whole[4]) == ("forecast", f"{plan.forecast_step_s:.3f}")
-    assert published[1:] == ("published, H100", 0, pytest.approx(100, abs=0.1), "12.33")
-    assert [css for css, name, *_ in parts if name.startswith(("waiting", "slowed"))] == ["other"]
-    held = bars(text, "Contents, GiB")
-    assert [(name, figure) for _, name, _, _, figure in held] == [
-        ("parameters", "4.0"), ("optimizer", "8.0"), ("gradients", "2.0"),
-        ("other temporaries", "48.0"), ("peak", "62.0"),
-    ]  # fmt: skip
-    (link,) = page.all("a", download="llama31_8b_bf16-64-h100.json.gz")
+    return " ".join(" ".join(page.texts).replace("\xa0", " ").split())
+
+
+STEPS = "Seconds of a step"
+
+
+def test_a_plan_is_a_page(tmp_path):
+    plan = slower(made(), 6.0)
+    text = plan_page(plan)
+    said, within = said_by(text), plan.forecast.interval
+    assert "Llama 3.1 8B in bf16 on 64 H100s: 6.00 s per step" in said
+    assert "forecast, not measured" in said
+    assert re.search(r"It fits\. 0 % of the step is matmuls and attention; 100 % is waiting", said)
+    assert "per step; 90 % interval 0.0250 to 0.0365 s" in said
+    assert re.search(r"tokens/s per GPU; [\d.]+ % MFU", said)
+    assert f"✓ {plan.bytes_per_device.limit / 2**30 - 62:.1f} GiB free fits: 62.0 of" in said
+    assert trust(plan.forecast) in said
+    # Bound, forecast and published step are on one scale, which ends at the longest of them.
+    bound, published = bars(text, STEPS)[0], bars(text, STEPS)[-1]
+    assert bound[3] == pytest.approx(100 * plan.bound_step_s / 12.33, abs=0.01)
+    assert published[1:] == ("published on H100: another program", 0, 100, "12.3 s")
+    # The parts of the forecast lie one after the other and end where the step does.
+    parts = pieces(text, STEPS)
+    for (_, start, width), following in pairwise(parts):
+        assert following[1] == pytest.approx(start + width, abs=0.02)
+    assert parts[-1][0] == "other"  # waiting
+    assert parts[-1][1] + parts[-1][2] == pytest.approx(100 * 6.0 / 12.33, abs=0.1)
+    low, high = 100 * within.low_s / 12.33, 100 * within.high_s / 12.33
+    assert f'x="{low:.1f}%" y="50%" width="{high - low:.2f}%"' in text
+    (link,) = Parsed(text).all("a", download="llama31_8b_bf16-64-h100.json.gz")
     packed = link["href"].removeprefix("data:application/gzip;base64,")
     (tmp_path / "plan.json").write_bytes(gzip.decompress(base64.b64decode(packed)))
     assert read(tmp_path / "plan.json").forecast == plan.forecast
 
 
+def test_memory_is_one_bar_with_names_that_people_use():
+    plan = made()
+    text = plan_page(plan)
+
+    def legend(text):
+        return re.findall(r"</span>(.*?)</li>", table(text, "Memory of one GPU"))
+
+    state = ["parameters 4.0", "optimizer 8.0", "gradients 2.0"]
+    assert legend(text) == [*state, "activations and other temporaries 48.0"]
+    start, width = pieces(text, "Memory of one GPU")[-1][1:]
+    assert start + width == pytest.approx(100 * 62 * 2**30 / plan.bytes_per_device.limit, abs=0.02)
+    assert "forward &lt;div&gt;, 4 times" in text
+    # Most of what is left are stacks of the forward pass.
+    saved = replace(plan.largest_buffers[0], bytes=40 * 2**30)
+    path = "state.optimizer[1][0].nu.stacks[0].layers[1].mixer.<x>.value"
+    text = plan_page(replace(plan, largest_buffers=[saved, replace(saved, name=path)]))
+    assert legend(text) == [*state, "saved activations 40.0", "other temporaries 8.0"]
+    assert "optimizer, second moment: mixer.&lt;x&gt;" in text
+
+
+def test_days_are_those_that_the_source_prints():
+    """Llama 2 70B on 64 H100s: 6.999 s for 128 sequences of 4096 tokens are 154.51 days."""
+    plan = slower(made("llama2_70b_bf16"), 6.999)
+    by_hand = 1e12 / (128 * 4096) * 6.999 / (24 * 3600)
+    assert days_for(plan, TOKENS) == pytest.approx(by_hand)
+    assert by_hand == pytest.approx(plan.published["days_per_1t_tokens"], abs=0.01)
+    said = said_by(plan_page(plan))
+    assert "155 days for 1 trillion tokens on 64 H100s; 237,000 GPU hours" in said
+    # Of a model that was shortened or changed they would say nothing.
+    short = plan.settings | {"label": "derived", "model": plan.settings["model"] | {"layers": 2}}
+    changed = plan.settings | {"label": "derived", "overrides": ["model.mlp.ffn=1"]}
+    for settings in (plan.settings | {"label": "proxy"}, short, changed):
+        assert "trillion" not in said_by(plan_page(replace(plan, settings=settings)))
+
+
+def test_a_page_says_why_it_differs_and_how_far_to_trust_it():
+    plan = slower(made("llama2_70b_bf16"), 5.6)
+    within = replace(plan.forecast.interval, low_s=5.0, high_s=7.3)
+    inside = replace(plan, forecast=replace(plan.forecast, interval=within))
+    said = said_by(plan_page(inside))
+    assert "Why 20 % below the published step?" in said
+    assert "with activations in host memory. The published step lies in the interval, so" in said
+    assert "How near is it to the published step?" in said_by(plan_page(slower(plan, 7.0)))
+    narrow = replace(plan.forecast, interval=replace(within, high_s=6.0))
+    assert "The published step lies outside of the interval." in said_by(
+        plan_page(replace(plan, forecast=narrow))
+    )
+    changed = plan.settings | {"overrides": ["execution.remat=full"]}
+    said = said_by(plan_page(replace(plan, settings=changed)))
+    assert "on 64 H100s, execution.remat=full: 5.60 s per step" in said
+    assert "host memory" not in said.partition("How far")[0]  # of the row as it was
+    assert "Nothing is published for this work." in said_by(
+        plan_page(replace(plan, published=None))
+    )
+    assert "do not know what these calls compute: their_kernel." in said_by(plan_page(awkward()))
+
+
+def test_reasons_are_those_of_the_document():
+    text = (ROOT / "docs/forecast.md").read_text()
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    for reason in (*REASONS.values(), BLOCK_SCALED):
+        for sentence in (*reason.differs.split(". "), *reason.uncertain.split("; ")):
+            assert sentence in text
+    for row in published.rows():
+        work = f"{row.workload} {row.size} {row.dtype}"
+        assert any(work.startswith(name) for name in REASONS), work
+
+
+def test_models_have_their_names():
+    names = [model_name(model.family, model.size) for model in MODELS.values()]
+    expected = "DeepSeek-V3 GPT-OSS 120B Grok-1 314B Llama 2 70B Llama 3.1 405B Nemotron-4 340B " \
+        "Nemotron-H 56B Nemotron 3 Nano 30B-A3B Qwen3 235B-A22B"  # fmt: skip
+    assert all(name in " ".join(names) for name in re.split(r" (?=[A-Z]\w+[- ]\w)", expected))
+    assert "Llama 3.1 8B" in names
+    assert "Nemotron 3 Super 120B-A12B" in names
+
+
+def test_axes_begin_at_zero_or_say_that_they_do_not():
+    assert ends([98.0, 100.0], from_zero=True) == (0.0, 100.0)
+    low, high = ends([6.9, 7.1], from_zero=False)
+    assert 6.0 < low < 6.9 < 7.1 < high < 8.0
+    assert ends([1.0, 9.0], from_zero=False)[0] == 0.0  # nothing to gain
+    for values in ([6.9, 7.1], [3.0, 3.0], [0.0, 0.0], [0.028, 0.045]):
+        chart = empty_chart("", "", [1, 2], values, unit="s", x_title="GPUs", labels=[])
+        ticks = [value for value, _ in chart.y_ticks]
+        assert (ticks[0], ticks[-1]) == pytest.approx((chart.y.low, chart.y.high))
+        assert chart.cuts == (("y",) if chart.y.low else ())
+
+
+def two(**changes):
+    """Two plans of one row, of which B has `execution.remat=full` and waits longer."""
+    a = made()
+    settings = a.settings | {"overrides": ["execution.remat=full"]}
+    settings["execution"] = a.settings["execution"] | {"remat": "full"}
+    b = slower(a, 1.246 * a.forecast_step_s, settings=settings, flags=a.flags | {"xla_x": True})
+    return a, replace(b, **changes)
+
+
+def test_a_difference_begins_with_its_conclusion():
+    a, b = two()
+    longer = b.forecast_step_s - a.forecast_step_s
+    first, changed, why, memory, *_ = difference.report(a, b).splitlines()
+    assert re.fullmatch(r"B is 24\.6 % slower: [\d.]+ s instead of [\d.]+ s\.", first)
+    assert re.fullmatch(r"changed: execution\.remat \S+ -> full \(1 more follows\)", changed)
+    assert why.startswith(f"why: +{longer:.5f} s")
+    assert why.endswith(" s waiting for data")
+    assert memory == "memory: 62.0 GiB instead of 62.0 GiB per GPU; both fit"
+    assert difference.slower(b, a).startswith("B takes 19.7 % less time: ")
+    assert difference.slower(a, a).startswith("B is as fast as A: ")
+    assert difference.slower(a, awkward()) == "There is no forecast of B."
+    # Steps of other work: rates are compared.
+    more = a.settings | {"batch": a.settings["batch"] | {"global_batch": 1}}
+    assert difference.slower(a, slower(a, a.forecast_step_s / 2, settings=more)) == (
+        f"B trains 100.0 % more tokens/s per GPU: "
+        f"{2 * a.rates['forecast'].tokens_per_s_per_gpu:,.0f} instead of "
+        f"{a.rates['forecast'].tokens_per_s_per_gpu:,.0f}."
+    )
+    assert difference.report(a, a) == "the plans are the same"
+
+
 def test_a_difference_is_a_page(tmp_path):
-    """What somebody changed, apart from what moved, in units; both steps on one scale."""
-    a, files = made(), [tmp_path / "a.json", tmp_path / "b.json"]
-    b = slower(a, 2 * a.forecast_step_s, uncovered_wire_bytes=2**31)
-    b = replace(b, settings=b.settings | {"seed": 7})
+    """What somebody changed, apart from what followed and from what moved; signed bars."""
+    a, b = two(uncovered_wire_bytes=2**31)
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
     for plan, file in zip((a, b), files, strict=True):
         file.write_text(json.dumps(asdict(plan)))
     output = tmp_path / "page.html"
     words = ["--diff", *map(str, files), "--format", "html", "--output", str(output)]
     assert command.main(words) == 0
-    page = Parsed(output.read_text())
-    page.names()
-    said = " ".join(page.texts).replace("\xa0", " ")
-    assert f"forecast to take {b.forecast_step_s:.3f} s, 2.000 times A's" in said
+    text = output.read_text()
+    said = said_by(text)
+    # How it was made.
+    assert shlex.join(["jaxbench", "plan", *words]) in said
+    version, commit = jaxbench.__version__, (versions()["commit"] or "")[:7]
+    today, jax = datetime.now(UTC).date(), metadata.version("jax")
+    of = rf"{today} · jaxbench {version} \({commit}\+?\) · jax {jax}"
+    assert re.search(rf"jaxbench plan · two forecasts, not measured · {of}", said)
+    assert "B: Llama 3.1 8B in bf16 on 64 H100s, execution.remat=full" in said
     changed, _, moved = said.partition("What is different as a result")
-    assert "settings.seed 0 7" in changed
-    assert "forecast_step_s, s" in moved
-    assert re.search(r"uncovered_wire_bytes, GiB [\d.]+ 2\.000 x", moved)
-    sides = [bars(output.read_text(), f"{side}: llama31_8b_bf16 on 64 H100") for side in "AB"]
-    widths = [next(bar[3] for bar in side if bar[1] == "forecast") for side in sides]
-    assert widths[1] == pytest.approx(2 * widths[0], abs=0.02)
+    assert re.search(r"What somebody set .* execution\.remat \S+ full", changed)
+    assert re.search(r"What follows from it .* flags\.xla_x - yes", changed)
+    assert re.search(r"sent without matmuls or attention next to it, GiB [\d.]+ 2\.000 \+", moved)
+    (longer, step) = bars(text, "Seconds of B minus seconds of A")
+    assert longer[:4] == ("other", "waiting for data", 0, 100)
+    assert longer[4] == step[4] == f"{b.forecast_step_s - a.forecast_step_s:+.3f}"
+    shorter = bars(difference.page(b, a), "Seconds of B minus seconds of A")[0]
+    assert shorter[:4] == ("good", "waiting for data", 0, 100)
+    assert shorter[4].startswith("-")
 
 
 def test_values_of_a_difference_have_their_own_units():
     """A time of the host is no size of it, a number of stages no time; nothing is Python's."""
-    said = " ".join(Parsed(difference_page(made(), awkward())).texts)
-    assert "host.exposed_s, s 0.000 0.250" in said
-    assert re.search(r"host\.to_host, GiB 0\.000 64\.000", said)
+    said = said_by(difference.page(made(), awkward()))
+    assert "exposed copies to and from the host, s 0.000 0.250" in said
+    assert re.search(r"copied to the host, GiB 0\.000 64\.000", said)
     assert "stages.virtual_stages - 6" in said
     assert "fits yes no" in said
     assert re.search(r"parameters, billions 8\.030 341\.029", said)
@@ -113,20 +266,38 @@ def test_a_search_marks_the_best_and_no_other(other_s, labels):
     other = row | {"set": ["parallelism.fsdp=4"], "step_s": other_s}
     lines = [row, other] if other_s > 1 else [other, row]  # the fastest first
     said = [text for _, _, _, text, _ in _search_chart(lines, 2**36).texts]
-    assert sorted(said, reverse=True) == [*labels[:1], "limit", *labels[1:]]
+    assert sorted(said, reverse=True) == [*labels[:1], "limit", *labels[1:], "2", "1"]
 
 
 def test_what_does_not_fit_is_said_first():
     plan = made("llama31_8b_fp8", gpus=8, gpu=PLANNED["gb200"])
-    assert "1.00 times the published step" not in plan_page(plan)  # which is on H100
+    said = said_by(plan_page(plan))
+    assert "Why does it differ from the published step? The published step, 9.33 s, is" in said
     big = replace(plan.bytes_per_device, peak=200 * 2**30, host=2**40)
     text = plan_page(replace(plan, bytes_per_device=big, fits=False))
-    assert "does not fit: 200.0\xa0GiB of 167.6\xa0GiB per GPU." in text
-    assert [css for css, name, *_ in bars(text, "Contents, GiB") if name == "peak"] == ["over"]
+    said = said_by(text)
+    assert "Llama 3.1 8B in FP8 on 8 GB200s: does not fit" in said
+    assert "✕ does not fit 200.0 of 167.6 GiB per GPU, 32.4 GiB too much" in said
+    assert '<tr class="over"><th scope="row">peak' in table(text, "Memory of one GPU")
     host = replace(big, peak=2**30)
-    text = plan_page(replace(plan, bytes_per_device=host, fits=False))
-    assert "memory: 1024.0\xa0GiB of" in text
-    Parsed(text).names()
+    said = said_by(plan_page(replace(plan, bytes_per_device=host, fits=False)))
+    assert "✕ does not fit 1024.0 of" in said
+
+
+def test_a_page_says_how_to_make_it_fit(monkeypatch, capsys):
+    """The last line of the search for settings, which is printed too."""
+    tried = [
+        "  still too big, 70.9 GiB: --set a=1",
+        "  fits with 66.1 GiB: jaxbench plan --set a=2",
+    ]
+    monkeypatch.setattr(command, "make_plan", lambda *_: replace(made(gpus=8), fits=False))
+    monkeypatch.setattr(command, "find_remedy", lambda *_: iter(tried))
+    words = ["--config", "llama31_8b_bf16", "--gpus", "8", "--format", "html"]
+    assert command.main(words) == 1
+    out, err = capsys.readouterr()
+    assert "How to make it fit: fits with 66.1 GiB: jaxbench plan --set a=2 Why" in said_by(out)
+    assert "70.9" not in said_by(out)
+    assert err.splitlines() == tried
 
 
 @pytest.mark.slow
@@ -135,8 +306,9 @@ def test_scaling_is_a_page(tmp_path, monkeypatch):
     page = Parsed(text)
     page.names()
     said = " ".join(page.texts).replace("\xa0", " ")
-    share = f"{100 / 1.4:.1f} % of its rate per GPU on 8 GPUs."
-    assert f"On 128 GPUs llama31_8b_bf16 has {share}" in said
+    share = f"{100 / 1.4:.1f} % of its speed per GPU from 8 to 128 H100s (published: 99.5 %)."
+    assert f"Llama 3.1 8B in bf16 keeps {share}" in said
+    assert "jaxbench plan --config llama31_8b_bf16 --scaling --format html" in said
     assert len(page.all("svg", role="img")) == 3
     assert "waiting for data: 0.000 on 8 GPUs" in text
     assert "1 GPU: not compared" in said
@@ -149,7 +321,7 @@ def test_a_search_is_a_page(tmp_path, monkeypatch, capsys):
     page = Parsed(text)
     page.names()
     said = " ".join(page.texts)
-    assert "llama31_8b_bf16 on 8 H100 GPUs: the best of 7 candidates takes" in said
+    assert "Llama 3.1 8B in bf16 on 8 H100s: the best of 7 candidates takes" in said
     assert "jaxbench plan --config llama31_8b_bf16 --gpus 8 --gpu h100 --set " in said
     assert "does not fit: 2.0 GiB over the limit" in said
     assert "not compiled: killed by signal 9" in said

@@ -17,7 +17,7 @@ from made_plans import made
 
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.interval import accuracy, errors
-from jaxbench.plan import absent, ask_cudnn, command, processes, sweep, text
+from jaxbench.plan import absent, ask_cudnn, command, difference, processes, sweep, text
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.processes import Target
 from jaxbench.plan.traffic import mesh_axes
@@ -162,11 +162,11 @@ def test_difference_says_what_moved(planned):
     gather = a.collectives[0]
     moved = replace(gather, exposed_s=gather.exposed_s + 0.5)
     b = replace(a, flags={}, bound_step_s=a.bound_step_s / 2, collectives=[moved])
-    lines = [line.split() for line in text.difference(a, b).splitlines()]
-    assert ["flags.xla_gpu_enable_triton_gemm", "False", "-"] in lines
-    assert any(line[0] == "bound_step_s" and line[3:] == ["x", "0.500"] for line in lines)
-    assert any(line[:4] == [gather.kind, "over", f"{gather.axes}:", "exposed_s"] for line in lines)
-    assert text.difference(a, a) == "the plans are the same"
+    lines = [line.split() for line in difference.report(a, b).splitlines()]
+    assert ["flags.xla_gpu_enable_triton_gemm", "no", "-"] in lines
+    assert any(line[:2] == ["bound,", "s"] and line[4:] == ["-50.0", "%"] for line in lines)
+    assert any(line[:3] == [gather.kind, "over", f"{gather.axes}:"] for line in lines)
+    assert difference.report(a, a) == "the plans are the same"
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from made_plans import awkward, made, scaled, searched
+from made_plans import PROGRAM, awkward, made, scaled, searched
 from made_runs import (
     EXPERIMENT,
     PUBLISHED_S,
@@ -29,8 +29,10 @@ from made_runs import (
     write_slowed,
 )  # fmt: skip
 
+from jaxbench.base.hardware import H100
 from jaxbench.base.versions import installed
-from jaxbench.plan.row_page import difference_page, plan_page
+from jaxbench.plan import difference, hlo_file
+from jaxbench.plan.row_page import plan_page
 from jaxbench.report import command
 
 pytestmark = [
@@ -85,8 +87,11 @@ def pages(tmp_path_factory):
     }.items():  # fmt: skip
         files[name] = folder.parent / f"{name}.html"
         command.main([*arguments, "--format", "html", "--output", str(files[name])])
-    texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward())}
-    texts["difference"] = difference_page(made(), awkward())
+    texts = {"plan": plan_page(made()), "offloaded": plan_page(awkward(), "fits " * 99)}
+    texts["difference"] = difference.page(made(), awkward())
+    program = folder.parent / "program.txt"
+    program.write_text(PROGRAM.replace("=true", "=true, num_partitions=64", 1))
+    texts["program"] = hlo_file.page(hlo_file.read(program, H100, None))
     with pytest.MonkeyPatch.context() as patch:
         for name, write in (("scaling", scaled), ("search", searched)):
             texts[name] = write(folder.parent / f"{name}.html", patch)
@@ -98,7 +103,17 @@ def pages(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    ["report", "history", "published", "plan", "offloaded", "difference", "scaling", "search"],
+    [
+        "report",
+        "history",
+        "published",
+        "plan",
+        "offloaded",
+        "difference",
+        "program",
+        "scaling",
+        "search",
+    ],
 )
 @pytest.mark.parametrize(
     ("width", "scheme", "media"),
