@@ -1,8 +1,7 @@
-"""Takes the pictures of README: a report of the published Llama runs, and a plan of 64 H100s, in
-light and in dark colours. Needs '.[dev,plan]', Chromium, and about a minute."""
+"""Takes the pictures of README in light and in dark colours: a difference of two plans, and a
+report of an invented slow run. Needs '.[dev,plan]', Chromium, and about two minutes."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,30 +11,33 @@ from tempfile import TemporaryDirectory
 from playwright import sync_api
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import made_runs  # noqa: E402
+
 WIDTH, SCALE = 560, 2
 """Of a page on the picture, in pixels of CSS, and the pixels of the picture for each: README shows
 two pictures next to each other, in which words must be legible."""
 
-PAGES = {"report": "#scaling", "plan": "#time"}
-"""Page -> its section on the picture, below its head."""
+PAGES = {"slow": "gap-h", "flag": "time-h"}
+"""Page -> the heading of its section on the picture, below its head."""
 
-SHOWN = re.compile(r"workload,|llama2,|llama3\.1,405b,\w+,fp8,h100,")
-"""Lines of the published table that the report reads: its heading, and some of Llama."""
+ROW = "llama31_8b_bf16:8"
 
 
 def jaxbench(*words: str) -> None:
-    """One command."""
-    subprocess.run([sys.executable, "-m", "jaxbench", *words], check=True, cwd=ROOT)
+    """One command. Its status may be 1: a run is slow."""
+    command = [sys.executable, "-m", "jaxbench", *words]
+    assert subprocess.run(command, check=False, cwd=ROOT).returncode <= 1
 
 
 def pages(folder: Path) -> None:
     """Writes both pages into a folder."""
-    lines = (ROOT / "configs/published.csv").read_text().splitlines(keepends=True)
-    (folder / "llama.csv").write_text("".join(filter(SHOWN.match, lines)))
     written = ["--format", "html", "--output"]
-    jaxbench("report", str(folder / "llama.csv"), *written, str(folder / "report.html"))
-    jaxbench("plan", "--config", "llama2_70b_fp8", "--gpus", "64", *written,
-             str(folder / "plan.html"))  # fmt: skip
+    made_runs.write_slowed(folder / "runs", "invented", clock=0.9, slow=1.1, links_s=0.3)
+    jaxbench("report", str(folder / "runs"), *written, str(folder / "slow.html"))
+    changed = f"{ROW} execution.remat=full"
+    jaxbench("plan", "--diff", ROW, changed, *written, str(folder / "flag.html"))
 
 
 def take(folder: Path) -> None:
@@ -51,15 +53,16 @@ def take(folder: Path) -> None:
                     color_scheme=scheme,
                 )
                 page.goto((folder / f"{name}.html").as_uri())
-                hidden = f"section:not({section}), footer, nav, details {{display: none}}"
-                page.add_style_tag(content=hidden)
+                shown = f"section[aria-labelledby={section}]"
+                hidden = f"section:not({shown}), footer, nav, details, main ul, main h2 + p"
+                page.add_style_tag(content=f"{hidden} {{display: none}}")
                 page.screenshot(path=ROOT / f"docs/{name}_{scheme}.png", full_page=True)
                 page.close()
         browser.close()
 
 
 def main() -> None:
-    """Writes docs/report_light.png and the other three; of a FOLDER that has the pages already, or
+    """Writes docs/slow_light.png and the other three; of a FOLDER that has the pages already, or
     else of new ones."""
     with TemporaryDirectory() as new:
         folder = Path(sys.argv[1]) if sys.argv[1:] else Path(new)
