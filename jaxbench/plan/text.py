@@ -79,10 +79,11 @@ def answer(plan: Plan) -> str:
     if f.unknown:
         lines.append("  step       no forecast: we do not know what some calls compute")
     else:
-        within = f"90 % interval {f.interval.low_s:.3f} to {f.interval.high_s:.3f}"
-        lines.append(f"  step       {f.step_s:.3f} s ({within}), {_rates(plan, 'forecast')}")
+        within = f"90 % interval {f.interval.low_s:.3g} to {f.interval.high_s:.3g}"
+        rates = _rates(plan, "forecast", count="")
+        lines.append(f"  step       {f.step_s:.3f} s ({within}), {rates}")
     if row:
-        rates = _rates(plan, "published")
+        rates = _rates(plan, "published", count="")
         lines.append(f"  published  {row['step_time_s']} s on {row['gpu_type'].upper()}, {rates}")
     return "\n".join(lines)
 
@@ -199,9 +200,9 @@ def bound(step: Step, rates: str = "") -> list[str]:
     ]
 
 
-def _rates(plan: Plan, name: str) -> str:
+def _rates(plan: Plan, name: str, count: str = " (full count)") -> str:
     rates = plan.rates[name]
-    mfu = "unknown" if rates.mfu is None else f"{100 * rates.mfu:.1f} % (full count)"
+    mfu = "unknown" if rates.mfu is None else f"{100 * rates.mfu:.1f} %{count}"
     return f"{rates.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {mfu}"
 
 
