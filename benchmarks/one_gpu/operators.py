@@ -137,8 +137,8 @@ def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array
     precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
     histories = [jnp.full((1, 1, 3, 4), 6.0)]
     stack = OneProduct(w[None])
-    step = quantized.Step.of([stack], histories, precision)
-    (observing,) = step.scales(step.zeros)
+    step = quantized.Quantization.of([stack], histories, precision)
+    (observing,) = step.scaled(step.zeros)
     block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
     return dense.dot("BSD,DF->BSF", x, block.w, dims)
 

@@ -43,7 +43,7 @@ def accumulate(
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
     with the same types as one forward and backward pass without a pipeline.
 
-    `weights` come from `mesh.accumulating`, and `scaled` from `quantized.Step.scales`. Tokens and
+    `weights` come from `mesh.accumulating`, and `scaled` from `Quantization.scaled`. Tokens and
     targets of the `batches` are `"microbatch batch seq"`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)

@@ -123,9 +123,9 @@ def _check_quantized(program: Program, run: Run) -> None:
     in_fp8 = dtype == run.precision.gather == "fp8"
     hint = "; precision.gather=bf16 may help" if in_fp8 else ""
     for stack, block in enumerate(abstract_state(run).model.stacks):
-        for product in quantized.products(block):
-            position = int(product.split(".")[1])
-            if quantized.in_bf16(product, run.precision):
+        for weight in quantized.quantized_weights(block):
+            position = int(weight.split(".")[1])
+            if quantized.in_bf16(weight, run.precision):
                 continue
             repeats = sum(
                 part.repeats.stop - part.repeats.start
@@ -133,7 +133,7 @@ def _check_quantized(program: Program, run: Run) -> None:
                 if part.stack == stack and position not in part.bf16
             )
             expected = 3 * repeats * run.accumulation // run.parallelism.pipeline
-            name = quantized.product_name(stack, product)
+            name = quantized.name_in_model(stack, weight)
             runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:
                 raise RunFailed(

@@ -55,7 +55,7 @@ def product(kind, mesh_name, precision, arrays, implementation="xla"):
 
     def run(x, kernel, dy):
         stack = OneProduct(mesh.accumulating(kernel[None]), experts=kind == "experts")
-        (scaled,) = quantized.scale([stack], [], precision)
+        (scaled,) = quantized.Quantization.of([stack], [], precision).quantized
 
         def dot(x, stack):
             block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scaled)))

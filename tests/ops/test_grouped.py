@@ -202,10 +202,10 @@ def test_mxfp8_products_and_gradients(into):
 
     def run(x, w, dy, groups):
         stack = OneProduct(mesh.accumulating(w[None]), experts=True)
-        (scales,) = quantized.scale([stack], [], Precision(dtype="mxfp8"))
+        (scaled,) = quantized.Quantization.of([stack], [], Precision(dtype="mxfp8")).quantized
 
         def product(x, stack):
-            block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scales)))
+            block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scaled)))
             return one_copy(dot(Duplicated.of(x), block.w, groups))
 
         y, vjp = jax.vjp(product, x, stack)

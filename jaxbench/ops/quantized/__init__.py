@@ -19,20 +19,20 @@ from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Operand, Product
 from jaxbench.ops.quantized.scaling import (
     Histories,
+    Quantization,
     Scaled,
-    Step,
     attach,
     in_bf16,
     init_histories,
-    product_name,
-    products,
-    scale,
+    name_in_model,
+    quantized_weights,
 )
 from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
-    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "Step", "attach", "choose",
-    "dot", "dot_blocks", "in_bf16", "init_histories", "product_name", "products", "scale", "xla",
+    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Quantization", "Scaled", "attach",
+    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "name_in_model",
+    "quantized_weights", "xla",
 ]  # fmt: skip
 
 
