@@ -10,7 +10,6 @@ Arrays are local to a device, inside a `shard_map` (`mesh`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,26 +23,8 @@ from jaxbench.models.layers import Embedding, LayerOutput, LayerRouting, head_lo
 from jaxbench.models.prediction import Prediction, further_losses
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import read
+from jaxbench.ops.stash import add, read
 from jaxbench.recipe.model import ModelConfig, first_layers
-
-
-def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
-    """Combines `values` into the entry at `index` of the leaves. In a compiled program this happens
-    in place, because the entry keeps its leading dimensions: XLA fuses only slices and updates of
-    equal shapes."""
-
-    def merged(a: jax.Array, value: Any) -> jax.Array:
-        start = (*index, *(0 for _ in value.shape))
-        value = jax.lax.expand_dims(jnp.asarray(value), range(len(index)))
-        entry = jax.lax.dynamic_slice(a, start, value.shape)
-        return jax.lax.dynamic_update_slice(a, combine(entry, value), start)
-
-    return jax.tree.map(merged, tree, values)
-
-
-add = partial(merge, lambda total, value: total + value.astype(total.dtype))
-maximum = partial(merge, jnp.maximum)
 
 
 class Output(NamedTuple):

@@ -32,10 +32,10 @@ from jaxbench.models.layers import LoadBias
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import read, write
+from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
 from jaxbench.train.optimizer import sum_dtype
-from jaxbench.train.pipeline_ends import Ends, EndWeights, add, maximum
+from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
 from jaxbench.train.stages import Stages
 
