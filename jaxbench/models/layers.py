@@ -1,4 +1,5 @@
-"""What all mixers share: weights, norms, embedding, and rotary positions.
+"""What mixers and decoder are made of: weights, norms, embedding, rotary positions, and the loss of
+the head.
 
 Dimension letters as in `ops`. s is `shard_seq` (`mesh`): the global length S outside a `shard_map`,
 and a device's part of it inside. The first dimension of a matmul's weight, or the first one after
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops import dense
-from jaxbench.ops.loss import LossOptions, cross_entropy
+from jaxbench.ops.loss import cross_entropy
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
@@ -232,4 +233,4 @@ def head_loss(
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None
-    return cross_entropy(hidden, head, targets, LossOptions(masked, in_order))
+    return cross_entropy(hidden, head, targets, masked, in_order)

@@ -11,7 +11,7 @@ FP8. Matmuls in bf16 use one of the two.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.ops.implementations import lazy
+
+_quantized_dot = lazy("quantized.dot")
 
 
-def dot(
-    equation: str, x: "jax.Array | Duplicated", w: "nnx.Variable | Quantized", dims: str
-) -> jax.Array:
+def dot(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest. It all-gathers the weight and
-    then multiplies, in a quantized format if the weight is a `quantized.Operand`.
+    then multiplies. The weight `w` is a variable, or for a quantized matmul a `quantized.Operand`.
 
     `dims` are the logical dimensions of the result. If the matmul sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
@@ -35,16 +36,14 @@ def dot(
     return one_copy(dot_duplicated(equation, x, w, dims))
 
 
-def dot_duplicated(
-    equation: str, x: "jax.Array | Duplicated", w: "nnx.Variable | Quantized", dims: str
-) -> "Duplicated":
-    """`dot` whose result has two copies, so that the producer of its gradient is duplicated."""
+def dot_duplicated(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> "Duplicated":
+    """`dot` for a consumer that computes the gradient of the result twice (`Duplicated`)."""
     x = x if isinstance(x, Duplicated) else Duplicated.of(x)
     x_dims, w_dims, out = einsum_dims(equation)
     split_sum = mesh.sums_over_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if not isinstance(w, nnx.Variable):
-        return w.dot(equation, x, spec)
+        return _quantized_dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
     return Duplicated.of(_product(equation, spec, x.value, weight))
@@ -113,13 +112,6 @@ def is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-class Quantized(Protocol):
-    """A weight whose matmul is quantized: `quantized.Operand`."""
-
-    def dot(self, equation: str, x: "Duplicated", spec: PartitionSpec) -> "Duplicated":
-        """Einsum of an activation with the weight; `spec` is the partition of the result."""
-
-
 class Duplicated(NamedTuple):
     """An array twice: the matmul casts `value` and takes the amax of `for_amax`, which is equal.
 
@@ -139,8 +131,8 @@ class Duplicated(NamedTuple):
 
 @jax.custom_vjp
 def one_copy(x: Duplicated) -> jax.Array:
-    """The value of a matmul's result, for a consumer whose gradient is cheap or already in
-    memory."""
+    """The value of a matmul's result. Its gradient then serves as both copies, since it is cheap to
+    compute, or already in memory."""
     return x.value
 
 

@@ -2,7 +2,7 @@
 scales of a step (`scaling`), and one or two files for each implementation of the matmul.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
-`settings.Precision.implementation`). `dense.dot` calls `Operand.dot`, which calls `dot`.
+`settings.Precision.implementation`). `dense.dot` calls `dot` if a weight is an `Operand`.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.dense import Duplicated, contract, einsum_dims
-from jaxbench.ops.implementations import lazy
+from jaxbench.ops.dense import contract, einsum_dims
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 
@@ -41,13 +40,6 @@ class Operand:
     seed: jax.Array | None
     name: str = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})
-
-    def dot(self, equation: str, x: Duplicated, spec: PartitionSpec) -> Duplicated:
-        """The quantized matmul with an activation; `spec` is the partition of the result."""
-        return _dot(equation, x, self, spec)
-
-
-_dot = lazy("quantized.dot")
 
 
 @jax.tree_util.register_dataclass
