@@ -89,9 +89,8 @@ class Experts(nnx.Module):
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and out.
-        The figures are, for each sequence, its load-balance loss, the assignments of each expert,
-        and the number of dropped assignments."""
+        """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and
+        out."""
         dtype = jnp.float32 if self.cfg.router_dtype == "fp32" else x.dtype
         logits = jnp.einsum(
             "BSD,DE->BSE",
@@ -112,10 +111,11 @@ class Experts(nnx.Module):
         inputs = x
         if self.cfg.latent:
             inputs = dense.dot("BSD,DL->BSL", x, self.into_latent, "batch shard_seq latent")
-        kernels = ctx.kernels
-        parts = split_batch((inputs, gates, experts), kernels.expert_parts)
-        y, dropped = join_batch([self._routed(part, kernels.grouped_matmul) for part in parts])
-        figures = (*routing.balance_loss(logits, experts, self.cfg), dropped)
+        parts = split_batch((inputs, gates, experts), ctx.expert_parts)
+        kernel = ctx.kernels.grouped_matmul
+        y, dropped = join_batch([self._routed(part, kernel) for part in parts])
+        balance_loss, load = routing.balance_loss(logits, experts, self.cfg)
+        figures = routing.RoutingFigures(balance_loss, load, dropped)
         if self.cfg.latent:
             y = save(y, "latent")
             y = dense.dot("BSL,DL->BSD", y, self.out_of_latent, "batch shard_seq embed")

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxbench import mesh
 from jaxbench.ops import dense
 from jaxbench.ops.loss import cross_entropy
+from jaxbench.ops.moe.routing import RoutingFigures
 from jaxbench.ops.remat import SMALL, save
 from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
@@ -29,9 +30,8 @@ Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 Hidden = Float[Array, "B s D"]
 """The hidden state, the input and output of every layer."""
 
-LayerRouting = tuple[tuple[Array, Array, Array], ...]
-"""Routing figures (`models.experts.Experts.__call__`) of each layer with experts; other layers have
-none."""
+LayerRouting = tuple[RoutingFigures, ...]
+"""The routing figures of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, LayerRouting]
 

@@ -190,8 +190,8 @@ class _Pipeline:
         ]
 
     def _routing(self, carry: Carry) -> Any:
-        """(balance loss, load, dropped assignments) of each layer with experts and of each
-        microbatch, `[microbatches, layers, ..]`, summed over sequences and ranks."""
+        """`RoutingFigures` of each layer with experts, `[microbatches, layers, ..]`, summed over
+        sequences and ranks."""
         axes = mesh.PIPELINE, *mesh.BATCH
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
 
@@ -230,11 +230,13 @@ def _gathered_dims(w: Any) -> mesh.Gathered:
 
 
 def _mean_figures(layers: tuple, sequences: int) -> routing.RoutingSummary:
-    """Routing figures as means over microbatches of `sequences` each."""
+    """The mean of the summaries of all microbatches, of `sequences` each."""
     if not layers:
         return {}
     losses, load, dropped = (jnp.concatenate(parts, axis=1) for parts in zip(*layers, strict=True))
-    figures = jax.vmap(routing.figures)(
-        losses[..., None] / sequences, load[..., None, :], dropped[..., None]
+    summaries = jax.vmap(routing.summary)(
+        routing.RoutingFigures(
+            losses[..., None] / sequences, load[..., None, :], dropped[..., None]
+        )
     )
-    return jax.tree.map(partial(jnp.mean, axis=0), figures)
+    return jax.tree.map(partial(jnp.mean, axis=0), summaries)

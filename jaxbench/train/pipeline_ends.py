@@ -114,7 +114,7 @@ class Ends:
                     self.cfg, prediction, embedding, head, hidden, loss, batch, predict_block
                 )
             figures = [figures for layers in further for figures in layers]
-            balance = sum((jnp.sum(losses) for losses, _, _ in figures), jnp.zeros(()))
+            balance = sum((jnp.sum(layer.balance_loss) for layer in figures), jnp.zeros(()))
             return (loss, balance), jax.tree.map(
                 lambda figure: jnp.sum(figure, axis=0).astype(jnp.float32), figures
             )

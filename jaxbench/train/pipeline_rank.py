@@ -340,7 +340,7 @@ def _compute(layers: Any, scales: Any, ctx: Context, x: jax.Array, *, policy: Po
         constants = scaled, ctx.counters.layer
         x, figures = checkpoint(apply_block, policy)(x, weights, constants, ctx)
         ctx = ctx.at_layer(len(weights[0].layers))
-        balance += sum(jnp.sum(losses) for losses, _, _ in figures)
+        balance += sum(jnp.sum(layer.balance_loss) for layer in figures)
         sums.append(jax.tree.map(partial(jnp.sum, axis=0), figures))
     stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks).astype(jnp.float32), *sums)
     return (x, balance), stacked
