@@ -354,7 +354,7 @@ def cotangent_spec(x: jax.Array) -> PartitionSpec:
     return PartitionSpec(*partition(x), unreduced=jax.typeof(x).sharding.spec.reduced)
 
 
-def scaling(factor: jax.Array, x: jax.Array) -> jax.Array:
+def as_factor(factor: jax.Array, x: jax.Array) -> jax.Array:
     """A scalar, marked so that it can multiply `x`, whose gradient may be unreduced: then every
     rank scales its own part."""
     marks = PartitionSpec(reduced=jax.typeof(x).sharding.spec.unreduced)

@@ -126,7 +126,7 @@ def products(sample: Sample, array: Array) -> Iterator[Probe]:
 def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
     """Causal attention, forward and backward. The time of the backward pass is the time of both
     passes minus the time of the forward pass."""
-    attend = attention.KERNELS[kernel].call
+    attend = attention.IMPLEMENTATIONS[kernel].call
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return attend(query, key, value, Scores(scale=query.shape[-1] ** -0.5))

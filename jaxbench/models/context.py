@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
 @dataclass(frozen=True)
 class Kernels:
     """The names of what computes attention, Mamba-2 and dropless experts: keys of
-    `attention.KERNELS`, `ssd.IMPLEMENTATIONS` and `grouped.IMPLEMENTATIONS`."""
+    `attention.IMPLEMENTATIONS`, `ssd.IMPLEMENTATIONS` and `grouped.IMPLEMENTATIONS`."""
 
     attention: str = "xla"
     ssd: str = "xla"

@@ -24,7 +24,7 @@ from jaxbench.ops import dense, gating, grouped, quantized
 from jaxbench.ops.dense import Duplicated, one_copy
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.recipe.model import ModelConfig
 
@@ -105,7 +105,7 @@ class Experts(nnx.Module):
         if self.cfg.routing == "random":  # the same numbers when they are recomputed
             logits = routing.random_logits(logits, ctx.counters)
         else:
-            logits = save(logits, SMALL)
+            logits = save(logits, ALWAYS)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)
         inputs = x

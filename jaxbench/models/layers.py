@@ -18,7 +18,7 @@ from jaxbench import mesh
 from jaxbench.ops import dense
 from jaxbench.ops.loss import cross_entropy
 from jaxbench.ops.moe.routing import RoutingFigures
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
 
@@ -115,7 +115,7 @@ class LayerNorm1P(nnx.Module):
 
 def _mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     """The mean over features, saved for the backward pass by every remat policy."""
-    return save(jnp.mean(x, axis=-1, keepdims=True), SMALL)
+    return save(jnp.mean(x, axis=-1, keepdims=True), ALWAYS)
 
 
 NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}

@@ -62,7 +62,7 @@ def _backward(masked, in_order, residuals, cotangent):
     def scaled(d):
         # The cotangent is 1 / the number of microbatches, and stays in fp32: 1/3 rounded to bf16
         # would make all gradients 1.002 times too large.
-        return (d.astype(jnp.float32) * mesh.scaling(cotangent, d)).astype(d.dtype)
+        return (d.astype(jnp.float32) * mesh.as_factor(cotangent, d)).astype(d.dtype)
 
     return *map(scaled, residuals), None
 

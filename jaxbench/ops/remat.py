@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxbench.ops.attention import KERNELS
+from jaxbench.ops.attention import IMPLEMENTATIONS
 
-SMALL = "small"
-"""Name of activations that every policy saves: routing decisions, which could differ if they were
-recomputed with another rounding, and statistics with one number per token or tensor."""
+ALWAYS = "always"
+"""The name of activations that every policy saves: routing decisions, which could differ if they
+were recomputed with another rounding, and statistics with one number per token or tensor."""
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
     """Names an activation for remat policies. The name is one of `settings.SAVEABLE`, or
-    `SMALL`."""
+    `ALWAYS`."""
     return checkpoint_name(x, name)
 
 
@@ -97,17 +97,18 @@ def _checkpointed(body: Callable, policy: Policy, in_order: bool) -> Callable:
     can be gathered early.
 
     The name `attention` saves all results of a fused kernel's primitive
-    (`attention.Kernel.saved_primitive`), because its backward kernel needs them. Activations that
-    are offloaded get the type of an array in host memory; `ops.layer_stack` moves them there.
+    (`attention.Implementation.saved_primitive`), because its backward kernel needs them.
+    Activations that are offloaded get the type of an array in host memory; `ops.layer_stack` moves
+    them there.
     """
     saved = policy.saved or frozenset()
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[*(saved - policy.offloaded), SMALL],
+        names_which_can_be_saved=[*(saved - policy.offloaded), ALWAYS],
         names_which_can_be_offloaded=[*policy.offloaded],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    attention_primitives = {kernel.saved_primitive for kernel in KERNELS.values()}
+    attention_primitives = {kernel.saved_primitive for kernel in IMPLEMENTATIONS.values()}
 
     def save_named(primitive, *args, **params):
         if primitive.name in attention_primitives:

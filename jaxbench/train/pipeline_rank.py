@@ -37,7 +37,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.optimizer import sum_dtype
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
-from jaxbench.train.stages import Stages
+from jaxbench.train.pipeline_stages import Stages
 
 
 @jax.tree_util.register_dataclass

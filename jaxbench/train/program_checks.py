@@ -83,7 +83,7 @@ def check_program(compiled: Any, run: Run) -> None:
     model, platform = run.model, mesh.platform()
     chosen = _choose_kernels(run, platform, mesh.capability())
     requested = (
-        ("fused attention", model.attention_mixer, attention.KERNELS[chosen.attention]),
+        ("fused attention", model.attention_mixer, attention.IMPLEMENTATIONS[chosen.attention]),
         ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen.ssd]),
         ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
     )

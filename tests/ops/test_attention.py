@@ -12,7 +12,7 @@ from tiny import tiny_run
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.attention import KERNELS, attend, choose, cudnn
+from jaxbench.ops.attention import IMPLEMENTATIONS, attend, choose, cudnn
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.settings import Execution
 
@@ -134,7 +134,7 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
 
 def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
     hints = typing.get_type_hints(Execution)
-    assert set(KERNELS) == set(typing.get_args(hints["attention"])) - {"auto"}
+    assert set(IMPLEMENTATIONS) == set(typing.get_args(hints["attention"])) - {"auto"}
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 192), (192, 128), (160, 136), (136, 64)])
@@ -147,7 +147,7 @@ def test_attention_by_parts_of_the_values(key_dim, value_dim):
 
     def in_one(q, k, v, sinks):
         widths.add((q.shape[-1], v.shape[-1]))
-        return KERNELS["xla"].call(q, k, v, scores, sinks)
+        return IMPLEMENTATIONS["xla"].call(q, k, v, scores, sinks)
 
     def in_parts(q, k, v, sinks):
         return cudnn.by_parts(lambda q, k, v: in_one(q, k, v, sinks), q, k, v)

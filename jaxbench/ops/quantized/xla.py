@@ -12,7 +12,7 @@ from jaxbench import mesh
 from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.quantized.operand import Operand, Product, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.remat import ALWAYS, save
 
 
 def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
@@ -45,7 +45,7 @@ def _forward(x, weight, observed, stored, scale_inv, product):
     specs = product.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, quantized, amax = run(x, stored, scale_inv, product)
-    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed, product)
+    return Duplicated(y, y), (quantized, save(amax, ALWAYS), stored, scale_inv, observed, product)
 
 
 def _backward(residuals, dy):
