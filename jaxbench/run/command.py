@@ -85,7 +85,7 @@ def row_of_job(
     gpu: Gpu | None,
 ) -> Run:
     """The run for this many devices. Raises RecipeError if the recipe has none for them."""
-    row = recipes.choose_row(platform, count, args.gpus)
+    row = recipes.row_name(platform, count, args.gpus)
     if row != recipes.SMOKE:
         recipe = derived_rows.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
     steps = STEPS if args.profile and args.steps is None else args.steps  # profiles steps 20 to 25

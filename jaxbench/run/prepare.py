@@ -3,7 +3,7 @@
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,7 @@ from jaxbench.recipe.build import differing
 from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling, records, saved_checkpoints
 from jaxbench.run.arguments import Options
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """Where a process of a run begins: folder, checkpoint and options.
-
-    `folder` has the records. The run starts from the first of the `checkpoints`, or from an older
-    one if it cannot be read; `skipped` says why newer ones are not used. `options` are from the
-    command line.
-    """
-
-    folder: Path
-    options: Options
-    checkpoints: tuple[Path, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def restore(self) -> Path | None:
-        """The checkpoint to start from; None for a new run."""
-        return self.checkpoints[0] if self.checkpoints else None
-
-    @property
-    def start(self) -> int:
-        """The number of steps that were completed before this session."""
-        return int(self.restore.name) if self.restore else 0
+from jaxbench.run.session import Session
 
 
 def prepare(run: Run, args: Options, held: ExitStack) -> tuple[Run, Session | None]:
