@@ -128,9 +128,9 @@ class Experts(nnx.Module):
         x, gates, experts = part
         tokens, weights, routes = dispatch(x, gates, experts, self.cfg)
         if routes.groups is None:
-            outputs = self._products(tokens, weights)
+            outputs = self._batched_matmuls(tokens, weights)
         else:
-            outputs = self._grouped_products(tokens, weights, routes.groups, implementation)
+            outputs = self._grouped_matmuls(tokens, weights, routes.groups, implementation)
         y, sent = combine(outputs, routes), routes.slot != grouped.NONE
         if self.biases is not None:
             y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, sent)
@@ -141,7 +141,7 @@ class Experts(nnx.Module):
         """The weight of the first matmul."""
         return self.gate_up if self.gated else self.up
 
-    def _products(self, tokens: Array, weights: Array) -> Array:
+    def _batched_matmuls(self, tokens: Array, weights: Array) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
         up = dense.dot_duplicated(equation, tokens, self._into, dims)
@@ -149,7 +149,7 @@ class Experts(nnx.Module):
         hidden, dims = self._hidden(up, weights), "experts capacity embed"
         return dense.dot("ERF,EDF->ERD", hidden, self.down, dims)
 
-    def _grouped_products(
+    def _grouped_matmuls(
         self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
     ) -> Array:
         up = grouped.to_permuted(implementation, Duplicated.of(tokens), self._into, groups)

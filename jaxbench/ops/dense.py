@@ -46,7 +46,7 @@ def dot_duplicated(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str
         return _quantized_dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
-    return Duplicated.of(_product(equation, spec, x.value, weight))
+    return Duplicated.of(_multiply(equation, spec, x.value, weight))
 
 
 def einsum_dims(equation: str) -> tuple[str, str, str]:
@@ -87,14 +87,14 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
+def _multiply(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
     """Einsum whose gradients are computed in the dimension order of their operands. JAX's own rule
     swaps the operands of the weight gradient, and XLA then transposes the gradient in memory before
     it scatters it."""
     return contract(equation, x, w, out_sharding=spec)
 
 
-def _product_backward(equation, spec, operands, dy):
+def _multiply_backward(equation, spec, operands, dy):
     x, w = operands
     x_dims, w_dims, y = einsum_dims(equation)
     dx = contract(f"{y},{w_dims}->{x_dims}", dy, w, out_sharding=mesh.cotangent_spec(x))
@@ -102,8 +102,8 @@ def _product_backward(equation, spec, operands, dy):
     return dx, dw
 
 
-_product.defvjp(
-    lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)), _product_backward
+_multiply.defvjp(
+    lambda equation, spec, x, w: (_multiply(equation, spec, x, w), (x, w)), _multiply_backward
 )
 
 

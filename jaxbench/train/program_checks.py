@@ -52,7 +52,7 @@ def described_kernels(run: Run) -> dict[str, str]:
     if flags.guided(run) and platform == "gpu":
         unknown = f"XLA's estimates (no forecast of {run.gpus} x {device_kind()})"
         by["schedule"] = "guided by the forecast" if forecast_gpu(run) else unknown
-    return by | {"products": _products(run, platform)}
+    return by | {"products": _matmuls(run, platform)}
 
 
 def _mamba(run: Run, name: str, platform: str) -> str:
@@ -65,7 +65,7 @@ def _mamba(run: Run, name: str, platform: str) -> str:
     return f"{name} ({first} {refused})" if automatic and refused and platform == "gpu" else name
 
 
-def _products(run: Run, platform: str) -> str:
+def _matmuls(run: Run, platform: str) -> str:
     dtype = run.precision.dtype
     if not run.precision.quantized:
         return dtype

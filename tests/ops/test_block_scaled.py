@@ -158,7 +158,7 @@ def test_mxfp8_products_and_gradients(mesh_name, kind, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_nvfp4_products_and_gradients(implementation, monkeypatch):
     if implementation == "te":  # on a CPU its own have NaN (test_te.py)
-        monkeypatch.setattr(te_blocks.TeProducts, "quantize", block_scaled.Products.quantize)
+        monkeypatch.setattr(te_blocks.TeMatmuls, "quantize", block_scaled.Matmuls.quantize)
     x, w, dy = operands("out")  # numpy's square blocks are of matrices
     precision = Precision(dtype="nvfp4", stochastic_rounding=False, hadamard=False)
     actual = product("out", "one device", precision, (x, w, dy), implementation)

@@ -16,7 +16,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
-from jaxbench.ops.quantized.operand import Operand, Product
+from jaxbench.ops.quantized.operand import Matmul, Operand
 from jaxbench.ops.quantized.scaling import (
     Histories,
     Quantization,
@@ -30,7 +30,7 @@ from jaxbench.ops.quantized.scaling import (
 from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
-    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Quantization", "Scaled", "attach",
+    "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
     "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "name_in_model",
     "quantized_weights", "xla",
 ]  # fmt: skip
@@ -40,15 +40,15 @@ __all__ = [
 class Implementation:
     """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Products` of this
+    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Matmuls` of this
     implementation. `takes` is true for the matmuls that it can compute; XLA computes the others.
     `refusal` returns why it cannot do what a recipe requests on a platform, or None. `mode` returns
     the scaling mode that its custom calls must have, or None.
     """
 
-    dot: Callable[[Product, Duplicated, Operand], Duplicated]
+    dot: Callable[[Matmul, Duplicated, Operand], Duplicated]
     in_blocks: Callable[[], Any]
-    takes: Callable[[Product], bool] = lambda product: True
+    takes: Callable[[Matmul], bool] = lambda matmul: True
     refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
 
@@ -58,14 +58,14 @@ Name = Literal["te", "xla"]
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
         dot=lazy("quantized.te.dot"),
-        in_blocks=lazy("quantized.te_blocks.TeProducts"),
+        in_blocks=lazy("quantized.te_blocks.TeMatmuls"),
         takes=lazy("quantized.te.takes"),
         refusal=lazy("quantized.te.refusal"),
         mode=lazy("quantized.te.scaling_mode"),
     ),
     "xla": Implementation(
         dot=xla.dot,
-        in_blocks=lazy("quantized.block_scaled.Products"),
+        in_blocks=lazy("quantized.block_scaled.Matmuls"),
     ),
 }
 
@@ -92,13 +92,13 @@ def _requested(precision: Precision) -> Name:
 def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
     This matmul and both of its gradients run in the quantized format of the weight."""
-    product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name)
+    matmul = Matmul(equation, spec, mesh.cotangent_spec(x.value), w.name)
     chosen = IMPLEMENTATIONS[_requested(w.precision)]
-    if not chosen.takes(product):
+    if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]
     if w.precision.dtype in BLOCKS:
-        return dot_blocks(product, x, w, chosen.in_blocks())
-    return chosen.dot(product, x, w)
+        return dot_blocks(matmul, x, w, chosen.in_blocks())
+    return chosen.dot(matmul, x, w)
 
 
 dot_blocks = lazy("quantized.block_scaled.dot")

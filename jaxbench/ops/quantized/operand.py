@@ -44,7 +44,7 @@ class Operand:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matmul and its gradients: the einsum, the partitions of the result and of the input's
     gradient, and the name. All of it is static; a grouped matmul (`ops.grouped`) adds arrays."""
 
