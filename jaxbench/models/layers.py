@@ -8,6 +8,7 @@ the experts, is the one that is gathered for use, usually `embed`.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,13 @@ from jaxbench.ops.moe.routing import RoutingFigures
 from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Precision
 
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
+
+DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
+"""Dtypes by their names in recipes; of a quantized format the dtype of what is not quantized."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
@@ -50,6 +55,12 @@ class Vector(nnx.Param):
 class LoadBias(nnx.Param):
     """The bias of each expert in the router's choice, in fp32. Its gradient is the load of the
     expert, and the optimizer moves it by that (`train.optimizer.balance`)."""
+
+
+def sum_dtype(variable: Any, precision: Precision) -> Any:
+    """The dtype in which gradients of a variable are summed over microbatches. The loads of experts
+    are summed in fp32, since bf16 could not count them."""
+    return jnp.float32 if isinstance(variable, LoadBias) else DTYPES[precision.accumulate]
 
 
 def normal(

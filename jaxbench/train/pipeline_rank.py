@@ -28,13 +28,12 @@ from jaxbench import mesh
 from jaxbench.jax_internals import residuals, restore_vjp
 from jaxbench.models.context import Context
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import LoadBias
+from jaxbench.models.layers import LoadBias, sum_dtype
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
-from jaxbench.train.optimizer import sum_dtype
 from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
 from jaxbench.train.pipeline_stages import Stages

@@ -14,7 +14,7 @@ import optax
 from jaxbench import mesh
 from jaxbench.models.context import Sequences
 from jaxbench.models.decoder import Decoder
-from jaxbench.models.layers import Weight
+from jaxbench.models.layers import DTYPES, Weight, sum_dtype
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.layer_stack import LayerLoop
@@ -23,11 +23,9 @@ from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
 from jaxbench.train import pipeline
 from jaxbench.train.optimizer import (
-    DTYPES,
     balance,
     learning_rate,
     make_optimizer,
-    sum_dtype,
     without_loads,
 )
 

@@ -42,14 +42,14 @@ class Implementation:
 
     `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Matmuls` of this
     implementation. `takes` is true for the matmuls that it can compute; XLA computes the others.
-    `refusal` returns why it cannot do what a recipe requests on a platform, or None. `mode` returns
-    the scaling mode that its custom calls must have, or None.
+    `refusal` returns why it cannot multiply on a platform, or None. `mode` returns the scaling mode
+    that its custom calls must have, or None.
     """
 
     dot: Callable[[Matmul, Duplicated, Operand], Duplicated]
     in_blocks: Callable[[], Any]
     takes: Callable[[Matmul], bool] = lambda matmul: True
-    refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
+    refusal: Callable[[str], str | None] = lambda platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
 
 
@@ -76,11 +76,11 @@ also runs. Plans with Transformer Engine launch more kernels, and no GPU has mea
 
 def choose(precision: Precision, platform: str) -> Name:
     """The name of the implementation of quantized matmuls. Raises RecipeError if the requested one
-    cannot do what the recipe asks for."""
+    cannot multiply on the platform."""
     if not precision.quantized:
         return "xla"
     name = _requested(precision)
-    if reason := IMPLEMENTATIONS[name].refusal(precision, platform):
+    if reason := IMPLEMENTATIONS[name].refusal(platform):
         raise RecipeError(f"precision.implementation = {name}: {reason}; use auto or xla")
     return name
 

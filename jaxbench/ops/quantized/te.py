@@ -40,7 +40,7 @@ def _unimportable() -> str | None:
     return None
 
 
-def refusal(precision: Precision, platform: str) -> str | None:
+def refusal(platform: str) -> str | None:
     """Why Transformer Engine cannot multiply here; None if it can."""
     if platform != "gpu":
         return "Transformer Engine needs an NVIDIA GPU"
@@ -80,7 +80,7 @@ def _forward(matmul, x, weight, observed, stored, scale_inv):
 
     def local(x, stored, scale_inv):
         with matmul.scope():
-            shapes = _Shapes(matmul, x)
+            shapes = _Shapes(matmul)
             data, scale_inv_x, amax = _quantized(shapes.flat(x), VALUES, scale_inv[0], scaling)
             weight = gathered(stored, dims, scale_inv[1])
             y = _multiply(data, scale_inv_x, shapes.outputs_first(weight), scale_inv[1], scaling)
@@ -100,7 +100,7 @@ def _backward(matmul, residuals, dy):
 
     def local(dy, data, scale_inv_x, amax, stored, scale_inv):
         with matmul.scope():
-            shapes = _Shapes(matmul, data)
+            shapes = _Shapes(matmul)
             weight = gathered(stored, dims, scale_inv[1])
             flat = dy.reshape(shapes.flat(data).shape[0], -1)
             gradient, scale_inv_dy, amax_dy = _quantized(flat, GRADIENTS, scale_inv[2], scaling)
@@ -129,9 +129,9 @@ def _of_tensors(observed: jax.Array | None) -> str:
 
 
 class _Shapes:
-    """Reshapes the operands of a matmul to matrices, for one device's input."""
+    """Reshapes one device's operands of a matmul to matrices."""
 
-    def __init__(self, matmul: Matmul, x: jax.Array):
+    def __init__(self, matmul: Matmul):
         x_dims, w_dims, out = matmul.dims
         summed, kept = [
             "".join(dim for dim in dims if (dim in out) == shown)
