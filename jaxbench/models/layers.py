@@ -102,7 +102,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
-        return dense.times_vector(y, self.gain[...]).astype(x.dtype)
+        return (y * dense.broadcast_vector(self.gain[...], y)).astype(x.dtype)
 
 
 class LayerNorm1P(nnx.Module):
@@ -119,9 +119,8 @@ class LayerNorm1P(nnx.Module):
         y = x.astype(jnp.float32)
         y -= _mean(y)
         y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
-        return dense.plus_vector(dense.times_vector(y, 1 + self.gain[...]), self.bias[...]).astype(
-            x.dtype
-        )
+        y *= dense.broadcast_vector(1 + self.gain[...], y)
+        return (y + dense.broadcast_vector(self.bias[...], y)).astype(x.dtype)
 
 
 def _mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:

@@ -148,17 +148,6 @@ def opaque_copy(x: jax.Array, index: int) -> jax.Array:
     return x * factor * jnp.array(2.0**-index, x.dtype)
 
 
-def times_vector(x: jax.Array, gain: jax.Array) -> jax.Array:
-    """`x` times a vector along its last dimension. The vector's gradient stays local to each
-    rank."""
-    return x * broadcast_vector(gain, x)
-
-
-def plus_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """`x` plus a vector along its last dimension, with gradients as in `times_vector`."""
-    return x + broadcast_vector(bias, x)
-
-
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
     """Repeats features that all heads share, `"batch seq head_dim"`, for each head of the array
     `like`. The gradient is the sum over a device's own heads."""
@@ -169,7 +158,7 @@ def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def biased(x: jax.Array, bias: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
     """`x` plus a bias along the dimensions `dims` of `x`, by default its last ones. The sum is
-    computed in fp32 and returned in the dtype of `x`. Gradients are as in `times_vector`."""
+    computed in fp32 and returned in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     return (wide + broadcast_vector(bias, x, dims)).astype(x.dtype)
 
@@ -178,7 +167,7 @@ def broadcast_vector(
     vector: jax.Array, x: jax.Array, dims: Sequence[int] | None = None
 ) -> jax.Array:
     """Broadcasts a vector to the shape of `x`, along the dimensions `dims` of `x`, by default its
-    last ones."""
+    last ones. The vector's gradient stays local to each rank."""
     sharding = PartitionSpec(*mesh.partition(x))
     dims = range(x.ndim - vector.ndim, x.ndim) if dims is None else dims
     return jax.lax.broadcast_in_dim(vector, x.shape, dims, out_sharding=sharding)

@@ -1,5 +1,5 @@
-"""From gradients to new weights: AdamW, the learning-rate schedules of the published recipes, and the
-biases that balance experts."""
+"""From gradients to new weights: AdamW, the learning-rate schedules of the published recipes, and
+the biases that balance experts."""
 
 import math
 from typing import Any, TypeVar

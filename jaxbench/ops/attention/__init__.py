@@ -13,6 +13,7 @@ import jax
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
+from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.mixers import AnyAttentionConfig
@@ -70,11 +71,10 @@ def choose(
     Raises RecipeError if the requested kernel does not fit, or if the chosen one cannot compute the
     model's attention.
     """
-    requested = execution.attention
-    if requested != "auto" and (reason := _mismatch(requested, dtype, platform)):
-        raise RecipeError(f"execution.attention = {requested} {reason}; expected auto")
-    names = IMPLEMENTATIONS if requested == "auto" else (requested,)
-    chosen = next(name for name in names if not _mismatch(name, dtype, platform))
+    chosen = implementations.choose(
+        "attention", execution.attention, IMPLEMENTATIONS,
+        lambda name: _mismatch(name, dtype, platform),
+    )  # fmt: skip
     mixer = cfg.attention_mixer
     if mixer and (refused := IMPLEMENTATIONS[chosen].refusal(mixer, length, capability)):
         raise RecipeError(f"{refused}; use execution.attention=xla")

@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.base.errors import RecipeError
-from jaxbench.ops import quantized
+from jaxbench.ops import implementations, quantized
 from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
@@ -91,13 +90,13 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
     """The name of the implementation that multiplies by a model's dropless experts in a dtype on a
     platform. Without such experts it is the first candidate. Raises RecipeError if the requested
     implementation cannot do it, or with `auto` if none can."""
-    requested, refusals = execution.grouped_matmul, []
-    for name in IMPLEMENTATIONS if requested == "auto" else (requested,):
-        refused = cfg.dropless and IMPLEMENTATIONS[name].refusal(cfg, dtype, platform)
-        if not refused:
-            return name
-        refusals.append(f"{name} {refused}")
-    raise RecipeError(f"execution.grouped_matmul = {requested}: {'; '.join(refusals)}")
+
+    def refusal(name: str) -> str | None:
+        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform) if cfg.dropless else None
+
+    return implementations.choose(
+        "grouped_matmul", execution.grouped_matmul, IMPLEMENTATIONS, refusal
+    )
 
 
 def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:

@@ -31,7 +31,7 @@ def choose(
     gates are multiplied by `gate_scale`. Of equal scores the first expert wins.
     """
     scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
-    biased = scores if bias is None else dense.plus_vector(scores, bias)
+    biased = scores if bias is None else scores + dense.broadcast_vector(bias, scores)
     experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
     chosen = experts[..., None] == jnp.arange(cfg.count)
     gates = jnp.sum(jnp.where(chosen, scores[..., None, :], 0.0), axis=-1)
