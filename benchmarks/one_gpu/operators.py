@@ -19,7 +19,6 @@ from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Weight, look_up
 from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.ssd import pallas as ssd_kernels
@@ -110,10 +109,10 @@ def attentions(ctx: Context) -> Iterator[Case]:
 
             def on(platform, run=run, mixer=mixer, length=length, window=window):
                 kernel = attention.choose(run.execution, run.model, "bf16", length, platform)
-                scores = Scores(scale=mixer.score_scale, window=window)
+                scale = mixer.score_scale
 
                 def function(query, key, value, *sinks):
-                    return attention.attend(query, key, value, kernel, scores, *sinks)
+                    return attention.attend(query, key, value, kernel, scale, window, *sinks)
 
                 return function
 

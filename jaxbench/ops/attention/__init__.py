@@ -15,7 +15,6 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.mixers import AnyAttentionConfig
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
@@ -25,9 +24,9 @@ from jaxbench.recipe.settings import Execution
 class Implementation:
     """A kernel, or XLA's matmuls, by which attention is computed.
 
-    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and
-    optional sinks (`N`). `fp32` is false for a kernel that takes no fp32 operands, and `platforms`
-    are the platforms on which the kernel runs (None: all).
+    `call` takes one device's query (`B S N H`), key (`B S K H`) and value (`B S K V`), then scale,
+    window and sinks as `attend` does. `fp32` is false for a kernel that takes no fp32 operands, and
+    `platforms` are the platforms on which the kernel runs (None: all).
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
@@ -96,11 +95,14 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     kernel: str,
-    scores: Scores,
+    scale: float,
+    window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal grouped-query attention by one of `IMPLEMENTATIONS`. Arrays are `"batch seq heads
-    head_dim"`, both in and out; `sinks`, `"heads"`, are an additional logit in each head's softmax.
+    head_dim"`, both in and out. A score is `scale` times query . key. With a `window` a query sees
+    at most that many positions, including its own. `sinks`, `"heads"`, are an additional logit in
+    each head's softmax.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
@@ -113,7 +115,7 @@ def attend(
         if context:
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
         sinks = [_own_heads(s, q.shape[2]) for s in sinks]
-        out = IMPLEMENTATIONS[kernel].call(q, k, v, scores, *sinks)
+        out = IMPLEMENTATIONS[kernel].call(q, k, v, scale, window, *sinks)
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out
 
     heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)
