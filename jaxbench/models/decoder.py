@@ -29,7 +29,7 @@ from jaxbench.models.layers import (
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
-from jaxbench.models.prediction import Prediction, further_losses
+from jaxbench.models.prediction import Prediction
 from jaxbench.ops import quantized
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe import routing
@@ -171,8 +171,8 @@ class Decoder(nnx.Module):
                 at_depth = ctx.with_counters(depth=depth)
                 return self.run_segment(segment, x, at_depth, all_scaled, loop)
 
-            value, further = further_losses(
-                cfg, self.prediction, self.embedding, head, hidden, value, batch, predict_block
+            value, further = self.prediction.further_losses(
+                cfg, self.embedding, head, hidden, value, batch, predict_block
             )
             all_figures += further
         if cfg.experts is None:

@@ -41,13 +41,13 @@ def prepare(run: Run, options: Options, held: ExitStack) -> tuple[Run, Session |
 RUN_FILES = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
 """What a run leaves in its folder."""
 
-Start = tuple[str, list[str], list[str], int]
-"""(folder, readable checkpoints from the newest on, why newer ones are skipped, steps)."""
 
-
-def _decide(run: Run, options: Options, held: ExitStack) -> Start | None:
-    """How a run starts; None if the run is completed. Makes the folder and becomes its owner.
-    Raises RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
+def _decide(
+    run: Run, options: Options, held: ExitStack
+) -> tuple[str, list[str], list[str], int] | None:
+    """(folder, readable checkpoints from the newest on, why newer ones are skipped, steps) of a
+    session; None if the run is completed. Makes the folder and becomes its owner. Raises
+    RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
     recipe, steps = recipes.describe(run), run.steps
     readable: list[Path] = []
     skipped: list[str] = []

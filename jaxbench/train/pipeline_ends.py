@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxbench.models.context import Context, Sequences
 from jaxbench.models.decoder import apply_block
 from jaxbench.models.layers import Embedding, LayerOutput, LayerRouting, head_loss
-from jaxbench.models.prediction import Prediction, further_losses
+from jaxbench.models.prediction import Prediction
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import add, read
@@ -111,8 +111,8 @@ class Ends:
             hidden = norm(hidden)
             loss = head_loss(self.cfg, head, hidden, batch.targets)
             if prediction is not None:
-                loss, further = further_losses(
-                    self.cfg, prediction, embedding, head, hidden, loss, batch, predict_block
+                loss, further = prediction.further_losses(
+                    self.cfg, embedding, head, hidden, loss, batch, predict_block
                 )
             figures = [figures for layers in further for figures in layers]
             balance = sum((jnp.sum(layer.balance_loss) for layer in figures), jnp.zeros(()))
