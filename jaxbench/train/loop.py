@@ -4,7 +4,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -12,6 +12,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.step import State, init_state
 
 
+@runtime_checkable  # tests check types at run time
 class Pause(Protocol):
     """An action between two steps while the device is idle, such as a save."""
 

@@ -101,21 +101,8 @@ class Quantization:
         the matmul quantizes those."""
         if not precision.quantized:
             return cls([], [], [])
-        quantized = []
-        for number, stack in enumerate(stacks):
-            scale_inv, stored = (
-                _per_tensor(stack, histories[number : number + 1], precision)
-                if precision.dtype == "fp8"
-                else (None, _in_blocks(stack, precision))
-            )
-            seeds = _seeds(stack, seed, number) if precision.draws else None
-            quantized.append(
-                Scaled(
-                    stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
-                    precision=precision,
-                )
-            )  # fmt: skip
-        return cls(stacks, histories, quantized)
+        of_stacks = partial(_quantize, histories=histories, precision=precision, seed=seed)
+        return cls(stacks, histories, list(map(of_stacks, stacks, range(len(stacks)))))
 
     @property
     def zeros(self) -> list[jax.Array]:
@@ -145,6 +132,22 @@ class Quantization:
         if not self.histories:
             return []
         return [push(*args) for args in zip(self.histories, self.stacks, observed, strict=True)]
+
+
+def _quantize(
+    stack: nnx.Module, number: int, histories: Histories, precision: Precision, seed: int
+) -> Scaled:
+    """The `Scaled` of the stack of index `number`."""
+    scale_inv, stored = (
+        _per_tensor(stack, histories[number : number + 1], precision)
+        if precision.dtype == "fp8"
+        else (None, _in_blocks(stack, precision))
+    )
+    seeds = _seeds(stack, seed, number) if precision.draws else None
+    return Scaled(
+        stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
+        precision=precision,
+    )  # fmt: skip
 
 
 def _per_tensor(
