@@ -110,7 +110,6 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
     from jaxbench import mesh
     from jaxbench.jax_internals import attention_for_mesh, cudnn_attention
     from jaxbench.ops.attention import cudnn as attention
-    from jaxbench.ops.attention.plain import Scores
     from jaxbench.plan.absent import compile_only_devices
 
     seen, options = ask_cudnn.asked(gpu)
@@ -120,7 +119,7 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
         if one_call:
             out = cudnn_attention(query, key, value, scale, window)
         else:
-            out = attention.call(query, key, value, Scores(scale=scale, window=window), *sinks)
+            out = attention.call(query, key, value, scale, window, *sinks)
         return jnp.sum(out.astype(jnp.float32))
 
     def array(heads: int, features: int) -> jax.ShapeDtypeStruct:

@@ -128,7 +128,7 @@ def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
 
 def _spec(entries: Iterable, **marks: set[str]) -> PartitionSpec:
     named = (lambda *axes: ()) if manual() else used
-    split = [named(*_axes(entry)) or None for entry in entries]
+    split = [named(*_as_axes(entry)) or None for entry in entries]
     return PartitionSpec(*split, **{mark: frozenset(named(*axes)) for mark, axes in marks.items()})
 
 
@@ -187,7 +187,7 @@ def partition(x: Any) -> tuple:
 
 def axes(dim: str) -> tuple[str, ...]:
     """The axes with more than one rank over which a logical dimension of an activation is split."""
-    return used(*_axes(ACTIVATION[dim]))
+    return used(*_as_axes(ACTIVATION[dim]))
 
 
 def ranks(dim: str) -> int:
@@ -266,7 +266,7 @@ def accumulating(w: jax.Array) -> jax.Array:
     Microbatches and layers then add up local gradients, and a single sum at the end of the step
     crosses those axes.
     """
-    sharded = {axis for entry in partition(w) for axis in _axes(entry)}
+    sharded = {axis for entry in partition(w) for axis in _as_axes(entry)}
     return jax.sharding.reshard(w, _spec(partition(w), reduced=set(AXES) - sharded))
 
 
@@ -282,7 +282,7 @@ Gathered = list[tuple[int, tuple[str, ...]]]
 def gathered_dims(w: Any, experts: int | None = None) -> Gathered:
     """The dimensions over which a weight at rest, or its type, is gathered for use. The dimension
     of index `experts` is not gathered, since each rank uses its local experts."""
-    split = [tuple(axis for axis in _axes(entry) if axis in AT_REST) for entry in partition(w)]
+    split = [tuple(axis for axis in _as_axes(entry) if axis in AT_REST) for entry in partition(w)]
     return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
 
 
@@ -324,7 +324,7 @@ def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
     """All-gathers a weight at rest for use; the transpose reduce-scatters its gradient. The
     dimension of index `experts` stays split."""
     kept = [
-        _axes(entry) if dim == experts else [axis for axis in _axes(entry) if axis == TENSOR]
+        _as_axes(entry) if dim == experts else [axis for axis in _as_axes(entry) if axis == TENSOR]
         for dim, entry in enumerate(partition(w))
     ]
     whole = _spec(kept, reduced=set(AXES).difference(*kept))
@@ -338,13 +338,13 @@ def sums_over_tensor(x: jax.Array, dims: str, kept: str) -> bool:
     """True if a sum over the dimensions of `x` that are not `kept` crosses tensor ranks. `dims` and
     `kept` have one letter per dimension."""
     return any(
-        TENSOR in _axes(entry)
+        TENSOR in _as_axes(entry)
         for dim, entry in zip(dims, partition(x), strict=True)
         if dim not in kept
     )
 
 
-def _axes(entry: str | Collection[str] | None) -> Collection[str]:
+def _as_axes(entry: str | Collection[str] | None) -> Collection[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
@@ -354,7 +354,7 @@ def cotangent_spec(x: jax.Array) -> PartitionSpec:
     return PartitionSpec(*partition(x), unreduced=jax.typeof(x).sharding.spec.reduced)
 
 
-def scaling(factor: jax.Array, x: jax.Array) -> jax.Array:
+def as_factor(factor: jax.Array, x: jax.Array) -> jax.Array:
     """A scalar, marked so that it can multiply `x`, whose gradient may be unreduced: then every
     rank scales its own part."""
     marks = PartitionSpec(reduced=jax.typeof(x).sharding.spec.unreduced)

@@ -14,7 +14,7 @@ from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.ops import quantized
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
-from jaxbench.recipe.settings import Precision, Run
+from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
 from one_gpu.context import MEASURED, NOT_RUN, WRONG, Context, Finding, row
@@ -71,7 +71,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     for choice in CHOICES:
         what = f"{choice.recipe}: {choice.change}"
         implementation = quantized.IMPLEMENTATIONS[choice.implementation]
-        if reason := implementation.refusal(Precision(dtype="fp8"), "gpu"):
+        if reason := implementation.refusal("gpu"):
             yield Finding(what, NOT_RUN, reason)
             continue
         base, changed = (chosen(choice, "precision.implementation=xla", *changes)

@@ -19,7 +19,6 @@ from jaxbench.models.context import Kernels
 from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Weight, look_up
 from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.ssd import pallas as ssd_kernels
@@ -110,10 +109,10 @@ def attentions(ctx: Context) -> Iterator[Case]:
 
             def on(platform, run=run, mixer=mixer, length=length, window=window):
                 kernel = attention.choose(run.execution, run.model, "bf16", length, platform)
-                scores = Scores(scale=mixer.score_scale, window=window)
+                scale = mixer.score_scale
 
                 def function(query, key, value, *sinks):
-                    return attention.attend(query, key, value, kernel, scores, *sinks)
+                    return attention.attend(query, key, value, kernel, scale, window, *sinks)
 
                 return function
 
@@ -137,8 +136,8 @@ def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array
     precision = Precision(dtype="fp8", amax_history=4, implementation=implementation)
     histories = [jnp.full((1, 1, 3, 4), 6.0)]
     stack = OneProduct(w[None])
-    step = quantized.Step.of([stack], histories, precision)
-    (observing,) = step.scales(step.zeros)
+    step = quantized.Quantization.of([stack], histories, precision)
+    (observing,) = step.scaled(step.zeros)
     block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
     return dense.dot("BSD,DF->BSF", x, block.w, dims)
 
@@ -174,8 +173,8 @@ def product_shapes(ctx: Context) -> set[tuple[int, int, int]]:
 
 def implementations() -> list[str]:
     """FP8 implementations that can run here."""
-    precision, platform = Precision(dtype="fp8"), jax.default_backend()
-    return [n for n, i in quantized.IMPLEMENTATIONS.items() if not i.refusal(precision, platform)]
+    platform = jax.default_backend()
+    return [n for n, i in quantized.IMPLEMENTATIONS.items() if not i.refusal(platform)]
 
 
 def mixers(ctx: Context) -> Iterator[Case]:

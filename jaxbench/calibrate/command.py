@@ -28,7 +28,6 @@ from jaxbench.calibrate.arguments import make_parser
 from jaxbench.cluster.timing import collective_kinds, repeated
 from jaxbench.forecast.tables import Sizes, line, text
 from jaxbench.ops import attention
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.quantized.operand import multiply
 from jaxbench.ops.quantized.per_tensor import VALUES
 from jaxbench.xla import flags
@@ -126,10 +125,10 @@ def products(sample: Sample, array: Array) -> Iterator[Probe]:
 def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
     """Causal attention, forward and backward. The time of the backward pass is the time of both
     passes minus the time of the forward pass."""
-    attend = attention.KERNELS[kernel].call
+    attend = attention.IMPLEMENTATIONS[kernel].call
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return attend(query, key, value, Scores(scale=query.shape[-1] ** -0.5))
+        return attend(query, key, value, query.shape[-1] ** -0.5)
 
     def backward(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         out, vjp = jax.vjp(call, query, key, value)

@@ -19,7 +19,6 @@ from jaxbench.models.layers import (
     zero_bias,
 )
 from jaxbench.ops import attention, dense
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.remat import save
 from jaxbench.recipe.mixers import AttentionConfig
 from jaxbench.recipe.model import ModelConfig
@@ -43,7 +42,7 @@ class Attention(nnx.Module):
         # the scores.
         query = normal(k_query, cfg, dims, query_shape, fan_in=cfg.embed, scale=head_dim**-0.5)
         key_value = normal(k_kv, cfg, dims, kv_shape, fan_in=cfg.embed)
-        self.scores = Scores(scale=mixer.score_scale, window=mixer.window)
+        self.scale, self.window = mixer.score_scale, mixer.window
         self.qkv = Weight(jnp.concatenate([query, key_value], axis=2), quantized=True)
         shape, fan_in = (cfg.embed, mixer.heads, head_dim), mixer.heads * head_dim
         out = normal(k_out, cfg, "embed heads head_dim", shape, fan_in=fan_in, residual=True)
@@ -70,7 +69,9 @@ class Attention(nnx.Module):
         key = _normed_and_rotated(qkv[..., -2, :], "key", self.key_norm, ctx.rotary)
         value = save(qkv[..., -1, :], "value")
         sinks = None if self.sinks is None else self.sinks[...]
-        attended = attention.attend(query, key, value, ctx.kernels.attention, self.scores, sinks)
+        attended = attention.attend(
+            query, key, value, ctx.kernels.attention, self.scale, self.window, sinks
+        )
         y = mesh.scatter_seq(dense.dot("BSNH,DNH->BSD", attended, self.out, "batch seq embed"))
         if self.out_bias is not None:  # added once, after the sum over tensor ranks
             y = dense.biased(y, self.out_bias[...])

@@ -28,24 +28,24 @@ class Sequences(NamedTuple):
 @dataclass(frozen=True)
 class Kernels:
     """The names of what computes attention, Mamba-2 and dropless experts: keys of
-    `attention.KERNELS`, `ssd.IMPLEMENTATIONS` and `grouped.IMPLEMENTATIONS`. The experts of a layer
-    compute a microbatch in `expert_parts`."""
+    `attention.IMPLEMENTATIONS`, `ssd.IMPLEMENTATIONS` and `grouped.IMPLEMENTATIONS`."""
 
     attention: str = "xla"
     ssd: str = "xla"
     grouped_matmul: str = "xla"
-    expert_parts: int = 1
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
     """The second argument of every layer. As a pytree it holds only the arrays. `rotary` are
-    `layers.rotary_tables`, None without position embedding."""
+    `layers.rotary_tables`, None without position embedding. The experts of a layer compute a
+    microbatch in `expert_parts`."""
 
     rotary: Any = None
     counters: Counters = field(default_factory=Counters)
     kernels: Kernels = field(default_factory=Kernels, metadata={"static": True})
+    expert_parts: int = field(default=1, metadata={"static": True})
 
     def with_counters(self, **changes: Any) -> "Context":
         """This context with changed `counters`."""
@@ -65,7 +65,8 @@ def make_context(
     kernels = choose_kernels(
         cfg, length, shards, execution, precision, mesh.platform(), mesh.capability()
     )
-    return Context(rotary_tables(mixer, length) if mixer else None, kernels=kernels)
+    rotary = rotary_tables(mixer, length) if mixer else None
+    return Context(rotary, kernels=kernels, expert_parts=execution.expert_parts)
 
 
 def choose_kernels(
@@ -84,5 +85,4 @@ def choose_kernels(
         attention=attention.choose(execution, cfg, dtype, length, platform, capability),
         ssd=ssd.choose(execution, cfg, dtype, length // shards, platform) if cfg.mamba else "xla",
         grouped_matmul=grouped.choose(execution, cfg, dtype, platform) if cfg.experts else "xla",
-        expert_parts=execution.expert_parts,
     )

@@ -29,7 +29,7 @@ from jaxbench.models.layers import (
 )
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import make_mlp
-from jaxbench.models.prediction import Prediction, further_losses
+from jaxbench.models.prediction import Prediction
 from jaxbench.ops import quantized
 from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe import routing
@@ -145,11 +145,11 @@ class Decoder(nnx.Module):
         batch: Sequences,
         execution: Execution,
         precision: Precision,
-        scaled: Sequence[quantized.Scaled] = (),
+        all_scaled: Sequence[quantized.Scaled] = (),
         loop: LayerLoop | None = None,
     ) -> tuple[Float[Array, ""], routing.RoutingSummary]:
-        """(mean cross entropy over all tokens in nats, routing figures). In a quantized run
-        `scaled` has the quantized weights and scales of each stack.
+        """(mean cross entropy over all tokens in nats, summary of routing). In a quantized run
+        `all_scaled` has the quantized weights and scales of each stack.
 
         The load-balance losses and the loss of multi-token prediction contribute gradients, but are
         not part of the value.
@@ -160,7 +160,7 @@ class Decoder(nnx.Module):
         ctx = ctx.with_counters(sequence=batch.first_sequence)
         all_figures: list[LayerRouting] = []
         for segment in segments(cfg, execution, precision):
-            x, figures = self.run_segment(segment, x, ctx, scaled, loop)
+            x, figures = self.run_segment(segment, x, ctx, all_scaled, loop)
             all_figures.append(figures)
         head, hidden = self.head_weight(), self.norm(x)
         value = head_loss(cfg, head, hidden, batch.targets)
@@ -168,10 +168,11 @@ class Decoder(nnx.Module):
 
             def predict_block(x: Hidden, depth: int) -> LayerOutput:
                 segment = prediction_segment(cfg, execution, precision)
-                return self.run_segment(segment, x, ctx.with_counters(depth=depth), scaled, loop)
+                at_depth = ctx.with_counters(depth=depth)
+                return self.run_segment(segment, x, at_depth, all_scaled, loop)
 
-            value, further = further_losses(
-                cfg, self.prediction, self.embedding, head, hidden, value, batch, predict_block
+            value, further = self.prediction.further_losses(
+                cfg, self.embedding, head, hidden, value, batch, predict_block
             )
             all_figures += further
         if cfg.experts is None:
@@ -183,17 +184,18 @@ class Decoder(nnx.Module):
         segment: Segment,
         x: Hidden,
         ctx: Context,
-        scaled: Sequence[quantized.Scaled],
+        all_scaled: Sequence[quantized.Scaled],
         loop: LayerLoop,
     ) -> LayerOutput:
         """(output, routing figures) of the blocks of a segment, one after the other."""
         block = self.stacks[segment.stack]
-        scales = scaled[segment.stack] if scaled and len(segment.bf16) < len(block.layers) else None
+        any_quantized = all_scaled and len(segment.bf16) < len(block.layers)
+        scaled = all_scaled[segment.stack] if any_quantized else None
         layers = jax.tree.map(jnp.array, first_layers(self.cfg)[segment.stack])
-        block, scales, layers = jax.tree.map(itemgetter(segment.repeats), (block, scales, layers))
-        weights = block, None if scales is None else scales.observed
+        block, scaled, layers = jax.tree.map(itemgetter(segment.repeats), (block, scaled, layers))
+        weights = block, None if scaled is None else scaled.observed
         one_block = partial(apply_block, bf16=segment.bf16)
-        return loop.scan(one_block, x, weights, (scales, layers), ctx, segment.policy)
+        return loop.scan(one_block, x, weights, (scaled, layers), ctx, segment.policy)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""
@@ -213,15 +215,15 @@ def apply_block(
 ) -> LayerOutput:
     """One block, or only one of its layers.
 
-    `constants` are the block's scales in a quantized run, and the number of its first layer. The
-    second of the `weights` are zeros whose gradients are the observed amax (`Scaled.observed`). The
-    mixers in `bf16` are not quantized.
+    `weights` are the block and, for FP8, zeros whose gradients are the observed amax
+    (`Scaled.observed`). `constants` are, for quantized matmuls, the block's `Scaled`, and, for
+    random routing, the number of its first layer. What is not needed is None. The mixers in `bf16`
+    are not quantized.
     """
-    (block, observed), (scales, layer) = weights, constants
+    (block, observed), (scaled, layer) = weights, constants
     ctx = ctx.with_counters(layer=layer)
-    if scales is not None:
-        scales = replace(scales, observed=observed)
-        block = quantized.attach(block, scales, ctx.counters, bf16)
+    if scaled is not None:
+        block = quantized.attach(block, replace(scaled, observed=observed), ctx.counters, bf16)
     return block(x, ctx) if only is None else block.apply_layer(only, x, ctx)
 
 
@@ -234,7 +236,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     saved, offloaded = execution.saved(cfg.layers), execution.offloaded(cfg.layers)
     mixers = len(cfg.layer_patterns[0])
 
-    def settings(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
+    def choices(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
         """What the block whose first layer is `first` saves, and its mixers in bf16."""
         last = first + len(pattern) // mixers
         on_device, on_host = (
@@ -249,7 +251,7 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     result, layer = [], 0
     for stack, (pattern, times) in enumerate(repeating_blocks(cfg)):
         size = len(pattern) // mixers
-        of_blocks = [settings(pattern, layer + block * size) for block in range(times)]
+        of_blocks = [choices(pattern, layer + block * size) for block in range(times)]
         start = 0
         for (policy, in_bf16), alike in groupby(of_blocks):
             stop = start + len(list(alike))

@@ -24,7 +24,7 @@ from jaxbench.ops import dense, gating, grouped, quantized
 from jaxbench.ops.dense import Duplicated, one_copy
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.recipe.model import ModelConfig
 
@@ -89,9 +89,8 @@ class Experts(nnx.Module):
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and out.
-        The figures are, for each sequence, its load-balance loss, the assignments of each expert,
-        and the number of dropped assignments."""
+        """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and
+        out."""
         dtype = jnp.float32 if self.cfg.router_dtype == "fp32" else x.dtype
         logits = jnp.einsum(
             "BSD,DE->BSE",
@@ -106,16 +105,17 @@ class Experts(nnx.Module):
         if self.cfg.routing == "random":  # the same numbers when they are recomputed
             logits = routing.random_logits(logits, ctx.counters)
         else:
-            logits = save(logits, SMALL)
+            logits = save(logits, ALWAYS)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)
         inputs = x
         if self.cfg.latent:
             inputs = dense.dot("BSD,DL->BSL", x, self.into_latent, "batch shard_seq latent")
-        kernels = ctx.kernels
-        parts = split_batch((inputs, gates, experts), kernels.expert_parts)
-        y, dropped = join_batch([self._routed(part, kernels.grouped_matmul) for part in parts])
-        figures = (*routing.balance_loss(logits, experts, self.cfg), dropped)
+        parts = split_batch((inputs, gates, experts), ctx.expert_parts)
+        kernel = ctx.kernels.grouped_matmul
+        y, dropped = join_batch([self._routed(part, kernel) for part in parts])
+        balance_loss, load = routing.balance_loss(logits, experts, self.cfg)
+        figures = routing.RoutingFigures(balance_loss, load, dropped)
         if self.cfg.latent:
             y = save(y, "latent")
             y = dense.dot("BSL,DL->BSD", y, self.out_of_latent, "batch shard_seq embed")
@@ -128,9 +128,9 @@ class Experts(nnx.Module):
         x, gates, experts = part
         tokens, weights, routes = dispatch(x, gates, experts, self.cfg)
         if routes.groups is None:
-            outputs = self._products(tokens, weights)
+            outputs = self._batched_matmuls(tokens, weights)
         else:
-            outputs = self._grouped_products(tokens, weights, routes.groups, implementation)
+            outputs = self._grouped_matmuls(tokens, weights, routes.groups, implementation)
         y, sent = combine(outputs, routes), routes.slot != grouped.NONE
         if self.biases is not None:
             y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, sent)
@@ -141,7 +141,7 @@ class Experts(nnx.Module):
         """The weight of the first matmul."""
         return self.gate_up if self.gated else self.up
 
-    def _products(self, tokens: Array, weights: Array) -> Array:
+    def _batched_matmuls(self, tokens: Array, weights: Array) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
         up = dense.dot_duplicated(equation, tokens, self._into, dims)
@@ -149,7 +149,7 @@ class Experts(nnx.Module):
         hidden, dims = self._hidden(up, weights), "experts capacity embed"
         return dense.dot("ERF,EDF->ERD", hidden, self.down, dims)
 
-    def _grouped_products(
+    def _grouped_matmuls(
         self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
     ) -> Array:
         up = grouped.to_permuted(implementation, Duplicated.of(tokens), self._into, groups)

@@ -8,7 +8,6 @@ from jaxbench import mesh
 from jaxbench.models.context import Context
 from jaxbench.models.layers import Hidden, LayerOutput, RMSNorm, Weight, normal, rotate
 from jaxbench.ops import attention, dense
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.remat import save
 from jaxbench.recipe.mixers import LatentAttentionConfig
 from jaxbench.recipe.model import ModelConfig
@@ -31,7 +30,7 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, mixer: LatentAttentionConfig, *, key):
         k_latent, k_query, k_kv, k_out = jax.random.split(key, 4)
-        self.cfg, self.scores = mixer, Scores(scale=mixer.score_scale)
+        self.cfg = mixer
         latents = mixer.query_latent, mixer.kv_latent
         columns = sum(latents) + mixer.rope_dim
         self.latent = Weight(
@@ -66,6 +65,6 @@ class LatentAttention(nnx.Module):
         shared_key = dense.broadcast_heads(shared_key, still)
         key = jnp.concatenate([still, rotate(shared_key, ctx.rotary)], axis=-1)
         query, key, value = save(query, "query"), save(key, "key"), save(value, "value")
-        attended = attention.attend(query, key, value, ctx.kernels.attention, self.scores)
+        attended = attention.attend(query, key, value, ctx.kernels.attention, cfg.score_scale)
         y = dense.dot("BSNH,DNH->BSD", attended, self.out, "batch seq embed")
         return mesh.scatter_seq(y), ()

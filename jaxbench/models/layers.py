@@ -1,4 +1,5 @@
-"""What all mixers share: weights, norms, embedding, and rotary positions.
+"""What mixers and decoder are made of: weights, norms, embedding, rotary positions, and the loss of
+the head.
 
 Dimension letters as in `ops`. s is `shard_seq` (`mesh`): the global length S outside a `shard_map`,
 and a device's part of it inside. The first dimension of a matmul's weight, or the first one after
@@ -7,6 +8,7 @@ the experts, is the one that is gathered for use, usually `embed`.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +17,26 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops import dense
-from jaxbench.ops.loss import LossOptions, cross_entropy
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.loss import cross_entropy
+from jaxbench.ops.moe.routing import RoutingFigures
+from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import AnyAttentionConfig, Yarn
 from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.settings import Precision
 
 TRUNCATED_STD = 0.87962566103423978
 """Standard deviation of a unit normal truncated at +-2."""
+
+DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
+"""Dtypes by their names in recipes; of a quantized format the dtype of what is not quantized."""
 
 Rotary = tuple[Float[Array, "S 1 h"], Float[Array, "S 1 h"]]
 
 Hidden = Float[Array, "B s D"]
 """The hidden state, the input and output of every layer."""
 
-LayerRouting = tuple[tuple[Array, Array, Array], ...]
-"""Routing figures (`models.experts.Experts.__call__`) of each layer with experts; other layers have
-none."""
+LayerRouting = tuple[RoutingFigures, ...]
+"""The routing figures of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, LayerRouting]
 
@@ -49,6 +55,12 @@ class Vector(nnx.Param):
 class LoadBias(nnx.Param):
     """The bias of each expert in the router's choice, in fp32. Its gradient is the load of the
     expert, and the optimizer moves it by that (`train.optimizer.balance`)."""
+
+
+def sum_dtype(variable: Any, precision: Precision) -> Any:
+    """The dtype in which gradients of a variable are summed over microbatches. The loads of experts
+    are summed in fp32, since bf16 could not count them."""
+    return jnp.float32 if isinstance(variable, LoadBias) else DTYPES[precision.accumulate]
 
 
 def normal(
@@ -90,7 +102,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
-        return dense.times_vector(y, self.gain[...]).astype(x.dtype)
+        return (y * dense.broadcast_vector(self.gain[...], y)).astype(x.dtype)
 
 
 class LayerNorm1P(nnx.Module):
@@ -107,14 +119,13 @@ class LayerNorm1P(nnx.Module):
         y = x.astype(jnp.float32)
         y -= _mean(y)
         y *= jax.lax.rsqrt(_mean(y * y) + self.eps)
-        return dense.plus_vector(dense.times_vector(y, 1 + self.gain[...]), self.bias[...]).astype(
-            x.dtype
-        )
+        y *= dense.broadcast_vector(1 + self.gain[...], y)
+        return (y + dense.broadcast_vector(self.bias[...], y)).astype(x.dtype)
 
 
 def _mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     """The mean over features, saved for the backward pass by every remat policy."""
-    return save(jnp.mean(x, axis=-1, keepdims=True), SMALL)
+    return save(jnp.mean(x, axis=-1, keepdims=True), ALWAYS)
 
 
 NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}
@@ -232,4 +243,4 @@ def head_loss(
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
     in_order = cfg.prediction is not None or cfg.mamba is not None
-    return cross_entropy(hidden, head, targets, LossOptions(masked, in_order))
+    return cross_entropy(hidden, head, targets, masked, in_order)

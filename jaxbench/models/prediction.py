@@ -41,34 +41,33 @@ class Prediction(nnx.Module):
         x = jnp.concatenate(both, axis=-1)
         return dense.dot("BSD,DL->BSL", x, self.project, "batch shard_seq latent")
 
+    def further_losses(
+        self,
+        cfg: ModelConfig,
+        embedding: Embedding,
+        head: Float[Array, "D V"],
+        hidden: Hidden,
+        loss: Float[Array, ""],
+        batch: Sequences,
+        predict_block: Callable[[Hidden, int], LayerOutput],
+    ) -> tuple[Float[Array, ""], list[LayerRouting]]:
+        """(the `loss` of the next token, routing figures of each further token).
 
-def further_losses(
-    cfg: ModelConfig,
-    prediction: Prediction,
-    embedding: Embedding,
-    head: Float[Array, "D V"],
-    hidden: Hidden,
-    loss: Float[Array, ""],
-    batch: Sequences,
-    predict_block: Callable[[Hidden, int], LayerOutput],
-) -> tuple[Float[Array, ""], list[LayerRouting]]:
-    """(the `loss` of the next token, routing figures of each further token).
-
-    The losses of further tokens contribute gradients to the loss, but are not part of its value.
-    `hidden` is the normed output of the last layer. `predict_block` computes the block that
-    predicts further tokens, and gets the number of times that it was applied before.
-    """
-    assert cfg.prediction
-    tokens, targets, _ = batch
-    all_figures = []
-    further = jnp.zeros(())
-    for depth in range(cfg.prediction.depth):
-        tokens, targets = mesh.next_in_seq(tokens, 0), mesh.next_in_seq(targets, MASKED)
-        hidden, loss, further = jax.lax.optimization_barrier((hidden, loss, further))
-        embedded = embedding(tokens, hidden.dtype)
-        x, figures = predict_block(prediction(embedded, hidden), depth)
-        hidden = prediction.norm(x)
-        further += head_loss(cfg, head, hidden, targets, masked=True)
-        all_figures.append(figures)
-    further *= cfg.prediction.loss / cfg.prediction.depth
-    return loss + (further - jax.lax.stop_gradient(further)), all_figures
+        The losses of further tokens contribute gradients to the loss, but are not part of its
+        value. `hidden` is the normed output of the last layer. `predict_block` computes the block
+        that predicts further tokens, and gets the number of times that it was applied before.
+        """
+        assert cfg.prediction
+        tokens, targets, _ = batch
+        all_figures = []
+        further = jnp.zeros(())
+        for depth in range(cfg.prediction.depth):
+            tokens, targets = mesh.next_in_seq(tokens, 0), mesh.next_in_seq(targets, MASKED)
+            hidden, loss, further = jax.lax.optimization_barrier((hidden, loss, further))
+            embedded = embedding(tokens, hidden.dtype)
+            x, figures = predict_block(self(embedded, hidden), depth)
+            hidden = self.norm(x)
+            further += head_loss(cfg, head, hidden, targets, masked=True)
+            all_figures.append(figures)
+        further *= cfg.prediction.loss / cfg.prediction.depth
+        return loss + (further - jax.lax.stop_gradient(further)), all_figures

@@ -11,7 +11,7 @@ FP8. Matmuls in bf16 use one of the two.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.ops.implementations import lazy
+
+_quantized_dot = lazy("quantized.dot")
 
 
-def dot(
-    equation: str, x: "jax.Array | Duplicated", w: "nnx.Variable | Quantized", dims: str
-) -> jax.Array:
+def dot(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest. It all-gathers the weight and
-    then multiplies, in a quantized format if the weight is a `quantized.Operand`.
+    then multiplies. The weight `w` is a variable, or for a quantized matmul a `quantized.Operand`.
 
     `dims` are the logical dimensions of the result. If the matmul sums over a dimension that is
     split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
@@ -35,19 +36,17 @@ def dot(
     return one_copy(dot_duplicated(equation, x, w, dims))
 
 
-def dot_duplicated(
-    equation: str, x: "jax.Array | Duplicated", w: "nnx.Variable | Quantized", dims: str
-) -> "Duplicated":
-    """`dot` whose result has two copies, so that the producer of its gradient is duplicated."""
+def dot_duplicated(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> "Duplicated":
+    """`dot` for a consumer that computes the gradient of the result twice (`Duplicated`)."""
     x = x if isinstance(x, Duplicated) else Duplicated.of(x)
     x_dims, w_dims, out = einsum_dims(equation)
     split_sum = mesh.sums_over_tensor(x.value, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if not isinstance(w, nnx.Variable):
-        return w.dot(equation, x, spec)
+        return _quantized_dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
-    return Duplicated.of(_product(equation, spec, x.value, weight))
+    return Duplicated.of(_multiply(equation, spec, x.value, weight))
 
 
 def einsum_dims(equation: str) -> tuple[str, str, str]:
@@ -88,14 +87,14 @@ def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.A
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
+def _multiply(equation: str, spec: PartitionSpec, x: jax.Array, w: jax.Array) -> jax.Array:
     """Einsum whose gradients are computed in the dimension order of their operands. JAX's own rule
     swaps the operands of the weight gradient, and XLA then transposes the gradient in memory before
     it scatters it."""
     return contract(equation, x, w, out_sharding=spec)
 
 
-def _product_backward(equation, spec, operands, dy):
+def _multiply_backward(equation, spec, operands, dy):
     x, w = operands
     x_dims, w_dims, y = einsum_dims(equation)
     dx = contract(f"{y},{w_dims}->{x_dims}", dy, w, out_sharding=mesh.cotangent_spec(x))
@@ -103,21 +102,14 @@ def _product_backward(equation, spec, operands, dy):
     return dx, dw
 
 
-_product.defvjp(
-    lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)), _product_backward
+_multiply.defvjp(
+    lambda equation, spec, x, w: (_multiply(equation, spec, x, w), (x, w)), _multiply_backward
 )
 
 
 def is_variable(node: object) -> bool:
     """True for a node of a model's pytree that is a variable."""
     return isinstance(node, nnx.Variable)
-
-
-class Quantized(Protocol):
-    """A weight whose matmul is quantized: `quantized.Operand`."""
-
-    def dot(self, equation: str, x: "Duplicated", spec: PartitionSpec) -> "Duplicated":
-        """Einsum of an activation with the weight; `spec` is the partition of the result."""
 
 
 class Duplicated(NamedTuple):
@@ -139,8 +131,8 @@ class Duplicated(NamedTuple):
 
 @jax.custom_vjp
 def one_copy(x: Duplicated) -> jax.Array:
-    """The value of a matmul's result, for a consumer whose gradient is cheap or already in
-    memory."""
+    """The value of a matmul's result. Its gradient then serves as both copies, since it is cheap to
+    compute, or already in memory."""
     return x.value
 
 
@@ -156,17 +148,6 @@ def opaque_copy(x: jax.Array, index: int) -> jax.Array:
     return x * factor * jnp.array(2.0**-index, x.dtype)
 
 
-def times_vector(x: jax.Array, gain: jax.Array) -> jax.Array:
-    """`x` times a vector along its last dimension. The vector's gradient stays local to each
-    rank."""
-    return x * broadcast_vector(gain, x)
-
-
-def plus_vector(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """`x` plus a vector along its last dimension, with gradients as in `times_vector`."""
-    return x + broadcast_vector(bias, x)
-
-
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
     """Repeats features that all heads share, `"batch seq head_dim"`, for each head of the array
     `like`. The gradient is the sum over a device's own heads."""
@@ -177,7 +158,7 @@ def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def biased(x: jax.Array, bias: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
     """`x` plus a bias along the dimensions `dims` of `x`, by default its last ones. The sum is
-    computed in fp32 and returned in the dtype of `x`. Gradients are as in `times_vector`."""
+    computed in fp32 and returned in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     return (wide + broadcast_vector(bias, x, dims)).astype(x.dtype)
 
@@ -186,7 +167,7 @@ def broadcast_vector(
     vector: jax.Array, x: jax.Array, dims: Sequence[int] | None = None
 ) -> jax.Array:
     """Broadcasts a vector to the shape of `x`, along the dimensions `dims` of `x`, by default its
-    last ones."""
+    last ones. The vector's gradient stays local to each rank."""
     sharding = PartitionSpec(*mesh.partition(x))
     dims = range(x.ndim - vector.ndim, x.ndim) if dims is None else dims
     return jax.lax.broadcast_in_dim(vector, x.shape, dims, out_sharding=sharding)

@@ -1,6 +1,6 @@
-"""What implementations of operators share: imports at the first call, and custom calls."""
+"""What implementations of operators share: choice, imports at the first call, custom calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -8,9 +8,25 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError
 
 TRITON = "__gpu$xla.gpu.triton"
 """Target of the custom calls that Pallas kernels compile to."""
+
+
+def choose(
+    setting: str, requested: str, names: Iterable[str], refusal: Callable[[str], str | None]
+) -> str:
+    """The name that a setting of `execution` requests, or for `auto` the first of the `names` that
+    does not refuse. Raises RecipeError if that one refuses, or if all do."""
+    refused = []
+    for name in names if requested == "auto" else (requested,):
+        if not (reason := refusal(name)):
+            return name
+        refused.append(f"{name} {reason}")
+    if requested == "auto":
+        raise RecipeError(f"execution.{setting} = auto: {'; '.join(refused)}")
+    raise RecipeError(f"execution.{setting} = {refused[0]}; expected auto")
 
 
 def lazy(name: str) -> Callable[..., Any]:

@@ -1,10 +1,9 @@
-"""Applies a block of layers over stacked weights, with a stash of residuals.
+"""Applies a block of layers over stacked weights: in a loop with a stash of residuals, or, if all
+activations are saved, without a loop.
 
-`jax.lax.scan` of a `jax.checkpoint` computes the same, but it allocates, zeroes and copies its
-stack of residuals for each microbatch: 0.17 s of a forecast step of Llama 3.1 8B in FP8. Here a
-`LayerLoop` gets the stashes of the microbatch before and hands its own on, so that every microbatch
-writes into the same memory.
-Without remat nothing is stacked: the blocks are unrolled in the program (`ops.unrolled`).
+`jax.lax.scan` of a `jax.checkpoint` computes the same as the loop, but it allocates, zeroes and
+copies its stack of residuals for each microbatch. Here a `LayerLoop` gets the stashes of the
+microbatch before and hands its own on, so that every microbatch writes into the same memory.
 
 Residuals can also wait in host memory. They are written one block after they are computed and read
 one block before they are needed, so that the copies overlap with the matmuls. The copies use the
@@ -24,7 +23,6 @@ from jaxbench import mesh
 from jaxbench.jax_internals import READS_HOST, residuals, restore_vjp
 from jaxbench.ops.remat import Policy, checkpoint
 from jaxbench.ops.stash import allocate, read, scan_allocated, write
-from jaxbench.ops.unrolled import unrolled
 from jaxbench.recipe.settings import INPUT
 
 Stash = list[jax.Array]
@@ -82,35 +80,27 @@ class LayerLoop:
                 x, aux = remat.checkpoint(apply, policy)(x, block_weights, block_constants, common)
 
         Leaves of `weights` and `constants` are `[blocks, ..]`; every block also gets `common`. Only
-        `x` and `weights` have gradients. If the policy saves everything, gathered weights are
-        residuals too. With a stash the backward pass would gather them again.
+        `x` and `weights` have gradients.
         """
-        host = policy.offloaded if can_offload() else frozenset()
-        saved = None if policy.saved is None else policy.saved - (policy.offloaded - host)
-        # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
-        single = (count := len(jax.tree.leaves(weights)[0])) == 1
+        policy = policy if can_offload() else policy.without_offload()
+        operands, count = (x, weights, constants, common), len(jax.tree.leaves(weights)[0])
 
-        def checkpointed(x, weights, constants, common, on_host=frozenset()):
-            compute = checkpoint(apply, Policy(saved, on_host), in_order=single)
+        def block(x, weights, constants, common, on_host=frozenset()):
+            # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
+            compute = checkpoint(apply, Policy(policy.saved, on_host), in_order=count == 1)
             x, aux = compute(x, weights, constants, common)
             return x, jax.tree.map(lambda a: a.astype(jnp.float32), aux)
 
         stash = next(self.stashes, None)
-        if saved is None:
-            y, aux = unrolled(checkpointed, x, weights, constants, common)
-            self.written.append([])
-            return y, aux
-        operands = x, weights, constants, common
-        types, vjp, spaces = _linearized(checkpointed, *operands)
-        if named := host - {INPUT}:
-            _, _, spaces = _linearized(partial(checkpointed, on_host=named), *operands)
-        if INPUT in host:
-            spaces = [HOST, *spaces[1:]]
-        on_host = zip(types, spaces, strict=True)
-        waiting = tuple(like if space == HOST else None for like, space in on_host)
-        if stash is None:
-            stash = allocate(_split(types, waiting)[0], count)
-        y, aux, stash = _looped(LoopedBlock(checkpointed, vjp, waiting), *operands, stash)
+        if policy.saved is None:
+            y, aux = _unrolled(block, *operands)
+            stash = []
+        else:
+            types, vjp, _ = _linearized(block, *operands)
+            host = _host_types(block, operands, types, policy.offloaded)
+            if stash is None:
+                stash = allocate(_split(types, host)[0], count)
+            y, aux, stash = _looped(LoopedBlock(block, vjp, host), *operands, stash)
         self.written.append(stash)
         return y, aux
 
@@ -173,6 +163,20 @@ def _linearized(apply, x, weights, constants, common) -> tuple[list, Any, list]:
     return [x, *residuals(vjp)], vjp, spaces
 
 
+def _host_types(
+    block: Callable, operands: tuple, types: list, offloaded: frozenset[str]
+) -> HostTypes:
+    """The types of the residuals that wait in host memory. We find them by tracing the block again,
+    under a policy that offloads."""
+    spaces = len(types) * [DEVICE]
+    if named := offloaded - {INPUT}:
+        _, _, spaces = _linearized(partial(block, on_host=named), *operands)
+    if INPUT in offloaded:
+        spaces = [HOST, *spaces[1:]]
+    on_host = zip(types, spaces, strict=True)
+    return tuple(like if space == HOST else None for like, space in on_host)
+
+
 def _split(values: list, host: HostTypes) -> tuple[list, list]:
     """Splits the values into those that stay on the device and those that wait in host memory."""
     pairs = list(zip(values, host, strict=True))
@@ -186,3 +190,50 @@ def _joined(on_device: list, on_host: list, host: HostTypes) -> list:
     """The opposite of `_split`."""
     device, waiting = iter(on_device), iter(on_host)
     return [next(device if like is None else waiting) for like in host]
+
+
+def _unrolled(
+    block: Callable, x: jax.Array, weights: Any, constants: Any, common: Any
+) -> tuple[jax.Array, Any]:
+    """(output of the last block, aux of all blocks, stacked) without a loop. Gathered weights are
+    residuals too; with a stash the backward pass would gather them again."""
+    constants = jax.lax.stop_gradient(constants)  # only `weights` are differentiated
+    traced_once = jax.jit(block, inline=True)
+    aux = []
+    for index, block_weights in enumerate(unstack(weights)):
+        x, block_aux = traced_once(x, block_weights, read_isolated(constants, index), common)
+        aux.append(block_aux)
+    return x, stack(aux)
+
+
+def read_isolated(tree: Any, index: int) -> Any:
+    """`read` behind an optimization barrier.
+
+    Otherwise XLA would apply the consumers of an entry, such as a cast from FP8, to the whole
+    stack, and would then recognise no FP8 matmul.
+    """
+    return jax.lax.optimization_barrier(read(tree, index))
+
+
+@jax.custom_vjp
+def unstack(tree: Any) -> list:
+    """All entries of the leaves `[slots, ..]`, each read by `read_isolated`.
+
+    The backward pass stacks the gradients of the entries. JAX's own rule would make a stack for
+    each entry, zero except for that entry, and add these stacks up.
+    """
+    return [read_isolated(tree, index) for index in range(len(jax.tree.leaves(tree)[0]))]
+
+
+def stack(entries: list) -> Any:
+    """Stacks the entries along a new first dimension. Each is written into allocated memory.
+
+    A concatenation of arrays that are unreduced over ranks would sum them over these ranks.
+    """
+    stacked = allocate(jax.eval_shape(lambda entry: entry, entries[0]), len(entries))
+    for index, entry in enumerate(entries):
+        stacked = write(stacked, entry, index)
+    return stacked
+
+
+unstack.defvjp(lambda tree: (unstack(tree), None), lambda _, entries: (stack(entries),))

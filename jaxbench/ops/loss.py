@@ -14,7 +14,6 @@ the head's gradient is then the fp32 sum over the parts.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,44 +33,36 @@ STACK_BYTES = 8 * 2**30
 """The largest size in bytes of a stack of logit gradients."""
 
 
-class LossOptions(NamedTuple):
-    """With `masked` the mean is over the tokens whose target is not `MASKED`. With `in_order` the
-    loss is available only after both gradients are. Otherwise XLA may compute the gradients at the
-    end of the step and keep the stack until then."""
-
-    masked: bool = False
-    in_order: bool = False
-
-
-PLAIN = LossOptions()
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(
     hidden: Float[Array, "B S D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "B S"],
-    options: LossOptions = PLAIN,
+    masked: bool = False,
+    in_order: bool = False,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32;
     with `masked` over the tokens whose target is not `MASKED`.
 
     `hidden` is `"batch seq embed"`, `head` is a weight at rest `"embed vocab"`, and `targets` is
     `"batch seq"`. Each rank of `SEQUENCES` has other sequences.
+
+    With `in_order` the loss is available only after both gradients are. Otherwise XLA may compute
+    the gradients at the end of the step and keep the stack until then.
     """
-    return _sharded(hidden, head, targets, options, gradients=False)[0]
+    return _sharded(hidden, head, targets, masked, in_order, gradients=False)[0]
 
 
-def _forward(hidden, head, targets, options):
-    loss, d_hidden, d_head = _sharded(hidden, head, targets, options, gradients=True)
-    return loss, (d_hidden, d_head)
+def _forward(hidden, head, targets, masked, in_order):
+    loss, *gradients = _sharded(hidden, head, targets, masked, in_order, gradients=True)
+    return loss, gradients
 
 
-def _backward(_, residuals, cotangent):
+def _backward(masked, in_order, residuals, cotangent):
     def scaled(d):
         # The cotangent is 1 / the number of microbatches, and stays in fp32: 1/3 rounded to bf16
         # would make all gradients 1.002 times too large.
-        return (d.astype(jnp.float32) * mesh.scaling(cotangent, d)).astype(d.dtype)
+        return (d.astype(jnp.float32) * mesh.as_factor(cotangent, d)).astype(d.dtype)
 
     return *map(scaled, residuals), None
 
@@ -79,7 +70,7 @@ def _backward(_, residuals, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(hidden, head, targets, options: LossOptions, *, gradients: bool):
+def _sharded(hidden, head, targets, masked: bool, in_order: bool, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; only (loss,) without `gradients`."""
     # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
     # these axes is needed.
@@ -87,19 +78,20 @@ def _sharded(hidden, head, targets, options: LossOptions, *, gradients: bool):
         assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
     shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
-    local = partial(_local, shards=shards, options=options, gradients=gradients)
+    options = {"masked": masked, "in_order": in_order, "gradients": gradients}
+    local = partial(_local, shards=shards, **options)
     out_specs = (PartitionSpec(), *d_specs)
     return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
 def _local(
-    hidden, head, targets, *, shards: tuple[str, ...], options: LossOptions, gradients: bool
+    hidden, head, targets, *, shards: tuple[str, ...], masked: bool, in_order: bool, gradients: bool
 ):
     """Computes one device's tokens with its columns of the vocabulary. The `embed` dimension of the
     head is split over the axes `shards`."""
     token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)
     counted_tokens = targets.size * jax.lax.axis_size(token_axes)
-    if options.masked:
+    if masked:
         counted_tokens = jax.lax.psum(jnp.sum(targets != MASKED), token_axes)
     head = jax.lax.all_gather(head, shards, axis=0, tiled=True) if shards else head
     columns = head.shape[1]
@@ -117,7 +109,7 @@ def _local(
         sum_exp = jax.lax.psum(sum_exp, mesh.TENSOR)
         column = (targets - first_column)[:, None]
         target = jax.lax.psum(_picked(logits, column, largest), mesh.TENSOR)
-        is_counted = (targets != MASKED)[:, None] if options.masked or padded else True
+        is_counted = (targets != MASKED)[:, None] if masked or padded else True
         loss += jnp.sum(jnp.where(is_counted, jnp.log(sum_exp) - target, 0.0))
         if not gradients:
             return loss, None
@@ -146,7 +138,7 @@ def _local(
         start = jnp.zeros(()), jnp.zeros(head.shape, sum_dtype)
         several = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), chunks)
         (loss, d_head), d_hidden = scan_allocated(part, start, several)
-    if options.in_order:
+    if in_order:
         loss, d_hidden, d_head = jax.lax.optimization_barrier((loss, d_hidden, d_head))
     loss, d_head = jax.lax.psum(loss, token_axes) / counted_tokens, d_head.astype(head.dtype)
     if shards:

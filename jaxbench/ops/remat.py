@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxbench.ops.attention import KERNELS
+from jaxbench.ops.attention import IMPLEMENTATIONS
 
-SMALL = "small"
-"""Name of activations that every policy saves: routing decisions, which could differ if they were
-recomputed with another rounding, and statistics with one number per token or tensor."""
+ALWAYS = "always"
+"""The name of activations that every policy saves: routing decisions, which could differ if they
+were recomputed with another rounding, and statistics with one number per token or tensor."""
 
 
 def save(x: jax.Array, name: str) -> jax.Array:
     """Names an activation for remat policies. The name is one of `settings.SAVEABLE`, or
-    `SMALL`."""
+    `ALWAYS`."""
     return checkpoint_name(x, name)
 
 
@@ -31,19 +31,20 @@ class Policy:
     saved: frozenset[str] | None
     offloaded: frozenset[str] = frozenset()
 
+    def without_offload(self) -> "Policy":
+        """This policy where the host's memory cannot be used: what would wait there is
+        recomputed."""
+        return Policy(self.saved and self.saved - self.offloaded)
+
 
 def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Callable:
-    """`jax.checkpoint` of a function that applies a block of layers, with the same arguments:
-    `apply(x, weights, constants, common)`. The first of the `weights` is the block.
-
-    A block of more than two layers whose inputs are saved (`residual`) is recomputed layer by
-    layer, by calls with `only=index`: Nemotron 3 Super in microbatches of 4 takes 59 GiB this way,
-    and 123 GiB without. The recomputation of layer i waits for the weight gradients of layer i + 2,
-    so that it can overlap with those of layer i + 1 and their reduce-scatter.
+    """`jax.checkpoint` of `apply(x, weights, constants, common)`, which applies a block of layers.
+    The first of the `weights` is the block.
 
     With `in_order` the recomputation waits for the cotangent of the output, and the gradient of x
     for the gradients of the weights. Without it XLA merges the forward pass and the recomputation
-    if both are in one loop body.
+    if both are in one loop body. A block of more than two layers whose inputs are saved
+    (`residual`) is recomputed layer by layer.
     """
     if (saved := policy.saved) is None:
         return apply
@@ -54,6 +55,24 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
             weights = block, *weights[1:]
         return apply(x, weights, constants, common)
 
+    def checkpointed(x: Array, weights: tuple, *rest: Any) -> tuple[Array, tuple]:
+        if "residual" in saved and len(weights[0].layers) > 2:
+            return _by_layer(apply, policy, x, weights, *rest)
+        return _checkpointed(whole, policy, in_order)(x, weights, *rest)
+
+    return checkpointed
+
+
+def _by_layer(
+    apply: Callable, policy: Policy, x: Array, weights: tuple, *rest: Any
+) -> tuple[Array, tuple]:
+    """Applies a block so that its layers are recomputed one by one, by calls of `apply` with
+    `only=index`: Nemotron 3 Super in microbatches of 4 takes 59 GiB this way, and 123 GiB without.
+
+    The recomputation of layer i waits for the weight gradients of layer i + 2, so that it can
+    overlap with those of layer i + 1 and their reduce-scatter.
+    """
+
     def layer(state: tuple[Array, Array], weights: tuple, constants: Any, common: Any, index: int):
         (x, signal), (block, *others) = state, weights
         block = jax.tree.map(lambda w: w, block)
@@ -61,22 +80,14 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
         x, aux = apply(x, (block, *others), constants, common, only=index)
         return await_gradients(x, signal), aux
 
-    def by_layer(x: Array, weights: tuple, *rest: Any) -> tuple[Array, tuple]:
-        aux: tuple = ()
-        signals = [jnp.zeros(()), jnp.zeros(())]
-        for index in range(len(weights[0].layers)):
-            compute = _checkpointed(partial(layer, index=index), policy, in_order=True)
-            (x, signal), layer_aux = compute((x, signals[index]), weights, *rest)
-            signals.append(signal)
-            aux += layer_aux
-        return x, aux
-
-    def checkpointed(x: Array, weights: tuple, *rest: Any) -> tuple[Array, tuple]:
-        if "residual" in saved and len(weights[0].layers) > 2:
-            return by_layer(x, weights, *rest)
-        return _checkpointed(whole, policy, in_order)(x, weights, *rest)
-
-    return checkpointed
+    aux: tuple = ()
+    signals = [jnp.zeros(()), jnp.zeros(())]
+    for index in range(len(weights[0].layers)):
+        compute = _checkpointed(partial(layer, index=index), policy, in_order=True)
+        (x, signal), layer_aux = compute((x, signals[index]), weights, *rest)
+        signals.append(signal)
+        aux += layer_aux
+    return x, aux
 
 
 def _checkpointed(body: Callable, policy: Policy, in_order: bool) -> Callable:
@@ -86,17 +97,18 @@ def _checkpointed(body: Callable, policy: Policy, in_order: bool) -> Callable:
     can be gathered early.
 
     The name `attention` saves all results of a fused kernel's primitive
-    (`attention.Kernel.saved_primitive`), because its backward kernel needs them. Activations that
-    are offloaded get the type of an array in host memory; `ops.layer_stack` moves them there.
+    (`attention.Implementation.saved_primitive`), because its backward kernel needs them.
+    Activations that are offloaded get the type of an array in host memory; `ops.layer_stack` moves
+    them there.
     """
     saved = policy.saved or frozenset()
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[*(saved - policy.offloaded), SMALL],
+        names_which_can_be_saved=[*(saved - policy.offloaded), ALWAYS],
         names_which_can_be_offloaded=[*policy.offloaded],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    attention_primitives = {kernel.saved_primitive for kernel in KERNELS.values()}
+    attention_primitives = {kernel.saved_primitive for kernel in IMPLEMENTATIONS.values()}
 
     def save_named(primitive, *args, **params):
         if primitive.name in attention_primitives:

@@ -1,9 +1,8 @@
-"""The activation stash: stacked arrays that hold residuals between the forward and the backward
-pass.
+"""Stacked arrays whose entries a program reads and writes one by one, in place.
 
-A stash is a pytree of arrays with one or several leading slot dimensions. It is allocated once
-(`allocate`), written in the forward pass and read in the backward pass. Two callers use it: a loop
-over layers (`ops.layer_stack`) and a pipeline schedule (`train.pipeline_rank`).
+A *stash* is a pytree of arrays with one or several leading slot dimensions. Loops over layers
+(`ops.layer_stack`) and pipeline schedules (`train.pipeline_rank`) keep their residuals in one: they
+allocate it once, write it in the forward pass and read it in the backward pass.
 """
 
 from collections.abc import Callable
@@ -39,6 +38,23 @@ def write(tree: Any, values: Any, *index: Any) -> Any:
         return jax.lax.dynamic_update_slice(a, value, start)
 
     return jax.tree.map(replaced, tree, values)
+
+
+def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
+    """Combines `values` into the entry at `index` of the leaves. This happens in place too, because
+    the entry keeps its leading dimensions: XLA fuses only slices and updates of equal shapes."""
+
+    def merged(a: jax.Array, value: Any) -> jax.Array:
+        start = (*index, *(0 for _ in value.shape))
+        value = jax.lax.expand_dims(jnp.asarray(value), range(len(index)))
+        entry = jax.lax.dynamic_slice(a, start, value.shape)
+        return jax.lax.dynamic_update_slice(a, combine(entry, value), start)
+
+    return jax.tree.map(merged, tree, values)
+
+
+add = partial(merge, lambda total, value: total + value.astype(total.dtype))
+maximum = partial(merge, jnp.maximum)
 
 
 def allocate(types: Any, *slots: int) -> Any:

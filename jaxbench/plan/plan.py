@@ -28,9 +28,9 @@ from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import model_flops, throughput
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
+from jaxbench.train.pipeline_stages import Stages
 from jaxbench.train.program import compile_program, offloaded_bytes, parse_program
 from jaxbench.train.program_checks import check_program
-from jaxbench.train.stages import Stages
 from jaxbench.train.step import abstract_state
 from jaxbench.xla import flags, memory
 from jaxbench.xla.hlo import Program

@@ -210,8 +210,8 @@ def stacks(cfg: ModelConfig) -> list[tuple[str, int]]:
 
 
 def first_layers(cfg: ModelConfig) -> list[range] | list[None]:
-    """The numbers of the first layers of each stack's blocks, for draws of routing. Layers count
-    through all stacks. None for each stack unless routing is random."""
+    """For each of the `stacks`: the number of each block's first layer, by which routing draws its
+    random numbers. Layers count through all stacks. None unless routing is random."""
     blocks = stacks(cfg)
     if cfg.experts is None or cfg.experts.routing != "random":
         return [None] * len(blocks)

@@ -8,7 +8,7 @@ same number of GPUs (`Recipe.on`). Everything is checked here, before any slow w
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, meant
@@ -150,9 +150,9 @@ def _read(path: Path) -> Any:
         raise RecipeError(f"{path}: not valid YAML: {error}") from error
 
 
-def choose_row(platform: str, devices: int, gpus: int | None = None) -> int | str:
-    """The row for the devices of a job: the number of GPUs, or `smoke` on a machine without GPUs.
-    The recipe may have no row for this number (`derived_rows.extend`).
+def row_name(platform: str, devices: int, gpus: int | None = None) -> int | str:
+    """The name of the row for the devices of a job: the number of GPUs, or `smoke` on a machine
+    without GPUs. The recipe may have no row of this name (`derived_rows.extend`).
 
     Raises RecipeError if `gpus` asks for another number.
     """
@@ -173,8 +173,7 @@ def resolve(
 ) -> Run:
     """The run of one row with the `--set` overrides. Only the smoke row needs `devices`: its batch
     grows to a multiple of them. It also takes fewer steps, unless `steps` says how many."""
-    published = MODELS[recipe.model]
-    sections = {"model": asdict(published), **recipe.shared}
+    sections = {"model": asdict(MODELS[recipe.model]), **recipe.shared}
     values = {name: dict(section) for name, section in sections.items()}
     where = f"recipe {recipe.name}, row {row}"
     for key, value in recipe.rows[row].items():
@@ -198,20 +197,29 @@ def resolve(
         batch = built["batch"]
         size = -(-batch.global_batch // devices) * devices
         built["batch"] = replace(batch, global_batch=size)
-    whole = [published, *([row_model] if row_model.architecture == published.architecture else [])]
-    label: Any = "full" if built["model"] in whole else "proxy"
-    if row == SMOKE or row in recipe.derived:
-        label = "smoke" if row == SMOKE else "derived"
     return Run(
         recipe=recipe.name,
         row=str(row),
-        label=label,
+        label=_label(recipe, row, built["model"], row_model),
         gpus=row if isinstance(row, int) else devices or 1,
         steps=(SMOKE_STEPS if row == SMOKE else STEPS) if steps is None else steps,
         seed=seed,
         overrides=tuple(override.text for override in overrides),
         **built,
     )
+
+
+def _label(
+    recipe: Recipe, row: int | str, model: ModelConfig, row_model: ModelConfig
+) -> Literal["full", "proxy", "derived", "smoke"]:
+    """`Run.label`. A row may limit the tokens of experts otherwise than the published model."""
+    if row == SMOKE:
+        return "smoke"
+    if row in recipe.derived:
+        return "derived"
+    published = MODELS[recipe.model]
+    as_published = row_model.architecture == published.architecture
+    return "full" if model == published or (as_published and model == row_model) else "proxy"
 
 
 def describe(run: Run) -> dict[str, Any]:

@@ -34,7 +34,7 @@ PRODUCTS = (
     "qkv", "out", "latent", "query", "key_value", "gate_up", "up", "down", "into_latent",
     "out_of_latent", "in_proj",
 )  # fmt: skip
-"""Names of weights whose matmuls are quantized."""
+"""Names of weights whose matmuls are quantized, by which `bf16_products` exempts them."""
 
 BLOCKS = {"mxfp8": 32, "nvfp4": 16}
 """Elements that share a scale in the block-scaled formats."""

@@ -166,29 +166,27 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_arguments(args: Options) -> None:
+def check_arguments(options: Options) -> None:
     """Raises RecipeError for impossible values and for options that exclude each other."""
-    positive(
-        "--", args, "steps", "cpu_devices", "local_devices", "checkpoint_every", "keep", "watchdog"
-    )
-    tools = {"--profile": args.profile, "--nccl-trace": args.nccl_trace, "--pgle": args.pgle}
-    used = [name for name, value in tools.items() if value]
+    counts = "steps", "cpu_devices", "local_devices", "checkpoint_every", "keep", "watchdog"
+    positive("--", options, *counts)
+    used = [flag(name) for name in ("profile", "nccl_trace", "pgle") if getattr(options, name)]
     if len(used) > 1:
         raise RecipeError(f"{' and '.join(used)} exclude each other")
-    if args.profile and args.profile_steps[0] >= (args.steps or STEPS):
-        raise RecipeError(f"--profile-steps {args.profile_steps[0]} comes after the last step")
-    if args.tensorboard:
+    if options.profile and options.profile_steps[0] >= (options.steps or STEPS):
+        raise RecipeError(f"--profile-steps {options.profile_steps[0]} comes after the last step")
+    if options.tensorboard:
         check_library()
-    if args.keep is not None and not args.checkpoint and args.checkpoint_every is None:
-        raise RecipeError(f"--keep {args.keep} needs --checkpoint or --checkpoint-every")
-    if args.resume and args.output is None:
+    if options.keep is not None and not options.checkpoint and options.checkpoint_every is None:
+        raise RecipeError(f"--keep {options.keep} needs --checkpoint or --checkpoint-every")
+    if options.resume and options.output is None:
         raise RecipeError("--resume needs --output, the folder of the run to continue")
 
 
-def check_profiled(args: Options, processes: int) -> None:
+def check_profiled(options: Options, processes: int) -> None:
     """Raises RecipeError for ranks to profile that the job does not have."""
-    absent = [rank for rank in args.profile_ranks if rank >= processes]
-    if args.profile and absent and args.profile_ranks != ranks(PROFILED_RANKS):
+    absent = [rank for rank in options.profile_ranks if rank >= processes]
+    if options.profile and absent and options.profile_ranks != ranks(PROFILED_RANKS):
         raise RecipeError(
             f"--profile-ranks {','.join(map(str, absent))}: the job has ranks 0 to {processes - 1}"
         )

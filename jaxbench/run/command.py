@@ -24,46 +24,46 @@ def main(argv: list[str] | None = None) -> int:
     signal."""
     with ExitStack() as held:
         try:
-            args = parse_arguments(argv)
-            recipe = recipes.load(args.config)
-            overrides = recipes.parse_overrides(args.set)
-            check_arguments(args)
-            if args.profile == "nsys":
+            options = parse_arguments(argv)
+            recipe = recipes.load(options.config)
+            overrides = recipes.parse_overrides(options.set)
+            check_arguments(options)
+            if options.profile == "nsys":
                 profiling.check_nsys()
-            run, prepared = prepare(join_and_resolve(args, recipe, overrides), args, held)
+            run, prepared = prepare(join_and_resolve(options, recipe, overrides), options, held)
         except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
             # If all processes have an error, each exits in order. If only some have, as on a node
             # without GPUs, they must not wait for the others.
             return ending.refuse(error, wait=job.barrier("refused", 5))
         if prepared is None:
-            print(f"nothing to do: the run in {args.output} is completed")
+            print(f"nothing to do: the run in {options.output} is completed")
             return 0
         return session.benchmark(run, prepared)
 
 
 def join_and_resolve(
-    args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
+    options: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
 ) -> Run:
     """Joins the job and resolves the recipe's row for its devices. Raises RecipeError if the row
     cannot run on them."""
-    devices.select_platform(args.cpu_devices)
-    host_memory.limit_memory(expected_host_bytes(args, recipe, overrides))
-    job.join(watched=args.watchdog is not None)
+    devices.select_platform(options.cpu_devices)
+    host_memory.limit_memory(expected_host_bytes(options, recipe, overrides))
+    job.join(watched=options.watchdog is not None)
     count, platform = devices.find()
-    check_profiled(args, jax.process_count())
-    if args.local_devices is not None:
-        devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
+    check_profiled(options, jax.process_count())
+    if options.local_devices is not None:
+        devices.check_local_devices(options.local_devices, cpu=options.cpu_devices is not None)
     gpu = identify(jax.devices()[0].device_kind)
     warnings = []
-    if platform == "cpu" and args.cpu_devices is None and devices.has_nvidia_gpu():
+    if platform == "cpu" and options.cpu_devices is None and devices.has_nvidia_gpu():
         warnings.append("warning: JAX does not see this machine's GPU: pip install '.[gpu]'")
     if line := devices.other_gpu(gpu):
         warnings.append(f"warning: {line}")
     _warn(warnings)
-    run = row_of_job(args, recipe, overrides, platform, count, gpu)
+    run = row_of_job(options, recipe, overrides, platform, count, gpu)
     check_run(run, platform, gpu)
     _warn(flags.overruled(run, platform))
-    if args.pgle and platform != "gpu":
+    if options.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     if platform == "gpu" and READS_HOST:
         host_memory.check_host_memory(host_bytes(run), "hosts before compiling")
@@ -77,7 +77,7 @@ def _warn(lines: list[str]) -> None:
 
 
 def row_of_job(
-    args: Options,
+    options: Options,
     recipe: recipes.Recipe,
     overrides: tuple[recipes.Override, ...],
     platform: str,
@@ -85,22 +85,24 @@ def row_of_job(
     gpu: Gpu | None,
 ) -> Run:
     """The run for this many devices. Raises RecipeError if the recipe has none for them."""
-    row = recipes.choose_row(platform, count, args.gpus)
+    row = recipes.row_name(platform, count, options.gpus)
     if row != recipes.SMOKE:
         recipe = derived_rows.extend(recipe.on(gpu), row, gpu, overrides, whole_nodes=False)
-    steps = STEPS if args.profile and args.steps is None else args.steps  # profiles steps 20 to 25
+    steps = options.steps
+    if options.profile and steps is None:
+        steps = STEPS  # the smoke row has fewer steps than a profile
     return recipes.resolve(
-        recipe, row, devices=count, overrides=overrides, steps=steps, seed=args.seed
+        recipe, row, devices=count, overrides=overrides, steps=steps, seed=options.seed
     )
 
 
 def expected_host_bytes(
-    args: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
+    options: Options, recipe: recipes.Recipe, overrides: tuple[recipes.Override, ...]
 ) -> float:
     """Bytes of host memory for the offloaded activations of one device, before JAX takes the
     devices. Returns 0 if nothing is offloaded, or if the devices are not known."""
-    if args.cpu_devices is None and READS_HOST:
+    if options.cpu_devices is None and READS_HOST:
         with suppress(RecipeError):  # `join_and_resolve` reports a mistake
             count, gpu = host_memory.expected_devices()
-            return host_bytes(row_of_job(args, recipe, overrides, "gpu", count, gpu))
+            return host_bytes(row_of_job(options, recipe, overrides, "gpu", count, gpu))
     return 0

@@ -3,7 +3,7 @@
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +15,25 @@ from jaxbench.recipe.build import differing
 from jaxbench.recipe.settings import Run
 from jaxbench.run import profiling, records, saved_checkpoints
 from jaxbench.run.arguments import Options
+from jaxbench.run.session import Session
 
 
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """Where a process of a run begins: folder, checkpoint and options.
-
-    `folder` has the records. The run starts from the first of the `checkpoints`, or from an older
-    one if it cannot be read; `skipped` says why newer ones are not used. `options` are from the
-    command line.
-    """
-
-    folder: Path
-    options: Options
-    checkpoints: tuple[Path, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def restore(self) -> Path | None:
-        """The checkpoint to start from; None for a new run."""
-        return self.checkpoints[0] if self.checkpoints else None
-
-    @property
-    def start(self) -> int:
-        """The number of steps that were completed before this session."""
-        return int(self.restore.name) if self.restore else 0
-
-
-def prepare(run: Run, args: Options, held: ExitStack) -> tuple[Run, Session | None]:
+def prepare(run: Run, options: Options, held: ExitStack) -> tuple[Run, Session | None]:
     """The run with its number of steps, and its session; None for the session if the run is
     completed already.
 
     Rank 0 decides for all, because the others may see a stale shared file system. It owns the
     folder until `held` is closed.
     """
-    start = job.broadcast("start", lambda: _decide(run, args, held))
+    start = job.broadcast("start", lambda: _decide(run, options, held))
     if start is None:
         return run, None
     folder, readable, skipped, steps = start
     session = Session(
-        folder=Path(folder), options=args, checkpoints=tuple(map(Path, readable)),
+        folder=Path(folder), options=options, checkpoints=tuple(map(Path, readable)),
         skipped=tuple(skipped),
     )  # fmt: skip
-    if args.nccl_trace:
+    if options.nccl_trace:
         profiling.trace_nccl(session.folder)
     return replace(run, steps=steps), session
 
@@ -65,24 +41,24 @@ def prepare(run: Run, args: Options, held: ExitStack) -> tuple[Run, Session | No
 RUN_FILES = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
 """What a run leaves in its folder."""
 
-Start = tuple[str, list[str], list[str], int]
-"""(folder, readable checkpoints from the newest on, why newer ones are skipped, steps)."""
 
-
-def _decide(run: Run, args: Options, held: ExitStack) -> Start | None:
-    """How a run starts; None if the run is completed. Makes the folder and becomes its owner.
-    Raises RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
+def _decide(
+    run: Run, options: Options, held: ExitStack
+) -> tuple[str, list[str], list[str], int] | None:
+    """(folder, readable checkpoints from the newest on, why newer ones are skipped, steps) of a
+    session; None if the run is completed. Makes the folder and becomes its owner. Raises
+    RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
     recipe, steps = recipes.describe(run), run.steps
     readable: list[Path] = []
     skipped: list[str] = []
-    if args.restore is not None:
-        readable, skipped = saved_checkpoints.readable(args.restore, recipe)
+    if options.restore is not None:
+        readable, skipped = saved_checkpoints.readable(options.restore, recipe)
         done = int(readable[0].name)
-        steps = done + 1 if args.steps is None else steps
+        steps = done + 1 if options.steps is None else steps
         if done >= steps:
             raise RecipeError(f"--steps {steps}: the checkpoint {readable[0]} has as many already")
-    folder = _own(run, args, held)
-    if args.resume:
+    folder = _own(run, options, held)
+    if options.resume:
         record = folder / "run.json"
         if record.exists() and _is_completed(record, replace(run, steps=steps)):
             return None
@@ -91,19 +67,19 @@ def _decide(run: Run, args: Options, held: ExitStack) -> Start | None:
     return str(folder), [str(path) for path in readable], skipped, steps
 
 
-def _own(run: Run, args: Options, held: ExitStack) -> Path:
+def _own(run: Run, options: Options, held: ExitStack) -> Path:
     """The folder of the run. This process is its only writer until `held` is closed. The folder is
     new, or with --resume may hold the run. Raises RecipeError for any other folder."""
-    if args.output is None:
+    if options.output is None:
         now = time.strftime("%Y%m%d-%H%M%S")
         folder = new_folder(Path("results", run.recipe, run.row, now))
     else:
-        folder = args.output
+        folder = options.output
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     if reason := foreign(folder):
         raise RecipeError(f"--output {folder}: {reason}; name a folder of your own")
     held.enter_context(owned(folder))
-    if not args.resume and any((folder / name).exists() for name in RUN_FILES):
+    if not options.resume and any((folder / name).exists() for name in RUN_FILES):
         raise RecipeError(
             f"--output {folder} already holds a run; name another folder, or continue with --resume"
         )

@@ -27,19 +27,43 @@ from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
 from jaxbench.results.plans import part_name
 from jaxbench.run import plausible, profiling, repeatable, sampling
-from jaxbench.run.arguments import KEEP
+from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
-from jaxbench.run.prepare import Session
 from jaxbench.run.ranks import gathered, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import begun, new_record
-from jaxbench.run.step_errors import Launches
+from jaxbench.run.step_errors import WatchedProgram
 from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import compile_program, offloaded_bytes
 from jaxbench.train.program_checks import check_program, described_kernels
 from jaxbench.train.step import State, abstract_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Where a process of a run begins: folder, checkpoint and options.
+
+    `folder` has the records. The run starts from the first of the `checkpoints`, or from an older
+    one if it cannot be read; `skipped` says why newer ones are not used. `options` are from the
+    command line.
+    """
+
+    folder: Path
+    options: Options
+    checkpoints: tuple[Path, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def restore(self) -> Path | None:
+        """The checkpoint to start from; None for a new run."""
+        return self.checkpoints[0] if self.checkpoints else None
+
+    @property
+    def start(self) -> int:
+        """The number of steps that were completed before this session."""
+        return int(self.restore.name) if self.restore else 0
 
 
 def benchmark(run: Run, session: Session) -> int:
@@ -104,7 +128,7 @@ class Attempt:
     recorder: Recorder
     signals: Signals
     watchdog: Watchdog
-    launches: Launches | None = None
+    program: WatchedProgram | None = None
 
     def outcome(self) -> tuple[str, str | None, str | None]:
         """Trains and records every step. Returns status, reason and cause for run.json. Raises
@@ -137,14 +161,14 @@ class Attempt:
             reason = str(error)
         elif cause == "failed":
             traceback.print_exception(error)
-        if cause in ("gpu", "network") and self.launches and (gpu := self.launches.failed()):
+        if cause in ("gpu", "network") and self.program and (gpu := self.program.failed_gpus()):
             reason = f"{gpu}: {reason}"
         lost = None if is_ours and cause != "network" else self.watchdog.lost()
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
 
     def _train(self) -> None:
         compiled = self._compile()
-        self.launches = Launches(compiled, self._failed_launch)
+        self.program = WatchedProgram(compiled, self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restore(), self._saver()
         pauses = self._pauses(saver, compiled)
@@ -154,7 +178,7 @@ class Attempt:
         recompiled = compilations()
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
         with contextlib.ExitStack() as sampled:
-            for step in run_steps(self.run, self.launches, self._stop, state, pauses):
+            for step in run_steps(self.run, self.program, self._stop, state, pauses):
                 self.watchdog.completed = step["step"]
                 if recompiled and times:
                     step["compiled_s"] = sum(recompiled)
@@ -164,7 +188,7 @@ class Attempt:
                 if sampler and len(times) == 1:  # initialization is over
                     sampled.enter_context(sampler)
                 initial = self.session.restore is None and not step["step"]
-                self._refuse(plausible.problem(self.run, step, initial))
+                self._check(plausible.problem(self.run, step, initial))
         if saver is not None:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
@@ -175,10 +199,10 @@ class Attempt:
             self.recorder.say(line)
         if self.session.options.nccl_trace and not self.signals.agreed:
             profiling.check_nccl_trace(self.session.folder, self.recorder.say)
-        self._refuse(job.broadcast("rate", lambda: plausible.rate_problem(self.recorder.summary())))
+        self._check(job.broadcast("rate", lambda: plausible.rate_problem(self.recorder.summary())))
 
-    def _refuse(self, problem: str | None) -> None:
-        """Raises RunFailed for implausible figures, except on a null GPU."""
+    def _check(self, problem: str | None) -> None:
+        """Raises RunFailed if there is a problem with figures, except on a null GPU."""
         if problem and not self.recorder.record["hardware"]["null"]:
             raise RunFailed(problem, "numbers")
 
@@ -263,14 +287,15 @@ class Attempt:
             if reason := next(reasons, ""):
                 skipped.append(reason)
                 continue
-            self._begin(path, skipped)
+            self._start_from(path, skipped)
             state, loaded = restored
             self.recorder.add(restored=loaded | {"skipped": skipped})
             return state
         raise RunFailed(listed(skipped, 3, "; "), "storage")
 
-    def _begin(self, path: Path, skipped: list[str]) -> None:
-        """Begins from a checkpoint, which may be older than the one that was planned."""
+    def _start_from(self, path: Path, skipped: list[str]) -> None:
+        """Records the checkpoint that was restored. It may be older than the one that was
+        planned."""
         for reason in skipped:
             self.recorder.say(f"warning: {reason}")
         if skipped:

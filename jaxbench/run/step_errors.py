@@ -16,7 +16,7 @@ NAMED_S = 1.0
 """Seconds that the error of a failed GPU may take to be raised again."""
 
 
-class Launches:
+class WatchedProgram:
     """The program of a step on the GPUs of one process, with its launches watched: if the main
     thread does not handle the error of a step, another thread calls `fail` with it.
 
@@ -38,7 +38,7 @@ class Launches:
         self._launched = result[1]
         return result
 
-    def failed(self) -> str | None:
+    def failed_gpus(self) -> str | None:
         """The numbers on this host of the GPUs that raise an error. None if the process has one
         GPU, or if all of its GPUs raise the error, or none of them does."""
         numbers: list[int] = []

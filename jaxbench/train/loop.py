@@ -12,7 +12,7 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.step import State, init_state
 
 
-@runtime_checkable
+@runtime_checkable  # tests check types at run time
 class Pause(Protocol):
     """An action between two steps while the device is idle, such as a save."""
 

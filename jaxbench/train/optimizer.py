@@ -1,5 +1,5 @@
-"""From gradients to new weights: dtypes of gradients, AdamW, and the learning-rate schedules of the
-published recipes."""
+"""From gradients to new weights: AdamW, the learning-rate schedules of the published recipes, and
+the biases that balance experts."""
 
 import math
 from typing import Any, TypeVar
@@ -10,21 +10,12 @@ import optax
 
 from jaxbench.models.layers import LoadBias, Vector
 from jaxbench.ops.dense import is_variable
-from jaxbench.recipe.settings import Optimizer, Precision
-
-DTYPES = {"fp32": jnp.float32, **dict.fromkeys(("bf16", "fp8", "mxfp8", "nvfp4"), jnp.bfloat16)}
-"""Dtypes by their names in recipes; of a quantized format the dtype of what is not quantized."""
+from jaxbench.recipe.settings import Optimizer
 
 CLIP_NORM = 1.0
 
 Tree = TypeVar("Tree")
 """A model, or another pytree of variables."""
-
-
-def sum_dtype(variable: Any, precision: Precision) -> Any:
-    """The dtype in which gradients of a variable are summed over microbatches. The loads of experts
-    are summed in fp32, since bf16 could not count them."""
-    return jnp.float32 if isinstance(variable, LoadBias) else DTYPES[precision.accumulate]
 
 
 def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:

@@ -3,7 +3,7 @@ actions (`pipeline_schedule`) and not by their code.
 
 State, optimizer and checkpoints know no stages: at rest every weight is sharded over `pipeline` as
 over `fsdp`. Inside one `shard_map` over all axes, each rank gathers the weights of its layers
-(`stages`) and of the ends (`pipeline_ends`), runs the schedule (`pipeline_rank`), and
+(`pipeline_stages`) and of the ends (`pipeline_ends`), runs the schedule (`pipeline_rank`), and
 reduce-scatters its gradients.
 """
 
@@ -29,7 +29,7 @@ from jaxbench.recipe.model import repeating_blocks, stacks
 from jaxbench.recipe.settings import Run
 from jaxbench.train.pipeline_ends import Ends, EndWeights, Output
 from jaxbench.train.pipeline_rank import Carry, Rank
-from jaxbench.train.stages import Stages
+from jaxbench.train.pipeline_stages import Stages
 
 Values = tuple[jax.Array, routing.RoutingSummary]
 
@@ -43,7 +43,7 @@ def accumulate(
     """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
     with the same types as one forward and backward pass without a pipeline.
 
-    `weights` come from `mesh.accumulating`, and `scaled` from `quantized.Step.scales`. Tokens and
+    `weights` come from `mesh.accumulating`, and `scaled` from `Quantization.scaled`. Tokens and
     targets of the `batches` are `"microbatch batch seq"`.
     """
     head, pull_head = jax.vjp(Decoder.head_weight, weights)
@@ -74,14 +74,15 @@ class _Pipeline:
 
     The constructor reads off the types of weights which dimensions are gathered, because inside the
     `shard_map` arrays are local, and their types name no axes. The stages compute the stack of
-    index `staged`, and the ends of the pipeline compute the others.
+    index `staged`. The ends of the pipeline compute the stacks `before` and `behind` it.
     """
 
     def __init__(self, run: Run, weights: Decoder, head: Any, scaled: Any):
         self.run = run
         self.stages, self.repeats = Stages.of(run), [times for _, times in stacks(run.model)]
         self.staged = len(repeating_blocks(run.model)) - 1
-        self.first, self.last = range(self.staged), range(self.staged + 1, len(self.repeats))
+        self.before = range(self.staged)
+        self.behind = range(self.staged + 1, len(self.repeats))
         self.stack_dims = [list(map(_gathered_dims, jax.tree.leaves(s))) for s in weights.stacks]
         self.prediction_dims = list(map(_gathered_dims, jax.tree.leaves(weights.prediction)))
         self.head_dims = _gathered_dims(head)
@@ -95,9 +96,8 @@ class _Pipeline:
         *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
         stacked, structure = jax.tree.flatten(weights.stacks[self.staged])
         dims = self.stack_dims[self.staged]
-        (first, first_scales), (last, last_scales) = (
-            self._bring_end(part, weights, scaled) for part in (self.first, self.last)
-        )
+        first, first_scaled = self._bring_end(self.before, weights, scaled)
+        last, last_scaled = self._bring_end(self.behind, weights, scaled)
         prediction = _each(mesh.gather, weights.prediction, self.prediction_dims)
         output = Output(weights.norm, mesh.gather(head, self.head_dims), prediction)
         first_sequences = jnp.reshape(batches.first_sequence, (self.stages.ranks, -1))
@@ -112,8 +112,8 @@ class _Pipeline:
                 ctx=ctx,
                 policy=segment.policy,
                 weights=EndWeights(weights.embedding, first, output, last),
-                first=first_scales,
-                last=last_scales,
+                first_scaled=first_scaled,
+                last_scaled=last_scaled,
                 batch=batches._replace(first_sequence=own),
             ),
             blocks=self._of_chunk(
@@ -130,9 +130,9 @@ class _Pipeline:
             for grad, dims, w in zip(jax.tree.leaves(d_blocks), dims, stacked, strict=True)
         ]
         d_stacks = [
-            *self._scatter_end(self.first, carry.d_ends.first),
+            *self._scatter_end(self.before, carry.d_ends.first),
             jax.tree.unflatten(structure, d_staged),
-            *self._scatter_end(self.last, carry.d_ends.last),
+            *self._scatter_end(self.behind, carry.d_ends.last),
         ]
         d_norm, d_head, d_prediction = carry.d_ends.output
         d_output = Output(
@@ -144,18 +144,18 @@ class _Pipeline:
         return carry.loss, d_parts, self._observed(carry, scaled), self._routing(carry)
 
     def _bring_end(self, part: range, weights: Decoder, scaled: Any) -> tuple[list, list]:
-        """(blocks, FP8 weights and scales of each or None) of the stacks in `part`, gathered."""
-        blocks, scales = [], []
+        """(blocks, the `Scaled` of each or None) of the stacks in `part`, gathered."""
+        blocks, all_scaled = [], []
         for index in part:
             stack = _each(mesh.gather, weights.stacks[index], self.stack_dims[index])
-            stack_scales = None
+            stack_scaled = None
             if scaled:
                 stored = _each(mesh.gather, scaled[index].stored, self.stored_dims[index])
-                stack_scales = replace(scaled[index], stored=stored)
+                stack_scaled = replace(scaled[index], stored=stored)
             for block in range(self.repeats[index]):
                 blocks.append(read(stack, block))
-                scales.append(read(stack_scales, block))
-        return blocks, scales
+                all_scaled.append(read(stack_scaled, block))
+        return blocks, all_scaled
 
     def _scatter_end(self, part: range, d_blocks: list) -> Iterator[Any]:
         """The transpose of `_bring_end`: gradients of the stacks in `part`, at rest."""
@@ -184,14 +184,14 @@ class _Pipeline:
         first, last = map(iter, carry.ends_observed)
         shape = scaled[self.staged].observed.shape
         return [
-            *(jnp.stack(list(islice(first, self.repeats[index]))) for index in self.first),
+            *(jnp.stack(list(islice(first, self.repeats[index]))) for index in self.before),
             self.stages.scatter_gradients(_stack(carry.observed, axis=1), [], shape),
-            *(jnp.stack(list(islice(last, self.repeats[index]))) for index in self.last),
+            *(jnp.stack(list(islice(last, self.repeats[index]))) for index in self.behind),
         ]
 
     def _routing(self, carry: Carry) -> Any:
-        """(balance loss, load, dropped assignments) of each layer with experts and of each
-        microbatch, `[microbatches, layers, ..]`, summed over sequences and ranks."""
+        """`RoutingFigures` of each layer with experts, `[microbatches, layers, ..]`, summed over
+        sequences and ranks."""
         axes = mesh.PIPELINE, *mesh.BATCH
         ranks, rank = self.stages.ranks, jax.lax.axis_index(mesh.PIPELINE)
 
@@ -230,11 +230,13 @@ def _gathered_dims(w: Any) -> mesh.Gathered:
 
 
 def _mean_figures(layers: tuple, sequences: int) -> routing.RoutingSummary:
-    """Routing figures as means over microbatches of `sequences` each."""
+    """The mean of the summaries of all microbatches, of `sequences` each."""
     if not layers:
         return {}
     losses, load, dropped = (jnp.concatenate(parts, axis=1) for parts in zip(*layers, strict=True))
-    figures = jax.vmap(routing.figures)(
-        losses[..., None] / sequences, load[..., None, :], dropped[..., None]
+    summaries = jax.vmap(routing.summary)(
+        routing.RoutingFigures(
+            losses[..., None] / sequences, load[..., None, :], dropped[..., None]
+        )
     )
-    return jax.tree.map(partial(jnp.mean, axis=0), figures)
+    return jax.tree.map(partial(jnp.mean, axis=0), summaries)

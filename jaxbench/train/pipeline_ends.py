@@ -1,16 +1,15 @@
-"""The ends of a pipeline, outside its stages. In front of them are the embedding and layers that
-are unlike the others. Behind them are final norm, head, loss and multi-token prediction.
+"""The ends of a pipeline, outside its stages. In front of the stages are the embedding and layers
+that are unlike the others. Behind them are final norm, head, loss and multi-token prediction.
 
 Each rank computes the ends for one microbatch of every group, so that all ranks have equal work.
-All ranks gather their weights. Residuals are not stashed: the backward pass of the front computes
-it again.
+All ranks gather their weights. No residuals are stashed: the backward pass recomputes what is in
+front of the stages.
 
 Arrays are local to a device, inside a `shard_map` (`mesh`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,29 +20,11 @@ from jaxtyping import Array, Float
 from jaxbench.models.context import Context, Sequences
 from jaxbench.models.decoder import apply_block
 from jaxbench.models.layers import Embedding, LayerOutput, LayerRouting, head_loss
-from jaxbench.models.prediction import Prediction, further_losses
+from jaxbench.models.prediction import Prediction
 from jaxbench.ops import quantized
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import read
+from jaxbench.ops.stash import add, read
 from jaxbench.recipe.model import ModelConfig, first_layers
-
-
-def merge(combine: Callable, tree: Any, values: Any, *index: Any) -> Any:
-    """Combines `values` into the entry at `index` of the leaves. In a compiled program this happens
-    in place, because the entry keeps its leading dimensions: XLA fuses only slices and updates of
-    equal shapes."""
-
-    def merged(a: jax.Array, value: Any) -> jax.Array:
-        start = (*index, *(0 for _ in value.shape))
-        value = jax.lax.expand_dims(jnp.asarray(value), range(len(index)))
-        entry = jax.lax.dynamic_slice(a, start, value.shape)
-        return jax.lax.dynamic_update_slice(a, combine(entry, value), start)
-
-    return jax.tree.map(merged, tree, values)
-
-
-add = partial(merge, lambda total, value: total + value.astype(total.dtype))
-maximum = partial(merge, jnp.maximum)
 
 
 class Output(NamedTuple):
@@ -74,7 +55,7 @@ class EndWeights(NamedTuple):
 class Ends:
     """The computation outside the stages, for this rank's microbatches.
 
-    `first` and `last` have the FP8 weights and scales of each block of the `weights`, or None.
+    `first_scaled` and `last_scaled` have an entry for each block of the `weights`, None in bf16.
     The arrays of `batch` are `[groups, ..]`.
     """
 
@@ -83,16 +64,16 @@ class Ends:
     ctx: Context
     policy: Policy
     weights: EndWeights
-    first: list[quantized.Scaled | None]
-    last: list[quantized.Scaled | None]
+    first_scaled: list[quantized.Scaled | None]
+    last_scaled: list[quantized.Scaled | None]
     batch: Sequences
 
     @property
     def observed(self) -> tuple[list, list]:
         """Zeros whose gradients are the amax that FP8 observes in the first and last blocks."""
         first, last = (
-            [None if s is None else s.observed for s in scales]
-            for scales in (self.first, self.last)
+            [None if s is None else s.observed for s in scaled]
+            for scaled in (self.first_scaled, self.last_scaled)
         )
         return first, last
 
@@ -103,8 +84,9 @@ class Ends:
         def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
             tokens = read(self.batch.tokens, group)
             x = weights["embedding"](tokens, self.dtype)
-            for *block, scaled in zip(weights["first"], all_observed, self.first, strict=True):
-                x, _ = self._apply(x, block, (scaled, None), self.ctx)
+            blocks = zip(weights["first"], all_observed, self.first_scaled, strict=True)
+            for block, observed, scaled in blocks:
+                x, _ = self._apply(x, (block, observed), (scaled, None), self.ctx)
             return x
 
         return jax.vjp(function, self._fields("embedding", "first"), self.observed[0])
@@ -112,14 +94,14 @@ class Ends:
     def leave(self, hidden: jax.Array, group: Any) -> tuple[Any, Callable, Any]:
         """((loss, sum of balance losses), VJP, routing figures summed over sequences) of a group,
         from the output of the last stage. The VJP also returns the gradient of that output."""
-        names = ("output", "last", "embedding") if self.last else ("output", "last")
+        names = ("output", "last", "embedding") if self.last_scaled else ("output", "last")
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
             batch: Sequences = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
 
             def predict_block(x: jax.Array, depth: int) -> LayerOutput:
-                (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last
+                (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last_scaled
                 ctx = self.ctx.with_counters(sequence=batch.first_sequence, depth=depth)
                 return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
 
@@ -129,11 +111,11 @@ class Ends:
             hidden = norm(hidden)
             loss = head_loss(self.cfg, head, hidden, batch.targets)
             if prediction is not None:
-                loss, further = further_losses(
-                    self.cfg, prediction, embedding, head, hidden, loss, batch, predict_block
+                loss, further = prediction.further_losses(
+                    self.cfg, embedding, head, hidden, loss, batch, predict_block
                 )
             figures = [figures for layers in further for figures in layers]
-            balance = sum((jnp.sum(losses) for losses, _, _ in figures), jnp.zeros(()))
+            balance = sum((jnp.sum(layer.balance_loss) for layer in figures), jnp.zeros(()))
             return (loss, balance), jax.tree.map(
                 lambda figure: jnp.sum(figure, axis=0).astype(jnp.float32), figures
             )

@@ -28,16 +28,15 @@ from jaxbench import mesh
 from jaxbench.jax_internals import residuals, restore_vjp
 from jaxbench.models.context import Context
 from jaxbench.models.decoder import apply_block
-from jaxbench.models.layers import LoadBias
+from jaxbench.models.layers import LoadBias, sum_dtype
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.remat import Policy, checkpoint
-from jaxbench.ops.stash import read, write
+from jaxbench.ops.stash import add, maximum, read, write
 from jaxbench.recipe.settings import Run
-from jaxbench.train.optimizer import sum_dtype
-from jaxbench.train.pipeline_ends import Ends, EndWeights, add, maximum
+from jaxbench.train.pipeline_ends import Ends, EndWeights
 from jaxbench.train.pipeline_schedule import Actions, interleaved_1f1b
-from jaxbench.train.stages import Stages
+from jaxbench.train.pipeline_stages import Stages
 
 
 @jax.tree_util.register_dataclass
@@ -286,12 +285,12 @@ class Rank:
         chunk_residuals, x = saved
         arguments = [*self._arguments(chunk, action["microbatch"]), x]
         vjp = restore_vjp(self._types[0], chunk_residuals, arguments)
-        d_layers, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
-        d_layers, amax = zip(*d_layers, strict=True)
-        d_layers = jax.tree.map(loads_unless_idle, list(d_layers), is_leaf=is_variable)
+        d_blocks, _, _, dx = vjp(unless_idle((dy, self._d_balance)))
+        d_blocks, amax = zip(*d_blocks, strict=True)
+        d_blocks = jax.tree.map(loads_unless_idle, list(d_blocks), is_leaf=is_variable)
         if self.stages.chunks > 1:
             # XLA would let matmuls add to the sums, and copy a chunk's sums out of their stack.
-            d_layers = jax.tree.map(jax.lax.optimization_barrier, d_layers)
+            d_blocks = jax.tree.map(jax.lax.optimization_barrier, d_blocks)
         dx, d_inputs = _after((dx, self._to_rank_before(carry.d_inputs)))
         leaves = (rank == 0) & (chunk == 0) & action["busy"]
         return replace(
@@ -299,7 +298,7 @@ class Rank:
             dy=self._to_rank_before(dx),
             d_inputs=jnp.where(leaves, dx, d_inputs),
             d_input=jnp.where(action["new_group"], d_inputs, carry.d_input),
-            d_blocks=add(carry.d_blocks, d_layers, chunk),
+            d_blocks=add(carry.d_blocks, d_blocks, chunk),
             observed=maximum(carry.observed, unless_idle(list(amax)), chunk),
         )
 
@@ -312,14 +311,14 @@ class Rank:
 
     def _arguments(self, chunk: Any, microbatch: Any) -> tuple[Any, Any, Context]:
         """Arguments of a model chunk other than the hidden state: its blocks, each with zeros whose
-        gradients are the amax observed in FP8; their scales; and the context. They are sliced
-        outside the differentiated function, so that they do not become residuals."""
-        layers, scales = read(self.blocks, chunk), read(self.scaled, chunk)
-        observed = [None if s is None else s.observed for s in scales]
+        gradients are the amax observed in FP8; the `Scaled` of each; and the context. They are
+        sliced outside the differentiated function, so that they do not become residuals."""
+        blocks, all_scaled = read(self.blocks, chunk), read(self.scaled, chunk)
+        observed = [None if scaled is None else scaled.observed for scaled in all_scaled]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
         here = self.stages.first_layer(chunk, jax.lax.axis_index(mesh.PIPELINE))
         ctx = self.ctx.with_counters(sequence=self.first_sequences[rank, group], layer=here)
-        return list(zip(layers, observed, strict=True)), scales, ctx
+        return list(zip(blocks, observed, strict=True)), all_scaled, ctx
 
     def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """((hidden state, sum of balance losses), VJP, routing figures) of a model chunk."""
@@ -333,14 +332,14 @@ is sent after the transfers of the rings. XLA would otherwise leave these to the
 step, where no matmul hides them."""
 
 
-def _compute(layers: Any, scales: Any, ctx: Context, x: jax.Array, *, policy: Policy) -> Any:
+def _compute(blocks: Any, all_scaled: Any, ctx: Context, x: jax.Array, *, policy: Policy) -> Any:
     """A model chunk, as in `Rank._vjp`."""
     balance, sums = jnp.zeros(()), []
-    for weights, scaled in zip(layers, scales, strict=True):
+    for weights, scaled in zip(blocks, all_scaled, strict=True):
         constants = scaled, ctx.counters.layer
         x, figures = checkpoint(apply_block, policy)(x, weights, constants, ctx)
         ctx = ctx.at_layer(len(weights[0].layers))
-        balance += sum(jnp.sum(losses) for losses, _, _ in figures)
+        balance += sum(jnp.sum(layer.balance_loss) for layer in figures)
         sums.append(jax.tree.map(partial(jnp.sum, axis=0), figures))
     stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks).astype(jnp.float32), *sums)
     return (x, balance), stacked

@@ -52,7 +52,7 @@ def described_kernels(run: Run) -> dict[str, str]:
     if flags.guided(run) and platform == "gpu":
         unknown = f"XLA's estimates (no forecast of {run.gpus} x {device_kind()})"
         by["schedule"] = "guided by the forecast" if forecast_gpu(run) else unknown
-    return by | {"products": _products(run, platform)}
+    return by | {"products": _matmuls(run, platform)}
 
 
 def _mamba(run: Run, name: str, platform: str) -> str:
@@ -65,7 +65,7 @@ def _mamba(run: Run, name: str, platform: str) -> str:
     return f"{name} ({first} {refused})" if automatic and refused and platform == "gpu" else name
 
 
-def _products(run: Run, platform: str) -> str:
+def _matmuls(run: Run, platform: str) -> str:
     dtype = run.precision.dtype
     if not run.precision.quantized:
         return dtype
@@ -83,7 +83,7 @@ def check_program(compiled: Any, run: Run) -> None:
     model, platform = run.model, mesh.platform()
     chosen = _choose_kernels(run, platform, mesh.capability())
     requested = (
-        ("fused attention", model.attention_mixer, attention.KERNELS[chosen.attention]),
+        ("fused attention", model.attention_mixer, attention.IMPLEMENTATIONS[chosen.attention]),
         ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen.ssd]),
         ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
     )
@@ -123,9 +123,9 @@ def _check_quantized(program: Program, run: Run) -> None:
     in_fp8 = dtype == run.precision.gather == "fp8"
     hint = "; precision.gather=bf16 may help" if in_fp8 else ""
     for stack, block in enumerate(abstract_state(run).model.stacks):
-        for product in quantized.products(block):
-            position = int(product.split(".")[1])
-            if quantized.in_bf16(product, run.precision):
+        for weight in quantized.quantized_weights(block):
+            position = int(weight.split(".")[1])
+            if quantized.in_bf16(weight, run.precision):
                 continue
             repeats = sum(
                 part.repeats.stop - part.repeats.start
@@ -133,7 +133,7 @@ def _check_quantized(program: Program, run: Run) -> None:
                 if part.stack == stack and position not in part.bf16
             )
             expected = 3 * repeats * run.accumulation // run.parallelism.pipeline
-            name = quantized.product_name(stack, product)
+            name = quantized.name_in_model(stack, weight)
             runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:
                 raise RunFailed(

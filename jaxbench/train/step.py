@@ -14,7 +14,7 @@ import optax
 from jaxbench import mesh
 from jaxbench.models.context import Sequences
 from jaxbench.models.decoder import Decoder
-from jaxbench.models.layers import Weight
+from jaxbench.models.layers import DTYPES, Weight, sum_dtype
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.layer_stack import LayerLoop
@@ -23,11 +23,9 @@ from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
 from jaxbench.train import pipeline
 from jaxbench.train.optimizer import (
-    DTYPES,
     balance,
     learning_rate,
     make_optimizer,
-    sum_dtype,
     without_loads,
 )
 
@@ -53,9 +51,7 @@ def init_state(run: Run) -> State:
     dtype of `optimizer.moments`, sharded like the weights."""
     model = Decoder(run.model, key=root_key(run.seed, "model"))
     optimizer = make_optimizer(run.optimizer, run.steps).init(model)
-    histories = []
-    if run.precision.quantized:
-        histories = quantized.init_histories(model.stacks, run.precision)
+    histories = quantized.init_histories(model.stacks, run.precision)
     return State(jnp.zeros((), jnp.int32), model, optimizer, histories)
 
 
@@ -109,23 +105,18 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
     weights = compute_weights(state.model, DTYPES[precision.dtype])
     if run.execution.replica_sums == "layer":
         weights.stacks = unmark_matrices(weights.stacks)
-    scaling = None
-    if precision.quantized:
-        scaling = quantized.Step.of(weights.stacks, state.fp8, precision, run.seed)
-
-    def zeros_observed():
-        return scaling.zeros if scaling else []
+    quantization = quantized.Quantization.of(weights.stacks, state.fp8, precision, run.seed)
 
     def loss_share(weights, observed, stashes, batch):
-        loop, scales = LayerLoop(stashes), scaling.scales(observed) if scaling else []
-        values = weights.loss(batch, run.execution, precision, scales, loop)
+        loop, scaled = LayerLoop(stashes), quantization.scaled(observed)
+        values = weights.loss(batch, run.execution, precision, scaled, loop)
         loss, figures = jax.tree.map(lambda value: value / run.accumulation, values)
         return loss, (figures, loop.written)
 
     def one_microbatch(batch, stashes=()):
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             loss_share, argnums=(0, 1), has_aux=True
-        )(weights, zeros_observed(), stashes, batch)
+        )(weights, quantization.zeros, stashes, batch)
         return ((loss, figures), grads), observed, stashes
 
     def add_microbatch(carry, batch):
@@ -140,24 +131,23 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
 
     batches = Sequences(tokens, targets, first_sequences(state.step, tokens, run.seed))
     if run.parallelism.pipeline > 1:
-        scales = scaling.scales(scaling.zeros) if scaling else []
-        total, observed = pipeline.accumulate(weights, scales, batches, run)
+        scaled = quantization.scaled(quantization.zeros)
+        total, observed = pipeline.accumulate(weights, scaled, batches, run)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        operands = weights, zeros_observed(), (), read(batches, 0)
+        operands = weights, quantization.zeros, (), read(batches, 0)
         loss, (figures, stashes) = jax.eval_shape(loss_share, *operands)
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
             jax.tree.map(zero_gradient, weights, is_leaf=is_variable),
         )
-        start = zeros, zeros_observed(), allocate(stashes)
+        start = zeros, quantization.zeros, allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(add_microbatch, start, batches)
     (loss, figures), grads = total
     reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
-    histories = scaling.next_histories(observed) if scaling else []
-    return Gradients(loss, figures, grads, histories)
+    return Gradients(loss, figures, grads, quantization.next_histories(observed))
 
 
 def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:

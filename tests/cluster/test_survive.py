@@ -23,8 +23,7 @@ from jaxbench.recipe import recipes
 from jaxbench.run import command, saved_checkpoints
 from jaxbench.run import prepare as beginning
 from jaxbench.run.arguments import parse_arguments
-from jaxbench.run.prepare import Session
-from jaxbench.run.session import Attempt, benchmark
+from jaxbench.run.session import Attempt, Session, benchmark
 
 STEPS = 400
 SAVING = (*TINY, "--steps", STEPS, "--checkpoint-every", 50, "--resume")

@@ -12,8 +12,7 @@ from tiny import tiny_run
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.attention import KERNELS, attend, choose, cudnn
-from jaxbench.ops.attention.plain import Scores
+from jaxbench.ops.attention import IMPLEMENTATIONS, attend, choose, cudnn
 from jaxbench.recipe.settings import Execution
 
 RNG = np.random.default_rng(0)
@@ -35,12 +34,11 @@ def test_attention_and_its_gradient(mesh_name, kind):
     cotangent = RNG.normal(size=inputs[0].shape)
     if "sinks" in KINDS[kind]:
         inputs.append(RNG.normal(size=8))
-    scores = Scores(scale=8**-0.5, window=window)
 
     def attended(q, k, v, sinks=None):
         # As a weight is used: marked so that its gradient stays local.
         sinks = None if sinks is None else mesh.accumulating(sinks)
-        return attend(q, k, v, "xla", scores, sinks)
+        return attend(q, k, v, "xla", 8**-0.5, window, sinks)
 
     def loss(cotangent, *inputs):
         return jnp.sum(attended(*inputs) * cotangent)
@@ -126,7 +124,7 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
     )
     with on("one device"):
         operands = (jnp.asarray(x) for x in (q, k, v))
-        out = attend(*operands, kernel="xla", scores=Scores(scale=8**-0.5))
+        out = attend(*operands, kernel="xla", scale=8**-0.5)
     exact = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))
     # Weights and result are rounded to 8 bits each; scores and sums are fp32.
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=3 * 2**-8 * np.abs(v).max())
@@ -134,7 +132,7 @@ def test_bf16_attention_rounds_no_more_than_its_dtype():
 
 def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
     hints = typing.get_type_hints(Execution)
-    assert set(KERNELS) == set(typing.get_args(hints["attention"])) - {"auto"}
+    assert set(IMPLEMENTATIONS) == set(typing.get_args(hints["attention"])) - {"auto"}
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 192), (192, 128), (160, 136), (136, 64)])
@@ -143,11 +141,11 @@ def test_attention_by_parts_of_the_values(key_dim, value_dim):
     sums over parts, each of which the kernel's softmax rounds to fp32. With 60 seeds the largest
     error is 3.5 roundings of the largest gradient."""
     shapes = (2, 16, 4, key_dim), (2, 16, 2, key_dim), (2, 16, 2, value_dim)
-    scores, widths = Scores(scale=key_dim**-0.5, window=5), set()
+    scale, widths = key_dim**-0.5, set()
 
     def in_one(q, k, v, sinks):
         widths.add((q.shape[-1], v.shape[-1]))
-        return KERNELS["xla"].call(q, k, v, scores, sinks)
+        return IMPLEMENTATIONS["xla"].call(q, k, v, scale, 5, sinks)
 
     def in_parts(q, k, v, sinks):
         return cudnn.by_parts(lambda q, k, v: in_one(q, k, v, sinks), q, k, v)

@@ -55,7 +55,7 @@ def product(kind, mesh_name, precision, arrays, implementation="xla"):
 
     def run(x, kernel, dy):
         stack = OneProduct(mesh.accumulating(kernel[None]), experts=kind == "experts")
-        (scaled,) = quantized.scale([stack], [], precision)
+        (scaled,) = quantized.Quantization.of([stack], [], precision).quantized
 
         def dot(x, stack):
             block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scaled)))
@@ -158,7 +158,7 @@ def test_mxfp8_products_and_gradients(mesh_name, kind, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 def test_nvfp4_products_and_gradients(implementation, monkeypatch):
     if implementation == "te":  # on a CPU its own have NaN (test_te.py)
-        monkeypatch.setattr(te_blocks.TeProducts, "quantize", block_scaled.Products.quantize)
+        monkeypatch.setattr(te_blocks.TeMatmuls, "quantize", block_scaled.Matmuls.quantize)
     x, w, dy = operands("out")  # numpy's square blocks are of matrices
     precision = Precision(dtype="nvfp4", stochastic_rounding=False, hadamard=False)
     actual = product("out", "one device", precision, (x, w, dy), implementation)

@@ -89,10 +89,10 @@ def fp8_product(kind, mesh_name, precision, arrays):
         stack = OneProduct(mesh.accumulating(kernel[None]))
         histories = [jnp.tile(amax[None, None, :, None], (1, 1, 1, 4))]
         histories = histories if precision.scaling == "delayed" else []
-        step = quantized.Step.of([stack], histories, precision)
+        step = quantized.Quantization.of([stack], histories, precision)
 
         def product(x, stack, observed):
-            (observing,) = step.scales(observed)
+            (observing,) = step.scaled(observed)
             unit = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
             if kind == "in":
                 return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
@@ -209,10 +209,10 @@ def test_history_is_newest_first_and_its_maximum_is_the_scale():
     with mesh_of(tiny_run()):
         histories = quantized.init_histories([stack], precision)
         for x, dy in ((8.0, 1.0), (2.0, 4.0), (1.0, 2.0)):
-            step = quantized.Step.of([stack], histories, precision)
+            step = quantized.Quantization.of([stack], histories, precision)
             histories = step.next_histories([jnp.array([[[[x], [dy]]]])])
         np.testing.assert_array_equal(histories[0][0, 0], [[1, 2], [3, 3], [2, 4]])
-        (scaled,) = quantized.scale([stack], histories, precision)
+        (scaled,) = quantized.Quantization.of([stack], histories, precision).quantized
     exact = np.array([2 / 448, 3 / 448, 4 / 57344])
     np.testing.assert_allclose(scaled.scale_inv[0, 0], exact, rtol=2**-7)
 
@@ -270,7 +270,7 @@ def test_a_layer_kept_in_bf16_inside_of_a_block():
     run = tiny_run(FP8, *changes, family="nemotronh_56b_bf16")
     _, state = steps_of(run, 1)
     (stack,), (history,) = state.model.stacks, np.asarray(state.fp8)
-    positions = [int(name.split(".")[1]) for name in quantized.products(stack)]
+    positions = [int(name.split(".")[1]) for name in quantized.quantized_weights(stack)]
     expected = [[5 * block + position < 3 for position in positions] for block in range(2)]
     np.testing.assert_array_equal(history[:, :, 0].max(axis=-1) > 0, expected)
 

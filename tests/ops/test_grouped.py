@@ -202,10 +202,10 @@ def test_mxfp8_products_and_gradients(into):
 
     def run(x, w, dy, groups):
         stack = OneProduct(mesh.accumulating(w[None]), experts=True)
-        (scales,) = quantized.scale([stack], [], Precision(dtype="mxfp8"))
+        (scaled,) = quantized.Quantization.of([stack], [], Precision(dtype="mxfp8")).quantized
 
         def product(x, stack):
-            block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scales)))
+            block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scaled)))
             return one_copy(dot(Duplicated.of(x), block.w, groups))
 
         y, vjp = jax.vjp(product, x, stack)
@@ -343,7 +343,7 @@ def test_the_kernels_are_chosen_where_they_can():
     assert grouped.choose(auto, cfg, "nvfp4", "gpu") == "pallas"
     with pytest.raises(RecipeError, match="multiplies in bf16 there, not in MXFP8"):
         grouped.choose(Execution(grouped_matmul="xla"), cfg, "mxfp8", "gpu")
-    with pytest.raises(RecipeError, match="grouped_matmul = pallas: pallas does not run on a cpu"):
+    with pytest.raises(RecipeError, match="grouped_matmul = pallas does not run on a cpu"):
         grouped.choose(pallas_alone, cfg, "bf16", "cpu")
     odd = replace(cfg, experts=replace(cfg.experts, ffn=1000))
     assert grouped.choose(auto, odd, "bf16", "gpu") == "xla"

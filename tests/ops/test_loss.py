@@ -42,7 +42,7 @@ def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
 
     def mean_loss(hidden, head, targets, scale=1.0):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return scale * loss.cross_entropy(hidden, head, targets, loss.LossOptions(masked))
+        return scale * loss.cross_entropy(hidden, head, targets, masked)
 
     with on(mesh_name):
         arrays = (
@@ -75,7 +75,7 @@ def test_chunks_that_do_not_divide_the_tokens(mesh_name, stack, masked, monkeypa
 
     def mean_loss(hidden, head, targets):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return loss.cross_entropy(hidden, head, targets, loss.LossOptions(masked))
+        return loss.cross_entropy(hidden, head, targets, masked)
 
     with on(mesh_name):
         arrays = (
@@ -107,8 +107,8 @@ def test_a_share_of_the_loss_scales_bf16_gradients_without_bias(microbatches):
     draw = np.random.default_rng(0).normal
     with on("one device"):
         hidden, head = (jnp.asarray(draw(size=s), jnp.bfloat16) for s in ((2, 16, 64), (64, 24)))
-        _, residuals = loss._forward(hidden, head, jnp.zeros((2, 16), jnp.int32), loss.PLAIN)
-        *scaled, _ = loss._backward(loss.PLAIN, residuals, jnp.float32(1 / microbatches))
+        _, residuals = loss._forward(hidden, head, jnp.zeros((2, 16), jnp.int32), False, False)
+        *scaled, _ = loss._backward(False, False, residuals, jnp.float32(1 / microbatches))
     for gradient, whole in zip(scaled, residuals, strict=True):
         exact = np.asarray(whole).astype(np.float64) / microbatches
         ratio = np.vdot(np.asarray(gradient).astype(np.float64), exact) / np.vdot(exact, exact)

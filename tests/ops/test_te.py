@@ -133,7 +133,7 @@ def test_it_quantizes_as_ours(dtype, hadamard):
     x = jnp.asarray(np.random.default_rng(5).normal(size=(1, 128, 256)) ** 3, jnp.bfloat16)
     precision = Precision(dtype=dtype, hadamard=hadamard)
     with on("one device"):
-        its = te_blocks.TeProducts().quantize(x, precision, "first", None)
+        its = te_blocks.TeMatmuls().quantize(x, precision, "first", None)
         ours = quantize_activation(x, precision, None)
     if dtype == "mxfp8":
         ours = ours[0], ours[1].map(lambda part: part.swapaxes(1, 2))
@@ -159,7 +159,7 @@ def test_it_rounds_gradients_stochastically():
 
     @jax.jit
     def quantized_rows(draw):
-        rows, _ = te_blocks.TeProducts().quantize(x, precision, "first", draw)
+        rows, _ = te_blocks.TeMatmuls().quantize(x, precision, "first", draw)
         return dequantized(rows.unpacked(FORMATS["nvfp4"]))[..., 16:]
 
     with on("one device"):
@@ -176,7 +176,7 @@ def test_what_it_cannot_do_is_one_line(monkeypatch):
     for hadamard, tile in ((True, "64 x 128"), (False, "32 x 32")):
         blocks = Precision(dtype="nvfp4", implementation="te", hadamard=hadamard)
         with pytest.raises(RecipeError, match=f"tiles of {tile}, not the 64 tokens x 16 features"):
-            te_blocks.TeProducts().quantize(jnp.ones((1, 64, 16)), blocks, "first", None)
+            te_blocks.TeMatmuls().quantize(jnp.ones((1, 64, 16)), blocks, "first", None)
 
 
 def test_auto_is_what_was_planned_whatever_is_installed(monkeypatch):

@@ -343,7 +343,7 @@ def test_bad_row_names_the_row():
     [("gpu", 64, None, 64), ("gpu", 64, 64, 64), ("gpu", 8, None, 8), ("cpu", 8, None, "smoke")],
 )
 def test_row_of_a_machine(platform, devices, gpus, row):
-    assert recipes.choose_row(platform, devices, gpus) == row
+    assert recipes.row_name(platform, devices, gpus) == row
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_row_of_a_machine(platform, devices, gpus, row):
 )
 def test_no_row_for_a_machine(platform, devices, gpus, message):
     with pytest.raises(RecipeError) as error:
-        recipes.choose_row(platform, devices, gpus)
+        recipes.row_name(platform, devices, gpus)
     assert message in str(error.value)
 
 

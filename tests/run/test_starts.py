@@ -12,8 +12,8 @@ from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.results.window import start_of
 from jaxbench.run import records, session, start_record, summary
 from jaxbench.run.arguments import parse_arguments
-from jaxbench.run.prepare import Session
 from jaxbench.run.records import Recorder
+from jaxbench.run.session import Session
 
 RUN = replace(tiny_run(), steps=120)
 

@@ -8,7 +8,7 @@ from jaxbench.xla import custom_calls, timeline
 
 
 @pytest.mark.parametrize(
-    "registry", [attention.KERNELS, grouped.IMPLEMENTATIONS, ssd.IMPLEMENTATIONS]
+    "registry", [attention.IMPLEMENTATIONS, grouped.IMPLEMENTATIONS, ssd.IMPLEMENTATIONS]
 )
 def test_every_call_of_an_operator_has_a_rule(registry):
     calls = {call for implementation in registry.values() for call in implementation.calls}

@@ -1,8 +1,8 @@
 """Causal attention: one file for each kernel, and the registry that chooses among them.
 
-A new kernel is a file and an entry in `KERNELS`. If recipes may ask for it, its name also goes into
-`recipe.settings.Execution.attention`.
-Remat policies, the check of compiled programs and the plan all read that entry.
+A new kernel is a file and an entry in `IMPLEMENTATIONS`. If recipes may ask for it, its name also
+goes into `recipe.settings.Execution.attention`. Remat policies, the check of compiled programs and
+the plan all read that entry.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,20 @@ import jax
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
+from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.recipe.mixers import AnyAttentionConfig
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One way to compute attention.
+class Implementation:
+    """A kernel, or XLA's matmuls, by which attention is computed.
 
-    `call` takes one device's query (`B S N H`), key (`B S K H`), value (`B S K V`), `Scores`, and
-    optional sinks (`N`). `fp32` is false for a kernel that takes no fp32 operands, and `platforms`
-    are the platforms on which the kernel runs (None: all).
+    `call` takes one device's query (`B S N H`), key (`B S K H`) and value (`B S K V`), then scale,
+    window and sinks as `attend` does. `fp32` is false for a kernel that takes no fp32 operands, and
+    `platforms` are the platforms on which the kernel runs (None: all).
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
@@ -42,8 +42,8 @@ class Kernel:
     saved_primitive: str | None = None
 
 
-KERNELS = {
-    "cudnn": Kernel(
+IMPLEMENTATIONS = {
+    "cudnn": Implementation(
         call=cudnn.call,
         platforms=("gpu",),
         fp32=False,
@@ -51,7 +51,7 @@ KERNELS = {
         refusal=cudnn.refusal,
         saved_primitive=cudnn.FORWARD_PRIMITIVE,
     ),
-    "xla": Kernel(call=plain.call),
+    "xla": Implementation(call=plain.call),
 }
 """The kernels by name. `auto` takes the first one that fits dtype and platform; if that one
 refuses the model, `choose` raises an error."""
@@ -70,20 +70,19 @@ def choose(
     Raises RecipeError if the requested kernel does not fit, or if the chosen one cannot compute the
     model's attention.
     """
-    requested = execution.attention
-    if requested != "auto" and (reason := _mismatch(requested, dtype, platform)):
-        raise RecipeError(f"execution.attention = {requested} {reason}; expected auto")
-    names = KERNELS if requested == "auto" else (requested,)
-    chosen = next(name for name in names if not _mismatch(name, dtype, platform))
+    chosen = implementations.choose(
+        "attention", execution.attention, IMPLEMENTATIONS,
+        lambda name: _mismatch(name, dtype, platform),
+    )  # fmt: skip
     mixer = cfg.attention_mixer
-    if mixer and (refused := KERNELS[chosen].refusal(mixer, length, capability)):
+    if mixer and (refused := IMPLEMENTATIONS[chosen].refusal(mixer, length, capability)):
         raise RecipeError(f"{refused}; use execution.attention=xla")
     return chosen
 
 
 def _mismatch(name: str, dtype: str, platform: str) -> str | None:
     """Why a kernel does not fit this dtype or this platform; None if it fits."""
-    kernel = KERNELS[name]
+    kernel = IMPLEMENTATIONS[name]
     if platform not in (kernel.platforms or (platform,)):
         return f"does not run on a {platform}"
     if dtype == "fp32" and not kernel.fp32:
@@ -96,11 +95,14 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     kernel: str,
-    scores: Scores,
+    scale: float,
+    window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal grouped-query attention by one of `KERNELS`. Arrays are `"batch seq heads head_dim"`,
-    both in and out; `sinks`, `"heads"`, are an additional logit in each head's softmax.
+    """Causal grouped-query attention by one of `IMPLEMENTATIONS`. Arrays are `"batch seq heads
+    head_dim"`, both in and out. A score is `scale` times query . key. With a `window` a query sees
+    at most that many positions, including its own. `sinks`, `"heads"`, are an additional logit in
+    each head's softmax.
 
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
@@ -113,7 +115,7 @@ def attend(
         if context:
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
         sinks = [_own_heads(s, q.shape[2]) for s in sinks]
-        out = KERNELS[kernel].call(q, k, v, scores, *sinks)
+        out = IMPLEMENTATIONS[kernel].call(q, k, v, scale, window, *sinks)
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out
 
     heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)

@@ -14,7 +14,6 @@ from jaxbench.jax_internals import (
     cudnn_attention_backward,
     cudnn_attention_forward,
 )
-from jaxbench.ops.attention.plain import Scores
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.recipe.mixers import AnyAttentionConfig
 
@@ -41,20 +40,21 @@ def call(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    scores: Scores,
+    scale: float,
+    window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one device's heads over whole sequences."""
     batch, length, heads, _ = query.shape
     # All pairs of positions count, also those above the diagonal, which the kernel skips: no kernel
     # reaches the peak that `latency_hint` assumes.
-    flops_per_feature = 2 * batch * heads * length * min(length, scores.window or length)
+    flops_per_feature = 2 * batch * heads * length * min(length, window or length)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         with latency_hint(flops_per_feature * (key.shape[-1] + value.shape[-1]), "bf16"):
             if sinks is None:
-                return cudnn_attention(query, key, value, scores.scale, scores.window)
-            return _with_sinks(query, key, value, sinks, scores.scale, scores.window)
+                return cudnn_attention(query, key, value, scale, window)
+            return _with_sinks(query, key, value, sinks, scale, window)
 
     if key.shape[-1] > NARROW and (mesh.capability() or (0, 0))[0] == 10:
         return by_parts(attend, query, key, value)

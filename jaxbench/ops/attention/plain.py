@@ -1,7 +1,6 @@
 """Attention in plain JAX, which computes the scores of all pairs: the reference for every other
-kernel. Also what all kernels get besides their operands, `Scores`."""
+kernel."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -9,37 +8,24 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """How scores are computed from query and key, and which keys a query sees in addition to the
-    causal mask.
-
-    A score is `scale` times query . key. With a `window` a query sees at most that many positions,
-    including its own.
-    """
-
-    scale: float
-
-    window: int | None = None
-
-
 def call(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    scores: Scores,
+    scale: float,
+    window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one device's heads over whole sequences. Values that are narrower than keys are
     padded, since JAX requires equal widths."""
     width = value.shape[-1]
     value = jnp.pad(value, [*[(0, 0)] * 3, (0, key.shape[-1] - width)])
-    attention = partial(jax.nn.dot_product_attention, scale=scores.scale, implementation="xla")
+    attention = partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
     if sinks is None:
-        to_left_and_right = scores.window and (scores.window - 1, 0)
+        to_left_and_right = window and (window - 1, 0)
         out = attention(query, key, value, is_causal=True, local_window_size=to_left_and_right)
     else:
-        key, value, bias, mask = _with_sinks(key, value, scores.window, sinks)
+        key, value, bias, mask = _with_sinks(key, value, window, sinks)
         out = attention(query, key, value, bias=bias, mask=mask)
     return checkpoint_name(out[..., :width], "attention")
 

@@ -24,8 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.base.errors import RecipeError
-from jaxbench.ops import quantized
+from jaxbench.ops import implementations, quantized
 from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
@@ -54,7 +53,7 @@ class Implementation:
 
     A matmul of FP8 operands multiplies its result by a `scale`. Rows of padding are zero in
     permuted results and undefined among arriving rows. `in_blocks` makes the
-    `block_scaled.Products` of groups. `refusal` returns why the implementation cannot multiply by a
+    `block_scaled.Matmuls` of groups. `refusal` returns why the implementation cannot multiply by a
     model's experts in a dtype on a platform, or None. `calls` are the custom calls that a compiled
     step must contain.
     """
@@ -91,26 +90,26 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
     """The name of the implementation that multiplies by a model's dropless experts in a dtype on a
     platform. Without such experts it is the first candidate. Raises RecipeError if the requested
     implementation cannot do it, or with `auto` if none can."""
-    requested, refusals = execution.grouped_matmul, []
-    for name in IMPLEMENTATIONS if requested == "auto" else (requested,):
-        refused = cfg.dropless and IMPLEMENTATIONS[name].refusal(cfg, dtype, platform)
-        if not refused:
-            return name
-        refusals.append(f"{name} {refused}")
-    raise RecipeError(f"execution.grouped_matmul = {requested}: {'; '.join(refusals)}")
+
+    def refusal(name: str) -> str | None:
+        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform) if cfg.dropless else None
+
+    return implementations.choose(
+        "grouped_matmul", execution.grouped_matmul, IMPLEMENTATIONS, refusal
+    )
 
 
 def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
     """Multiplies arriving rows by the weights of their groups, `[E, D, *N]`; the result is permuted
     by group. The weights are gathered along all dimensions except E. If `w` is a
     `quantized.Operand`, the matmuls are quantized."""
-    return _dot(_Products(implementation, into=True), x, w, groups)
+    return _dot(_GroupedMatmul(implementation, into=True), x, w, groups)
 
 
 def from_permuted(implementation: str, y: Duplicated, w: Weight, groups: Groups) -> Duplicated:
     """Multiplies permuted rows by the transposed weights of their groups, `[E, D, *N]`; the result
     is in the order of arrival. Everything else is as in `to_permuted`."""
-    return _dot(_Products(implementation, into=False), y, w, groups)
+    return _dot(_GroupedMatmul(implementation, into=False), y, w, groups)
 
 
 def biased(
@@ -135,7 +134,7 @@ def biased(
 
 
 @dataclass(frozen=True)
-class _Products:
+class _GroupedMatmul:
     """A matmul of one device's rows, into the permuted order or out of it, and its gradients.
     `scale` is the scale of FP8 operands."""
 
@@ -161,57 +160,57 @@ class _Products:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Fp8Product(quantized.Product):
-    """`_Products` in FP8."""
+class _Fp8Matmul(quantized.Matmul):
+    """`_GroupedMatmul` in FP8."""
 
-    products: _Products = field(metadata={"static": True})
+    grouped: _GroupedMatmul = field(metadata={"static": True})
     groups: Groups
 
     def result(self, x, scale_inv_x, w, scale_inv_w) -> Array:
-        return self.products.result(x, w, self.groups, scale_inv_x * scale_inv_w)
+        return self.grouped.result(x, w, self.groups, scale_inv_x * scale_inv_w)
 
     def of_input(self, dy, scale_inv_dy, w, scale_inv_w) -> Array:
-        return self.products.of_input(dy, w, self.groups, scale_inv_dy * scale_inv_w)
+        return self.grouped.of_input(dy, w, self.groups, scale_inv_dy * scale_inv_w)
 
     def of_weight(self, x, scale_inv_x, dy, scale_inv_dy) -> Array:
-        return self.products.of_weight(x, dy, self.groups, scale_inv_x * scale_inv_dy)
+        return self.grouped.of_weight(x, dy, self.groups, scale_inv_x * scale_inv_dy)
 
 
-def _dot(products: _Products, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+def _dot(grouped: _GroupedMatmul, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
     if not isinstance(w, quantized.Operand):
         weight = mesh.gather_weight(w[...], 0)
-        return Duplicated.of(_product(products, x.value, weight, groups))
+        return Duplicated.of(_multiply(grouped, x.value, weight, groups))
     # Rows have the dimension A (arriving) or R (permuted). The dimensions of the weight after D are
     # features of permuted rows.
     dims = "EDPF" if w.weight.ndim == 4 else "EDF"
-    inputs, outputs = ("AD", f"R{dims[2:]}") if products.into else (f"R{dims[2:]}", "AD")
-    equation, spec = f"{inputs},{dims}->{outputs}", _spec(products, x.value, w.weight)
+    inputs, outputs = ("AD", f"R{dims[2:]}") if grouped.into else (f"R{dims[2:]}", "AD")
+    equation, spec = f"{inputs},{dims}->{outputs}", _spec(grouped, x.value, w.weight)
     named = equation, spec, mesh.cotangent_spec(x.value), w.name
     if w.precision.dtype in BLOCKS:
-        by = IMPLEMENTATIONS[products.implementation].in_blocks(groups)
-        return quantized.dot_blocks(quantized.Product(*named), x, w, by)
-    return quantized.xla.dot(_Fp8Product(*named, products, groups), x, w)
+        by = IMPLEMENTATIONS[grouped.implementation].in_blocks(groups)
+        return quantized.dot_blocks(quantized.Matmul(*named), x, w, by)
+    return quantized.xla.dot(_Fp8Matmul(*named, grouped, groups), x, w)
 
 
-def _spec(products: _Products, x: Array, w: Array) -> PartitionSpec:
+def _spec(grouped: _GroupedMatmul, x: Array, w: Array) -> PartitionSpec:
     """The partition of a result: only its rows are split."""
-    features = w.ndim - 2 if products.into else 1
+    features = w.ndim - 2 if grouped.into else 1
     return PartitionSpec(mesh.partition(x)[0], *(None,) * features)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(products: _Products, x: Array, w: Array, groups: Groups) -> Array:
-    return _on_each_device(products.result, _spec(products, x, w))(x, w, groups)
+def _multiply(grouped: _GroupedMatmul, x: Array, w: Array, groups: Groups) -> Array:
+    return _on_each_device(grouped.result, _spec(grouped, x, w))(x, w, groups)
 
 
-def _backward(products, operands, dy):
+def _backward(grouped, operands, dy):
     x, w, groups = operands
-    of_input = _on_each_device(products.of_input, mesh.cotangent_spec(x))
-    of_weight = _on_each_device(products.of_weight, mesh.cotangent_spec(w))
+    of_input = _on_each_device(grouped.of_input, mesh.cotangent_spec(x))
+    of_weight = _on_each_device(grouped.of_weight, mesh.cotangent_spec(w))
     return of_input(dy, w, groups), of_weight(x, dy, groups), None
 
 
-_product.defvjp(lambda products, *operands: (_product(products, *operands), operands), _backward)
+_multiply.defvjp(lambda grouped, *operands: (_multiply(grouped, *operands), operands), _backward)
 
 
 def _on_each_device(local: Callable, spec: PartitionSpec) -> Callable:

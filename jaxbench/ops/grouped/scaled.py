@@ -22,7 +22,7 @@ from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCH, TILES, scale_input, scaled_sum
 from jaxbench.ops.pallas_call import Inputs, Output, call, largest, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
-from jaxbench.ops.quantized.block_scaled import Products, quantize_activation
+from jaxbench.ops.quantized.block_scaled import Matmuls, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
 from jaxbench.recipe.settings import Precision
 
@@ -42,7 +42,7 @@ def rows(side: str, groups: Groups) -> Rows:
 def by_weight(
     x: Blocks, w: Blocks, side: str, groups: Groups, *, interpret: bool = False
 ) -> Float[Array, "R U"]:
-    """`Products.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
+    """`Matmuls.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
     arriving rows."""
     count, kept, summed = w.values.shape
     width, into = largest(kept, *TILES), side == "first"
@@ -69,7 +69,7 @@ def by_weight(
 def of_weight(
     first: Blocks, last: Blocks, groups: Groups, *, interpret: bool = False
 ) -> Float[Array, "E D O"]:
-    """`Products.of_weight` by a kernel."""
+    """`Matmuls.of_weight` by a kernel."""
     w = groups.ends.size, first.values.shape[1], last.values.shape[1]
     tile = [largest(size, *TILES) for size in w[1:]]
     operands = {
@@ -180,8 +180,8 @@ def _in_order(groups: Groups) -> Groups:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Kernels(Products):
-    """`Products` of grouped weights, by kernels."""
+class Kernels(Matmuls):
+    """`Matmuls` of grouped weights, by kernels."""
 
     groups: Groups
 
@@ -200,7 +200,7 @@ class Kernels(Products):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dequantized(Kernels):
-    """`Products` of grouped weights in plain XLA."""
+    """`Matmuls` of grouped weights in plain XLA."""
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         wide, weights = dequantized(rows)[0], dequantized(w)

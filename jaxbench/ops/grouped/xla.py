@@ -39,12 +39,12 @@ def weights(
     x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scale: Array | None = None
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    blocks = _product("bRD,bRN->bDN", _blocks(_take(x, groups.row)), _blocks(y), scale)
+    blocks = _multiply("bRD,bRN->bDN", _blocks(_take(x, groups.row)), _blocks(y), scale)
     total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size)
     return total.astype(result_dtype(x))
 
 
-def _product(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
+def _multiply(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
     """A matmul in fp32. FP8 operands are first converted to bf16, which is exact."""
     a, b = (x.astype(result_dtype(x)) for x in (a, b))
     y = jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
@@ -52,7 +52,7 @@ def _product(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
 
 
 def _rows(equation: str, x: Array, w: Array, scale: Array | None) -> Array:
-    y = _product(equation, x, w, scale).astype(result_dtype(x))
+    y = _multiply(equation, x, w, scale).astype(result_dtype(x))
     return y.reshape(-1, y.shape[-1])
 
 

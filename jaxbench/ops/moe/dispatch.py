@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops.grouped import NONE, group
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
 
 
@@ -66,21 +66,21 @@ def dispatch(
 
     def local(x, gates, experts):
         routes, sent = (dropless_routes if dropless else capacity_routes)(gates, experts, cfg)
-        routes = jax.tree.map(partial(save, name=SMALL), routes)
+        routes = jax.tree.map(partial(save, name=ALWAYS), routes)
         slot, assignment = routes.slot, routes.assignment
         tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
         weights = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
         if dropless:
             tokens, weights, received = _exchange((tokens, weights, sent), 0, 0)
             groups = group(received, tokens.shape[0] // received.shape[0], experts.size)
-            groups = jax.tree.map(partial(save, name=SMALL), groups)
+            groups = jax.tree.map(partial(save, name=ALWAYS), groups)
             weights = permute(weights, groups.place[:, None], groups.row)
             routes = routes._replace(groups=groups)
         else:
             tokens, weights = _exchange(
                 [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, weights)], 0, 1
             )
-        return tokens, save(weights[..., 0], SMALL), routes
+        return tokens, save(weights[..., 0], ALWAYS), routes
 
     dims = "slots" if dropless else "experts capacity"
     tokens_spec, weights_spec, slot_spec, slots_spec = (

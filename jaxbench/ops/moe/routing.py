@@ -4,6 +4,8 @@ An *assignment* is one of the k experts that a token is sent to; `ops.moe.dispat
 Dimension letters are as in `ops`.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -29,7 +31,7 @@ def choose(
     gates are multiplied by `gate_scale`. Of equal scores the first expert wins.
     """
     scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
-    biased = scores if bias is None else dense.plus_vector(scores, bias)
+    biased = scores if bias is None else scores + dense.broadcast_vector(bias, scores)
     experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
     chosen = experts[..., None] == jnp.arange(cfg.count)
     gates = jnp.sum(jnp.where(chosen, scores[..., None, :], 0.0), axis=-1)
@@ -145,6 +147,15 @@ def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
     return mesh.on_each_device(local, PartitionSpec(*mesh.partition(x)))(x)
 
 
+class RoutingFigures(NamedTuple):
+    """Of a layer with experts, for each sequence: its load-balance loss, the assignments of each
+    expert, and the number of dropped assignments."""
+
+    balance_loss: Float[Array, "*L B"]
+    load: Num[Array, "*L B E"]
+    dropped: Num[Array, "*L B"]
+
+
 RoutingSummary = dict[str, Array]
 """Routing figures of a step: the mean balance loss; the load of each expert, and of the busiest
 expert of any layer, both relative to a fair share; and the share of dropped assignments. Empty
@@ -152,30 +163,24 @@ without experts."""
 
 
 def with_balance_loss(
-    loss: Array, segments: list, coefficient: float
+    loss: Array, segments: list[tuple[RoutingFigures, ...]], coefficient: float
 ) -> tuple[Float[Array, ""], RoutingSummary]:
     """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
-    (loss, figures).
-
-    `segments` has one entry for each segment of layers: (balance loss `"L B"`, load `"L B E"`,
-    dropped assignments `"L B"`).
-    """
+    (loss, summary)."""
     layers = [figures for segment in segments for figures in segment]
-    losses, load, dropped = (jnp.concatenate(parts) for parts in zip(*layers, strict=True))
-    total = coefficient * jnp.sum(jnp.mean(losses, axis=1))
-    step_figures = jax.lax.stop_gradient(figures(losses, load, dropped))
+    figures = RoutingFigures(*(jnp.concatenate(parts) for parts in zip(*layers, strict=True)))
+    total = coefficient * jnp.sum(jnp.mean(figures.balance_loss, axis=1))
+    step_figures = jax.lax.stop_gradient(summary(figures))
     return loss + (total - jax.lax.stop_gradient(total)), step_figures
 
 
-def figures(
-    losses: Float[Array, "L B"], load: Num[Array, "L B E"], dropped: Num[Array, "L B"]
-) -> RoutingSummary:
-    """The `RoutingSummary` of one forward pass."""
-    load = jnp.sum(load, axis=1)
+def summary(figures: RoutingFigures) -> RoutingSummary:
+    """The summary of one forward pass, from the figures of all layers."""
+    load = jnp.sum(figures.load, axis=1)
     share = load / jnp.mean(load, axis=1, keepdims=True)
     return {
-        "balance_loss": jnp.mean(losses),
+        "balance_loss": jnp.mean(figures.balance_loss),
         "expert_load": jnp.mean(share, axis=0),
         "expert_load_max": jnp.max(share),
-        "tokens_dropped": jnp.sum(dropped) / jnp.sum(load),
+        "tokens_dropped": jnp.sum(figures.dropped) / jnp.sum(load),
     }

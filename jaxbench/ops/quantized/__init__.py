@@ -2,7 +2,7 @@
 scales of a step (`scaling`), and one or two files for each implementation of the matmul.
 
 A new implementation is a file and an entry in `IMPLEMENTATIONS` (and its name in
-`settings.Precision.implementation`). `dense.dot` calls `Operand.dot`, which calls `dot`.
+`settings.Precision.implementation`). `dense.dot` calls `dot` if a weight is an `Operand`.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
-from jaxbench.ops.quantized.operand import Operand, Product
+from jaxbench.ops.quantized.operand import Matmul, Operand
 from jaxbench.ops.quantized.scaling import (
     Histories,
+    Quantization,
     Scaled,
-    Step,
     attach,
     in_bf16,
     init_histories,
-    product_name,
-    products,
-    scale,
+    name_in_model,
+    quantized_weights,
 )
 from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
-    "IMPLEMENTATIONS", "Histories", "Operand", "Product", "Scaled", "Step", "attach", "choose",
-    "dot", "dot_blocks", "in_bf16", "init_histories", "product_name", "products", "scale", "xla",
+    "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
+    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "name_in_model",
+    "quantized_weights", "xla",
 ]  # fmt: skip
 
 
@@ -40,16 +40,16 @@ __all__ = [
 class Implementation:
     """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Products` of this
+    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Matmuls` of this
     implementation. `takes` is true for the matmuls that it can compute; XLA computes the others.
-    `refusal` returns why it cannot do what a recipe requests on a platform, or None. `mode` returns
-    the scaling mode that its custom calls must have, or None.
+    `refusal` returns why it cannot multiply on a platform, or None. `mode` returns the scaling mode
+    that its custom calls must have, or None.
     """
 
-    dot: Callable[[Product, Duplicated, Operand], Duplicated]
+    dot: Callable[[Matmul, Duplicated, Operand], Duplicated]
     in_blocks: Callable[[], Any]
-    takes: Callable[[Product], bool] = lambda product: True
-    refusal: Callable[[Precision, str], str | None] = lambda precision, platform: None
+    takes: Callable[[Matmul], bool] = lambda matmul: True
+    refusal: Callable[[str], str | None] = lambda platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
 
 
@@ -58,14 +58,14 @@ Name = Literal["te", "xla"]
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
         dot=lazy("quantized.te.dot"),
-        in_blocks=lazy("quantized.te_blocks.TeProducts"),
+        in_blocks=lazy("quantized.te_blocks.TeMatmuls"),
         takes=lazy("quantized.te.takes"),
         refusal=lazy("quantized.te.refusal"),
         mode=lazy("quantized.te.scaling_mode"),
     ),
     "xla": Implementation(
         dot=xla.dot,
-        in_blocks=lazy("quantized.block_scaled.Products"),
+        in_blocks=lazy("quantized.block_scaled.Matmuls"),
     ),
 }
 
@@ -76,11 +76,11 @@ also runs. Plans with Transformer Engine launch more kernels, and no GPU has mea
 
 def choose(precision: Precision, platform: str) -> Name:
     """The name of the implementation of quantized matmuls. Raises RecipeError if the requested one
-    cannot do what the recipe asks for."""
+    cannot multiply on the platform."""
     if not precision.quantized:
         return "xla"
     name = _requested(precision)
-    if reason := IMPLEMENTATIONS[name].refusal(precision, platform):
+    if reason := IMPLEMENTATIONS[name].refusal(platform):
         raise RecipeError(f"precision.implementation = {name}: {reason}; use auto or xla")
     return name
 
@@ -92,13 +92,13 @@ def _requested(precision: Precision) -> Name:
 def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
     This matmul and both of its gradients run in the quantized format of the weight."""
-    product = Product(equation, spec, mesh.cotangent_spec(x.value), w.name)
+    matmul = Matmul(equation, spec, mesh.cotangent_spec(x.value), w.name)
     chosen = IMPLEMENTATIONS[_requested(w.precision)]
-    if not chosen.takes(product):
+    if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]
     if w.precision.dtype in BLOCKS:
-        return dot_blocks(product, x, w, chosen.in_blocks())
-    return chosen.dot(product, x, w)
+        return dot_blocks(matmul, x, w, chosen.in_blocks())
+    return chosen.dot(matmul, x, w)
 
 
 dot_blocks = lazy("quantized.block_scaled.dot")

@@ -28,7 +28,7 @@ from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks, dequantized, mxfp8, nvfp4
-from jaxbench.ops.quantized.operand import Operand, Product
+from jaxbench.ops.quantized.operand import Matmul, Operand
 from jaxbench.ops.quantized.per_tensor import amax_of
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import AXES, BLOCKS, Precision
@@ -158,7 +158,7 @@ def _packed(*both: Blocks) -> tuple[Blocks, ...]:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Products:
+class Matmuls:
     """The matmuls of one device, which `dot` uses. These are XLA's, with dense weights. Subclasses
     are Transformer Engine's (`te_blocks`) and the grouped ones (`ops.grouped.scaled`)."""
 
@@ -179,47 +179,47 @@ class Products:
         return multiply(first, last)
 
 
-def dot(product: Product, x: Duplicated, w: Operand, by: Products) -> Duplicated:
+def dot(matmul: Matmul, x: Duplicated, w: Operand, by: Matmuls) -> Duplicated:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients run
     in the recipe's format."""
-    return Duplicated.of(_dot(product, w.precision, x.value, w.weight, w.stored, w.seed, by))
+    return Duplicated.of(_dot(matmul, w.precision, x.value, w.weight, w.stored, w.seed, by))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot(product, precision, x, weight, stored, seed, by):
-    return _forward(product, precision, x, weight, stored, seed, by)[0]
+def _dot(matmul, precision, x, weight, stored, seed, by):
+    return _forward(matmul, precision, x, weight, stored, seed, by)[0]
 
 
-def _forward(product, precision, x, weight, stored, seed, by):
-    x_dims, w_dims, y_dims = product.dims
-    side, of = "first" if _sums_first(product) else "last", FORMATS[precision.dtype]
-    copy, gather = _copy(stored, side, product, precision)
+def _forward(matmul, precision, x, weight, stored, seed, by):
+    x_dims, w_dims, y_dims = matmul.dims
+    side, of = "first" if _sums_first(matmul) else "last", FORMATS[precision.dtype]
+    copy, gather = _copy(stored, side, matmul, precision)
 
     def local(x, copy, weight, by):
-        with product.scope():
+        with matmul.scope():
             w = gather(copy)
             matrix = _matrix(x, x_dims, w_dims)
             rows, columns = by.quantize(matrix, precision, side, None)
             y = by.by_weight(rows.unpacked(of), w, side)
-        sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, product, weight), strict=True))
+        sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, matmul, weight), strict=True))
         # A residual has no logical dimensions: it is one matrix on each device.
         columns = jax.tree.map(lambda part: part[None], columns)
         return y.reshape([sizes.get(d, -1) for d in y_dims]), columns
 
-    specs = product.y_spec, mesh.per_device()
+    specs = matmul.y_spec, mesh.per_device()
     y, columns = mesh.on_each_device(local, specs, check_vma=False)(x, copy, weight, by)
     return y, (columns, weight, stored, seed, by)
 
 
-def _backward(product, precision, residuals, dy):
+def _backward(matmul, precision, residuals, dy):
     columns, weight, stored, seed, by = residuals
-    x_dims, w_dims, y_dims = product.dims
-    side, of = "last" if _sums_first(product) else "first", FORMATS[precision.dtype]
-    copy, gather = _copy(stored, side, product, precision)
-    dims = mesh.gathered_dims(weight, product.experts)
+    x_dims, w_dims, y_dims = matmul.dims
+    side, of = "last" if _sums_first(matmul) else "first", FORMATS[precision.dtype]
+    copy, gather = _copy(stored, side, matmul, precision)
+    dims = mesh.gathered_dims(weight, matmul.experts)
 
     def local(dy, columns, copy, weight, seed, by):
-        with product.scope():
+        with matmul.scope():
             draw = None if seed is None else draws.fold(seed, *_place())
             matrix = _matrix(dy, y_dims, w_dims)
             rows, of_dy = by.quantize(matrix, precision, side, draw)
@@ -228,12 +228,12 @@ def _backward(product, precision, residuals, dy):
             of_dy = of_dy.unpacked(of)
             of_x = jax.tree.map(lambda part: part[0], columns).unpacked(of)
             dw = by.of_weight(*((of_x, of_dy) if side == "last" else (of_dy, of_x)))
-        w_shape = _shape(w, side, product, weight)
+        w_shape = _shape(w, side, matmul, weight)
         sizes = dict(zip(y_dims + w_dims, dy.shape + w_shape, strict=True))
         dx = dx.reshape([sizes.get(d, -1) for d in x_dims])
         return dx, mesh.scatter(dw.reshape(w_shape), dims)
 
-    specs = product.dx_spec, mesh.cotangent_spec(weight)
+    specs = matmul.dx_spec, mesh.cotangent_spec(weight)
     run = mesh.on_each_device(local, specs, check_vma=False)
     dx, dw = run(dy, columns, copy, weight, seed, by)
     return dx, dw, None, None, None
@@ -242,21 +242,21 @@ def _backward(product, precision, residuals, dy):
 _dot.defvjp(_forward, _backward)
 
 
-def _sums_first(product: Product) -> bool:
+def _sums_first(matmul: Matmul) -> bool:
     """True if the matmul contracts the first dimension of its weight (after the experts)."""
-    x, w, _ = product.dims
-    return w[int(product.experts is not None)] in x
+    x, w, _ = matmul.dims
+    return w[int(matmul.experts is not None)] in x
 
 
 def _copy(
-    stored: Copies, side: str, product: Product, precision: Precision
+    stored: Copies, side: str, matmul: Matmul, precision: Precision
 ) -> tuple[Blocks | Array, Callable[[Any], Blocks]]:
     """The copy of a weight for matmuls that contract its `first` dimension or its `last` ones.
     Returns (the copy, a function that gathers it inside a `shard_map` and quantizes it if
     necessary)."""
     name = side if side in stored else "square"
     copy = stored[name]
-    split = mesh.gathered_dims(copy.values if isinstance(copy, Blocks) else copy, product.experts)
+    split = mesh.gathered_dims(copy.values if isinstance(copy, Blocks) else copy, matmul.experts)
 
     def gather(copy: Any) -> Blocks:
         if isinstance(copy, Blocks):
@@ -282,10 +282,10 @@ def _matrix(x: Array, dims: str, w_dims: str) -> Float[Array, "E T F"]:
     return x.reshape(x.shape[0] if experts else 1, -1, features)
 
 
-def _shape(w: Blocks, side: str, product: Product, weight: Array) -> tuple[int, ...]:
+def _shape(w: Blocks, side: str, matmul: Matmul, weight: Array) -> tuple[int, ...]:
     """The shape of a gathered weight with all of its dimensions. `weight` is the part at rest."""
     rows = w.values.shape[:-1]
-    if product.experts is not None and side == "first":
+    if matmul.experts is not None and side == "first":
         rows = rows[0], w.values.shape[-1]
     return *rows, *weight.shape[len(rows) :]
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.dense import Duplicated, contract, einsum_dims
-from jaxbench.ops.implementations import lazy
+from jaxbench.ops.dense import contract, einsum_dims
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 
@@ -42,17 +41,10 @@ class Operand:
     name: str = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})
 
-    def dot(self, equation: str, x: Duplicated, spec: PartitionSpec) -> Duplicated:
-        """The quantized matmul with an activation; `spec` is the partition of the result."""
-        return _dot(equation, x, self, spec)
-
-
-_dot = lazy("quantized.dot")
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A matmul and its gradients: the einsum, the partitions of the result and of the input's
     gradient, and the name. All of it is static; a grouped matmul (`ops.grouped`) adds arrays."""
 

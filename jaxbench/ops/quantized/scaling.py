@@ -1,9 +1,9 @@
 """Quantization in a training step: weights quantized once per step, scales of the matmuls, and amax
 histories.
 
-Weights that are marked `Weight(value, quantized=True)` multiply in FP8 or in a block-scaled format.
-In this file the *products* of a stack of blocks (`models.decoder`) are its marked weights, in the
-order of the pytree.
+The *quantized weights* of a block, or of a stack of blocks (`models.decoder`), are those with the
+metadata `Weight(value, quantized=True)`, in the order of the pytree. Their matmuls run in FP8 or in
+a block-scaled format.
 """
 
 import math
@@ -27,19 +27,20 @@ from jaxbench.ops.quantized.per_tensor import VALUES, amax_of, quantize, scale_i
 from jaxbench.recipe.settings import Precision
 
 Histories = list[jax.Array]
-"""The amax of past steps, for delayed scaling. For each stack of blocks it is `[blocks, products,
+"""The amax of past steps, for delayed scaling. For each stack of blocks it is `[blocks, weights,
 3, history]`, newest first. The three tensors are input, weight and output gradient."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """Quantized weights and scales of a stack of blocks during a step. They are sliced per block.
+    """The quantized weights of a stack of blocks during a step, with their scales. It is sliced per
+    block.
 
-    `stored` maps the name of a product to what is gathered. In FP8 `scale_inv` is `[blocks,
-    products, 3]`, and `observed` is zeros `[blocks, products, 2, devices]`, or None under current
-    scaling. `seeds` are the seeds of stochastic rounding, `[blocks, products]` (`Operand`). `stack`
-    is the index of the stack.
+    `stored` maps the name of a weight to what is gathered. In FP8 `scale_inv` is `[blocks, weights,
+    3]`, and `observed` is zeros `[blocks, weights, 2, devices]`, or None under current scaling.
+    `seeds` are the seeds of stochastic rounding, `[blocks, weights]` (`Operand`). `stack` is the
+    index of the stack.
     """
 
     stored: dict[str, Any]
@@ -50,19 +51,19 @@ class Scaled:
     precision: Precision = field(metadata={"static": True})
 
 
-def products(block: nnx.Module) -> dict[str, Any]:
-    """The marked weights of a block, or of stacked blocks, by path. Given the shapes of a block, it
-    returns shapes."""
+def quantized_weights(block: nnx.Module) -> dict[str, Any]:
+    """The quantized weights of a block, or of stacked blocks, by path. Given the shapes of a block,
+    it returns shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
-    return {_name(path): w.get_value() for path, w in leaves if _is_marked(w)}
+    return {_name(path): w.get_value() for path, w in leaves if _is_quantized(w)}
 
 
-def product_name(stack: int, name: str) -> str:
-    """The name of a product in the whole model: `stacks.0.layers.0.mixer.qkv`."""
+def name_in_model(stack: int, name: str) -> str:
+    """The name of a weight in the whole model: `stacks.0.layers.0.mixer.qkv`."""
     return f"stacks.{stack}.{name}"
 
 
-def _is_marked(node: object) -> bool:
+def _is_quantized(node: object) -> bool:
     return isinstance(node, nnx.Variable) and node.get_metadata().get("quantized", False)
 
 
@@ -71,36 +72,41 @@ def _name(path: tuple) -> str:
 
 
 def in_bf16(name: str, precision: Precision) -> bool:
-    """True if the recipe keeps this product of `products` in bf16."""
+    """True if the recipe keeps the matmul of this weight in bf16."""
     return name.rpartition(".")[2] in precision.in_bf16
 
 
 def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histories:
-    """Zero histories of every product. Only FP8 with delayed scaling has any."""
+    """Zero histories of all quantized weights. Only FP8 with delayed scaling has any."""
     if precision.dtype != "fp8" or precision.scaling == "current":
         return []
-    weights = [list(products(stack).values()) for stack in stacks]
+    weights = [list(quantized_weights(stack).values()) for stack in stacks]
     return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in weights]
 
 
 @dataclass(frozen=True)
-class Step:
-    """The quantization of one training step, with the weights and histories that it begins with."""
+class Quantization:
+    """The quantization of one training step, with the weights and histories that it begins with:
+    `quantized` has an entry for each stack. All of it is empty in a run that quantizes nothing."""
 
     stacks: Sequence[nnx.Module]
     histories: Histories
-    scaled: list[Scaled]
+    quantized: list[Scaled]
 
     @classmethod
     def of(
         cls, stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, seed: int = 0
-    ) -> "Step":
-        """Quantizes the weights once, for all microbatches."""
-        return cls(stacks, histories, scale(stacks, histories, precision, seed))
+    ) -> "Quantization":
+        """Quantizes the weights once, for all microbatches, except where they are gathered in bf16;
+        the matmul quantizes those."""
+        if not precision.quantized:
+            return cls([], [], [])
+        of_stacks = partial(_quantize, histories=histories, precision=precision, seed=seed)
+        return cls(stacks, histories, list(map(of_stacks, stacks, range(len(stacks)))))
 
     @property
     def zeros(self) -> list[jax.Array]:
-        """Zeros `[blocks, products, 2, devices]`, whose cotangents are the observed amax. Only
+        """Zeros `[blocks, weights, 2, devices]`, whose cotangents are the observed amax. Only
         delayed scaling has any."""
         devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
         sharding = PartitionSpec(None, None, None, *mesh.per_device())
@@ -108,11 +114,11 @@ class Step:
             jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in self.histories
         ]
 
-    def scales(self, observed: list[jax.Array]) -> list[Scaled]:
+    def scaled(self, observed: list[jax.Array]) -> list[Scaled]:
         """What the layers need, with the `zeros` by which we differentiate."""
         if not observed:
-            return self.scaled
-        return [replace(s, observed=amax) for s, amax in zip(self.scaled, observed, strict=True)]
+            return self.quantized
+        return [replace(s, observed=amax) for s, amax in zip(self.quantized, observed, strict=True)]
 
     def next_histories(self, observed: list[jax.Array]) -> Histories:
         """The histories with this step's amax added. For inputs and gradients it is the maximum of
@@ -128,26 +134,20 @@ class Step:
         return [push(*args) for args in zip(self.histories, self.stacks, observed, strict=True)]
 
 
-def scale(
-    stacks: Sequence[nnx.Module], histories: Histories, precision: Precision, seed: int = 0
-) -> list[Scaled]:
-    """`Scaled` of every stack, the same for all microbatches of a step. Weights are quantized here,
-    except where they are gathered in bf16; the matmul quantizes those."""
-    scaled = []
-    for number, stack in enumerate(stacks):
-        scale_inv, stored = (
-            _per_tensor(stack, histories[number : number + 1], precision)
-            if precision.dtype == "fp8"
-            else (None, _in_blocks(stack, precision))
-        )
-        seeds = _seeds(stack, seed, number) if precision.draws else None
-        scaled.append(
-            Scaled(
-                stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
-                precision=precision,
-            )
-        )  # fmt: skip
-    return scaled
+def _quantize(
+    stack: nnx.Module, number: int, histories: Histories, precision: Precision, seed: int
+) -> Scaled:
+    """The `Scaled` of the stack of index `number`."""
+    scale_inv, stored = (
+        _per_tensor(stack, histories[number : number + 1], precision)
+        if precision.dtype == "fp8"
+        else (None, _in_blocks(stack, precision))
+    )
+    seeds = _seeds(stack, seed, number) if precision.draws else None
+    return Scaled(
+        stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
+        precision=precision,
+    )  # fmt: skip
 
 
 def _per_tensor(
@@ -161,8 +161,8 @@ def _per_tensor(
         amax = jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
     scale_inv = scale_invs_of(amax)
     stored = {
-        name: _quantized(w, scale_inv[:, product, 1]) if precision.gather == "fp8" else w
-        for product, (name, w) in enumerate(products(stack).items())
+        name: _quantized(w, scale_inv[:, n, 1]) if precision.gather == "fp8" else w
+        for n, (name, w) in enumerate(quantized_weights(stack).items())
     }
     return scale_inv, stored
 
@@ -171,10 +171,10 @@ def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
     """The copies of all weights in a block-scaled format (`block_scaled.Copies`)."""
     amax = _weight_amax(stack)
     leaves = jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_variable)
-    experts = [bool(w.get_metadata().get("experts")) for _, w in leaves if _is_marked(w)]
+    experts = [bool(w.get_metadata().get("experts")) for _, w in leaves if _is_quantized(w)]
     return {
         name: _quantize_stack(w, amax[:, n], precision, experts[n])
-        for n, (name, w) in enumerate(products(stack).items())
+        for n, (name, w) in enumerate(quantized_weights(stack).items())
         if not in_bf16(name, precision)
     }
 
@@ -183,8 +183,8 @@ _quantize_stack = lazy("quantized.block_scaled.quantize_stack")
 
 
 def _seeds(stack: nnx.Module, seed: int, number: int) -> jax.Array:
-    """Seeds of stochastic rounding, `[blocks, products]`. No two products share a seed."""
-    weights = list(products(stack).values())
+    """Seeds of stochastic rounding, `[blocks, weights]`. No two weights share a seed."""
+    weights = list(quantized_weights(stack).values())
     blocks, count = jnp.arange(weights[0].shape[0]), jnp.arange(len(weights))
     return draws.fold(jnp.uint32(seed), number, blocks[:, None], count)
 
@@ -196,9 +196,10 @@ def _quantized(w: jax.Array, scale_inv: jax.Array) -> jax.Array:
 
 
 def _weight_amax(stack: nnx.Module) -> jax.Array:
-    """The amax of every weight, `[blocks, products]`."""
+    """The amax of every quantized weight, `[blocks, weights]`."""
     amax = [
-        amax_of(mesh.unmarked(w), axis=tuple(range(1, w.ndim))) for w in products(stack).values()
+        amax_of(mesh.unmarked(w), axis=tuple(range(1, w.ndim)))
+        for w in quantized_weights(stack).values()
     ]
     return jnp.stack(amax, axis=1)
 
@@ -208,22 +209,22 @@ def attach(
 ) -> Any:
     """One block in which each weight with a quantized matmul is replaced by an `Operand`. The
     layers in `bf16` stay as they are."""
-    order, seeds = list(products(block)), scaled.seeds
+    order, seeds = list(quantized_weights(block)), scaled.seeds
     if seeds is not None:
         seeds = draws.fold(seeds, counters.sequence, counters.depth)
 
     def convert(path, variable):
         name = _name(path)
-        if not _is_marked(variable) or in_bf16(name, scaled.precision):
+        if not _is_quantized(variable) or in_bf16(name, scaled.precision):
             return variable
-        product = order.index(name)
+        index = order.index(name)
         return Operand(
             weight=mesh.accumulating(variable.get_value()),
             stored=scaled.stored[name],
-            scale_inv=None if scaled.scale_inv is None else scaled.scale_inv[product],
-            observed=None if scaled.observed is None else scaled.observed[product],
-            seed=None if seeds is None else seeds[product],
-            name=product_name(scaled.stack, name),
+            scale_inv=None if scaled.scale_inv is None else scaled.scale_inv[index],
+            observed=None if scaled.observed is None else scaled.observed[index],
+            seed=None if seeds is None else seeds[index],
+            name=name_in_model(scaled.stack, name),
             precision=scaled.precision,
         )
 

@@ -22,7 +22,7 @@ from jaxbench.jax_internals import empty_arrays_from, replaced
 from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard
-from jaxbench.ops.quantized.operand import Operand, Product, gathered
+from jaxbench.ops.quantized.operand import Matmul, Operand, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import BLOCKS, Precision
 
@@ -40,7 +40,7 @@ def _unimportable() -> str | None:
     return None
 
 
-def refusal(precision: Precision, platform: str) -> str | None:
+def refusal(platform: str) -> str | None:
     """Why Transformer Engine cannot multiply here; None if it can."""
     if platform != "gpu":
         return "Transformer Engine needs an NVIDIA GPU"
@@ -49,9 +49,9 @@ def refusal(precision: Precision, platform: str) -> str | None:
     return None
 
 
-def takes(product: Product) -> bool:
+def takes(matmul: Matmul) -> bool:
     """True for the matmuls that it can compute: all except the batched ones of experts."""
-    return product.experts is None
+    return matmul.experts is None
 
 
 def scaling_mode(precision: Precision) -> str:
@@ -64,23 +64,23 @@ def _scaling(precision: Precision) -> str:
     return precision.scaling if precision.dtype == "fp8" else precision.dtype
 
 
-def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
+def dot(matmul: Matmul, x: Duplicated, w: Operand) -> Duplicated:
     """Einsum of a bf16 activation with a weight at rest, as `xla.dot`. Transformer Engine's kernels
     read operands from memory, so the duplicated producers are not used."""
-    return Duplicated.of(_dot(product, x.value, w.weight, w.observed, w.stored, w.scale_inv))
+    return Duplicated.of(_dot(matmul, x.value, w.weight, w.observed, w.stored, w.scale_inv))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product, x, weight, observed, stored, scale_inv):
-    return _forward(product, x, weight, observed, stored, scale_inv)[0]
+def _dot(matmul, x, weight, observed, stored, scale_inv):
+    return _forward(matmul, x, weight, observed, stored, scale_inv)[0]
 
 
-def _forward(product, x, weight, observed, stored, scale_inv):
+def _forward(matmul, x, weight, observed, stored, scale_inv):
     dims, scaling = mesh.gathered_dims(stored), _of_tensors(observed)
 
     def local(x, stored, scale_inv):
-        with product.scope():
-            shapes = _Shapes(product, x)
+        with matmul.scope():
+            shapes = _Shapes(matmul)
             data, scale_inv_x, amax = _quantized(shapes.flat(x), VALUES, scale_inv[0], scaling)
             weight = gathered(stored, dims, scale_inv[1])
             y = _multiply(data, scale_inv_x, shapes.outputs_first(weight), scale_inv[1], scaling)
@@ -88,19 +88,19 @@ def _forward(product, x, weight, observed, stored, scale_inv):
         return y, data.reshape(x.shape), scale_inv_x[None], amax[None]
 
     per_device = mesh.per_device()
-    specs = product.y_spec, PartitionSpec(*mesh.partition(x)), per_device, per_device
+    specs = matmul.y_spec, PartitionSpec(*mesh.partition(x)), per_device, per_device
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, data, scale_inv_x, amax = run(x, stored, scale_inv)
     return y, (data, scale_inv_x, amax, stored, scale_inv, observed)
 
 
-def _backward(product, residuals, dy):
+def _backward(matmul, residuals, dy):
     data, scale_inv_x, amax, stored, scale_inv, observed = residuals
     dims, scaling = mesh.gathered_dims(stored), _of_tensors(observed)
 
     def local(dy, data, scale_inv_x, amax, stored, scale_inv):
-        with product.scope():
-            shapes = _Shapes(product, data)
+        with matmul.scope():
+            shapes = _Shapes(matmul)
             weight = gathered(stored, dims, scale_inv[1])
             flat = dy.reshape(shapes.flat(data).shape[0], -1)
             gradient, scale_inv_dy, amax_dy = _quantized(flat, GRADIENTS, scale_inv[2], scaling)
@@ -113,7 +113,7 @@ def _backward(product, residuals, dy):
             dw = _multiply(*a, *b, scaling).reshape(weight.shape)
         return dx.reshape(data.shape), mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
-    specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
+    specs = (matmul.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
     dx, dw, amaxes = run(dy, data, scale_inv_x, amax, stored, scale_inv)
     return dx, dw, None if observed is None else amaxes, None, None
@@ -129,10 +129,10 @@ def _of_tensors(observed: jax.Array | None) -> str:
 
 
 class _Shapes:
-    """Reshapes the operands of a matmul to matrices, for one device's input."""
+    """Reshapes one device's operands of a matmul to matrices."""
 
-    def __init__(self, product: Product, x: jax.Array):
-        x_dims, w_dims, out = product.dims
+    def __init__(self, matmul: Matmul):
+        x_dims, w_dims, out = matmul.dims
         summed, kept = [
             "".join(dim for dim in dims if (dim in out) == shown)
             for dims, shown in ((x_dims, False), (w_dims, True))

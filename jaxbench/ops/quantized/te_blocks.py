@@ -1,4 +1,4 @@
-"""Block-scaled matmuls by Transformer Engine: `TeProducts` for `block_scaled.dot`.
+"""Block-scaled matmuls by Transformer Engine: `TeMatmuls` for `block_scaled.dot`.
 
 Our code quantizes weights at rest and gathers them; Transformer Engine's matmul takes their values
 and scales as they are. Transformer Engine quantizes activations, once for both of their matmuls.
@@ -21,7 +21,7 @@ from jaxbench.ops.quantized.block_formats import (
     Blocks,
     as_bytes,
 )
-from jaxbench.ops.quantized.block_scaled import Products, check, operand
+from jaxbench.ops.quantized.block_scaled import Matmuls, check, operand
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import Precision
 
@@ -55,8 +55,8 @@ def _parts(x: Blocks) -> tuple[Array, ...]:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TeProducts(Products):
-    """`Products` by Transformer Engine."""
+class TeMatmuls(Matmuls):
+    """`Matmuls` by Transformer Engine."""
 
     def quantize(
         self,

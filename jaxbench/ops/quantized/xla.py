@@ -10,54 +10,54 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.ops.dense import Duplicated
-from jaxbench.ops.quantized.operand import Operand, Product, gathered
+from jaxbench.ops.quantized.operand import Matmul, Operand, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
-from jaxbench.ops.remat import SMALL, save
+from jaxbench.ops.remat import ALWAYS, save
 
 
-def dot(product: Product, x: Duplicated, w: Operand) -> Duplicated:
+def dot(matmul: Matmul, x: Duplicated, w: Operand) -> Duplicated:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients are
     in FP8.
 
     Under current scaling the scales of input and gradient come from each device's local part, under
     delayed scaling from past steps on all devices.
     """
-    return _dot(x, w.weight, w.observed, w.stored, w.scale_inv, product)
+    return _dot(x, w.weight, w.observed, w.stored, w.scale_inv, matmul)
 
 
 @jax.custom_vjp
-def _dot(x, weight, observed, stored, scale_inv, product):
-    return _forward(x, weight, observed, stored, scale_inv, product)[0]
+def _dot(x, weight, observed, stored, scale_inv, matmul):
+    return _forward(x, weight, observed, stored, scale_inv, matmul)[0]
 
 
-def _forward(x, weight, observed, stored, scale_inv, product):
-    current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
+def _forward(x, weight, observed, stored, scale_inv, matmul):
+    current, dims = observed is None, mesh.gathered_dims(stored, matmul.experts)
 
-    def local(x, stored, scale_inv, product):
-        with product.scope():
+    def local(x, stored, scale_inv, matmul):
+        with matmul.scope():
             amax = amax_of(x.for_amax)
             scale_inv_x = scale_inv_of(amax, VALUES) if current else scale_inv[0]
             quantized = quantize(x.value, scale_inv_x, VALUES)
             weight = gathered(stored, dims, scale_inv[1])
-            y = product.result(quantized, scale_inv_x, weight, scale_inv[1])
+            y = matmul.result(quantized, scale_inv_x, weight, scale_inv[1])
         return y, quantized, amax[None]
 
-    specs = product.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
+    specs = matmul.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
-    y, quantized, amax = run(x, stored, scale_inv, product)
-    return Duplicated(y, y), (quantized, save(amax, SMALL), stored, scale_inv, observed, product)
+    y, quantized, amax = run(x, stored, scale_inv, matmul)
+    return Duplicated(y, y), (quantized, save(amax, ALWAYS), stored, scale_inv, observed, matmul)
 
 
 def _backward(residuals, dy):
-    quantized, amax, stored, scale_inv, observed, product = residuals
-    current, dims = observed is None, mesh.gathered_dims(stored, product.experts)
+    quantized, amax, stored, scale_inv, observed, matmul = residuals
+    current, dims = observed is None, mesh.gathered_dims(stored, matmul.experts)
     # The barrier makes XLA compute the amax no later than the FP8 gradient, so that the bf16
     # gradient can be freed. With tensor or context parallelism the barrier would delay gradients
     # that are sent to other ranks, which costs more.
     together = not mesh.used(mesh.TENSOR, mesh.CONTEXT)
 
-    def local(dy, quantized, amax, stored, scale_inv, product):
-        with product.scope():
+    def local(dy, quantized, amax, stored, scale_inv, matmul):
+        with matmul.scope():
             amax_dy = amax_of(dy.for_amax)
             scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
             if current:
@@ -67,13 +67,13 @@ def _backward(residuals, dy):
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = gathered(stored, dims, scale_inv_w)
-            dx = product.of_input(gradient, scale_inv_dy, weight, scale_inv_w)
-            dw = product.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy)
+            dx = matmul.of_input(gradient, scale_inv_dy, weight, scale_inv_w)
+            dw = matmul.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
-    specs = (product.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
+    specs = (matmul.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
-    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv, product)
+    dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv, matmul)
     return Duplicated(dx, None), dw, None if current else amaxes, None, None, None
 
 

@@ -1,8 +1,8 @@
 """State-space duality (Mamba-2; Dao and Gu 2024): a mixer between its projections. It consists of a
 causal convolution with SiLU, a selective scan, and a gate with RMSNorm.
 
-There is one file for each implementation. The registry here
-chooses among them; the check of compiled programs and the plan read its entries.
+There is one file for each implementation. The registry here chooses among them; the check of
+compiled programs and the plan read its entries.
 
 The functions are pure functions of one device's arrays. `context` names the mesh axes over which
 the sequence is split into consecutive shards. The shards exchange one state per head and the last
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from jaxbench.base.errors import RecipeError
+from jaxbench.ops import implementations
 from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
@@ -60,11 +60,10 @@ IMPLEMENTATIONS = {
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
     """The name of the implementation that computes a model's mixers, with `length` tokens of a
     sequence on each rank. Raises RecipeError if the requested implementation cannot do it."""
-    requested = execution.ssd
-    if requested != "auto" and (refused := refusal(requested, cfg, dtype, length, platform)):
-        raise RecipeError(f"execution.ssd = {requested} {refused}; expected auto or xla")
-    names = IMPLEMENTATIONS if requested == "auto" else (requested,)
-    return next(name for name in names if not refusal(name, cfg, dtype, length, platform))
+    return implementations.choose(
+        "ssd", execution.ssd, IMPLEMENTATIONS,
+        lambda name: refusal(name, cfg, dtype, length, platform),
+    )  # fmt: skip
 
 
 def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:

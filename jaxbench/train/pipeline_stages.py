@@ -22,12 +22,13 @@ from jaxbench.recipe.settings import Run
 @dataclass(frozen=True)
 class Stages:
     """How the repeating `blocks` of a model lie on the `ranks` of a pipeline: each rank has
-    `chunks` model chunks of `size` blocks. `numbers` come from `first_layers`."""
+    `chunks` model chunks of `size` blocks. `first_layers` are the numbers of the blocks' first
+    layers, None unless routing is random."""
 
     ranks: int
     chunks: int
     blocks: int
-    numbers: range | None = None
+    first_layers: range | None = None
 
     @classmethod
     def of(cls, run: Run) -> "Stages":
@@ -43,10 +44,10 @@ class Stages:
 
     def first_layer(self, chunk: jax.Array | int, rank: jax.Array) -> jax.Array | None:
         """The number of a model chunk's first layer (`draws.Counters`)."""
-        if self.numbers is None:
+        if self.first_layers is None:
             return None
         block = (chunk * self.ranks + rank) * self.size
-        return self.numbers.start + self.numbers.step * block
+        return self.first_layers.start + self.first_layers.step * block
 
     @property
     def padding(self) -> int:
