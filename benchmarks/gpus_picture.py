@@ -15,9 +15,9 @@ from jaxbench.base.files import write_whole  # noqa: E402
 from jaxbench.pages.charts import Scale  # noqa: E402
 from jaxbench.recipe import listing  # noqa: E402
 
-MODEL, TITLE, GPUS, SHOWN = "llama31_8b_", "Llama 3.1 8B", 8, 50_000
+MODEL, TITLE, GPUS, SHOWN = "llama31_8b_", "Llama 3.1 8B", 8, 60_000
 PRECISIONS = {"bf16": "bf16", "fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
-WIDTH, LEFT, RIGHT, TOP, LINE, BAR = 720, 118, 640, 62, 30, 20
+WIDTH, LEFT, RIGHT, TOP, LINE, BAR = 720, 118, 620, 62, 30, 20
 
 STYLE = """<style>text{fill:#16191f}.faint{fill:#59616e}.paper{fill:#fff}.grid{stroke:#dfe2e7}
 .bar{fill:#1a5fb4}.mark{fill:#16191f;stroke:#fff}.interval{stroke:#e0a458;stroke-width:2;fill:none}

@@ -162,7 +162,7 @@ def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[
             f"{row.rate:,.0f}{other}" if row else "",
             f"{line['ratio']:.2f}" if line["ratio"] else "",
             f"{line['step_s']:.3f}" if forecast else "",
-            "{:.3f} to {:.3f}".format(*line["interval"]) if line["interval"] else "",
+            "{:.3g} to {:.3g}".format(*line["interval"]) if line["interval"] else "",
             line["mesh"],
             str(line["layers"]),
             str(line["batch"]),

@@ -32,7 +32,7 @@ def test_llama_rows_are_within_15_percent():
     assert len(alike) == 34 - 12
     outside = {row: ratio for row, ratio in alike.items() if not 0.85 <= ratio <= 1.15}
     assert outside.keys() == {f"llama2_70b_fp8:{gpus}" for gpus in (256, 512, 1024, 2048)}
-    assert min(outside.values()) > 0.82
+    assert min(outside.values()) > 0.78
     assert 0.9 <= statistics.median(alike.values()) <= 1.1
 
 
@@ -101,3 +101,13 @@ def test_the_picture_is_of_the_tables(monkeypatch):
 
     drawn, table = (ROOT / "docs" / f"forecast.{end}" for end in ("svg", "md"))
     assert drawn.read_text() == picture(table.read_text().splitlines())
+
+
+def test_documents_have_the_table_of_all_plans(monkeypatch):
+    """`python benchmarks/tables.py` writes docs/plan.md and README's picture."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpus_picture
+    import tables
+
+    assert tables.plans() in (ROOT / "docs/plan.md").read_text()
+    assert (ROOT / "docs/gpus.svg").read_text() == gpus_picture.picture()
