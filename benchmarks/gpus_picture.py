@@ -52,14 +52,14 @@ def picture() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {end + 30}" role="img" '
             'aria-labelledby="t d" font-family="system-ui, sans-serif" font-size="13">',
-            f'<title id="t">{TITLE} on {GPUS} GPUs: tokens per second and GPU</title>',
+            f'<title id="t">{TITLE} on {GPUS} GPUs: tokens per second per GPU</title>',
             f'<desc id="d">Forecasts: {description}.</desc>',
             STYLE,
             f'<rect class="paper" width="{WIDTH}" height="{end + 30}"/>',
             f'<text x="10" y="22" font-size="16" font-weight="600">{TITLE} on {GPUS} GPUs: '
-            "tokens per second and GPU</text>",
-            '<text class="faint" x="10" y="44">bar: forecast, made without a GPU, with its 90 % '
-            "interval; mark: published; ×: next to the H100 in FP8</text>",
+            "tokens per second per GPU</text>",
+            '<text class="faint" x="10" y="44">bar: forecast with its 90 % interval; black mark: '
+            "published, another program; ×: relative to H100 in FP8</text>",
             *(
                 f'<path class="grid" d="M{scale.at(v)},{TOP - 6}V{end}"/><text class="faint" '
                 f'x="{scale.at(v)}" y="{end + 18}" text-anchor="middle">{v // 1000}k</text>'
@@ -88,7 +88,7 @@ def line(row: dict[str, Any], y: float, scale: Scale, reference: float) -> str:
             if at
             else "",
             f'<text x="{max(right, ends[1]) + 8:.1f}" y="{middle + 5}"><tspan font-weight="600">'
-            f'{row["forecast"]:,.0f}</tspan> <tspan class="faint">'
+            f'{round(row["forecast"], -2):,.0f}</tspan> <tspan class="faint">'
             f"{row['forecast'] / reference:.1f} ×</tspan></text>",
         ]
     )

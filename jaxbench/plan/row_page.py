@@ -32,7 +32,7 @@ TOKENS = 1e12
 NEAR = 0.02
 """A forecast that is as near to the published step needs no reason."""
 
-ARITHMETIC = ("products", "recompute", "bubble", "attention")
+ARITHMETIC = ("products", "recompute", "attention")
 """Parts of a step that are matmuls and attention."""
 
 NETWORK = ("slowed", "exposed")
@@ -110,11 +110,12 @@ def summary(plan: Plan) -> Iterator[str]:
 def dominating(seconds: dict[str, float], step_s: float) -> str:
     """What takes most of a step, and how much of it is traffic."""
     arithmetic = sum(s for name, s in seconds.items() if name in ARITHMETIC) / step_s
+    again = ", some of them repeated" if seconds.get("recompute") else ""
     traffic = sum(s for name, s in seconds.items() if name.startswith(NETWORK)) / step_s
     waits = "less than 1 %" if traffic < 0.01 else f"{100 * traffic:.0f} %"
     return (
-        f"{100 * arithmetic:.0f} % of the step is matmuls and attention; {waits} is waiting for "
-        "collectives and copies or being slowed by them."
+        f"{100 * arithmetic:.0f} % of the step is matmuls and attention{again}; {waits} is waiting "
+        "for collectives and copies or being slowed by them."
     )
 
 

@@ -238,8 +238,8 @@ def trust(f: Forecast) -> str:
     share = f"{100 * i.assumed:.0f} %" if i.assumed else "no part"
     rates = f" ({', '.join(i.assumed_rates)})" if i.assumed else ""
     return (
-        f"90 % interval {i.low_s:.3f} to {i.high_s:.3f} s, from the errors on {i.programs} "
-        f"programs of {i.families} families{experts} that others timed; {i.calibrated_s:.3f} s if "
+        f"90 % interval {i.low_s:.3g} to {i.high_s:.3g} s, from the errors on {i.programs} "
+        f"programs of {i.families} families{experts} that others timed; {i.calibrated_s:.3g} s if "
         f"calibrated by their mean error; {share} of this step rests on assumed rates{rates}"
     )
 
