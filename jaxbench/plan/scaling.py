@@ -104,7 +104,10 @@ def show(title: str, lines: list[dict[str, Any]]) -> None:
     headings = ("GPUs", "mesh", "fits", "step s", "tokens/s/GPU", "efficiency %", "published %")
     grid = Table(title=title, box=None, title_justify="left")
     for heading in (*headings, *map(part_name, shown), "grows"):
-        grid.add_column(heading, no_wrap=heading in ("mesh", "grows"))
+        text = heading in ("mesh", "fits", "grows")
+        grid.add_column(
+            heading, no_wrap=heading in ("mesh", "grows"), justify="left" if text else "right"
+        )
     for line in lines:
         numbers = [f"{line['parts_s'].get(name, 0.0):.3f}" for name in shown]
         grid.add_row(
