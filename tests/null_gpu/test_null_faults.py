@@ -90,7 +90,7 @@ def check(command, seconds, expected):
     assert all((command.folder / "checkpoints" / str(step)).is_dir() for step in saved[-1:])
 
 
-@pytest.mark.parametrize("fault", tiered([], FAULTS, slow=["ecc", "nccl_hang"]))
+@pytest.mark.parametrize("fault", tiered([], FAULTS, slow=["nccl_hang"]))
 def test_a_fault_in_one_process_is_named(fault, tmp_path):
     command, seconds = broken_run(tmp_path, fault, FAULTS[fault].gpus)
     check(command, seconds, FAULTS[fault])

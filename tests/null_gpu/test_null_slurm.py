@@ -144,6 +144,7 @@ def test_nodes_with_other_gpus_are_named(cluster, tmp_path):
     assert re.search(differ, job.log().splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_a_node_that_the_check_names_is_left_out(cluster, tmp_path):
     """The job is requeued without it; here no other node is left."""
     (tmp_path / "state").write_text("* kernel_us 1000\n* host_gb_s 20\n1 ecc_uncorrected 3\n")

@@ -119,11 +119,10 @@ def test_too_large_a_microbatch_does_not_fit(capsys):
     change = ("batch.global_batch=512", "batch.microbatch=32")
     changes = [part for text in change for part in ("--set", text)]
     assert command.main([*ROW, *SMALL, *changes]) == 1
-    out, err = capsys.readouterr()
-    assert "DOES NOT FIT" in out
-    assert "does not fit: " in err
-    assert "dot_general" in err
-    assert "it fits, " in err.splitlines()[-1]
+    answer, _, details = capsys.readouterr().out.partition("\nlargest buffers at the peak:\n")
+    assert "  DOES NOT FIT " in answer
+    assert "\n  fits with " in answer
+    assert "dot_general" in details
 
 
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, capsys):
