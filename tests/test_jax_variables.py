@@ -63,6 +63,7 @@ def test_only_options_that_leave_the_program_alone_are_harmless(kept, refused):
     assert not jax_variables.HARMLESS.fullmatch(refused)
 
 
+@pytest.mark.slow
 def test_a_value_that_jax_cannot_import_with_is_one_line():
     status, out, err = commands.run(*commands.TINY, JAX_TRACEBACK_FILTERING="maybe")
     assert (status, out) == (2, "")
