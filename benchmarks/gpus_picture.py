@@ -14,9 +14,10 @@ sys.path.insert(0, str(ROOT))
 from jaxbench.base.files import write_whole  # noqa: E402
 from jaxbench.pages.charts import Scale  # noqa: E402
 from jaxbench.recipe import listing  # noqa: E402
+from jaxbench.recipe.names import precision_name  # noqa: E402
 
 MODEL, TITLE, GPUS, SHOWN = "llama31_8b_", "Llama 3.1 8B", 8, 60_000
-PRECISIONS = {"bf16": "bf16", "fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4")
 WIDTH, LEFT, RIGHT, TOP, LINE, BAR = 720, 118, 620, 62, 30, 20
 
 STYLE = """<style>text{fill:#16191f}.faint{fill:#59616e}.paper{fill:#fff}.grid{stroke:#dfe2e7}
@@ -27,9 +28,8 @@ STYLE = """<style>text{fill:#16191f}.faint{fill:#59616e}.paper{fill:#fff}.grid{s
 
 def rows() -> list[dict[str, Any]]:
     """The rows of the model for this number of GPUs, the slowest GPU first."""
-    order = [*PRECISIONS]
     found = [r for r in listing.rows() if r["recipe"].startswith(MODEL) and r["gpus"] == GPUS]
-    return sorted(found, key=lambda r: (order.index(precision(r)), r["forecast"]))
+    return sorted(found, key=lambda r: (PRECISIONS.index(precision(r)), r["forecast"]))
 
 
 def precision(row: dict[str, Any]) -> str:
@@ -44,7 +44,7 @@ def picture() -> str:
     scale = Scale(low=0, high=SHOWN, start=LEFT, end=RIGHT)
     end = TOP + LINE * len(every)
     description = "; ".join(
-        f"{r['gpu'].name} {PRECISIONS[precision(r)]} {r['forecast']:,.0f}"
+        f"{r['gpu'].name} {precision_name(precision(r))} {r['forecast']:,.0f}"
         + (f", published {r['published'].rate:,.0f}" if r["ratio"] else "")
         for r in every
     )
@@ -79,7 +79,7 @@ def line(row: dict[str, Any], y: float, scale: Scale, reference: float) -> str:
     return "".join(
         [
             f'<text x="{LEFT - 8}" y="{middle + 5}" text-anchor="end"><tspan font-weight="600">'
-            f"{row['gpu'].name}</tspan> {PRECISIONS[precision(row)]}</text>",
+            f"{row['gpu'].name}</tspan> {precision_name(precision(row))}</text>",
             f'<rect class="bar" x="{LEFT}" y="{y}" width="{right - LEFT:.1f}" height="{BAR}"/>',
             f'<path class="interval" d="M{ends[0]},{middle}H{ends[1]}'
             + "".join(f"M{x},{middle - 4}v8" for x in ends)

@@ -21,6 +21,9 @@ from jaxbench.base.files import write_whole
 WIDTH = 200
 """Width in characters of a table that is not printed to a terminal."""
 
+LABEL = r"[a-z][\w-]* {2,}|[a-z ]{1,10}: "
+"""A pattern of what stands before the text of a line: `memory      peak`, `  trust: 90 %`."""
+
 RUNNING: ContextVar[str] = ContextVar("RUNNING", default="jaxbench")
 """The command that runs, as its user typed it. Pages show it."""
 
@@ -92,20 +95,20 @@ def console() -> Console:
     return output
 
 
-def folded(text: str) -> str:
-    """The text, with long lines folded to the width of the terminal, below the text behind a line's
-    label. Without a terminal lines stay whole, so that tools can search them."""
-    output = Console()
+def folded(text: str, output: Console | None = None, label: str = LABEL) -> str:
+    """The text, with long lines folded to the width of the terminal and continued below what
+    follows a line's label, or 4 characters in. Without a terminal lines stay whole, so that tools
+    can search them."""
+    output = output or Console()
     if not output.is_terminal:
         return text
-    return "\n".join(_folded(line, output.width) for line in text.splitlines())
+    return "\n".join(_folded(line, output.width, label) for line in text.splitlines())
 
 
-def _folded(line: str, width: int) -> str:
-    """A line, continued below what follows its label (`memory      peak`, `  trust: 90 %`)."""
-    label = re.match(r" *([a-z][\w-]* {2,}|[a-z ]{1,10}: )?", line)
-    assert label
-    below = label.end() if label[1] else label.end() + 4
+def _folded(line: str, width: int, label: str) -> str:
+    found = re.match(rf" *({label})?", line)
+    assert found
+    below = found.end() if found[1] else found.end() + 4
     return fill(line, width, subsequent_indent=" " * below, break_on_hyphens=False)
 
 

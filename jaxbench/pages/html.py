@@ -60,8 +60,8 @@ def made() -> dict[str, str]:
     """How this page is made: the whole command and its first words, the date in UTC, and the
     versions of jaxbench and jax."""
     found, command = versions(), RUNNING.get()
-    commit, changed = found["commit"] or "", "+" * (found["commit"] or "").endswith("+")
-    at = f" ({commit[:7]}{changed})" if commit else ""
+    commit = found["commit"] or ""
+    at = f" ({commit[:7]}{'+' if commit.endswith('+') else ''})" if commit else ""
     return {
         "command": command,
         "by": " ".join(shlex.split(command)[:2]),

@@ -130,7 +130,10 @@ def conclusion(a: Plan, b: Plan) -> Iterator[tuple[str, str]]:
     yield "changed:", (listed(what, SHOWN) or "nothing that somebody set") + follow * bool(followed)
     longer = longer_parts(a, b)
     if longer and not a.forecast.unknown and not b.forecast.unknown:
-        yield "why:", listed((f"{_seconds(s, a)} {name}" for name, s in longer.items()), SHOWN)
+        yield (
+            "why:",
+            listed((f"{s:+.{_decimals(a)}f} s {name}" for name, s in longer.items()), SHOWN),
+        )
     yield "memory:", _memory(a, b)
 
 
@@ -148,7 +151,7 @@ def slower(a: Plan, b: Plan) -> str:
             f"B trains {abs(more):.1f} % {'more' if more > 0 else 'fewer'} tokens/s per GPU: "
             f"{rates[1]:,.0f} instead of {rates[0]:,.0f}."
         )
-    digits = max(0, 3 - math.floor(math.log10(before_s)))
+    digits = _decimals(a)
     figures = f"{after_s:.{digits}f} s instead of {before_s:.{digits}f} s"
     longer = 100 * (after_s / before_s - 1)
     if abs(longer) < 0.05:
@@ -164,10 +167,9 @@ def _tokens(plan: Plan) -> float:
     return batch["global_batch"] * batch["sequence_length"] / plan.gpus
 
 
-def _seconds(seconds: float, plan: Plan) -> str:
-    """A signed difference, with the decimals that three digits of the step have and one more."""
-    digits = max(0, 3 - math.floor(math.log10(plan.forecast_step_s)))
-    return f"{seconds:+.{digits}f} s"
+def _decimals(plan: Plan) -> int:
+    """The decimals with which the step has four digits."""
+    return max(0, 3 - math.floor(math.log10(plan.forecast_step_s)))
 
 
 def _memory(a: Plan, b: Plan) -> str:

@@ -15,6 +15,7 @@ from jaxbench.plan.other_programs import reason
 from jaxbench.plan.plan import Memory, Plan, parts
 from jaxbench.plan.text import gib
 from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.flops import days_per_1t_tokens
 from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.published import ERRATA
 from jaxbench.results.plans import MINIMUM_S, part_name
@@ -26,17 +27,11 @@ PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
 UNSURE = ("in proportion", "nothing")
 """The bases of a forecast that are least sure."""
 
-TOKENS = 1e12
-"""The tokens of a training run for which we say how long it takes."""
-
 NEAR = 0.02
 """A forecast that is as near to the published step needs no reason."""
 
 ARITHMETIC = ("products", "recompute", "attention")
 """Parts of a step that are matmuls and attention."""
-
-NETWORK = ("slowed", "exposed")
-"""Beginnings of the names of parts in which kernels wait, or are slower."""
 
 SAVED = re.compile(r"forward .*, \d+ times")
 """The name of a stack that the forward pass leaves for the backward pass."""
@@ -111,7 +106,7 @@ def dominating(seconds: dict[str, float], step_s: float) -> str:
     """What takes most of a step, and how much of it is traffic."""
     arithmetic = sum(s for name, s in seconds.items() if name in ARITHMETIC) / step_s
     again = ", some of them repeated" if seconds.get("recompute") else ""
-    traffic = sum(s for name, s in seconds.items() if name.startswith(NETWORK)) / step_s
+    traffic = sum(s for name, s in seconds.items() if name.startswith(WAITING)) / step_s
     waits = "less than 1 %" if traffic < 0.01 else f"{100 * traffic:.0f} %"
     return (
         f"{100 * arithmetic:.0f} % of the step is matmuls and attention{again}; {waits} is waiting "
@@ -130,7 +125,7 @@ def boxes(plan: Plan) -> Iterator[Box]:
         mfu = "MFU unknown" if rates.mfu is None else f"{100 * rates.mfu:.1f} % MFU"
         yield Box(f"{rates.tokens_per_s_per_gpu:,.0f}", f"tokens/s per GPU; {mfu}")
         if whole_model(plan.settings):
-            days = days_for(plan, TOKENS)
+            days = days_per_1t_tokens(rates.tokens_per_s_per_gpu * plan.gpus)
             hours = three_digits(24 * days * plan.gpus)
             what = f"for 1 trillion tokens on {gpus_name(plan.gpus, plan.target)}"
             yield Box(f"{three_digits(days)} days", f"{what}; {hours} GPU hours")
@@ -150,13 +145,6 @@ def step_box(f: Forecast) -> Box:
     """The seconds of a step, with the interval of the forecast."""
     low, high = three_digits(f.interval.low_s), three_digits(f.interval.high_s)
     return Box(f"{three_digits(f.step_s)} s", f"per step; 90 % interval {low} to {high} s")
-
-
-def days_for(plan: Plan, tokens: float) -> float:
-    """The days of training on so many tokens at the forecast step time."""
-    batch = plan.settings["batch"]
-    steps = tokens / (batch["global_batch"] * batch["sequence_length"])
-    return steps * plan.forecast_step_s / 86400
 
 
 def memory_box(size: Memory) -> Box:

@@ -49,7 +49,7 @@ def scaling(runs: Sequence[NamedRun]) -> Iterator[dict[str, Any]]:
             group.setdefault("ours" if run.comparable else "other", []).append(run)
     for (model, dtype), group in groups.items():
         rows = _full_rows(model, dtype)
-        rates = {r.gpus: r.tokens_per_step / r.step_time_s / r.gpus for r in rows}
+        rates = {r.gpus: r.rate for r in rows}
         series = {"published": Rates(dict(sorted(rates.items())), [])} if rates else {}
         series |= {name: _rates(found) for name, found in group.items()}
         if len({gpus for found in series.values() for gpus in found.line}) > 1:

@@ -2,13 +2,13 @@
 run."""
 
 from collections.abc import Sequence
-from textwrap import fill
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from jaxbench.base.errors import counted
+from jaxbench.base.terminal import folded
 from jaxbench.pages.html import SYMBOLS
 from jaxbench.report import formats
 from jaxbench.report.figures import footnotes, models
@@ -32,17 +32,10 @@ WHY_WIDTH = 30
 def print_text(text: str, console: Console) -> None:
     """Prints a text whose bad words have the colours of verdicts. In a window its long lines break
     with a hanging indent."""
-    if console.is_terminal:
-        text = "\n".join(_broken(line, console.width) for line in text.splitlines())
-    coloured = Text(text.rstrip("\n"))
+    coloured = Text(folded(text, console, label="").rstrip("\n"))
     coloured.highlight_regex(r"\bslow(er)?\b", COLOURS["slow"])
     coloured.highlight_regex(r"\b(failed|interrupted|incomplete)\b", "red")
     console.print(coloured, soft_wrap=True)
-
-
-def _broken(line: str, width: int) -> str:
-    margin = " " * (len(line) - len(line.lstrip()) + 4)
-    return fill(line, width, subsequent_indent=margin, break_on_hyphens=False)
 
 
 def print_report(runs: Sequence[NamedRun], convention: str, console: Console) -> None:

@@ -23,10 +23,11 @@ from jaxbench.plan import command, difference
 from jaxbench.plan.many_pages import _search_chart
 from jaxbench.plan.other_programs import BLOCK_SCALED, REASONS
 from jaxbench.plan.plan import read
-from jaxbench.plan.row_page import TOKENS, days_for, plan_page
+from jaxbench.plan.row_page import plan_page
 from jaxbench.plan.text import trust
 from jaxbench.recipe import published
 from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.flops import days_per_1t_tokens
 from jaxbench.recipe.names import model_name
 
 
@@ -119,7 +120,8 @@ def test_days_are_those_that_the_source_prints():
     """Llama 2 70B on 64 H100s: 6.999 s for 128 sequences of 4096 tokens are 154.51 days."""
     plan = slower(made("llama2_70b_bf16"), 6.999)
     by_hand = 1e12 / (128 * 4096) * 6.999 / (24 * 3600)
-    assert days_for(plan, TOKENS) == pytest.approx(by_hand)
+    rate = plan.rates["forecast"].tokens_per_s_per_gpu * plan.gpus
+    assert days_per_1t_tokens(rate) == pytest.approx(by_hand)
     assert by_hand == pytest.approx(plan.published["days_per_1t_tokens"], abs=0.01)
     said = said_by(plan_page(plan))
     assert "155 days for 1 trillion tokens on 64 H100s; 237,000 GPU hours" in said
