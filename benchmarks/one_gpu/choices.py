@@ -3,8 +3,8 @@ process."""
 
 import statistics
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -18,6 +18,11 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 from jaxbench.train.program import compile_program
 from one_gpu.context import MEASURED, NOT_RUN, WRONG, Context, Finding, row
+
+LANES = 8
+"""Programs that are compiled at a time."""
+
+XLA = "precision.implementation=xla"
 
 STEPS, COUNTED = 8, 5
 """Steps of each measurement, and the last of them that count."""
@@ -67,40 +72,60 @@ def chosen(choice: Choice, *changes: str) -> Run:
 
 
 def check(ctx: Context) -> Iterator[Finding]:
-    """Times each choice between two measurements of the unchanged row."""
-    for choice in CHOICES:
-        what = f"{choice.recipe}: {choice.change}"
-        implementation = quantized.IMPLEMENTATIONS[choice.implementation]
-        if reason := implementation.refusal("gpu"):
-            yield Finding(what, NOT_RUN, reason)
+    """Times the choices of each row, one after another, between two measurements of the unchanged
+    row. All programs of a row are compiled before."""
+    for recipe in dict.fromkeys(choice.recipe for choice in CHOICES):
+        runs: dict[str, Run] = {}
+        for choice in CHOICES:
+            if choice.recipe != recipe:
+                continue
+            what = f"{recipe}: {choice.change}"
+            if reason := quantized.IMPLEMENTATIONS[choice.implementation].refusal("gpu"):
+                yield Finding(what, NOT_RUN, reason)
+                continue
+            runs |= {recipe: chosen(choice, XLA), what: chosen(choice, XLA, choice.change)}
+        with ctx.lanes(LANES) as pool:
+            programs = {what: pool.submit(program, run) for what, run in runs.items()}
+        before, *changed, after = (
+            step_time(runs[what], programs[what]) for what in (*runs, recipe)
+        )
+        yield from compared(recipe, before, dict(zip([*runs][1:], changed, strict=True)), after)
+
+
+def compared(
+    recipe: str, before: float | str, changed: dict[str, float | str], after: float | str
+) -> Iterator[Finding]:
+    """The step of each changed row over the unchanged one's, or why there is none."""
+    if isinstance(before, str) or isinstance(after, str):
+        yield Finding(recipe, NOT_RUN, f"{before}; {after}")
+        return
+    base_s, noise = (before + after) / 2, abs(before - after) / ((before + after) / 2)
+    for what, took in changed.items():
+        if isinstance(took, str):
+            yield Finding(what, NOT_RUN, took)
             continue
-        base, changed = (chosen(choice, "precision.implementation=xla", *changes)
-                      for changes in ((), (choice.change,)))  # fmt: skip
-        try:
-            times = [step_time(run) for run in (base, changed, base)]
-        except (RecipeError, RunFailed, jax.errors.JaxRuntimeError) as error:
-            yield Finding(what, NOT_RUN, str(error).splitlines()[0])
-            continue
-        base_s = statistics.fmean(times[::2])
-        ratio, noise = times[1] / base_s, abs(times[0] - times[2]) / base_s
         yield Finding(
-            what, MEASURED, f"{ratio:.3f} of the row's {1e3 * base_s:.1f} ms",
-            f"the row's two turns differ by {noise:.1%}", {"ratio": ratio, "seconds": times},
+            what, MEASURED, f"{took / base_s:.3f} of the row's {1e3 * base_s:.1f} ms",
+            f"the row's two turns differ by {noise:.1%}",
+            {"ratio": took / base_s, "seconds": [before, took, after]},
         )  # fmt: skip
 
 
-def step_time(run: Run) -> float:
-    """Median seconds of a step in one measurement."""
-    with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
-        steps = list(run_steps(run, program(run)))
+def step_time(run: Run, compiled: Future) -> float | str:
+    """Median seconds of a step in one measurement; the error of a row that does not run."""
+    try:
+        with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
+            steps = list(run_steps(run, compiled.result()))
+    except (RecipeError, RunFailed, jax.errors.JaxRuntimeError) as error:
+        return str(error).splitlines()[0][:200]
     return statistics.median(step["step_time_s"] for step in steps[-COUNTED:])
 
 
-@cache
 def program(run: Run) -> Any:
     """The compiled program of a run, without `check_program`, which does not recognise FP8 in
-    Triton products."""
-    return compile_program(run)[0]
+    Triton matmuls."""
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
+        return compile_program(run)[0]
 
 
 def compiles(ctx: Context) -> Iterator[Finding]:
@@ -109,7 +134,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         what = f"{choice.recipe}: {choice.change}"
         if choice.implementation != "xla":
             continue
-        run = chosen(choice, "precision.implementation=xla", choice.change)
+        run = chosen(choice, XLA, choice.change)
         try:
             with jax.set_mesh(mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))):
                 compiled, _, took = compile_program(run)

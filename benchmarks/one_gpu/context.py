@@ -4,24 +4,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu
+from jaxbench.cluster import nvml
+from jaxbench.cluster.telemetry import Sampler
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.xla import flags
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = (
-    "llama31_8b", "gpt_oss_120b", "qwen3_30b_a3b", "deepseek_v3", "nemotronh_56b", "nemotron4_340b",
-    "nemotron3_nano_30b_a3b", "grok1_314b",
+    "llama31_8b", "nemotronh_56b", "nemotron3_nano_30b_a3b", "grok1_314b", "gpt_oss_120b",
+    "qwen3_30b_a3b", "deepseek_v3", "nemotron4_340b",
 )  # fmt: skip
-"""One model of each family, the most used first."""
+"""One model of each family. Where time is short, those come first that no H100 has trained yet."""
 
 SHARE = 0.28
 """The GPU memory of each of the three checks that share the GPU."""
@@ -151,6 +155,25 @@ def tiny(ctx: Context, recipe: str) -> tuple[str, ...]:
 def options(ctx: Context) -> dict[str, Any]:
     """Compiler options of a kernel on its own: on a GPU those of the recipes."""
     return {} if ctx.rehearsal else dict(flags.TUNED)
+
+
+@contextmanager
+def sampled(ctx: Context, folder: Path) -> Iterator[Sampler | None]:
+    """Samples this GPU's clock and power; None where NVML reports none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        gpus = [] if ctx.rehearsal else nvml.gpus()
+    except RecipeError:
+        gpus = []
+    if not gpus:
+        yield None
+        return
+    with Sampler(gpus[:1], folder / "telemetry.csv.gz", print, SAMPLED_S) as sampler:
+        yield sampler
+
+
+SAMPLED_S = 0.1
+"""Seconds between two samples of the GPU."""
 
 
 def small_share(lanes: int) -> dict[str, str]:

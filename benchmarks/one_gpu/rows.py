@@ -31,16 +31,20 @@ from jaxbench.xla import custom_calls
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Kernel
-from one_gpu.context import MEASURED, OK, WRONG, Context, Finding, row
+from one_gpu.context import MEASURED, OK, WRONG, Context, Finding, row, sampled
 
 FIRST = (
-    "nemotronh_56b_fp8", "qwen3_30b_a3b_bf16", "qwen3_30b_a3b_fp8", "gpt_oss_120b_bf16",
-    "deepseek_v3_fp8", "llama31_8b_bf16", "llama31_8b_fp8", "llama2_70b_bf16", "llama2_70b_fp8",
-    "nemotron4_340b_fp8", "grok1_314b_fp8", "nemotron3_nano_30b_a3b_fp8",
+    "llama31_70b_bf16", "llama31_70b_fp8", "qwen3_235b_a22b_bf16", "qwen3_235b_a22b_fp8",
+    "deepseek_v3_bf16", "gpt_oss_120b_fp8", "grok1_314b_bf16", "nemotronh_56b_bf16",
+    "nemotronh_56b_fp8", "nemotron3_nano_30b_a3b_bf16", "nemotron3_nano_30b_a3b_fp8",
+    "nemotron4_340b_bf16", "llama31_405b_bf16", "llama31_405b_fp8",
+    "nemotron3_super_120b_a12b_bf16", "nemotron3_super_120b_a12b_fp8", "deepseek_v3_fp8",
+    "qwen3_30b_a3b_fp8",
 )  # fmt: skip
-"""The rows that are measured first; then come all other recipes that this GPU can run."""
+"""The rows that are measured first: those that no H100 has run yet, or whose kernels have changed
+since. Then come all other recipes that this GPU can run."""
 
-LANES = 5
+LANES = 9
 """Rows that are compiled at a time, before any of them is timed."""
 
 WARM, TIMED, PROFILED = 4, 12, 3
@@ -89,7 +93,8 @@ def timed(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
         window = WARM + TIMED, run.steps
         pause = profiling.window("jax", window, ctx.folder / recipe, executable)
-        steps = list(run_steps(run, executable, pauses=[pause]))
+        with sampled(ctx, ctx.output / recipe) as sampler:
+            steps = list(run_steps(run, executable, pauses=[pause]))
     seconds = [step["step_time_s"] for step in steps[WARM : WARM + TIMED]]
     step_s, peak = statistics.median(seconds), steps[-1]["peak_memory_bytes"]
     planned = Memory.of(executable, ctx.gpu).peak
@@ -101,6 +106,8 @@ def timed(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
         f"{peak / 2**30:.1f} GiB, planned {planned / 2**30:.1f}; compiled in {took:.0f} s"
     )
     data = {"seconds": seconds, "losses": losses, "planned_bytes": planned, "peak_bytes": peak}
+    if sampler:
+        data |= sampler.summaries[0]
     healthy = all(map(math.isfinite, losses))
     return Finding(f"{recipe}, row 1", OK if healthy else WRONG, figure, text, data)
 

@@ -14,6 +14,9 @@ SUSTAINED_S = 1.5
 """Seconds of load before a matmul is timed, and while it is: a GPU at its power limit lowers its
 clock within a second."""
 
+COPIES = 5
+"""Copies to or from the host's memory in a row."""
+
 
 def seconds(function: Callable, *arguments: jax.Array, repeats: int = 20) -> float:
     """Mean seconds of a call, after two warm-up calls."""
@@ -59,7 +62,8 @@ def ceilings(ctx: Context) -> Iterator[Finding]:
     back = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))
     hosted = there(part)
     for what, function, x in (("to the host", there, part), ("from the host", back, hosted)):
-        rate = part.nbytes / seconds(function, x, repeats=5) / 1e9
+        seconds(function, x, repeats=COPIES)  # takes the pinned memory of as many results
+        rate = part.nbytes / seconds(function, x, repeats=COPIES) / 1e9
         verdict, beside = against(rate, ctx.gpu.host)
         yield Finding(f"copy of 1 GiB {what}", verdict, f"{rate:.1f} GB/s", beside,
                       {"gb_per_s": rate})  # fmt: skip

@@ -1,9 +1,13 @@
 """Runs of the training command: tiny ones next to a CPU's losses, and real ones."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 from one_gpu.context import (
     OK,
+    ROOT,
     TINIER,
     WRONG,
     Context,
@@ -68,7 +72,9 @@ PAIRS = (
 
 
 def commands(ctx: Context) -> Iterator[Finding]:
-    """Row `1` by the training command: complete, with the same losses each time."""
+    """`jaxbench check`, and row `1` by the training command: complete, with the same losses each
+    time."""
+    yield checked(ctx)
     losses: dict[str, list[float]] = {}
     for number, (recipe, options) in enumerate(PAIRS):
         run = train(recipe, ctx.folder / f"row-{number}", f"--steps={STEPS}", *options)
@@ -89,6 +95,21 @@ def commands(ctx: Context) -> Iterator[Finding]:
         )
         data = {"summary": summary, "ranks": record.get("ranks"), "losses": run.losses}
         yield Finding(what, WRONG if wrong else OK, figure, "; ".join(beside), data)
+
+
+def checked(ctx: Context) -> Finding:
+    """`jaxbench check` of this GPU."""
+    program = [sys.executable, "-m", "jaxbench.check", "--output", str(ctx.folder / "check")]
+    done = subprocess.run(
+        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    print(f"$ jaxbench check\n{done.stdout}", flush=True)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    verdict = OK if done.returncode == 0 else WRONG
+    rates = {}
+    if (path := ctx.folder / "check" / "check.json").exists():
+        rates = json.loads(path.read_text())
+    return Finding("jaxbench check", verdict, last, data=rates)
 
 
 def complaints(run: Trained, losses: list[float]) -> Iterator[str]:

@@ -112,7 +112,7 @@ def test_choices_are_timed(tmp_path):
 def test_a_run_survives(tmp_path):
     findings = findings_of("survives", tmp_path)
     assert {finding["verdict"] for finding in findings.values()} == {"ok"}, findings
-    assert len(findings) == 5
+    assert len(findings) == 4
 
 
 def test_a_gpu_that_computes_nothing_is_not_calibrated(tmp_path):
