@@ -68,8 +68,8 @@ class Check:
 
 
 CHECKS = {
-    "operators": Check(operators.check, 120, operators.compiles, rehearsed=True, shared=True),
-    "trains": Check(trains.small, 120, rehearsed=True, shared=True),
+    "operators": Check(operators.check, 120, operators.compiles, rehearsed=True),
+    "trains": Check(trains.small, 180, trains.references, rehearsed=True, shared=True),
     "survives": Check(survives.check, 120, rehearsed=True, shared=True),
     "ceilings": Check(speed.ceilings, 60),
     "rows": Check(rows.check, 600, rows.compiles),

@@ -24,22 +24,22 @@ GROUPS = 8
 """Groups of heads: all of the model's."""
 
 CHANGES = {
-    "whole chunks forward": {"part": 128},
-    "parts of 32 tokens": {"part": 32},
-    "chunks of 64 tokens": {"chunk": 64},
-    "64 columns of the state": {"columns": 64},
-    "forward, 4 warps": {"forward": Launch(4)},
-    "forward, 1 stage": {"forward": Launch(8)},
-    "reverse, 4 warps": {"reverse": Launch(4)},
+    "bc, 2 stages": {"bc": Launch(8, 2)},
+    "bc, 3 stages": {"bc": Launch(8, 3)},
+    "bc, 4 warps, 2 stages": {"bc": Launch(4, 2)},
+    "x, 4 warps": {"x": Launch(4)},
+    "x, 4 warps, 2 stages": {"x": Launch(4, 2)},
+    "x, 4 warps, 3 stages": {"x": Launch(4, 3)},
     "reverse, 2 stages": {"reverse": Launch(8, 2)},
-    "reverse, 16 warps": {"reverse": Launch(16)},
-    "gradients of b and c, 4 warps": {"bc": Launch(4)},
-    "gradients of b and c, 2 stages": {"bc": Launch(8, 2)},
-    "gradients of b and c, 16 warps": {"bc": Launch(16)},
-    "forward, 16 warps": {"forward": Launch(16)},
-    "gradient of x, 4 warps": {"x": Launch(4)},
-    "64 columns and 64 tokens": {"columns": 64, "chunk": 64},
-}
+    "forward, 3 stages": {"forward": Launch(8, 3)},
+    "all of the best": {"bc": Launch(8, 2), "x": Launch(4, 2), "reverse": Launch(8, 2)},
+    "all with chunks of 64": {
+        "bc": Launch(8, 2), "x": Launch(4, 2), "reverse": Launch(8, 2), "chunk": 64,
+    },
+    "all, reverse with 4 warps": {
+        "bc": Launch(8, 2), "x": Launch(4, 2), "reverse": Launch(4, 2),
+    },
+}  # fmt: skip
 """Changes of the kernels' sizes; one that cannot run on this GPU is reported as not run."""
 
 
