@@ -12,7 +12,8 @@ kind says otherwise:
 - `kept`, `forward` or `backward`, the head dims of which it was measured: the share of its table's
   rate that attention keeps in a step, for tables of short runs
 - `collective`, its kind, GPUs x bytes of the whole buffer, inside an NVLink domain
-- `memory`, `any`, bytes that a kernel reads and writes
+- `memory`, `any`, bytes that a kernel reads and writes; `fp8`, the same of a kernel that casts to
+  FP8 or transposes it
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
 - `scan`, `fused`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
 - `network` and `nvlink`: the share of a link's rate that is reached after the latencies
@@ -47,7 +48,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "attention": (("forward", "backward"), (1, 1, 1, 1, 1)),
     "kept": (("forward", "backward"), (1, 1)),
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
-    "memory": (("any",), (0,)),
+    "memory": (("any", "fp8"), (0,)),
     "sustained": (FORMATS, (1,)),
     "scan": (("fused",), (1, 1)),
     "network": (("ring", "untuned", "direct"), (2,)),

@@ -1,12 +1,18 @@
 """The bytes that kernels of a compiled program read and write."""
 
 import math
+from collections.abc import Iterator
 
 from jaxbench.xla.hlo import GEMM_CALLS, Program
 from jaxbench.xla.instruction import Instruction, Scope, root
 from jaxbench.xla.launches import sort
 
 SLICES = ("dynamic-slice", "slice", "gather")
+ONE_ARRAY = 3
+"""Operands of a scatter into one array: the array, the indices, the updates."""
+
+FP8 = "f8"
+"""The names of FP8's types begin with this."""
 
 
 def traffic(program: Program, i: Instruction, scope: Scope) -> int:
@@ -14,24 +20,40 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     workspaces of matmuls.
 
     An operand that is only sliced counts as its slice. An array that is updated in place counts as
-    its update. A sort moves its arrays in each of its passes. `Work.bytes` takes precedence.
+    its update, and twice if a scatter adds to it. A sort moves its arrays in each of its passes.
+    `Work.bytes` takes precedence.
     """
     if (sorting := sort(program, i, scope)) is not None:
         return sorting.bytes
     work = program.work(i, scope)
     if work is not None and work.bytes is not None:
         return work.bytes
+    body, users = _inside(program, i, scope)
+    arrays = (
+        set(i.operands) if not i.callees else {j.name for j in users if j.opcode == "parameter"}
+    )
+    read = sum(_read(name, body, users) for name in arrays)
+    return read + sum(_size(j) for j in _written(users[-1], body))
+
+
+def written_fp8(program: Program, i: Instruction, scope: Scope) -> int:
+    """The bytes of FP8 that a kernel writes."""
+    body, users = _inside(program, i, scope)
+    arrays = (array for j in _written(users[-1], body) for array in j.arrays)
+    return sum(math.prod(dims) for dtype, dims in arrays if dtype.startswith(FP8))
+
+
+def _inside(program: Program, i: Instruction, scope: Scope) -> tuple[Scope, list[Instruction]]:
+    """What a kernel computes: a fusion's body or the instruction itself, the result last."""
     if not i.callees:
-        read = sum(_read(name, scope, [i]) for name in set(i.operands))
-        return read + _written(i, scope)
+        return scope, [i]
     body = program.computations[i.callees[0][0]]
-    parameters = [j.name for j in body.values() if j.opcode == "parameter"]
-    read = sum(_read(name, body, list(body.values())) for name in parameters)
-    return read + _written(root(body), body)
+    result = root(body)
+    return body, [*(j for j in body.values() if j is not result), result]
 
 
 def _read(name: str, body: Scope, users: list[Instruction]) -> int:
-    """Bytes that these instructions read of an array."""
+    """Bytes that these instructions read of an array. A scatter reads what it adds to."""
     if name not in body:
         return 0
     total = 0
@@ -43,19 +65,30 @@ def _read(name: str, body: Scope, users: list[Instruction]) -> int:
             total += _read(user.name, body, users)
         elif user.opcode in SLICES and first:
             total += user.bytes
+        elif user.opcode == "scatter" and first:
+            total += body[user.operands[-1]].bytes
         elif not (user.opcode == "dynamic-update-slice" and first):
             return body[name].bytes
     return min(total, body[name].bytes)
 
 
-def _written(i: Instruction, body: Scope) -> int:
-    """Bytes that a computation writes as its result."""
+def _written(i: Instruction, body: Scope) -> Iterator[Instruction]:
+    """The arrays that a computation writes as its result."""
     if i.opcode == "tuple":
-        return sum(_written(body[name], body) for name in i.operands)
-    if i.opcode == "bitcast":
-        return _written(body[i.operands[0]], body)
-    if i.opcode == "dynamic-update-slice":
-        return body[i.operands[1]].bytes
+        for name in i.operands:
+            yield from _written(body[name], body)
+    elif i.opcode == "bitcast":
+        yield from _written(body[i.operands[0]], body)
+    elif i.opcode == "dynamic-update-slice":
+        yield body[i.operands[1]]
+    elif i.opcode == "scatter" and len(i.operands) == ONE_ARRAY:
+        yield body[i.operands[-1]]
+    else:
+        yield i
+
+
+def _size(i: Instruction) -> int:
+    """The bytes of an instruction's result, without the workspace of a matmul."""
     if i.target in GEMM_CALLS and i.shape.startswith("("):
-        return i.bytes - math.prod(i.arrays[-1][1])  # without the bytes of its workspace
+        return i.bytes - math.prod(i.arrays[-1][1])
     return i.bytes

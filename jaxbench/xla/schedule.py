@@ -20,7 +20,7 @@ from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.host_copies import HostLink
 from jaxbench.xla.instruction import DTYPE_BITS, SOURCE, Instruction, Scope
 from jaxbench.xla.launches import launches, launches_kernel
-from jaxbench.xla.moved import traffic
+from jaxbench.xla.moved import traffic, written_fp8
 from jaxbench.xla.rewrites import COLLECTIVES
 from jaxbench.xla.timeline import COPIES, KERNELS, LINKS, Kernel, Schedule, Transfer
 
@@ -82,7 +82,8 @@ class Walk:
                 works = tuple(_works(self.program, i, scope))
                 moved = traffic(self.program, i, scope)
                 unknown = self.program.unknown(i, scope)
-                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown)
+                fp8 = written_fp8(self.program, i, scope)
+                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8)
             self._kernels[key] = kernel
         return self._kernels[key]
 

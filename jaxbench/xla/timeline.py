@@ -21,12 +21,14 @@ and to the host are in `host`."""
 @dataclass(frozen=True)
 class Kernel:
     """One run of a kernel: its work (including fused work), the bytes that it reads and writes, its
-    JAX operation, and the target of a custom call whose work is unknown."""
+    JAX operation, the target of a custom call whose work is unknown, and the bytes of FP8 that it
+    writes."""
 
     works: tuple[Work, ...]
     bytes: int
     source: str
     unknown: str = ""
+    fp8: int = 0
 
     @property
     def further(self) -> int:
