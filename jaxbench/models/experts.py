@@ -21,7 +21,6 @@ from jaxbench.models.layers import (
 )
 from jaxbench.models.mlp import make_mlp
 from jaxbench.ops import dense, gating, grouped, quantized
-from jaxbench.ops.dense import Duplicated, one_copy
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.ops.remat import ALWAYS, save
@@ -144,26 +143,22 @@ class Experts(nnx.Module):
     def _batched_matmuls(self, tokens: Array, weights: Array) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
-        up = dense.dot_duplicated(equation, tokens, self._into, dims)
-        up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.value.ndim))))
+        up = dense.dot(equation, tokens, self._into, dims)
+        up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.ndim))))
         hidden, dims = self._hidden(up, weights), "experts capacity embed"
         return dense.dot("ERF,EDF->ERD", hidden, self.down, dims)
 
     def _grouped_matmuls(
         self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
     ) -> Array:
-        up = grouped.to_permuted(implementation, Duplicated.of(tokens), self._into, groups)
+        up = grouped.to_permuted(implementation, tokens, self._into, groups)
         up = self._with_bias(up, partial(grouped.biased, groups=groups))
         hidden = self._hidden(up, weights)
-        return one_copy(grouped.from_permuted(implementation, hidden, self.down, groups))
+        return grouped.from_permuted(implementation, hidden, self.down, groups)
 
-    def _with_bias(self, up: Duplicated, biased: Callable[[Array, Array], Array]) -> Duplicated:
-        """The first matmul's result with its bias. Only one of the two copies gives the bias a
-        gradient."""
-        if self.biases is None:
-            return up
-        bias = self.biases.up[...]
-        return Duplicated(biased(up.value, bias), biased(up.for_amax, jax.lax.stop_gradient(bias)))
+    def _with_bias(self, up: Array, biased: Callable[[Array, Array], Array]) -> Array:
+        """The first matmul's result with its bias."""
+        return up if self.biases is None else biased(up, self.biases.up[...])
 
     def _output_biases(self, biases: Array, gates: Array, experts: Array, sent: Array) -> Array:
         """The sum, over the experts that a token is sent to, of bias times gate."""
@@ -172,8 +167,8 @@ class Experts(nnx.Module):
         spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
         return jnp.einsum("BSE,ED->BSD", weights, biases, out_sharding=spec)
 
-    def _hidden(self, up: Duplicated, weights: Array) -> Duplicated:
+    def _hidden(self, up: Array, weights: Array) -> Array:
         """What is computed between the matmuls: activations times gates."""
         if self.gated:
             return gating.gated(gating.GATES[self.cfg.activation], up, weights)
-        return Duplicated.of(gating.squared_relu(one_copy(up), weights))
+        return gating.squared_relu(up, weights)

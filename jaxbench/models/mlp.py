@@ -32,7 +32,7 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
-        gate_up = dense.dot_duplicated("BSD,DPF->BSPF", x, self.gate_up, dims)
+        gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, dims)
         hidden = gating.gated(self.activation, gate_up)
         y = dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed")
         return mesh.scatter_seq(y), ()

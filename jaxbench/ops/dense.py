@@ -1,17 +1,10 @@
 """Matmuls of activations with weights that are sharded at rest, and elementwise operations with
 vectors.
-
-An FP8 matmul casts its operand and takes its amax (largest absolute value). If the producer of the
-operand is expensive, such as a gated activation with an exponential per element, XLA does not fuse
-it into both consumers: it writes the operand to memory in bf16 and reads it back. We therefore give
-XLA a second copy of the producer that it cannot recognise as equal (`Duplicated`, `opaque_copy`).
-It then computes the cast and the amax in one kernel from the producer's inputs, and writes only
-FP8. Matmuls in bf16 use one of the two.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +17,7 @@ from jaxbench.ops.implementations import lazy
 _quantized_dot = lazy("quantized.dot")
 
 
-def dot(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> jax.Array:
+def dot(equation: str, x: jax.Array, w: Any, dims: str) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest. It all-gathers the weight and
     then multiplies. The weight `w` is a variable, or for a quantized matmul a `quantized.Operand`.
 
@@ -33,20 +26,14 @@ def dot(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> jax.Ar
     `mesh.scatter_seq` sums it. In the backward pass the weight's gradient is reduce-scattered. A
     dimension of experts, the letter E, makes a batch of matmuls.
     """
-    return one_copy(dot_duplicated(equation, x, w, dims))
-
-
-def dot_duplicated(equation: str, x: "jax.Array | Duplicated", w: Any, dims: str) -> "Duplicated":
-    """`dot` for a consumer that computes the gradient of the result twice (`Duplicated`)."""
-    x = x if isinstance(x, Duplicated) else Duplicated.of(x)
     x_dims, w_dims, out = einsum_dims(equation)
-    split_sum = mesh.sums_over_tensor(x.value, x_dims, kept=out)
+    split_sum = mesh.sums_over_tensor(x, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if not isinstance(w, nnx.Variable):
         return _quantized_dot(equation, x, w, spec)
     experts = w_dims.index("E") if "E" in w_dims else None
     weight = mesh.gather_weight(w[...], experts)
-    return Duplicated.of(_multiply(equation, spec, x.value, weight))
+    return _multiply(equation, spec, x, weight)
 
 
 def einsum_dims(equation: str) -> tuple[str, str, str]:
@@ -110,42 +97,6 @@ _multiply.defvjp(
 def is_variable(node: object) -> bool:
     """True for a node of a model's pytree that is a variable."""
     return isinstance(node, nnx.Variable)
-
-
-class Duplicated(NamedTuple):
-    """An array twice: the matmul casts `value` and takes the amax of `for_amax`, which is equal.
-
-    In the same way, the cotangents of a matmul's `Duplicated` result are two copies of one
-    gradient.
-    """
-
-    value: jax.Array
-    for_amax: jax.Array
-
-    @classmethod
-    def of(cls, x: jax.Array) -> "Duplicated":
-        """Uses one array as both copies. Its producer is cheap, or its value is already in
-        memory."""
-        return cls(x, jax.lax.stop_gradient(x))
-
-
-@jax.custom_vjp
-def one_copy(x: Duplicated) -> jax.Array:
-    """The value of a matmul's result. Its gradient then serves as both copies, since it is cheap to
-    compute, or already in memory."""
-    return x.value
-
-
-one_copy.defvjp(lambda x: (x.value, None), lambda _, dy: (Duplicated(dy, dy),))
-
-
-def opaque_copy(x: jax.Array, index: int) -> jax.Array:
-    """`x`, bit for bit, as a copy that XLA cannot merge with a copy of another `index`.
-
-    It is x 2^index 2^-index, where only 2^-index is a constant for the compiler.
-    """
-    factor = jax.lax.optimization_barrier(jnp.array(2.0**index, x.dtype))
-    return x * factor * jnp.array(2.0**-index, x.dtype)
 
 
 def broadcast_heads(x: jax.Array, like: jax.Array) -> jax.Array:

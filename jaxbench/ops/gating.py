@@ -1,14 +1,12 @@
 """Gated activations between the two matmuls of an MLP or an expert."""
 
 from collections.abc import Callable
-from enum import IntEnum
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.ops.dense import Duplicated, opaque_copy
 from jaxbench.ops.remat import save
 
 CLAMP = 7.0
@@ -30,19 +28,6 @@ GATES: dict[str, Callable[[Array, Array], Array]] = {
 """Activations of the gate and up projections, by their names in recipes."""
 
 
-class Copy(IntEnum):
-    """Indices of `opaque_copy`. Each index is one recomputation from `gate`. XLA must not merge two
-    of them, since it would write the merged result to memory. Each gradient has one copy for the
-    cast and one for its amax."""
-
-    HIDDEN_AMAX = 1
-    GATE_CAST = 2
-    UP_CAST = 3
-    GATE_AMAX = 4
-    UP_AMAX = 5
-    WEIGHTS = 6
-
-
 def gate(activation: Callable, gate: Array, up: Array, weights: Array | None = None) -> Array:
     """Applies an activation of `GATES` and multiplies by one weight per token, if `weights` are
     given. It computes in fp32 and returns the dtype of `gate`."""
@@ -62,9 +47,9 @@ def squared_relu(up: Float[Array, "*T F"], weights: Float[Array, "*T"]) -> Float
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(
-    activation: Callable, gate_up: Duplicated, weights: Float[Array, "*T"] | None = None
-) -> Duplicated:
-    """Applies `gate` to the two halves of `[*T, 2, F]`. The result is `[*T, F]`.
+    activation: Callable, gate_up: Float[Array, "*T 2 F"], weights: Float[Array, "*T"] | None = None
+) -> Float[Array, "*T F"]:
+    """Applies `gate` to the two halves of `gate_up`.
 
     Its residuals are the two halves, which remat policies save as `gate` and `up`. The backward
     pass recomputes the rest.
@@ -73,27 +58,14 @@ def gated(
 
 
 def _forward(activation, gate_up, weights):
-    halves = save(gate_up.value[..., 0, :], "gate"), save(gate_up.value[..., 1, :], "up")
-    first, up = halves
-    hidden = gate(activation, first, up, weights)
-    for_amax = gate(activation, opaque_copy(first, Copy.HIDDEN_AMAX), up, weights)
-    return Duplicated(hidden, for_amax), (*halves, weights)
+    halves = save(gate_up[..., 0, :], "gate"), save(gate_up[..., 1, :], "up")
+    return gate(activation, *halves, weights), (*halves, weights)
 
 
 def _backward(activation, residuals, d_hidden):
-    first, up, weights = residuals
-
-    def gradient(copy: Copy, argument: int) -> Array:
-        inputs = opaque_copy(first, copy), up, weights
-        return jax.vjp(partial(gate, activation), *inputs)[1](d_hidden.value)[argument]
-
-    def gradients(gate_copy: Copy, up_copy: Copy) -> Array:
-        # We pad and add instead of stacking: XLA does not fuse a concatenation with a reduction.
-        return _half(gradient(gate_copy, 0), 0) + _half(gradient(up_copy, 1), 1)
-
-    d_weights = None if weights is None else gradient(Copy.WEIGHTS, 2)
-    to_cast = gradients(Copy.GATE_CAST, Copy.UP_CAST)
-    return Duplicated(to_cast, gradients(Copy.GATE_AMAX, Copy.UP_AMAX)), d_weights
+    d_gate, d_up, d_weights = jax.vjp(partial(gate, activation), *residuals)[1](d_hidden)
+    # We pad and add instead of stacking: XLA does not fuse a concatenation with a reduction.
+    return _half(d_gate, 0) + _half(d_up, 1), d_weights
 
 
 def _half(x: Array, index: int) -> Array:

@@ -1,11 +1,12 @@
-"""Gated activations next to the plain formula in float64, and duplicated producers."""
+"""Gated activations next to the plain formula in float64."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxbench.ops.dense import Duplicated, one_copy, opaque_copy
 from jaxbench.ops.gating import GATES, gated
 
 
@@ -48,41 +49,11 @@ def test_value_and_gradients_are_those_of_the_formula(name, weighted, float64):
     def single(x):
         return jax.tree.map(lambda a: a.astype(jnp.float32), x)
 
-    def of(x, weights):
-        return gated(activation, Duplicated(x, x), weights)
-
-    hidden, pull = jax.vjp(
-        lambda x, w: gated(activation, x, w), *single((Duplicated(gate_up, gate_up), weights))
-    )
-    d_duplicated, d_single_weights = pull(Duplicated(single(dy), jnp.zeros(dy.shape, jnp.float32)))
+    hidden, pull = jax.vjp(partial(gated, activation), *single((gate_up, weights)))
+    d_single, d_single_weights = pull(single(dy))
     # Some roundings of fp32, of values below 10.
     close = {"atol": 20 * np.finfo(np.float32).eps * 10, "rtol": 0}
-    for value in (hidden.value, hidden.for_amax):
-        np.testing.assert_allclose(value, expected, **close)
-    for gradient in (d_duplicated.value, d_duplicated.for_amax):
-        np.testing.assert_allclose(gradient, d_gate_up, **close)
+    np.testing.assert_allclose(hidden, expected, **close)
+    np.testing.assert_allclose(d_single, d_gate_up, **close)
     if weighted:
         np.testing.assert_allclose(d_single_weights, d_weights, **close)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_an_opaque_copy_changes_no_bit(dtype):
-    x = jax.random.normal(jax.random.key(0), (100,), dtype)
-    for index in range(1, 7):
-        assert (jax.jit(opaque_copy, static_argnums=1)(x, index) == x).all()
-
-
-def test_opaque_copies_are_not_merged():
-    def both(x, index):
-        return jnp.exp(x) + jnp.exp(opaque_copy(x, index))
-
-    text = jax.jit(both, static_argnums=1).lower(jnp.ones(8), 1).compile().as_text()
-    assert text.count(" exponential(") == 2
-
-
-def test_a_one_copy_gives_its_gradient_twice():
-    x = Duplicated(jnp.ones(3), jnp.ones(3))
-    _, pull = jax.vjp(one_copy, x)
-    (gradient,) = pull(jnp.arange(3.0))
-    assert (gradient.value == gradient.for_amax).all()
-    assert gradient.value[2] == 2

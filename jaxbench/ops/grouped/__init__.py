@@ -25,7 +25,6 @@ from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.ops import implementations, quantized
-from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
 from jaxbench.ops.implementations import TRITON, lazy
@@ -99,14 +98,14 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
     )
 
 
-def to_permuted(implementation: str, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+def to_permuted(implementation: str, x: Array, w: Weight, groups: Groups) -> Array:
     """Multiplies arriving rows by the weights of their groups, `[E, D, *N]`; the result is permuted
     by group. The weights are gathered along all dimensions except E. If `w` is a
     `quantized.Operand`, the matmuls are quantized."""
     return _dot(_GroupedMatmul(implementation, into=True), x, w, groups)
 
 
-def from_permuted(implementation: str, y: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+def from_permuted(implementation: str, y: Array, w: Weight, groups: Groups) -> Array:
     """Multiplies permuted rows by the transposed weights of their groups, `[E, D, *N]`; the result
     is in the order of arrival. Everything else is as in `to_permuted`."""
     return _dot(_GroupedMatmul(implementation, into=False), y, w, groups)
@@ -176,16 +175,16 @@ class _Fp8Matmul(quantized.Matmul):
         return self.grouped.of_weight(x, dy, self.groups, scale_inv_x * scale_inv_dy)
 
 
-def _dot(grouped: _GroupedMatmul, x: Duplicated, w: Weight, groups: Groups) -> Duplicated:
+def _dot(grouped: _GroupedMatmul, x: Array, w: Weight, groups: Groups) -> Array:
     if not isinstance(w, quantized.Operand):
         weight = mesh.gather_weight(w[...], 0)
-        return Duplicated.of(_multiply(grouped, x.value, weight, groups))
+        return _multiply(grouped, x, weight, groups)
     # Rows have the dimension A (arriving) or R (permuted). The dimensions of the weight after D are
     # features of permuted rows.
     dims = "EDPF" if w.weight.ndim == 4 else "EDF"
     inputs, outputs = ("AD", f"R{dims[2:]}") if grouped.into else (f"R{dims[2:]}", "AD")
-    equation, spec = f"{inputs},{dims}->{outputs}", _spec(grouped, x.value, w.weight)
-    named = equation, spec, mesh.cotangent_spec(x.value), w.name
+    equation, spec = f"{inputs},{dims}->{outputs}", _spec(grouped, x, w.weight)
+    named = equation, spec, mesh.cotangent_spec(x), w.name
     if w.precision.dtype in BLOCKS:
         by = IMPLEMENTATIONS[grouped.implementation].in_blocks(groups)
         return quantized.dot_blocks(quantized.Matmul(*named), x, w, by)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Matmul, Operand
@@ -46,7 +46,7 @@ class Implementation:
     that its custom calls must have, or None.
     """
 
-    dot: Callable[[Matmul, Duplicated, Operand], Duplicated]
+    dot: Callable[[Matmul, jax.Array, Operand], jax.Array]
     in_blocks: Callable[[], Any]
     takes: Callable[[Matmul], bool] = lambda matmul: True
     refusal: Callable[[str], str | None] = lambda platform: None
@@ -89,10 +89,10 @@ def _requested(precision: Precision) -> Name:
     return AUTO if precision.implementation == "auto" else precision.implementation
 
 
-def dot(equation: str, x: Duplicated, w: Operand, spec: PartitionSpec) -> Duplicated:
+def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Array:
     """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
     This matmul and both of its gradients run in the quantized format of the weight."""
-    matmul = Matmul(equation, spec, mesh.cotangent_spec(x.value), w.name)
+    matmul = Matmul(equation, spec, mesh.cotangent_spec(x), w.name)
     chosen = IMPLEMENTATIONS[_requested(w.precision)]
     if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]

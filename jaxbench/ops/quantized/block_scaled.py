@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxbench import mesh
 from jaxbench.ops import draws
-from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks, dequantized, mxfp8, nvfp4
@@ -179,10 +178,10 @@ class Matmuls:
         return multiply(first, last)
 
 
-def dot(matmul: Matmul, x: Duplicated, w: Operand, by: Matmuls) -> Duplicated:
+def dot(matmul: Matmul, x: jax.Array, w: Operand, by: Matmuls) -> jax.Array:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients run
     in the recipe's format."""
-    return Duplicated.of(_dot(matmul, w.precision, x.value, w.weight, w.stored, w.seed, by))
+    return _dot(matmul, w.precision, x, w.weight, w.stored, w.seed, by)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

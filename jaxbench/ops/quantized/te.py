@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.jax_internals import empty_arrays_from, replaced
-from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.operand import Matmul, Operand, gathered
@@ -64,10 +63,10 @@ def _scaling(precision: Precision) -> str:
     return precision.scaling if precision.dtype == "fp8" else precision.dtype
 
 
-def dot(matmul: Matmul, x: Duplicated, w: Operand) -> Duplicated:
+def dot(matmul: Matmul, x: jax.Array, w: Operand) -> jax.Array:
     """Einsum of a bf16 activation with a weight at rest, as `xla.dot`. Transformer Engine's kernels
     read operands from memory, so the duplicated producers are not used."""
-    return Duplicated.of(_dot(matmul, x.value, w.weight, w.observed, w.stored, w.scale_inv))
+    return _dot(matmul, x, w.weight, w.observed, w.stored, w.scale_inv)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.dense import Duplicated
 from jaxbench.ops.quantized.operand import Matmul, Operand, gathered
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
 from jaxbench.ops.remat import ALWAYS, save
 
 
-def dot(matmul: Matmul, x: Duplicated, w: Operand) -> Duplicated:
+def dot(matmul: Matmul, x: jax.Array, w: Operand) -> jax.Array:
     """Matmul of a bf16 activation with a weight at rest. The matmul and both of its gradients are
     in FP8.
 
@@ -35,17 +34,17 @@ def _forward(x, weight, observed, stored, scale_inv, matmul):
 
     def local(x, stored, scale_inv, matmul):
         with matmul.scope():
-            amax = amax_of(x.for_amax)
+            amax = amax_of(x)
             scale_inv_x = scale_inv_of(amax, VALUES) if current else scale_inv[0]
-            quantized = quantize(x.value, scale_inv_x, VALUES)
+            quantized = quantize(x, scale_inv_x, VALUES)
             weight = gathered(stored, dims, scale_inv[1])
             y = matmul.result(quantized, scale_inv_x, weight, scale_inv[1])
         return y, quantized, amax[None]
 
-    specs = matmul.y_spec, PartitionSpec(*mesh.partition(x.value)), mesh.per_device()
+    specs = matmul.y_spec, PartitionSpec(*mesh.partition(x)), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, quantized, amax = run(x, stored, scale_inv, matmul)
-    return Duplicated(y, y), (quantized, save(amax, ALWAYS), stored, scale_inv, observed, matmul)
+    return y, (quantized, save(amax, ALWAYS), stored, scale_inv, observed, matmul)
 
 
 def _backward(residuals, dy):
@@ -58,12 +57,12 @@ def _backward(residuals, dy):
 
     def local(dy, quantized, amax, stored, scale_inv, matmul):
         with matmul.scope():
-            amax_dy = amax_of(dy.for_amax)
+            amax_dy = amax_of(dy)
             scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
             if current:
                 scale_inv_x = scale_inv_of(amax[0], VALUES)
                 scale_inv_dy = scale_inv_of(amax_dy, GRADIENTS)
-            gradient = quantize(dy.value, scale_inv_dy, GRADIENTS)
+            gradient = quantize(dy, scale_inv_dy, GRADIENTS)
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
             weight = gathered(stored, dims, scale_inv_w)
@@ -74,7 +73,7 @@ def _backward(residuals, dy):
     specs = (matmul.dx_spec, mesh.cotangent_spec(stored), PartitionSpec(None, *mesh.per_device()))
     run = mesh.on_each_device(local, specs, check_vma=False)
     dx, dw, amaxes = run(dy, quantized, amax, stored, scale_inv, matmul)
-    return Duplicated(dx, None), dw, None if current else amaxes, None, None, None
+    return dx, dw, None if current else amaxes, None, None, None
 
 
 _dot.defvjp(_forward, _backward)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from jaxbench.ops.pallas_call import Launch
 
-EIGHT_WARPS = Launch(8)
 LOADS_AHEAD = Launch(8, 2)
+FOUR_WARPS = Launch(4, 2)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes that affect the speed of kernels. They were not chosen by measurement
-    (`benchmarks/one_gpu/mixers.py` has others).
+    """Sizes that affect the speed of kernels. They are the fastest that we timed on an H100, at the
+    shapes of Nemotron-H 56B (`benchmarks/one_gpu/mixers.py`).
 
     The scan goes through a sequence in chunks of `chunk` tokens; its forward pass goes through a
     chunk in parts of `part` tokens. One state is written per chunk. The gradient of x takes squares
@@ -23,7 +23,7 @@ class Tuning:
     part: int = 64
     columns: int = 128
     forward: Launch = LOADS_AHEAD
-    reverse: Launch = EIGHT_WARPS
-    x: Launch = EIGHT_WARPS
-    bc: Launch = EIGHT_WARPS
+    reverse: Launch = LOADS_AHEAD
+    x: Launch = FOUR_WARPS
+    bc: Launch = LOADS_AHEAD
     interpret: bool = False
