@@ -15,7 +15,7 @@ kind says otherwise:
 - `memory`, `any`, bytes that a kernel reads and writes; `fp8`, the same of a kernel that casts to
   FP8 or transposes it
 - `sustained`, a matmul's format, milliseconds of uninterrupted matmuls before: TFLOP/s
-- `scan`, `fused`, state x head dim: TFLOP/s of Mamba-2's scan forward, in one kernel
+- `scan`, one of our kernels, state x head dim: TFLOP/s of a kernel of Mamba-2's scan
 - `network` and `nvlink`: the share of a link's rate that is reached after the latencies
   (`measured/network.csv`)
 
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "collective": (("all-gather", "all-reduce", "reduce-scatter", "all-to-all"), (2, 1)),
     "memory": (("any", "fp8"), (0,)),
     "sustained": (FORMATS, (1,)),
-    "scan": (("fused",), (1, 1)),
+    "scan": (("forward", "reverse", "to_x", "to_b", "to_c"), (1, 1)),
     "network": (("ring", "untuned", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }

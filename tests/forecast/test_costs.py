@@ -9,7 +9,7 @@ import pytest
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import EXPECTED, Conditions, Measured, slowest
+from jaxbench.forecast.costs import EXPECTED, WEIGHTS, Conditions, Measured, slowest
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.timeline import Kernel
@@ -70,11 +70,15 @@ def test_block_scaled_products_have_tables_of_their_own(gpu, dtype, name):
 def test_quantization_is_counted_once(gpu, together, quantization):
     """Microseconds of aiconfigurator-core 0.12.0 for 8192 cubed in FP8: the table `gemm` times the
     product and the quantization of one operand, `computescale` and `scale_matrix` time the latter.
-    A step has kernels of its own for it, which read the operand twice and write it once."""
+    A step has kernels of its own for it, which read the operand twice and write it in FP8."""
     costs = Measured(PLANNED[gpu], tables.load(gpu), BURSTS)
     once = costs.work(product(8192, 8192, 8192, "f8e4m3fn")) * 1e6
     assert once + quantization == pytest.approx(together, rel=1e-3)
-    kernels = [Kernel((), moved * 8192**2, "quantized.w") for moved in (2, 2 + 1)]
+    elements = 8192**2
+    kernels = [
+        Kernel((), 2 * elements, "quantized.w"),
+        Kernel((), 3 * elements, "quantized.w", fp8=elements),
+    ]
     quantized = sum(sum(costs.kernel(kernel).values()) for kernel in kernels) * 1e6
     assert once + quantized == pytest.approx(together, rel=0.1)
 
@@ -119,11 +123,14 @@ def test_more_rows_of_a_group_take_longer():
 
 
 def test_gradients_of_weights_are_assumed_until_they_are_measured(tmp_path):
-    """Forward and backward of a Triton kernel ran at 413 TFLOP/s on an H100, forward at 501."""
-    forward, weights = (measured().work(grouped(1024, kind=kind)) for kind in GROUPED)
-    assert 3 / (2 + weights / forward) == pytest.approx(413 / 501, abs=1e-3)
-    assert measured().covers(grouped(1024))
-    assert not measured().covers(grouped(1024, kind="grouped_weights"))
+    """On an H100 we have measured them in our own steps, on other GPUs not."""
+    forward, weights = (on("b200").work(grouped(1024, kind=kind)) for kind in GROUPED)
+    assert forward / weights == pytest.approx(WEIGHTS)
+    assert on("b200").covers(grouped(1024))
+    assert not on("b200").covers(grouped(1024, kind="grouped_weights"))
+    step = grouped(576, 64, kind="grouped_weights")
+    assert measured().work(step) == pytest.approx(1024.7e-6)
+    assert measured().covers(step)
     file = tmp_path / "own.csv"
     file.write_text(
         "# gpu: h100\nkind,name,sizes,microseconds\n"
@@ -188,7 +195,7 @@ def test_products_are_padded_to_tiles_and_batches_are_rows():
 def test_a_format_without_a_table_is_slower_in_proportion_to_the_peaks(gpu, dtype, slower):
     """The start of a kernel takes as long in every format."""
     costs = Measured(PLANNED[gpu], tables.load(gpu))
-    in_bf16, start = costs.work(product(4096, 8192, 8192)), 3e-6
+    in_bf16, start = costs.work(product(4096, 8192, 8192)), 1.51e-6
     work = product(4096, 8192, 8192, dtype)
     assert costs.work(work) == pytest.approx(start + slower * (in_bf16 - start), rel=1e-3)
     assert not costs.covers(work)
@@ -206,16 +213,16 @@ def test_no_product_is_faster_than_the_peak_or_its_bytes():
     assert costs.work(tiny) >= tiny.flops / 989e12
     assert not costs.covers(tiny)
     moving = Kernel((tiny,), 10**9, "")
-    start, seconds = 3e-6, 1e9 / (0.8 * 3352.32e9)
-    assert costs.kernel(moving) == {"products": pytest.approx(start + seconds)}
+    assert costs.kernel(moving) == {"products": pytest.approx(1e9 / 3.0e12, rel=0.01)}
 
 
-def test_the_scan_takes_the_time_of_a_public_triton_kernel():
+def test_the_scan_takes_about_the_time_of_a_public_triton_kernel():
     """Million tokens per second of 128 heads of 64 features, one group, state 128, in chunks of 128
-    tokens: vllm-project/vllm pull request 27299. 6.32 MFLOP per token."""
+    tokens: vllm-project/vllm pull request 27299. 6.32 MFLOP per token. Ours was timed at a state of
+    256."""
     flops = 128 * (2 * 128 * 64 + 4 * 128 * 64) + 2 * 128 * 128
     scan = Work("ssd_forward", "bf16", flops * 10**6)
-    assert measured().work(scan) == pytest.approx(1 / 22.65, rel=1e-3)
+    assert measured().work(scan) == pytest.approx(1 / 22.65, rel=0.1)
     assert not measured().covers(scan)
 
 
@@ -227,16 +234,32 @@ def test_work_of_which_there_is_no_table_takes_its_peak_or_its_bytes():
     gate = Work("gate_norm", "bf16", 0, bytes=10**9)
     assert costs.covers(gate)
     assert costs.kernel(Kernel((gate,), 10**9, "")) == {
-        "other kernels": pytest.approx(3e-6 + 1e9 / (0.8 * 3352.32e9))
+        "other kernels": pytest.approx(1e9 / 3.0e12, rel=0.01)
     }
 
 
 def test_other_kernels_take_their_start_and_their_bytes():
-    found = measured().kernel(Kernel((), 10**9, "jit(step)/add"))
-    assert found == {
-        "launches": pytest.approx(3e-6), "other kernels": pytest.approx(1e9 / (0.8 * 3352.32e9)),
-    }  # fmt: skip
+    """An H100 with 3352 GB/s moves 3.0 TB/s, and less in a kernel that casts to FP8 or transposes
+    it, or that is short."""
+    large = Kernel((), 10**9, "jit(step)/add")
+    found = measured().kernel(large)
+    assert found["launches"] == pytest.approx(1.51e-6)
+    assert found["other kernels"] == pytest.approx(1e9 / 3.0e12, rel=0.01)
+    short = measured().kernel(replace(large, bytes=10**8))
+    assert short["other kernels"] > found["other kernels"] / 10
+    cast = replace(large, fp8=10**9 // 3)
+    assert measured().kernel(cast)["other kernels"] == pytest.approx(1e9 / 1.98e12, rel=0.01)
+    from_fp32 = replace(large, fp8=10**9 // 5)
+    assert measured().kernel(from_fp32) == found
     assert measured().kernel(Kernel((), 0, "")) == {}
+
+
+def test_more_bandwidth_moves_as_many_more_bytes_in_the_same_time():
+    more = PLANNED["b200"].bandwidth / H100.bandwidth
+    for moved in (10**6, 10**8, 10**10):
+        here = measured().kernel(Kernel((), moved, ""))
+        there = on("b200").kernel(Kernel((), round(more * moved), ""))
+        assert there == pytest.approx(here, rel=1e-3)
 
 
 GPUS = ["h100", "h200", "b200", "gb200", "b300", "gb300"]

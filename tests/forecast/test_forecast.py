@@ -91,10 +91,10 @@ backend_config={{serialized_metadata = "{quoted}"}}
 }}
 """
     found = forecast(
-        Walk(hlo.Program.parse(program, RULES)), H100, tables.load("h100"), lambda c: ""
+        Walk(hlo.Program.parse(program, RULES)), PLANNED["b200"], tables.load("b200"), lambda c: ""
     )
     (assumed,) = found.assumed
-    assert assumed.startswith("grouped_weights: 0.61 of the rate")
+    assert assumed.startswith("grouped_weights: 0.73 of the rate")
     assert found.beyond == ["grouped_weights bf16 16 x 1024 x 1536 x 4096"]
     share = f"{100 * found.interval.assumed:.0f} % of this step rests on assumed rates"
     assert found.interval.assumed > 0.9
