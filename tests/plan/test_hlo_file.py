@@ -51,8 +51,8 @@ ENTRY %main (x: f32[64], w: bf16[8192,8192]) -> (f32[64], f32[1024], bf16[64,819
 UNKNOWN = PROGRAM.replace("__cudnn$norm", "their_attention")
 """The same with a call that computes something."""
 
-UNKNOWN_S = 3e-6 + (8192 + 64) * 8192 * 2 / (0.8 * 3352e9)
-"""A launch, and bytes at 80 % of the memory's bandwidth."""
+UNKNOWN_S = (8192 + 64) * 8192 * 2 / 2.85e12
+"""The bytes, at the rate of a kernel that moves as many on an H100."""
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_scripts_get_no_forecast_where_there_is_none(program, capsys):
     assert found["forecast_step_s"] is None
     assert found["bound_step_s"] > 0
     unknown = found["forecast"].pop("unknown")
-    assert unknown == {"their_attention": pytest.approx(UNKNOWN_S, rel=1e-3)}
+    assert unknown == {"their_attention": pytest.approx(UNKNOWN_S, rel=0.01)}
     assert set(found["forecast"].values()) == {None}
     assert found["sensitivities"] == []
 

@@ -18,7 +18,7 @@ from parsed import Parsed
 import jaxbench
 from jaxbench.base.hardware import PLANNED
 from jaxbench.base.versions import versions
-from jaxbench.pages.charts import empty_chart, ends
+from jaxbench.pages.charts import empty_chart, ends, three_digits
 from jaxbench.plan import command, difference
 from jaxbench.plan.many_pages import _search_chart
 from jaxbench.plan.other_programs import BLOCK_SCALED, REASONS
@@ -74,7 +74,8 @@ def test_a_plan_is_a_page(tmp_path):
     assert "Llama 3.1 8B in bf16 on 64 H100s: 6.00 s per step" in said
     assert "forecast, not measured" in said
     assert re.search(r"It fits\. 0 % of the step is matmuls and attention; 100 % is waiting", said)
-    assert "per step; 90 % interval 0.0250 to 0.0365 s" in said
+    low, high = three_digits(within.low_s), three_digits(within.high_s)
+    assert f"per step; 90 % interval {low} to {high} s" in said
     assert re.search(r"tokens/s per GPU; [\d.]+ % MFU", said)
     assert f"✓ {plan.bytes_per_device.limit / 2**30 - 62:.1f} GiB free fits: 62.0 of" in said
     assert trust(plan.forecast) in said
