@@ -14,13 +14,16 @@ each of their kernels. Exit status 1 if anything is wrong.
 
     check       seconds on an H100 with 16 cores; of those in brackets none was measured
     operators   60      every operator next to the CPU's, at real shapes
-    trains      150     tiny rows of each family next to the CPU's losses
-    survives    (60)    kill and resume, profiler, PGLE, compiler options
+    trains      (100)   tiny rows of each family next to the CPU's losses. 11 of 16 took 85 s, next
+                        to `survives`. More where the CPU's runs were not made beforehand, which
+                        `--compile-only --only trains` does
+    survives    (120)   kill and resume, profiler, PGLE, compiler options
     ceilings    21      matmuls and copies
     rows        18 each row 1 of the recipes: the step and each kind of kernel next to the forecast
     tiles       50      grouped matmuls, and the sizes of their kernels
-    mixers      (30)    Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
-    commands    (40 each) row 1 by the training command: repeatable, offloaded, with PGLE
+    mixers      40      Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
+    commands    15, 30 each  `jaxbench check`; row 1 by the training command: offloaded, with PGLE
+                        (50), repeatable
     choices     (480)   A/B of settings
     kernels     (240)   kernels next to the forecast's tables
 

@@ -17,13 +17,11 @@ from jaxbench.ops.ssd.context_exchange import entering
 from jaxbench.ops.ssd.pallas.conv import conv_silu
 from jaxbench.ops.ssd.pallas.gate import gate_norm
 from jaxbench.ops.ssd.pallas.scan import scan
-from jaxbench.ops.ssd.pallas.tuning import Tuning
+from jaxbench.ops.ssd.pallas.tuning import Tuning, chosen
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
 from jaxbench.recipe.mixers import MambaConfig
 
 __all__ = ["Tuning", "mixer", "refusal"]
-
-DEFAULT = Tuning()
 
 LEAST, MOST = 16, 64 * 256
 """The smallest dimension of a matmul in a Triton kernel, and the largest number of elements of a
@@ -44,7 +42,7 @@ def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
         return f"model.mamba: head_dim x state = {elements}, more than {MOST}"
     if dtype == "fp32":
         return "precision.dtype = fp32, which takes twice a program's shared memory"
-    if length % (chunk := DEFAULT.chunk):
+    if length % (chunk := Tuning().chunk):
         return f"{length} tokens per sequence and rank, not a multiple of {chunk}"
     return None
 
@@ -59,10 +57,11 @@ def mixer(
     context: Axes,
     projected: Float[Array, "B S G I"],
     parameters: Parameters,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
 ) -> Float[Array, "B S G F"]:
     """`ops.ssd.Implementation.mixer`. Its residuals are the inputs. The backward pass recomputes
-    the rest, with a scan that also writes the states that its gradients need."""
+    the rest, with a scan that also writes the states that its gradients need. Without `tuning` the
+    sizes of the kernels are those for the mesh's GPUs."""
     return _mixer(dims, context, tuning, projected, parameters)
 
 
@@ -77,7 +76,8 @@ def _backward(dims, context, tuning, inputs, cotangent):
 mixer.defvjp(_forward, _backward)
 
 
-def _mixer(dims: Dims, context: Axes, tuning: Tuning, projected, parameters: Parameters):
+def _mixer(dims: Dims, context: Axes, tuning: Tuning | None, projected, parameters: Parameters):
+    tuning = tuning or chosen()
     if context:
         one = partial(xla.conv_silu, dims, context)
         u = jax.vmap(one, in_axes=(2, 0), out_axes=2)(projected, parameters)
