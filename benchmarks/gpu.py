@@ -73,7 +73,7 @@ class Check:
 CHECKS = {
     "operators": Check(operators.check, 120, operators.compiles, rehearsed=True),
     "trains": Check(trains.small, 180, trains.references, rehearsed=True, shared=True),
-    "survives": Check(survives.check, 120, rehearsed=True, shared=True),
+    "survives": Check(survives.check, 180, rehearsed=True, shared=True),
     "ceilings": Check(speed.ceilings, 60),
     "rows": Check(rows.check, 600, rows.compiles),
     "tiles": Check(tiles.check, 150, tiles.compiles),

@@ -28,7 +28,7 @@ FAMILIES = (
 """One model of each family. Where time is short, those come first that no H100 has trained yet."""
 
 SHARE = 0.28
-"""The GPU memory of each of the three checks that share the GPU."""
+"""The GPU memory of each of the checks that share the GPU."""
 
 OK, WRONG, MEASURED, NOT_RUN = "ok", "WRONG", "measured", "not run"
 """Verdicts; MEASURED is a figure without pass or fail."""

@@ -34,12 +34,13 @@ from jaxbench.xla.timeline import Kernel
 from one_gpu.context import MEASURED, OK, WRONG, Context, Finding, row, sampled
 
 FIRST = (
-    "nemotron3_nano_30b_a3b_bf16", "nemotron3_super_120b_a12b_bf16", "nemotron4_340b_bf16",
-    "llama31_405b_bf16", "deepseek_v3_fp8", "llama31_405b_fp8", "nemotron3_nano_30b_a3b_fp8",
+    "llama2_70b_bf16 execution.offload=gate,up", "nemotron3_nano_30b_a3b_bf16",
+    "nemotron3_super_120b_a12b_bf16", "nemotron4_340b_bf16", "llama31_405b_bf16",
+    "deepseek_v3_fp8", "nemotronh_56b_fp8", "llama31_405b_fp8", "nemotron3_nano_30b_a3b_fp8",
     "nemotron3_super_120b_a12b_fp8", "qwen3_30b_a3b_fp8", "gpt_oss_120b_bf16",
 )  # fmt: skip
 """The rows that are measured first: those that no H100 has run yet, or whose kernels have changed
-since. Then come all other recipes that this GPU can run."""
+since. Then come all other recipes that this GPU can run. A change of a row follows its recipe."""
 
 LANES = 5
 """Rows that are compiled at a time, before any of them is timed."""
@@ -58,6 +59,17 @@ def names(ctx: Context) -> list[str]:
     return [*FIRST, *(name for name in able if name not in FIRST)]
 
 
+def run_of(name: str) -> Run:
+    """Row `1` of a recipe, with the change that may follow its name."""
+    recipe, *changes = name.split()
+    return row(recipe, 1, *changes)
+
+
+def label(name: str) -> str:
+    """The folder of a row."""
+    return name.replace(" ", "-")
+
+
 def check(ctx: Context) -> Iterator[Finding]:
     """Compiles some rows together, times them one after another, then compares their kernels with
     the forecast; then the next rows."""
@@ -65,7 +77,7 @@ def check(ctx: Context) -> Iterator[Finding]:
     for first in range(0, len(every), LANES):
         batch = every[first : first + LANES]
         with ctx.lanes(LANES) as pool:
-            programs = {recipe: pool.submit(compiled, row(recipe)) for recipe in batch}
+            programs = {recipe: pool.submit(compiled, run_of(recipe)) for recipe in batch}
         for step in (timed, explained):
             for recipe in batch:
                 try:
@@ -86,11 +98,11 @@ def compiled(run: Run) -> tuple[Any, float]:
 def timed(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     """Steps of a row, the last of them under the profiler."""
     executable, took = program
-    run = replace(row(recipe), steps=WARM + TIMED + PROFILED)
+    run = replace(run_of(recipe), steps=WARM + TIMED + PROFILED)
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
         window = WARM + TIMED, run.steps
-        pause = profiling.window("jax", window, ctx.folder / recipe, executable)
-        with sampled(ctx, ctx.output / recipe) as sampler:
+        pause = profiling.window("jax", window, ctx.folder / label(recipe), executable)
+        with sampled(ctx, ctx.output / label(recipe)) as sampler:
             steps = list(run_steps(run, executable, pauses=[pause]))
     seconds = [step["step_time_s"] for step in steps[WARM : WARM + TIMED]]
     step_s, peak = statistics.median(seconds), steps[-1]["peak_memory_bytes"]
@@ -111,7 +123,7 @@ def timed(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
 
 def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     """Milliseconds of each kind of kernel in a profiled step, next to the forecast."""
-    run, trace = row(recipe), ctx.folder / recipe / "profile" / "rank-0"
+    run, trace = run_of(recipe), ctx.folder / label(recipe) / "profile" / "rank-0"
     # The text has the names by which the profile calls asynchronous instructions.
     text = (trace / compare_profile.PROFILED).read_text()
     walk = Walk(Program.parse(text, custom_calls.RULES, strict=False))
@@ -124,7 +136,7 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
         name: sum(s for _, s in launches) / found.steps
         for name, launches in launched.launches.items()
     }
-    keep(ctx.output / recipe, text, profiled, expected)
+    keep(ctx.output / label(recipe), text, profiled, expected)
     parts = ", ".join(
         f"{part.name} {1e3 * part.measured_s:.1f} ({1e3 * part.forecast_s:.1f})"
         for part in found.kernels
@@ -180,7 +192,7 @@ def keep(
 def compiles(ctx: Context) -> Iterator[Finding]:
     """Compiles every row for an absent GPU, with the parts of its forecast."""
     for recipe in names(ctx):
-        run = row(recipe)
+        run = run_of(recipe)
         on = mesh.make_mesh(run.mesh_shape, compile_only_devices(ctx.gpu, 1))
         with jax.set_mesh(on):
             program, _, took = compile_program(run)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from jaxbench.jax_internals import profile_events, profiled_instruction
 from jaxbench.run import saved_checkpoints
@@ -32,15 +33,27 @@ LONG, EVERY = 400, 25
 
 
 def check(ctx: Context) -> Iterator[Finding]:
-    """Runs all in concurrent lanes; those that use CUPTI share one lane."""
+    """Runs all in concurrent lanes, and reports each as it ends; those that use CUPTI share one
+    lane."""
     lanes: list[list[Callable[[Context], Finding]]] = [
         [killed], [profiled, guided],
         # By default XLA may choose Triton's products, which are not known as FP8.
         [partial(flags, name="default", dtype="bf16")],
     ]  # fmt: skip
+    found: SimpleQueue[Finding] = SimpleQueue()
+
+    def run_lane(lane: list[Callable[[Context], Finding]]) -> None:
+        for one in lane:
+            try:
+                found.put(one(ctx))
+            except Exception as error:
+                found.put(Finding("survives", WRONG, f"{error}".splitlines()[0]))
+
     with ctx.lanes(LANES) as pool:
-        for findings in pool.map(lambda lane: [one(ctx) for one in lane], lanes):
-            yield from findings
+        for lane in lanes:
+            pool.submit(run_lane, lane)
+        for _ in range(sum(map(len, lanes))):
+            yield found.get()
 
 
 def run(ctx: Context, name: str, *options: str, steps: int = 12):

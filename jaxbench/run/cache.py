@@ -143,6 +143,6 @@ def autotuning_notice(cached: Cached) -> str:
     elif not cached.options:
         kept += " (--compilation-cache FOLDER keeps them)"
     return (
-        "autotuning: XLA times variants of its kernels on the GPUs, which a plan does not do; we "
-        f"have not measured yet how long it takes; {kept}"
+        "autotuning: XLA times variants of its kernels on the GPUs, which a plan does not do; "
+        f"{kept}"
     )

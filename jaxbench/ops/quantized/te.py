@@ -64,8 +64,7 @@ def _scaling(precision: Precision) -> str:
 
 
 def dot(matmul: Matmul, x: jax.Array, w: Operand) -> jax.Array:
-    """Einsum of a bf16 activation with a weight at rest, as `xla.dot`. Transformer Engine's kernels
-    read operands from memory, so the duplicated producers are not used."""
+    """Einsum of a bf16 activation with a weight at rest, as `xla.dot`."""
     return _dot(matmul, x, w.weight, w.observed, w.stored, w.scale_inv)
 
 
