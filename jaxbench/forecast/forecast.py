@@ -3,7 +3,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.costs import Measured
@@ -40,8 +40,6 @@ class Forecast:
     call may compute for any time, so with one of them there is no forecast.
     `sources` says where each kind of table is from. `assumed` says what stands in for tables that
     the program needs, and for which share of the step.
-    `one_by_one_s` is the step if no kernel runs while a copy from or to the host does, as in the
-    only step of this kind that we measured; None for a step without such copies.
     """
 
     step_s: float
@@ -53,7 +51,6 @@ class Forecast:
     sources: dict[str, str]
     unknown: dict[str, float] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
-    one_by_one_s: float | None = None
 
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
@@ -75,16 +72,9 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     rests_on["links"] = expected.slowed_s + expected.exposed_s
     rests_on["bytes"] = max(0.0, expected.step_s - sum(rests_on.values()))
     by_size = sorted(rests_on.items(), key=lambda base: -base[1])
-    within = interval(expected.step_s, share, [*rates], errors())
-    one_by_one_s = None
-    if copied := expected.host.to_host + expected.host.from_host:
-        one_by_one_s = expected.step_s - expected.host.exposed_s + copied / (gpu.host * 1e9)
-        slowest = interval(one_by_one_s, share, [*rates], errors())
-        within = replace(within, high_s=max(within.high_s, slowest.high_s))
     return Forecast(
         step_s=expected.step_s,
-        interval=within,
-        one_by_one_s=one_by_one_s,
+        interval=interval(expected.step_s, share, [*rates], errors()),
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / expected.kernel_s,

@@ -82,8 +82,6 @@ def answer(plan: Plan) -> str:
         within = f"90 % interval {f.interval.low_s:.3g} to {f.interval.high_s:.3g}"
         rates = _rates(plan, "forecast", count="")
         lines.append(f"  step       {f.step_s:.3f} s ({within}), {rates}")
-        if f.one_by_one_s:
-            lines.append(f"  offload    {f.one_by_one_s:.3f} s if {COPIES}")
     if row:
         rates = _rates(plan, "published", count="")
         lines.append(f"  published  {row['step_time_s']} s on {row['gpu_type'].upper()}, {rates}")
@@ -233,22 +231,16 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
     return [*lines, _rests_on(f)]
 
 
-COPIES = "copies hold up kernels, as on the one H100 we had"
-"""What `Forecast.one_by_one_s` supposes."""
-
-
 def trust(f: Forecast) -> str:
     """How far to trust a forecast, in one line."""
     i = f.interval
     experts = f" ({i.with_experts} with experts)" if i.with_experts else ""
     share = f"{100 * i.assumed:.0f} %" if i.assumed else "no part"
     rates = f" ({', '.join(i.assumed_rates)})" if i.assumed else ""
-    copies = f"; {f.one_by_one_s:.3g} s if {COPIES}" if f.one_by_one_s else ""
     return (
         f"90 % interval {i.low_s:.3g} to {i.high_s:.3g} s, from the errors on {i.programs} "
         f"programs of {i.families} families{experts} that others timed; {i.calibrated_s:.3g} s if "
         f"calibrated by their mean error; {share} of this step rests on assumed rates{rates}"
-        f"{copies}"
     )
 
 

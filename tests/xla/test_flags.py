@@ -139,6 +139,16 @@ def test_xla_flags_and_a_change_that_contradict_are_refused(monkeypatch):
         flags.options(smoke_run("llama31_8b_bf16", f"tuned,{GEMM}=true"), "gpu")
 
 
+def test_copies_of_layers_without_collectives_are_not_in_graphs():
+    """There they would hold up kernels; `test_streams` looks at both programs."""
+    loaded = recipes.load("llama2_70b_bf16")
+    for row, offload, graphs in ((1, "gate,up", False), (1, "none", True), (64, "gate,up", True)):
+        overrides = recipes.parse_overrides([f"execution.offload={offload}"])
+        run = recipes.resolve(loaded, row, devices=row, overrides=overrides)
+        given = flags.options(run, "gpu")
+        assert (flags.WITHOUT_GRAPHS.items() <= given.items()) is not graphs
+
+
 def test_devices_wait_for_each_other_while_they_pin_memory_of_the_host():
     """Whatever the set; the compiler knows the options, by names that `XLA_FLAGS` does not have."""
     loaded = recipes.load("llama2_70b_bf16")

@@ -1,4 +1,4 @@
-"""Streams of collectives, by the thunks of a program that is compiled for absent GPUs."""
+"""Streams of collectives, and copies in CUDA graphs, by the thunks of programs for absent GPUs."""
 
 import re
 
@@ -9,8 +9,11 @@ import pytest
 from compiled import needs_compiler
 from jax.sharding import PartitionSpec as P
 
+from jaxbench import mesh
 from jaxbench.base.hardware import H100
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.recipe import recipes
+from jaxbench.train.program import compile_program
 from jaxbench.xla import flags
 
 BF16 = jnp.bfloat16
@@ -49,3 +52,35 @@ def test_collectives_share_a_stream_unless_asked_otherwise(tmp_path, multi_strea
     found = streams_of_collectives(tmp_path, **{flags.MULTI_STREAMING: multi_streaming})
     assert len(found) == 3
     assert len(set(found)) == streams
+
+
+def copies_by_place(folder, gpus, layers):
+    """How many asynchronous copies of Llama 2 70B are outside and inside of command buffers, which
+    become CUDA graphs."""
+    changes = recipes.parse_overrides(["execution.offload=gate,up", f"model.layers={layers}"])
+    run = recipes.resolve(recipes.load("llama2_70b_bf16"), gpus, devices=gpus, overrides=changes)
+    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, compile_only_devices(H100, gpus))):
+        compile_program(run, dump)
+    # After the passes there is another file, unless no command buffer was made.
+    thunks = sorted(folder.glob("*jit_step*thunk_sequence*.txt"), key=lambda path: len(path.name))
+    found, indents = [0, 0], []
+    for line in thunks[-1].read_text().splitlines():
+        if thunk := re.match(r"( *)\d+: (k\w+)", line):
+            indent = len(thunk.group(1))
+            indents = [outer for outer in indents if outer < indent]
+            if thunk.group(2) == "kCommandBuffer":
+                indents.append(indent)
+            if thunk.group(2) == "kAsyncStart" and "=computation_stream" in line:
+                found[bool(indents)] += 1
+    return found
+
+
+@needs_compiler
+@pytest.mark.nightly
+@pytest.mark.parametrize(("gpus", "layers"), [(1, 4), (64, 8)])
+def test_copies_to_the_host_are_outside_of_graphs(tmp_path, gpus, layers):
+    """In a graph kernels would wait for them. Inside are only the slices of the loss's chunks."""
+    outside, inside = copies_by_place(tmp_path, gpus, layers)
+    assert outside > 30
+    assert inside <= 4
