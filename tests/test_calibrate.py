@@ -30,7 +30,8 @@ def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
     assert gpu == "cpu"
     packaged = tables.load("h100").values
     measured = ("product", "attention", "memory", "collective")
-    assert set(found) == {key for key in packaged if key[0] in measured}
+    keys = {key for key in packaged if key[0] in measured}
+    assert set(found) == keys - {("memory", "fp8")}  # stays the package's
     with pytest.raises(RecipeError, match="kernels of cpu, but the plan is for h100"):
         tables.load("h100", file)
 
