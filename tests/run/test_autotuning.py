@@ -57,9 +57,9 @@ def test_an_older_jax_would_hash_the_folder_into_a_program_s_key(cached, monkeyp
 @pytest.mark.parametrize(
     ("found", "keeps", "message"),
     [
-        (Cached(), True, "a plan does not do; the results are not kept (--compilation-cache FOLDER"),
-        (Cached(), False, "a plan does not do; the results are not kept (needs jax 0.11.2)"),
-        (Cached(False, 0, {"x": "y"}), True, "a plan does not do; later starts use the results"),
+        (Cached(), True, "does not do; the results are not kept (--compilation-cache FOLDER"),
+        (Cached(), False, "does not do; the results are not kept (needs jax 0.11.2)"),
+        (Cached(False, 0, {"x": "y"}), True, "does not do; later starts use the results"),
         (Cached(False, 122, {"x": "y"}), True, "autotuning: 122 results of earlier starts are"),
     ],
 )
