@@ -64,9 +64,10 @@ def test_no_bit_of_a_step_changes(case):
     rounded = partial(same_sequences, xla_allow_excess_precision=False)
     (loss, expected), (other, actual) = map(rounded, (plain, offloaded))
     assert loss == other
-    # jax 0.11 fuses otherwise on CPUs in three of these cases: some gradients are rounded to bf16
+    # jax 0.11 fuses otherwise on CPUs in some of these cases: some gradients are rounded to bf16
     # once more or less.
-    fused = jax.__version_info__[:2] == (0, 11) and case in ("fsdp", "experts", "input")
+    otherwise = ("fsdp", "experts", "input", "some layers")
+    fused = jax.__version_info__[:2] == (0, 11) and case in otherwise
     rounding = 2**-8 if fused else 0
     for name, gradient in expected.items():
         difference = np.linalg.norm(actual[name] - gradient)
