@@ -43,6 +43,7 @@ def findings_of(check, tmp_path):
     return {finding["what"]: finding for finding in findings}
 
 
+@pytest.mark.nightly
 def test_rates_above_the_peak_are_no_ceilings(tmp_path):
     findings = findings_of("ceilings", tmp_path)
     assert len(findings) == 7
@@ -88,6 +89,7 @@ def test_every_kernel_of_forecasts_is_measured(tmp_path):
     assert {what.split()[0] for what in findings} == {"product", "attention", "memory"}
 
 
+@pytest.mark.nightly
 def test_tiny_rows_train_beside_the_cpu(tmp_path):
     (finding,) = findings_of("trains", tmp_path).values()
     assert finding["figure"] == "losses differ by 1.0e+00"
