@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import FP8_SHARE
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.plan import compare_profile
 from jaxbench.xla import custom_calls
@@ -54,8 +53,8 @@ def kernels(row: Path) -> Iterator[tuple[str, int, float]]:
         if kernel.unknown or kernel.part == "scan" or "dynamic_" in line["instruction"]:
             continue
         if measured:
-            fp8 = kernel.fp8 >= FP8_SHARE * kernel.bytes
-            yield "fp8" if fp8 else "any", kernel.bytes, measured / found.runs
+            kind = "fp8" if kernel.makes_fp8 else "any"
+            yield kind, kernel.bytes, measured / found.runs
 
 
 def points(folders: list[Path]) -> dict[str, list[tuple[float, float]]]:

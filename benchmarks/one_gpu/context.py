@@ -25,7 +25,7 @@ FAMILIES = (
     "llama31_8b", "nemotronh_56b", "nemotron3_nano_30b_a3b", "grok1_314b", "gpt_oss_120b",
     "qwen3_30b_a3b", "deepseek_v3", "nemotron4_340b",
 )  # fmt: skip
-"""One model of each family. Where time is short, those come first that no H100 has trained yet."""
+"""One model of each family."""
 
 SHARE = 0.28
 """The GPU memory of each of the checks that share the GPU."""

@@ -25,11 +25,6 @@ MICRO = 1e-6
 Width = tuple[int, ...]
 """The head dims of keys and of values."""
 
-FP8_SHARE = 0.22
-"""A kernel makes FP8 if at least this share of its bytes are FP8 that it writes. Gradients of gated
-activations have a quarter, casts from bf16 a third, transposes of FP8 a half. Casts from fp32 have
-a fifth, and are as fast as other kernels."""
-
 SCAN = "ssd_"
 """The names of the scan's kernels begin with this."""
 
@@ -88,7 +83,7 @@ class Measured(Roofline):
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds of a kernel by part. A matmul or attention takes its measured time, and at least
         the time to move its bytes. Any other kernel takes the time to move its bytes."""
-        start, moving = self._memory(kernel.bytes, kernel.fp8)
+        start, moving = self._memory(kernel.bytes, kernel.makes_fp8)
         if not kernel.works:
             return {"launches": start, kernel.part: moving} if kernel.bytes else {}
         computing = sum(self.work(work) for work in kernel.works)
@@ -242,13 +237,12 @@ class Measured(Roofline):
         return min(known, key=lambda width: (abs(log(sum(width) / (k + v))), width))
 
     def moving(self, kernel: Kernel) -> float:
-        return self._memory(kernel.bytes, kernel.fp8)[1]
+        return self._memory(kernel.bytes, kernel.makes_fp8)[1]
 
-    def _memory(self, moved: int, fp8: int = 0) -> tuple[float, float]:
-        """The start of a kernel that moves `moved` bytes, and its seconds after the start. `fp8` of
-        the bytes are FP8 that it writes; if they are a large share, the kernel is slower."""
-        slow = fp8 and fp8 >= FP8_SHARE * moved and ("memory", "fp8") in self.tables.values
-        times = self.tables.values["memory", "fp8" if slow else "any"]
+    def _memory(self, moved: int, makes_fp8: bool = False) -> tuple[float, float]:
+        """The start of a kernel that moves `moved` bytes, and its seconds after the start. Kernels
+        that make FP8 are slower."""
+        times = self.tables.values["memory", "fp8" if makes_fp8 else "any"]
         points = sorted((s[0], time) for s, time in times.items())
         start = max(0.0, between(points, 0)) * MICRO
         return start, max(0.0, between(points, moved) * MICRO - start)

@@ -47,8 +47,8 @@ class Changed(Measured):
     def work(self, work: Work) -> float:
         return super().work(work) * self.factor(work)
 
-    def _memory(self, moved: int, fp8: int = 0) -> tuple[float, float]:
-        start, seconds = super()._memory(moved, fp8)
+    def _memory(self, moved: int, makes_fp8: bool = False) -> tuple[float, float]:
+        start, seconds = super()._memory(moved, makes_fp8)
         return start, seconds * self.memory
 
     def collective(self, collective: Collective) -> float:

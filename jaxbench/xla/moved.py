@@ -8,8 +8,6 @@ from jaxbench.xla.instruction import Instruction, Scope, root
 from jaxbench.xla.launches import sort
 
 SLICES = ("dynamic-slice", "slice", "gather")
-ONE_ARRAY = 3
-"""Operands of a scatter into one array: the array, the indices, the updates."""
 
 FP8 = "f8"
 """The names of FP8's types begin with this."""
@@ -29,10 +27,8 @@ def traffic(program: Program, i: Instruction, scope: Scope) -> int:
     if work is not None and work.bytes is not None:
         return work.bytes
     body, users = _inside(program, i, scope)
-    arrays = (
-        set(i.operands) if not i.callees else {j.name for j in users if j.opcode == "parameter"}
-    )
-    read = sum(_read(name, body, users) for name in arrays)
+    parameters = {j.name for j in users if j.opcode == "parameter"}
+    read = sum(_read(name, body, users) for name in (parameters if i.callees else set(i.operands)))
     return read + sum(_size(j) for j in _written(users[-1], body))
 
 
@@ -65,8 +61,8 @@ def _read(name: str, body: Scope, users: list[Instruction]) -> int:
             total += _read(user.name, body, users)
         elif user.opcode in SLICES and first:
             total += user.bytes
-        elif user.opcode == "scatter" and first:
-            total += body[user.operands[-1]].bytes
+        elif user.opcode == "scatter" and name in (arrays := user.operands[: _arrays(user)]):
+            total += body[_updates(user)[arrays.index(name)]].bytes
         elif not (user.opcode == "dynamic-update-slice" and first):
             return body[name].bytes
     return min(total, body[name].bytes)
@@ -81,10 +77,21 @@ def _written(i: Instruction, body: Scope) -> Iterator[Instruction]:
         yield from _written(body[i.operands[0]], body)
     elif i.opcode == "dynamic-update-slice":
         yield body[i.operands[1]]
-    elif i.opcode == "scatter" and len(i.operands) == ONE_ARRAY:
-        yield body[i.operands[-1]]
+    elif i.opcode == "scatter":
+        yield from (body[name] for name in _updates(i))
     else:
         yield i
+
+
+def _arrays(scatter: Instruction) -> int:
+    """The number of arrays that a scatter updates. Its operands are the arrays, the indices, and an
+    update for each array."""
+    return len(scatter.operands) // 2
+
+
+def _updates(scatter: Instruction) -> list[str]:
+    """The updates of a scatter."""
+    return list(scatter.operands[_arrays(scatter) + 1 :])
 
 
 def _size(i: Instruction) -> int:

@@ -11,6 +11,11 @@ SCAN, QUANTIZED = "ssd.scan", "quantized."
 """Parts of named scopes: every kernel of the Mamba-2 scan has the first. The scope of a quantized
 matmul, and of what makes its operands, begins with the second."""
 
+FP8_SHARE = 0.22
+"""The least share of FP8 in a kernel that makes it. Gradients of gated activations write a quarter
+of their bytes in FP8, casts from bf16 a third, transposes of FP8 a half. Casts from fp32 write a
+fifth, and are as fast as other kernels."""
+
 KERNELS, COPIES, EXPOSED = "kernels", "copies next to kernels", "exposed"
 LINKS = {True: "network", False: "NVLink"}
 """Streams of a schedule: kernels, asynchronous kernels that only move bytes, and the waits of
@@ -29,6 +34,12 @@ class Kernel:
     source: str
     unknown: str = ""
     fp8: int = 0
+
+    @property
+    def makes_fp8(self) -> bool:
+        """True if the kernel casts to FP8 or transposes it, by the share of its bytes that are FP8
+        which it writes."""
+        return bool(self.fp8) and self.fp8 >= FP8_SHARE * self.bytes
 
     @property
     def further(self) -> int:
