@@ -1,6 +1,7 @@
 """Checks and measures everything on one H100 or H200 in one call, and prints a table last.
 
     python benchmarks/gpu.py [--output FOLDER] [--budget SECONDS] [--only CHECK,CHECK]
+                            [--rows RECIPE,RECIPE]
     python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
     python benchmarks/gpu.py --rehearse         # no GPU: the checks themselves, tiny, on the CPU
 
@@ -20,12 +21,12 @@ each of their kernels. Exit status 1 if anything is wrong.
     survives    (120)   kill and resume, profiler, PGLE, compiler options
     ceilings    21      matmuls and copies
     rows        18 each row 1 of the recipes: the step and each kind of kernel next to the forecast
-    tiles       50      grouped matmuls, and the sizes of their kernels
+    tiles       (90)    grouped matmuls, the sizes of their kernels, and kernels of others
     mixers      40      Mamba-2 by XLA and by Pallas's kernels, and the sizes of these
     commands    15, 30 each  `jaxbench check`; row 1 by the training command: offloaded, with PGLE
                         (50), repeatable
     choices     (480)   A/B of settings
-    kernels     (240)   kernels next to the forecast's tables
+    kernels     (80)    kernels next to the forecast's tables
 
 Run from the source tree; nothing is installed.
 """
@@ -72,8 +73,8 @@ class Check:
 
 CHECKS = {
     "operators": Check(operators.check, 120, operators.compiles, rehearsed=True),
-    "trains": Check(trains.small, 180, trains.references, rehearsed=True, shared=True),
-    "survives": Check(survives.check, 180, rehearsed=True, shared=True),
+    "trains": Check(trains.small, 110, trains.references, rehearsed=True, shared=True),
+    "survives": Check(survives.check, 110, rehearsed=True, shared=True),
     "ceilings": Check(speed.ceilings, 60),
     "rows": Check(rows.check, 600, rows.compiles),
     "tiles": Check(tiles.check, 150, tiles.compiles),
@@ -95,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, default=Path("results/gpu"), help="default results/gpu")
     add("--budget", type=float, help=f"seconds in all, default {BUDGET['gpu']:.0f} on a GPU")
     add("--only", default=",".join(CHECKS), help="some checks: " + ", ".join(CHECKS))
+    add("--rows", default="", help="recipes of the check `rows`, instead of all")
     add("--compile-only", action="store_true", help="compile all of it for an absent H100")
     add("--rehearse", action="store_true", help="tiny, on the CPU: what can run there")
     add("--check", help=argparse.SUPPRESS)  # one check in a process of its own
@@ -123,7 +125,8 @@ def find_gpu() -> hardware.Gpu:
 
 def one_check(args: argparse.Namespace) -> int:
     """Runs one check in this process, and writes its findings."""
-    ctx, check = Context(mode(args), args.folder, find_gpu(), args.output), CHECKS[args.check]
+    rows = tuple(filter(None, args.rows.split(",")))
+    ctx, check = Context(mode(args), args.folder, find_gpu(), args.output, rows), CHECKS[args.check]
     if ctx.mode == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the CPU is for references
         share = SHARE if check.shared else hardware.MEMORY_FRACTION
@@ -150,7 +153,8 @@ def write(output: Path, check: str, finding: Finding) -> None:
 
 def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen:
     """Starts a check in a new process and session."""
-    modes = [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
+    modes = [f"--rows={args.rows}"] * bool(args.rows)
+    modes += [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
     command = [sys.executable, __file__, *modes, "--check", name]
     with (args.output / "log.txt").open("a") as log:
         return subprocess.Popen(

@@ -38,15 +38,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu
-from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu as tiling
-from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu as blackwell
-from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as hopper
-from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as hopper_weights
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from one_gpu.ragged import by_lax, by_mosaic, by_tokamax, with_gathers
 
 from jaxbench.base import hardware
 from jaxbench.ops.grouped import BLOCK, NONE, Groups, group, pallas, xla
-from jaxbench.ops.grouped.groups import result_dtype
 from jaxbench.ops.moe.dispatch import rank_slots
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
@@ -69,55 +65,17 @@ SHAPES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 which tokens are sent."""
 
 PRODUCTS = {"forward": "to_permuted", "input": "from_permuted", "weights": "weights"}
-RAGGED = {
-    name: jax.lax.RaggedDotDimensionNumbers((dims, ((), ())), [0], group_dims)
-    for name, dims, group_dims in (
-        ("forward", ((1,), (1,)), [0]), ("input", ((1,), (2,)), [0]), ("weights", ((0,), (0,)), []),
-    )
-}  # fmt: skip
-"""The products as ragged dots of permuted rows."""
 
-TILE = {"block_m": 128, "block_n": 128, "block_k": 64}
+TILE = 128, 128, 64
+"""Rows, columns and depth of the tiles of JAX's kernels."""
+
 COUNTED: list[int] = []
 """FLOPs of each product in an interpreter."""
 
 
-def lax_dot(product: str, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    dtype = result_dtype(a)
-    return jax.lax.ragged_dot_general(a, b, sizes, RAGGED[product], preferred_element_type=dtype)
-
-
-def tokamax_dot(implementation: str, product: str, a, b, sizes: jax.Array) -> jax.Array:
-    import tokamax
-
-    keywords = {"preferred_element_type": result_dtype(a), "implementation": implementation}
-    return tokamax.ragged_dot_general(a, b, sizes, RAGGED[product], **keywords)
-
-
-def mosaic_dot(product: str, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    """JAX's example kernels: for Hopper of all products, for Blackwell of the first."""
-    if float(jax.devices()[0].compute_capability) < 10:
-        tuning: Any = {**TILE, "max_concurrent_steps": 4, "grid_block_n": 1, "group_sizes": sizes}
-        if product == "weights":
-            return hopper_weights.transposed_ragged_dot(a, b, **tuning)
-        return hopper.ragged_dot(a, b, transpose_rhs=product == "input", **tuning)
-    if product == "weights":
-        raise NotImplementedError("no kernel for Blackwell")
-    config = blackwell.TuningConfig(
-        tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4, collective=True,
-        grid_tile_width=8, grid_minor_dim=tiling.MatmulDimension.M,
-    )  # fmt: skip
-    padded = jnp.pad(a, ((0, -len(a) % (2 * BLOCK)), (0, 0)))  # two tiles at once
-    b = b.mT if product == "input" else b
-    return blackwell.ragged_dot_kernel(padded, b, sizes, config)[: len(a)]
-
-
 def by_dot(dot: Callable, product: str, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """A product by a ragged dot, with gathers around it."""
-    take = partial(jnp.take, axis=0, mode="fill", fill_value=0)
-    sizes = jnp.diff(groups.ends, prepend=0).astype(jnp.int32) * BLOCK
-    y = dot(product, a if product == "input" else take(a, groups.row), b, sizes)
-    return take(y, groups.place) if product == "input" else y
+    return with_gathers(dot, PRODUCTS[product], a, b, groups)
 
 
 def by_module(module: Any, product: str, a, b, groups: Groups) -> jax.Array:
@@ -188,17 +146,17 @@ CUDNN = {"xla_gpu_experimental_use_ragged_dot_fusion": True}
 CANDIDATES = {
     "xla": Candidate(partial(by_module, xla), nullcontext),
     "pallas": Candidate(partial(by_module, pallas), interpreted),
-    "lax.ragged_dot": Candidate(partial(by_dot, lax_dot), nullcontext),
-    "lax.ragged_dot by cuDNN": Candidate(partial(by_dot, lax_dot), options=CUDNN, cudnn=True),
+    "lax.ragged_dot": Candidate(partial(by_dot, by_lax), nullcontext),
+    "lax.ragged_dot by cuDNN": Candidate(partial(by_dot, by_lax), options=CUDNN, cudnn=True),
     "JAX's Mosaic kernels": Candidate(
-        partial(by_dot, mosaic_dot), partial(mosaic_interpreted, *TILE.values()), slots
+        partial(by_dot, by_mosaic), partial(mosaic_interpreted, *TILE), slots
     ),
     "tokamax's Mosaic kernels": Candidate(
-        partial(by_dot, partial(tokamax_dot, "mosaic_gpu")),
+        partial(by_dot, partial(by_tokamax, "mosaic_gpu")),
         partial(mosaic_interpreted, 64, 64, 128), needs="tokamax",
     ),
     "tokamax's Triton kernels": Candidate(
-        partial(by_dot, partial(tokamax_dot, "triton")), needs="jax_triton"
+        partial(by_dot, partial(by_tokamax, "triton")), needs="jax_triton"
     ),
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ from jaxbench.xla import flags
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = (
-    "llama31_8b", "nemotronh_56b", "nemotron3_nano_30b_a3b", "grok1_314b", "gpt_oss_120b",
-    "qwen3_30b_a3b", "deepseek_v3", "nemotron4_340b",
+    "deepseek_v3", "nemotron4_340b", "gpt_oss_120b", "nemotronh_56b", "nemotron3_nano_30b_a3b",
+    "llama31_8b", "qwen3_30b_a3b", "grok1_314b",
 )  # fmt: skip
 """One model of each family."""
 
@@ -49,12 +49,13 @@ class Finding:
 class Context:
     """How a check runs: on this machine's `gpu`, on its `cpu` at tiny sizes (a rehearsal), or only
     compiled for an `absent` GPU. `folder` is temporary; programs are planned and compiled for
-    `gpu`."""
+    `gpu`. `rows` are the recipes of the check of that name, all if empty."""
 
     mode: str
     folder: Path
     gpu: Gpu
     output: Path
+    rows: tuple[str, ...] = ()
 
     @property
     def rehearsal(self) -> bool:

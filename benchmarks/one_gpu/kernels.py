@@ -28,8 +28,8 @@ def check(ctx: Context) -> Iterator[Finding]:
     kernel = "xla" if ctx.rehearsal else "cudnn"
     costs = Measured(ctx.gpu, tables.load(ctx.gpu.name.lower()), BURSTS)
     lines, ratios = [], defaultdict(list)
-    for probe in calibrate.probes(sample, kernel, jax.local_devices()):
-        measured = calibrate.measure(probe)
+    probes = list(calibrate.probes(sample, kernel, jax.local_devices()))
+    for probe, measured in zip(probes, calibrate.measure(probes), strict=True):
         lines.append(tables.line(probe.kind, probe.name, probe.sizes, measured))
         ratios[probe.kind, probe.name].append(measured / (1e6 * expected(costs, probe)))
     for (kind, name), values in ratios.items():

@@ -54,7 +54,9 @@ the steps of five rows were 0.5 to 1.4 % shorter (H100, jax 0.11.2)."""
 
 
 def names(ctx: Context) -> list[str]:
-    """The recipes that this GPU can run, the most important first."""
+    """The recipes that were asked for, or all that this GPU can run, the most important first."""
+    if ctx.rows:
+        return [*ctx.rows]
     able = [name for name in recipes.names() if ctx.gpu.multiplies(name.rpartition("_")[2])]
     return [*FIRST, *(name for name in able if name not in FIRST)]
 

@@ -28,7 +28,7 @@ from one_gpu.trains import LOSS
 
 RECIPE = "llama31_8b_fp8"
 LANES = 3
-LONG, EVERY = 400, 25
+LONG, EVERY = 200, 50
 """Steps of the run that is killed, and between its saves."""
 
 

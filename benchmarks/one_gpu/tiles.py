@@ -1,7 +1,7 @@
-"""Rates of the grouped matmuls at the recipes' shapes, with other sizes of the kernels, next to a
-plain matmul of as many FLOPs."""
+"""Rates of the grouped matmuls at the recipes' shapes, with other sizes of the kernels, next to
+kernels of others and to a plain matmul of as many FLOPs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -18,20 +18,21 @@ from jaxbench.ops.grouped.groups import BLOCK, group
 from jaxbench.ops.grouped.pallas import Sizes
 from jaxbench.ops.pallas_call import Launch, ignoring_pallas_deprecation
 from jaxbench.plan.absent import compile_only_devices
+from one_gpu import ragged
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding, options, row
 from one_gpu.speed import seconds
 
 LANES = 12
 """Candidates that are compiled at a time."""
 
-MODELS = {"qwen3_30b_a3b": (128, 131072), "gpt_oss_120b": (16, 65536), "deepseek_v3": (16, 32768)}
+MODELS = {"deepseek_v3": (16, 32768), "qwen3_30b_a3b": (128, 131072), "gpt_oss_120b": (16, 65536)}
 """Models: experts on a device, and rows, of a published row."""
 
 MATMULS = "to_permuted", "from_permuted", "weights"
 
-LAUNCHES = Launch(8, 3), Launch(8, 4), Launch(4, 3), Launch(4, 4)
+LAUNCHES = Launch(8, 3), Launch(8, 4), Launch(4, 3)
 WIDTHS = (128, 64), (256, 128, 64)
-DEPTHS = {2: ((64,), (32,)), 1: ((128, 64), (64,))}
+DEPTHS = {2: ((64,),), 1: ((128, 64), (64,))}
 """Sizes of the kernels; depths by the bytes of an element."""
 
 
@@ -88,6 +89,28 @@ def lowered(on: Any, shape: Shape, dtype: Any, name: str, sizes: Sizes) -> Any:
         return jax.jit(partial(multiply, name)).lower(*shape.arrays(dtype))
 
 
+def others(on: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
+    """Grouped matmuls of others in bf16, lowered, with the gathers that ours does without."""
+    for name in MATMULS:
+        for what, dot in ragged.hoppers():
+            with jax.set_mesh(on), ignoring_pallas_deprecation():
+                yield f"{name}, {what}", other(dot, name, shape)
+
+
+def other(dot: Callable, name: str, shape: Shape) -> Any:
+    """A grouped matmul of others, lowered; the error of one that is not installed or does not take
+    the shape."""
+
+    def run(x: jax.Array, w: jax.Array, y: jax.Array, counts: jax.Array) -> jax.Array:
+        operands = {"to_permuted": (x, w), "from_permuted": (y, w), "weights": (x, y)}[name]
+        return ragged.with_gathers(dot, name, *operands, group(counts, len(x), len(x)))
+
+    try:
+        return jax.jit(run).lower(*shape.arrays(jnp.bfloat16))
+    except Exception as error:
+        return error
+
+
 def every(on: Any, shape: Shape, dtype: Any) -> Iterator[tuple[str, Any]]:
     """All candidates by description, lowered one after another, since their sizes are patched."""
     depths = DEPTHS[jnp.dtype(dtype).itemsize]
@@ -104,9 +127,12 @@ def check(ctx: Context) -> Iterator[Finding]:
     for shape, dtype in product(shapes(ctx), (jnp.bfloat16, jnp.float8_e4m3fn)):
         title = f"{shape.model}, {jnp.dtype(dtype).name}"
         with ctx.lanes(LANES) as pool:
+            candidates = dict(every(on, shape, dtype))
+            if dtype == jnp.bfloat16:
+                candidates |= dict(others(on, shape))
             programs = {
-                what: pool.submit(program.compile, options(ctx))
-                for what, program in every(on, shape, dtype)
+                what: pool.submit(finish, program, options(ctx))
+                for what, program in candidates.items()
             }
         inputs = drawn(shape, dtype)
         yield plain(ctx, shape, dtype)
@@ -119,6 +145,13 @@ def check(ctx: Context) -> Iterator[Finding]:
                 continue
             rate = f"{shape.flops / took / 1e12:.0f} TFLOP/s"
             yield Finding(f"{title}, {what}", MEASURED, rate, data={"seconds": took})
+
+
+def finish(program: Any, options: dict[str, Any]) -> Any:
+    """Compiles what could be lowered, and raises the error of what could not."""
+    if isinstance(program, Exception):
+        raise program
+    return program.compile(options)
 
 
 def drawn(shape: Shape, dtype: Any) -> list[jax.Array]:
@@ -151,10 +184,13 @@ def compiles(ctx: Context) -> Iterator[Finding]:
     """Compiles every candidate for an absent GPU."""
     on = mesh.make_mesh((1,) * 6, compile_only_devices(ctx.gpu, 1))
     for shape, dtype in product(shapes(ctx), (jnp.bfloat16, jnp.float8_e4m3fn)):
-        for what, program in every(on, shape, dtype):
+        candidates = dict(every(on, shape, dtype))
+        if dtype == jnp.bfloat16:
+            candidates |= dict(others(on, shape))
+        for what, program in candidates.items():
             title = f"{shape.model}, {jnp.dtype(dtype).name}, {what}"
             try:
-                program.compile(options(ctx))
+                finish(program, options(ctx))
             except Exception as error:
                 yield Finding(title, NOT_RUN, f"{error}".splitlines()[0][:200])
                 continue

@@ -8,9 +8,10 @@ nodes.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,6 +41,11 @@ LEAST = 0.1
 
 SECONDS = 0.05
 """We repeat a warm program for at least this long, in seconds."""
+
+LANES = 4
+"""Programs that are compiled at a time. Each may need 12 GiB of the GPU, for the largest matmul."""
+
+Shown = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -164,22 +170,35 @@ def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
     return jax.jit(repeated(function, REPEATS)).lower(*probe.arguments).compile(options)
 
 
-def measure(probe: Probe) -> float:
-    """Microseconds of one run of a kernel, without the time of the loop around it."""
-    baseline = _microseconds(probe, probe.baseline) if probe.baseline else _loop()
-    return max(_microseconds(probe, probe.function) - baseline, LEAST)
+def measure(every: Sequence[Probe], shown: Shown = iter) -> list[float]:
+    """Microseconds of one run of each kernel, without the time of the loop around it. We compile
+    all programs before we time one, several at a time: XLA times candidates of matmuls while it
+    compiles. `shown` may show the progress of an iteration."""
+    with ThreadPoolExecutor(LANES) as pool:
+        work = [pool.submit(_programs, probe) for probe in every]
+        programs = [done.result() for done in shown(work)]
+    empty = _loop()
+    return [
+        max(took[0] - (took[1] if probe.baseline else empty), LEAST)
+        for probe, pair in shown(list(zip(every, programs, strict=True)))
+        for took in [[_microseconds(probe, program) for program in pair]]
+    ]
 
 
-@cache
+def _programs(probe: Probe) -> list[jax.stages.Compiled]:
+    functions = filter(None, (probe.function, probe.baseline))
+    return [compiled(probe, function) for function in functions]
+
+
 def _loop() -> float:
     """Microseconds of one iteration of an empty loop."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     nothing = (jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=device),)
-    return _microseconds(Probe("", "", (), lambda x: x, nothing), lambda x: x)
+    probe = Probe("", "", (), lambda x: x, nothing)
+    return _microseconds(probe, compiled(probe, probe.function))
 
 
-def _microseconds(probe: Probe, function: Callable[..., Any]) -> float:
-    program = compiled(probe, function)
+def _microseconds(probe: Probe, program: jax.stages.Compiled) -> float:
     keys = jax.random.split(jax.random.key(0), len(probe.arguments))
     arguments = [
         jax.device_put(jax.random.normal(key, a.shape, jnp.bfloat16).astype(a.dtype), a.sharding)
@@ -220,8 +239,11 @@ def main(argv: Sequence[str] | None) -> int:
     sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
     planned = list(probes(sample, kernel, devices))
     console = Console(stderr=True)
-    shown = track(planned, "measuring", console=console, disable=not console.is_terminal)
-    lines = [line(p.kind, p.name, p.sizes, measure(p)) for p in shown]
+    shown = partial(
+        track, description="measuring", console=console, disable=not console.is_terminal
+    )
+    took = measure(planned, shown)
+    lines = [line(p.kind, p.name, p.sizes, us) for p, us in zip(planned, took, strict=True)]
     write_whole(args.output, table(gpu.name.lower() if gpu else "cpu", device, lines))
     print(f"measured {len(lines)} kernels of {device}; for jaxbench plan --kernels {args.output}")
     return 0

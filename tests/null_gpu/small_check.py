@@ -41,7 +41,7 @@ def shrink() -> None:
     rows.names = lambda ctx: [FP8, "qwen3_30b_a3b_bf16"]
     tiles.shapes = lambda ctx: iter([tiles.Shape("tiny", 4, 1024, 128, 128)])
     tiles.LAUNCHES, tiles.WIDTHS = tiles.LAUNCHES[:1], tiles.WIDTHS[:1]
-    survives.LONG = 50
+    survives.LONG, survives.EVERY = 50, 25
     speed.SQUARE, speed.SUSTAINED_S = 1024, 0.1
     operators.FAMILIES, operators.TOKENS = ("llama31_8b",), 64
     operators.product_shapes = lambda ctx: {(64, 64, 128)}
