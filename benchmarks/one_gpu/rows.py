@@ -30,7 +30,7 @@ from jaxbench.train.program_checks import check_program
 from jaxbench.xla import custom_calls
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import Kernel
+from jaxbench.xla.timeline import KERNELS, Kernel
 from one_gpu.context import MEASURED, OK, WRONG, Context, Finding, row, sampled
 
 FIRST = (
@@ -152,10 +152,11 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
 
 
 def by_kind(measured: dict[str, float], expected: dict[str, Planned]) -> dict[str, list[float]]:
-    """Measured and forecast seconds of a step by kind of kernel, finer than in a plan."""
+    """Measured and forecast seconds of a step by kind of kernel, finer than in a plan. Copies that
+    run next to kernels are none of these."""
     seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, line in expected.items():
-        if isinstance(line.cause, Kernel):
+        if isinstance(line.cause, Kernel) and line.stream == KERNELS:
             both = seconds[kind(name, line.cause)]
             both[0] += measured.get(name, 0.0)
             both[1] += line.seconds

@@ -122,7 +122,13 @@ def profiled_text(program: jax.stages.Compiled) -> str:
     """The text of a compiled program in which each asynchronous start has the name that a profile
     uses for it: the name of the instruction that it wraps."""
     names = dict(pair for pair in kernel_names(program) if len(pair) == 2)
-    return re.sub(r"[\w.\-]+", lambda match: names.get(match[0], match[0]), program.as_text() or "")
+    return renamed(program.as_text() or "", names)
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    """A program's text with other names of instructions. An instruction may be called as its
+    opcode is, so only what stands after a `%` is a name."""
+    return re.sub(r"(?<=%)[\w.\-]+", lambda match: names.get(match[0], match[0]), text)
 
 
 def cuda_runtime() -> ctypes.CDLL:

@@ -285,3 +285,13 @@ def test_a_profile_reaches_the_scheduler(tmp_path):
     assert len(common) > 0.95 * len(orders[0])
     first, second = ([name for name in order if name in common] for order in orders[:2])
     assert first != second
+
+
+def test_an_instruction_that_is_called_as_its_opcode_is_keeps_the_opcode():
+    """XLA calls the first of its asynchronous slices so; a forecast of the profiled program would
+    take it for a kernel that waits."""
+    text = "  %fusion-start = ((f32[4]), f32[1], u32[]) fusion-start(%x), calls=%body\n"
+    text += "  %y = f32[1] fusion-done(%fusion-start)\n"
+    renamed = profiling.renamed(text, {"fusion-start": "loop_slice"})
+    assert "%loop_slice = ((f32[4]), f32[1], u32[]) fusion-start(%x)" in renamed
+    assert "fusion-done(%loop_slice)" in renamed
