@@ -1,4 +1,4 @@
-"""Writes the tables of docs/measured.md from the findings of `benchmarks/gpu.py` on an H100.
+"""Writes the tables of docs/measured.md from the findings of `benchmarks/gpu.py` on Hopper GPUs.
 
 python benchmarks/measured.py
 """
@@ -9,10 +9,12 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[1]
-FINDINGS, PAGE = ROOT / "benchmarks" / "measured_h100.jsonl", ROOT / "docs" / "measured.md"
+FINDINGS, PAGE = ROOT / "benchmarks" / "measured.jsonl", ROOT / "docs" / "measured.md"
 MARK = "<!-- table -->"
-DAYS = dict.fromkeys(range(1, 5), "2026-11-26") | dict.fromkeys((5, 6), "2026-11-27")
-"""The day of each call."""
+DAYS = dict.fromkeys(range(1, 5), "2026-11-26") | {
+    5: "2026-11-27", 6: "2026-11-27", 7: "2026-11-27, third", 8: "2026-11-27, H200",
+}  # fmt: skip
+"""The session of each call: its day, and the GPU if it is no H100."""
 
 LAUNCHES = {"bc": "gradients of b and c", "x": "gradient of x"}
 """Sizes of `ops/ssd/pallas/tuning.py`, as findings of call 5 name them."""
@@ -27,7 +29,7 @@ def table(columns: str, lines: list[list[str]]) -> list[str]:
 
 
 def by_day(findings: list[dict]) -> dict[str, list[dict]]:
-    """The findings of each day: forecasts, programs and GPUs of two days are not the same."""
+    """The findings of each session: forecasts, programs and GPUs of two are not the same."""
     days: defaultdict[str, list[dict]] = defaultdict(list)
     for found in findings:
         days[DAYS[found["call"]]].append(found)
@@ -35,7 +37,7 @@ def by_day(findings: list[dict]) -> dict[str, list[dict]]:
 
 
 def steps(findings: list[dict]) -> list[str]:
-    """The step of each row, next to the forecast of that day."""
+    """The step of each row, next to the forecast of that session."""
     lines = []
     for day, found_then in by_day(findings).items():
         timed = {f["what"]: f for f in found_then if f["check"] == "rows" and "losses" in f}
@@ -44,7 +46,7 @@ def steps(findings: list[dict]) -> list[str]:
             step_s = median(found["seconds"])
             profiled, first = others.get(f"{what}, profiled"), others.get(what)
             lines.append([
-                day, what.partition(",")[0], f"{1e3 * first['step_s']:.1f}" if first else "",
+                day, what.partition(", row")[0], f"{1e3 * first['step_s']:.1f}" if first else "",
                 f"{1e3 * step_s:.1f}",
                 f"{step_s / profiled['step_s'][1]:.3f}" if profiled else "",
                 found["figure"].partition("MFU ")[2],
@@ -52,14 +54,14 @@ def steps(findings: list[dict]) -> list[str]:
                 f"{found['losses'][0]:.3f} to {found['losses'][-1]:.3f}",
             ])  # fmt: skip
     columns = (
-        "day, row `1` of, first call ms, ms per step, of the forecast, MFU, W, MHz,"
-        " loss in 19 steps"
+        "session, row `1` of, first call ms, ms per step, of the forecast, MFU, W, MHz,"
+        " loss of first and last step"
     )
     return ["## Steps", "", *table(columns, lines)]
 
 
 def kinds(findings: list[dict]) -> list[str]:
-    """Each kind of kernel over all profiled rows of a day."""
+    """Each kind of kernel over all profiled rows of a session."""
     text = ["## Kernels", ""]
     for day, found_then in by_day(findings).items():
         sums: defaultdict[str, list[list[float]]] = defaultdict(list)
@@ -162,25 +164,34 @@ def ceilings(findings: list[dict]) -> list[str]:
 
 
 def grouped(findings: list[dict]) -> list[str]:
-    """The best and the worst sizes of each grouped matmul."""
-    rates: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    """The best and the worst sizes of each grouped matmul, and the best kernels of others."""
+    rates: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     plain = {}
-    for found in (f for f in findings if f["check"] == "tiles"):
+    measured = (f for f in findings if f["check"] == "tiles" and f["verdict"] == "measured")
+    for found in measured:
+        day = DAYS[found["call"]]
         model, dtype, rest = found["what"].replace(": ", ", ").split(", ", 2)
         rate = float(found["figure"].split()[0])
         if rest == "a plain matmul":
-            plain[model, dtype] = rate
+            plain[day, model, dtype] = rate
         else:
             matmul, _, sizes = rest.partition(", ")
-            rates[model, dtype, matmul][sizes] = rate
+            rates[day, model, dtype, matmul][sizes] = rate
     lines = []
-    for (model, dtype, matmul), by_size in rates.items():
+    for (day, model, dtype, matmul), every in rates.items():
+        others = {what: rate for what, rate in every.items() if "Mosaic" in what}
+        by_size = {what: rate for what, rate in every.items() if what not in others}
         best = max(by_size, key=lambda sizes: by_size[sizes])
+        other = max(others, key=lambda what: others[what]) if others else ""
         lines.append([
-            model, FORMATS[dtype], f"`{matmul}`", f"{by_size[best]:.0f}", best,
-            f"{min(by_size.values()):.0f}", f"{plain[model, dtype]:.0f}",
+            day, model, FORMATS[dtype], f"`{matmul}`", f"{by_size[best]:.0f}", best,
+            f"{min(by_size.values()):.0f}", f"{others[other]:.0f}, {other}" if other else "",
+            f"{plain[day, model, dtype]:.0f}",
         ])  # fmt: skip
-    columns = "experts of, format, matmul, best TFLOP/s, its sizes, worst, a plain matmul"
+    columns = (
+        "session, experts of, format, matmul, best TFLOP/s, its sizes, worst, best of others,"
+        " a plain matmul"
+    )
     return ["## Grouped matmuls", "", *table(columns, lines)]
 
 
@@ -207,9 +218,15 @@ def operators(findings: list[dict]) -> list[str]:
         for f in findings
         if f["check"] == "trains"
     ]
+    lasting = [
+        [f["what"], f["verdict"], ", ".join(filter(None, (f["figure"], f["beside"])))]
+        for f in findings
+        if f["check"] == "survives"
+    ]
     return [
         "## Operators", "", *table("operator, verdict, largest error, result and gradients", lines),
         "## Losses", "", *table("call, smoke row of, verdict, largest difference, losses", losses),
+        "## Kill and profile", "", *table("what, verdict, finding", lasting),
     ]  # fmt: skip
 
 

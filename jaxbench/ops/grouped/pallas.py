@@ -53,15 +53,15 @@ class Sizes:
 SIZES = {
     "to_permuted": {
         2: Sizes((256, 128, 64), (64,), LAUNCH),
-        1: Sizes((256, 128, 64), (64,), Launch(8, 4)),
+        1: Sizes((256, 128, 64), (128, 64), Launch(8, 4)),
     },
     "from_permuted": {
         2: Sizes((256, 128, 64), (64,), LAUNCH),
-        1: Sizes((128, 64), (64,), Launch(4, 4)),
+        1: Sizes((256, 128, 64), (128, 64), Launch(8, 4)),
     },
     "weights": {
         2: Sizes((128, 64), (64,), Launch(4, 3)),
-        1: Sizes((128, 64), (128,), LAUNCH),
+        1: Sizes((256, 128, 64), (128,), LAUNCH),
     },
 }
 """Sizes by matmul and by bytes of an element. They were the fastest on an H100 for the experts of
