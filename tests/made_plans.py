@@ -68,7 +68,7 @@ backend_config={{"known_trip_count":{{"n":"3"}}}}
 {DONE.format(n=2, rows=262144)}  ROOT %end = bf16[262144,8192]{{1,0}} copy(%done2)
 }}
 """
-"""A matmul in a loop, two outside; collectives in a domain and beyond; copies next to kernels."""
+"""A matmul in a loop, two outside; collectives in a domain and beyond; asynchronous copies."""
 
 
 def made(recipe: str = "llama31_8b_bf16", gpus: int = 64, gpu: Gpu = H100, **sizes: object) -> Plan:

@@ -152,8 +152,8 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
 
 
 def by_kind(measured: dict[str, float], expected: dict[str, Planned]) -> dict[str, list[float]]:
-    """Measured and forecast seconds of a step by kind of kernel, finer than in a plan. Copies that
-    run next to kernels are none of these."""
+    """Measured and forecast seconds of a step by kind of kernel, finer than in a plan. Copies from
+    and to the host are none of these."""
     seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, line in expected.items():
         if isinstance(line.cause, Kernel) and line.stream == KERNELS:

@@ -67,6 +67,8 @@ class Measured(Roofline):
     """The cost model of a forecast. Times are from tables, and scaled if the GPU's links are not
     the ones that were measured. The job has `gpus` GPUs and waits for the slowest of them."""
 
+    hides_copies = False
+
     def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions = EXPECTED, gpus: int = 1):
         super().__init__(gpu, conditions.slowdown)
         self.tables, self.conditions, self.gpus = tables, conditions, gpus

@@ -32,7 +32,7 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, PROFILED, Work, display_name
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, Kernel, Schedule
+from jaxbench.xla.timeline import EXPOSED, KERNELS, Kernel, Schedule
 
 LARGEST = 10
 """The number of differences of single kernels that we list."""
@@ -162,10 +162,10 @@ def compare(
     }
     seconds: defaultdict[tuple[bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, line in expected.items():
-        key = line.stream not in (KERNELS, COPIES), _part(line, axes)
+        key = line.stream != KERNELS, _part(line, axes)
         seconds[key][0] += measured.get(name, 0.0)
         seconds[key][1] += line.seconds
-    computing = {name for name, line in expected.items() if line.stream in (KERNELS, COPIES)}
+    computing = {name for name, line in expected.items() if line.stream == KERNELS}
     other = set(profile.launches) - expected.keys()
     seconds[False, UNKNOWN][0] = sum(measured[name] for name in other)
     step_s, busy_s = profile.span_s / steps, profile.busy_s(computing | other) / steps

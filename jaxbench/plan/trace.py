@@ -3,9 +3,8 @@ Perfetto.
 
 There is one slice for each launch of a kernel, collective or copy, and one for each wait. Loops are
 unrolled as in a profile. Kernels, including their slowdown by collectives, and waits fill the step
-without gaps or overlaps. Collectives are on their links. Copies that run next to kernels, and
-copies to and from the host, are on streams of their own. If slices overlap, a stream has several
-lanes.
+without gaps or overlaps. Collectives are on their links. Copies to and from the host are on
+streams of their own. If slices overlap, a stream has several lanes.
 """
 
 import json
@@ -24,14 +23,13 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import COPIES, EXPOSED, KERNELS, LINKS, Kernel, Repeated, Slice
+from jaxbench.xla.timeline import EXPOSED, KERNELS, LINKS, Kernel, Repeated, Slice
 
 STREAMS = (
     KERNELS,
     EXPOSED,
     LINKS[False],
     LINKS[True],
-    COPIES,
     host_copies.TO_HOST,
     host_copies.FROM_HOST,
 )

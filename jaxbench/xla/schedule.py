@@ -3,14 +3,16 @@
 The streams are XLA:GPU's. Kernels run one after another. A collective starts at its `-start` in the
 schedule, waits until all earlier collectives are done, and overlaps with kernels until its `-done`.
 The time for which kernels then wait for it is *exposed*. All collectives share one queue, since XLA
-runs them on one stream by default (`flags.MULTI_STREAMING`). An asynchronous kernel that only moves
-bytes gets the memory bandwidth that others leave until its `-done`, and then all of it. `Roofline`
-is the cost model of the bound, which docs/design/plan.md explains; `forecast.costs.Measured`
-extends it.
+runs them on one stream by default (`flags.MULTI_STREAMING`). In the bound, an asynchronous kernel
+that only moves bytes gets the memory bandwidth that others leave until its `-done`, and then all of
+it. In a forecast it takes its turn like any other, because kernels on two streams take turns where
+each of them fills the GPU. `Roofline` is the cost model of the bound, which docs/design/plan.md
+explains; `forecast.costs.Measured` extends it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import Gpu
@@ -22,7 +24,7 @@ from jaxbench.xla.instruction import DTYPE_BITS, SOURCE, Instruction, Scope
 from jaxbench.xla.launches import launches, launches_kernel
 from jaxbench.xla.moved import traffic, written_fp8
 from jaxbench.xla.rewrites import COLLECTIVES
-from jaxbench.xla.timeline import COPIES, KERNELS, LINKS, Kernel, Schedule, Transfer
+from jaxbench.xla.timeline import KERNELS, LINKS, Kernel, Schedule, Transfer
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Roofline:
 
     gpu: Gpu
     slowdown: float = 1.0
+    hides_copies: ClassVar[bool] = True
+    """Whether asynchronous kernels that only move bytes run at the same time as others."""
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds of a kernel by part: `compute` for matmuls and attention, else `memory`."""
@@ -108,7 +112,7 @@ class Walk:
             start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
             kernel, launched = self._kernel(name, i), self._launched(name, i)
             total.kernels += launched
-            if kernel is not None and _moves_beside(i, kernel):
+            if kernel is not None and costs.hides_copies and _moves_beside(i, kernel):
                 beside.start(i.name, kernel, costs.kernel(kernel))
             elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))
@@ -160,24 +164,23 @@ class _Beside:
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.free_at = schedule, 0.0
-        self.running: dict[str, tuple[Kernel, Mapping[str, float], float, float]] = {}
+        self.running: dict[str, tuple[Kernel, Mapping[str, float], float]] = {}
         self.moved_s = 0.0
 
     def start(self, name: str, kernel: Kernel, parts: Mapping[str, float]) -> None:
         seconds = sum(parts.values())
         self.free_at = max(self._unused_s, self.free_at) + seconds
         self.moved_s += seconds
-        self.running[name] = kernel, parts, self.schedule.step_s, self.free_at
+        self.running[name] = kernel, parts, self.free_at
 
     def finish(self, name: str) -> None:
         """Makes the schedule wait for what is left of a kernel."""
         if name in self.running:
-            kernel, parts, start_s, end = self.running.pop(name)
+            kernel, parts, end = self.running.pop(name)
             now, seconds = self.schedule.step_s, sum(parts.values())
             left = max(0.0, end - self._unused_s) / (seconds or 1.0)
             self.schedule.parts.update({part: s * left for part, s in parts.items()})
-            self.schedule.occupy(COPIES, name, start_s, now - start_s, 1, kernel)
-            self.schedule.occupy(KERNELS, name, now, seconds * left, cause=kernel)
+            self.schedule.occupy(KERNELS, name, now, seconds * left, 1, kernel)
 
     def finished(self) -> Schedule:
         """The schedule, after all kernels."""

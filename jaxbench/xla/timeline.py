@@ -16,11 +16,10 @@ FP8_SHARE = 0.22
 of their bytes in FP8, casts from bf16 a third, transposes of FP8 a half. Casts from fp32 write a
 fifth, and are as fast as other kernels."""
 
-KERNELS, COPIES, EXPOSED = "kernels", "copies next to kernels", "exposed"
+KERNELS, EXPOSED = "kernels", "exposed"
 LINKS = {True: "network", False: "NVLink"}
-"""Streams of a schedule: kernels, asynchronous kernels that only move bytes, and the waits of
-kernels; and the streams of collectives, by whether they cross domains. The streams of copies from
-and to the host are in `host`."""
+"""Streams of a schedule: kernels and their waits; and the streams of collectives, by whether they
+cross domains. The streams of copies from and to the host are in `host`."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from compiled import collectives_of
 
 from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import H100, PLANNED
+from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.tables import load
 from jaxbench.xla import hlo, host_copies, schedule
 from jaxbench.xla.collectives import Collective
 
@@ -516,3 +518,13 @@ def test_an_adapter_of_any_rate_takes_the_lanes_for_as_many_bytes():
         gpu = replace(GPU, host=1.0, domain=2, nic=nic)
         found = schedule.Walk(beside).under(schedule.Roofline(gpu))
         assert found.host.exposed_s == pytest.approx(ENTRY_S + 48e-9)
+
+
+def test_in_a_forecast_an_asynchronous_copy_takes_its_turn():
+    """On one GPU, kernels and asynchronous slices added up to the step (docs/design/plan.md)."""
+    costs = Measured(H100, load("h100"))
+    alone, both = (
+        schedule.Walk(program(body, COPIED)).under(costs) for body in (DOT, COPY + DOT + COPY_DONE)
+    )
+    start, moving = costs.kernel(schedule.Kernel((), 256, "")).values()
+    assert both.step_s == pytest.approx(alone.step_s + start + moving)
