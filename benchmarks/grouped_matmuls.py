@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from one_gpu.ragged import by_lax, by_mosaic, by_tokamax, with_gathers
+from one_gpu.ragged import TILES, by_lax, by_mosaic, by_tokamax, with_gathers
 
 from jaxbench.base import hardware
 from jaxbench.ops.grouped import BLOCK, NONE, Groups, group, pallas, xla
@@ -66,7 +66,7 @@ which tokens are sent."""
 
 PRODUCTS = {"forward": "to_permuted", "input": "from_permuted", "weights": "weights"}
 
-TILE = 128, 128, 64
+TILE = tuple(TILES[name] for name in ("block_m", "block_n", "block_k"))
 """Rows, columns and depth of the tiles of JAX's kernels."""
 
 COUNTED: list[int] = []

@@ -11,10 +11,10 @@ from statistics import median
 ROOT = Path(__file__).parents[1]
 FINDINGS, PAGE = ROOT / "benchmarks" / "measured.jsonl", ROOT / "docs" / "measured.md"
 MARK = "<!-- table -->"
-DAYS = dict.fromkeys(range(1, 5), "2026-11-26") | {
+SESSIONS = dict.fromkeys(range(1, 5), "2026-11-26") | {
     5: "2026-11-27", 6: "2026-11-27", 7: "2026-11-27, third", 8: "2026-11-27, H200",
 }  # fmt: skip
-"""The session of each call: its day, and the GPU if it is no H100."""
+"""The session of each call: its day, and what tells it from others of that day."""
 
 LAUNCHES = {"bc": "gradients of b and c", "x": "gradient of x"}
 """Sizes of `ops/ssd/pallas/tuning.py`, as findings of call 5 name them."""
@@ -28,18 +28,18 @@ def table(columns: str, lines: list[list[str]]) -> list[str]:
     return [*head, *("| " + " | ".join(line) + " |" for line in lines), ""]
 
 
-def by_day(findings: list[dict]) -> dict[str, list[dict]]:
+def by_session(findings: list[dict]) -> dict[str, list[dict]]:
     """The findings of each session: forecasts, programs and GPUs of two are not the same."""
     days: defaultdict[str, list[dict]] = defaultdict(list)
     for found in findings:
-        days[DAYS[found["call"]]].append(found)
+        days[SESSIONS[found["call"]]].append(found)
     return days
 
 
 def steps(findings: list[dict]) -> list[str]:
     """The step of each row, next to the forecast of that session."""
     lines = []
-    for day, found_then in by_day(findings).items():
+    for day, found_then in by_session(findings).items():
         timed = {f["what"]: f for f in found_then if f["check"] == "rows" and "losses" in f}
         others = {f["what"]: f for f in found_then if "step_s" in f and f["check"] == "rows"}
         for what, found in timed.items():
@@ -63,7 +63,7 @@ def steps(findings: list[dict]) -> list[str]:
 def kinds(findings: list[dict]) -> list[str]:
     """Each kind of kernel over all profiled rows of a session."""
     text = ["## Kernels", ""]
-    for day, found_then in by_day(findings).items():
+    for day, found_then in by_session(findings).items():
         sums: defaultdict[str, list[list[float]]] = defaultdict(list)
         for found in found_then:
             for kind, both in found.get("kinds", {}).items():
@@ -169,7 +169,7 @@ def grouped(findings: list[dict]) -> list[str]:
     plain = {}
     measured = (f for f in findings if f["check"] == "tiles" and f["verdict"] == "measured")
     for found in measured:
-        day = DAYS[found["call"]]
+        day = SESSIONS[found["call"]]
         model, dtype, rest = found["what"].replace(": ", ", ").split(", ", 2)
         rate = float(found["figure"].split()[0])
         if rest == "a plain matmul":

@@ -5,10 +5,11 @@
 A folder is the output of `benchmarks/gpu.py` on that GPU: it has the program of each row and the
 time of each kernel. Kernels that only move bytes are sorted into classes by their bytes. A line is
 the median number of bytes of a class, and the time at the median rate. The smallest class is the
-start of a kernel. Slices of stacks are left out, since they may run next to matmuls, and so are
+start of a kernel. Slices of stacks are left out, since some run next to Mamba-2's scan, and so are
 kernels of calls that we do not know.
 
-A GPU without such steps gets a line for each class that two GPUs have. The time of a large kernel
+The lines are of the first GPU. On the second one, a class is faster by the median ratio of kernels
+that both GPUs ran: of the same row, of as many bytes. For other GPUs, the time of a large kernel
 has two parts. One follows the bandwidth of the memory, the other the number of multiprocessors. An
 H100 and an H200 have equally many of these, so the ratio of their times says how large each part
 is. A kernel of less than 10 MB follows neither, and takes as long as on the H200.
@@ -43,8 +44,11 @@ SMALL = 10**7
 LEAST = 5
 """Kernels that a class needs."""
 
-Points = dict[tuple[str, int], tuple[int, float]]
-"""(bytes, microseconds) by kind and number of the class. The class 0 is the start of a kernel."""
+Class = tuple[str, int]
+"""Kind and number of a class of kernels. The class 0 is the start of a kernel."""
+
+Samples = dict[tuple[str, str, int], list[float]]
+"""Microseconds of the kernels of a GPU by row, kind and bytes."""
 
 
 def kernels(row: Path, gpu: Gpu) -> Iterator[tuple[str, int, float]]:
@@ -66,41 +70,61 @@ def kernels(row: Path, gpu: Gpu) -> Iterator[tuple[str, int, float]]:
             yield kind, kernel.bytes, measured / found.runs
 
 
-def points(folders: list[Path], gpu: Gpu) -> Points:
-    """A point for each class with enough kernels."""
-    found: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
+def samples(folders: list[Path], gpu: Gpu) -> Samples:
+    """All kernels in the folders of a GPU."""
+    found: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
     for row in sorted({path.parent for folder in folders for path in folder.glob("*/kernels*")}):
         for kind, moved, took in kernels(row, gpu):
-            found[kind, bisect(CLASSES, moved)].append((moved, took))
+            found[row.name, kind, moved].append(took)
+    return found
+
+
+def class_of(kind: str, moved: int) -> Class:
+    """The class of a kernel; the smallest ones are of one class."""
+    number = bisect(CLASSES, moved)
+    return (kind, number) if number else ("any", 0)
+
+
+def points(measured: Samples) -> dict[Class, tuple[float, float]]:
+    """The bytes and the microseconds of each class with enough kernels."""
+    found: defaultdict[Class, list[tuple[int, float]]] = defaultdict(list)
+    for (_, kind, moved), times in measured.items():
+        found[class_of(kind, moved)] += [(moved, took) for took in times]
     start = median(took for _, took in found.pop(("any", 0)))
-    made: Points = {("any", 0): (0, start), ("fp8", 0): (0, start)}
+    made = {("any", 0): (0.0, start), ("fp8", 0): (0.0, start)}
     for key, every in sorted(found.items()):
-        if key[1] and len(every) >= LEAST:
+        if len(every) >= LEAST:
             size = median(moved for moved, _ in every)
             made[key] = size, size * median(took / moved for moved, took in every)
     return dict(sorted(made.items()))
 
 
-def on_another(gpu: Gpu, measured: dict[str, Points]) -> Points:
-    """Points of a GPU without steps, from those of two GPUs with equally many multiprocessors."""
-    (one, few), (other, many) = measured.items()
-    slow, fast = PLANNED[one], PLANNED[other]
+def ratios(slow: Samples, fast: Samples) -> dict[Class, float]:
+    """How many times as fast the kernels of each class are on the second GPU. A class without
+    kernels that both ran is as the nearest one of its kind."""
+    found: defaultdict[Class, list[float]] = defaultdict(list)
+    for row, kind, moved in slow.keys() & fast.keys():
+        both = median(slow[row, kind, moved]), median(fast[row, kind, moved])
+        found[class_of(kind, moved)].append(both[0] / both[1])
+    gains = {key: median(every) for key, every in found.items()}
+    return gains | {("fp8", 0): gains["any", 0]}
+
+
+def seconds_on(gpu: Gpu, slow: Gpu, fast: Gpu, gain: float, large: bool) -> float:
+    """The time of a kernel on a GPU over that on the slow one, if the fast one is `gain` times as
+    fast as the slow one."""
+    if gpu is slow:
+        return 1.0
+    if gpu is fast or not large:
+        return 1 / gain
     assert slow.chip
     assert fast.chip
     assert gpu.chip
     assert slow.chip.cores == fast.chip.cores
-    made: Points = {}
-    for key in few.keys() & many.keys():
-        (size, slow_us), (fast_size, fast_us) = few[key], many[key]
-        if fast_size < SMALL:
-            made[key] = fast_size, fast_us
-            continue
-        fast_us *= size / fast_size
-        memory_us = (slow_us - fast_us) / (1 - slow.bandwidth / fast.bandwidth)
-        memory_us = min(max(memory_us, 0.0), slow_us)
-        took = memory_us * slow.bandwidth / gpu.bandwidth
-        made[key] = size, took + (slow_us - memory_us) * slow.chip.cores / gpu.chip.cores
-    return dict(sorted(made.items()))
+    memory = (1 - 1 / gain) / (1 - slow.bandwidth / fast.bandwidth)
+    memory = min(max(memory, 0.0), 1.0)
+    others = (1 - memory) * slow.chip.cores / gpu.chip.cores
+    return memory * slow.bandwidth / gpu.bandwidth + others
 
 
 def main() -> None:
@@ -109,10 +133,15 @@ def main() -> None:
     for argument in sys.argv[1:]:
         name, _, folder = argument.partition("=")
         folders[name].append(Path(folder))
-    measured = {name: points(some, PLANNED[name]) for name, some in folders.items()}
+    slow, fast = (PLANNED[name] for name in folders)
+    of_slow, of_fast = (samples(some, PLANNED[name]) for name, some in folders.items())
+    gains = ratios(of_slow, of_fast)
     for name, gpu in PLANNED.items():
         print(f"# {name}")
-        for (kind, _), (size, took) in (measured.get(name) or on_another(gpu, measured)).items():
+        for (kind, number), (size, took) in points(of_slow).items():
+            large = size >= SMALL
+            alike = min((key for key in gains if key[0] == kind), key=lambda k: abs(k[1] - number))
+            took *= seconds_on(gpu, slow, fast, gains[alike], large)
             print(tables.line("memory", kind, (round(size),), round(took, 2)))
 
 

@@ -15,7 +15,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="jaxbench calibrate", examples=EXAMPLES,
         description="Measures matmuls, attention, copies and collectives on this machine's GPUs, "
-        "for plan --kernels FILE. A few minutes.",
+        "for plan --kernels FILE.",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="table of measurements, CSV"

@@ -178,11 +178,12 @@ def measure(every: Sequence[Probe], shown: Shown = iter) -> list[float]:
         work = [pool.submit(_programs, probe) for probe in every]
         programs = [done.result() for done in shown(work)]
     empty = _loop()
-    return [
-        max(took[0] - (took[1] if probe.baseline else empty), LEAST)
-        for probe, pair in shown(list(zip(every, programs, strict=True)))
-        for took in [[_microseconds(probe, program) for program in pair]]
-    ]
+
+    def own(probe: Probe, programs: list[jax.stages.Compiled]) -> float:
+        took, *baseline = (_microseconds(probe, program) for program in programs)
+        return max(took - (baseline[0] if baseline else empty), LEAST)
+
+    return [own(*pair) for pair in shown(list(zip(every, programs, strict=True)))]
 
 
 def _programs(probe: Probe) -> list[jax.stages.Compiled]:

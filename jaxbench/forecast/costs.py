@@ -238,9 +238,6 @@ class Measured(Roofline):
             return k, v
         return min(known, key=lambda width: (abs(log(sum(width) / (k + v))), width))
 
-    def moving(self, kernel: Kernel) -> float:
-        return self._memory(kernel.bytes, kernel.makes_fp8)[1]
-
     def _memory(self, moved: int, makes_fp8: bool = False) -> tuple[float, float]:
         """The start of a kernel that moves `moved` bytes, and its seconds after the start. Kernels
         that make FP8 are slower."""

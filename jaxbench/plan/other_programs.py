@@ -48,7 +48,7 @@ REASONS = {
     ),
     "nemotronh": Reason(
         "Ours has Mamba-2 in fused kernels. The published program improved later",
-        "the scan was timed on one H100 only",
+        "the scan was timed on Hopper only",
     ),
     "qwen3": SENT,
     "nemotron3 nano_30b_a3b": SENT,

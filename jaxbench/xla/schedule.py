@@ -116,7 +116,8 @@ class Walk:
                 beside.start(i.name, kernel, costs.kernel(kernel))
             elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))
-                total.moving_s += costs.moving(kernel)
+                if costs.hides_copies:
+                    total.moving_s += costs.moving(kernel)
                 total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
                 computes = bool(kernel.works)
             elif i.opcode.endswith("-done"):

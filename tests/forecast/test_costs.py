@@ -264,7 +264,7 @@ def test_more_bandwidth_helps_large_kernels_most():
         return sum(here.values()) / sum(there.values())
 
     assert gain("h200", 4 * 10**9) == pytest.approx(1.4, abs=0.05)
-    assert gain("h200", 10**9, fp8=10**9 // 3) < 1.15
+    assert 1.0 < gain("h200", 10**9, fp8=10**9 // 3) < 1.15
     for gpu in ("h200", "b200", "b300", "gb200", "gb300"):
         more = PLANNED[gpu].bandwidth / H100.bandwidth
         gains = [gain(gpu, moved) for moved in (10**8, 10**9, 10**10)]

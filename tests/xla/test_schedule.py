@@ -521,7 +521,7 @@ def test_an_adapter_of_any_rate_takes_the_lanes_for_as_many_bytes():
 
 
 def test_in_a_forecast_an_asynchronous_copy_takes_its_turn():
-    """On one GPU, kernels and asynchronous slices added up to the step (docs/design/plan.md)."""
+    """On one GPU, kernels and asynchronous slices took turns (docs/design/forecast.md)."""
     costs = Measured(H100, load("h100"))
     alone, both = (
         schedule.Walk(program(body, COPIED)).under(costs) for body in (DOT, COPY + DOT + COPY_DONE)
