@@ -1,7 +1,7 @@
 """Checks and measures everything on one H100 or H200 in one call, and prints a table last.
 
     python benchmarks/gpu.py [--output FOLDER] [--budget SECONDS] [--only CHECK,CHECK]
-                            [--rows "RECIPE [CHANGE];RECIPE"]
+                            [--rows RECIPE "RECIPE CHANGE"]
     python benchmarks/gpu.py --compile-only     # no GPU: compile all of it for an absent H100
     python benchmarks/gpu.py --rehearse         # no GPU: the checks themselves, tiny, on the CPU
 
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, default=Path("results/gpu"), help="default results/gpu")
     add("--budget", type=float, help=f"seconds in all, default {BUDGET['gpu']:.0f} on a GPU")
     add("--only", default=",".join(CHECKS), help="some checks: " + ", ".join(CHECKS))
-    add("--rows", default="", help="recipes of the check `rows`, separated by ;, each with changes")
+    add("--rows", nargs="*", default=[], metavar="RECIPE", help="of the check `rows`, with changes")
     add("--compile-only", action="store_true", help="compile all of it for an absent H100")
     add("--rehearse", action="store_true", help="tiny, on the CPU: what can run there")
     add("--check", help=argparse.SUPPRESS)  # one check in a process of its own
@@ -105,8 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.only.split(",")).difference(CHECKS):
         parser.error(f"--only {', '.join(sorted(unknown))}: the checks are {', '.join(CHECKS)}")
-    named = {row.split()[0] for row in args.rows.split(";") if row.strip()}
-    if unknown := named.difference(recipes.names()):
+    if unknown := {row.partition(" ")[0] for row in args.rows}.difference(recipes.names()):
         parser.error(f"--rows {', '.join(sorted(unknown))}: see python -m jaxbench list")
     return args
 
@@ -129,8 +128,8 @@ def find_gpu() -> hardware.Gpu:
 
 def one_check(args: argparse.Namespace) -> int:
     """Runs one check in this process, and writes its findings."""
-    rows = tuple(filter(None, args.rows.split(";")))
-    ctx, check = Context(mode(args), args.folder, find_gpu(), args.output, rows), CHECKS[args.check]
+    ctx = Context(mode(args), args.folder, find_gpu(), args.output, tuple(args.rows))
+    check = CHECKS[args.check]
     if ctx.mode == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the CPU is for references
         share = SHARE if check.shared else hardware.MEMORY_FRACTION
@@ -157,13 +156,12 @@ def write(output: Path, check: str, finding: Finding) -> None:
 
 def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen:
     """Starts a check in a new process and session."""
-    modes = [f"--rows={args.rows}"] * bool(args.rows)
-    modes += [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
+    modes = [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
     command = [sys.executable, __file__, *modes, "--check", name]
     with (args.output / "log.txt").open("a") as log:
         return subprocess.Popen(
-            [*command, "--output", str(args.output), "--folder", str(folder)], cwd=ROOT,
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            [*command, "--output", str(args.output), "--folder", str(folder), "--rows", *args.rows],
+            cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 

@@ -30,23 +30,24 @@ def table(columns: str, lines: list[list[str]]) -> list[str]:
 
 def by_session(findings: list[dict]) -> dict[str, list[dict]]:
     """The findings of each session: forecasts, programs and GPUs of two are not the same."""
-    days: defaultdict[str, list[dict]] = defaultdict(list)
+    sessions: defaultdict[str, list[dict]] = defaultdict(list)
     for found in findings:
-        days[SESSIONS[found["call"]]].append(found)
-    return days
+        sessions[SESSIONS[found["call"]]].append(found)
+    return sessions
 
 
 def steps(findings: list[dict]) -> list[str]:
     """The step of each row, next to the forecast of that session."""
     lines = []
-    for day, found_then in by_session(findings).items():
+    for session, found_then in by_session(findings).items():
         timed = {f["what"]: f for f in found_then if f["check"] == "rows" and "losses" in f}
         others = {f["what"]: f for f in found_then if "step_s" in f and f["check"] == "rows"}
         for what, found in timed.items():
             step_s = median(found["seconds"])
             profiled, first = others.get(f"{what}, profiled"), others.get(what)
             lines.append([
-                day, what.partition(", row")[0], f"{1e3 * first['step_s']:.1f}" if first else "",
+                session, what.partition(", row")[0],
+                f"{1e3 * first['step_s']:.1f}" if first else "",
                 f"{1e3 * step_s:.1f}",
                 f"{step_s / profiled['step_s'][1]:.3f}" if profiled else "",
                 found["figure"].partition("MFU ")[2],
@@ -63,7 +64,7 @@ def steps(findings: list[dict]) -> list[str]:
 def kinds(findings: list[dict]) -> list[str]:
     """Each kind of kernel over all profiled rows of a session."""
     text = ["## Kernels", ""]
-    for day, found_then in by_session(findings).items():
+    for session, found_then in by_session(findings).items():
         sums: defaultdict[str, list[list[float]]] = defaultdict(list)
         for found in found_then:
             for kind, both in found.get("kinds", {}).items():
@@ -78,7 +79,7 @@ def kinds(findings: list[dict]) -> list[str]:
                 f"{measured / forecast:.2f}", extremes,
             ])  # fmt: skip
         columns = "kernels, rows, measured ms, forecast ms, measured over forecast, by row"
-        text += [f"### Rows of {day}", "", *table(columns, lines)]
+        text += [f"### Rows of {session}", "", *table(columns, lines)]
     return text
 
 
@@ -169,24 +170,24 @@ def grouped(findings: list[dict]) -> list[str]:
     plain = {}
     measured = (f for f in findings if f["check"] == "tiles" and f["verdict"] == "measured")
     for found in measured:
-        day = SESSIONS[found["call"]]
+        session = SESSIONS[found["call"]]
         model, dtype, rest = found["what"].replace(": ", ", ").split(", ", 2)
         rate = float(found["figure"].split()[0])
         if rest == "a plain matmul":
-            plain[day, model, dtype] = rate
+            plain[session, model, dtype] = rate
         else:
             matmul, _, sizes = rest.partition(", ")
-            rates[day, model, dtype, matmul][sizes] = rate
+            rates[session, model, dtype, matmul][sizes] = rate
     lines = []
-    for (day, model, dtype, matmul), every in rates.items():
+    for (session, model, dtype, matmul), every in rates.items():
         others = {what: rate for what, rate in every.items() if "Mosaic" in what}
         by_size = {what: rate for what, rate in every.items() if what not in others}
         best = max(by_size, key=lambda sizes: by_size[sizes])
         other = max(others, key=lambda what: others[what]) if others else ""
         lines.append([
-            day, model, FORMATS[dtype], f"`{matmul}`", f"{by_size[best]:.0f}", best,
+            session, model, FORMATS[dtype], f"`{matmul}`", f"{by_size[best]:.0f}", best,
             f"{min(by_size.values()):.0f}", f"{others[other]:.0f}, {other}" if other else "",
-            f"{plain[day, model, dtype]:.0f}",
+            f"{plain[session, model, dtype]:.0f}",
         ])  # fmt: skip
     columns = (
         "session, experts of, format, matmul, best TFLOP/s, its sizes, worst, best of others,"

@@ -100,8 +100,8 @@ def points(measured: Samples) -> dict[Class, tuple[float, float]]:
 
 
 def ratios(slow: Samples, fast: Samples) -> dict[Class, float]:
-    """How many times as fast the kernels of each class are on the second GPU. A class without
-    kernels that both ran is as the nearest one of its kind."""
+    """How many times as fast the kernels of each class are on the second GPU, if both ran
+    some of it."""
     found: defaultdict[Class, list[float]] = defaultdict(list)
     for row, kind, moved in slow.keys() & fast.keys():
         both = median(slow[row, kind, moved]), median(fast[row, kind, moved])
@@ -140,6 +140,7 @@ def main() -> None:
         print(f"# {name}")
         for (kind, number), (size, took) in points(of_slow).items():
             large = size >= SMALL
+            # A class that only one of them ran gains as much as the nearest one of its kind.
             alike = min((key for key in gains if key[0] == kind), key=lambda k: abs(k[1] - number))
             took *= seconds_on(gpu, slow, fast, gains[alike], large)
             print(tables.line("memory", kind, (round(size),), round(took, 2)))

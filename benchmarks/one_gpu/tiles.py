@@ -191,7 +191,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         for what, program in every(on, shape, dtype):
             title = f"{shape.model}, {jnp.dtype(dtype).name}, {what}"
             try:
-                finish(program, options(ctx))
+                program.compile(options(ctx))
             except Exception as error:
                 yield Finding(title, NOT_RUN, f"{error}".splitlines()[0][:200])
                 continue

@@ -46,6 +46,7 @@ LANES = 4
 """Programs that are compiled at a time. Each may need 12 GiB of the GPU, for the largest matmul."""
 
 Shown = Callable[[Sequence[Any]], Iterable[Any]]
+"""A function that iterates over a sequence, and may show how far it is."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
 def measure(every: Sequence[Probe], shown: Shown = iter) -> list[float]:
     """Microseconds of one run of each kernel, without the time of the loop around it. We compile
     all programs before we time one, several at a time: XLA times candidates of matmuls while it
-    compiles. `shown` may show the progress of an iteration."""
+    compiles."""
     with ThreadPoolExecutor(LANES) as pool:
         work = [pool.submit(_programs, probe) for probe in every]
         programs = [done.result() for done in shown(work)]

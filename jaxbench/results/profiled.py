@@ -50,10 +50,10 @@ class Difference(Part):
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A profile of `steps` steps next to the forecast. `kernels`, which include waits and gaps, add
-    up to a step, since there is one stream of kernels; slices on a second one may
-    overlap with it. Collectives and copies run next to it on
-    `links`. `found` is the share of the forecast's kernel seconds whose instructions the profile
-    has. `remark` says why the figures are no measurement, if they are none."""
+    up to a step, since there is one stream of kernels. Slices on a second one may overlap with it.
+    Collectives and copies run next to it on `links`. `found` is the share of the forecast's kernel
+    seconds whose instructions the profile has. `remark` says why the figures are no measurement, if
+    they are none."""
 
     profile: str
     gpu: str

@@ -116,8 +116,7 @@ class Walk:
                 beside.start(i.name, kernel, costs.kernel(kernel))
             elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))
-                if costs.hides_copies:
-                    total.moving_s += costs.moving(kernel)
+                total.moving_s += costs.moving(kernel)
                 total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
                 computes = bool(kernel.works)
             elif i.opcode.endswith("-done"):

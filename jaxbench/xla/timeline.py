@@ -106,9 +106,8 @@ class Schedule:
 
     `parts` are the seconds of kernels by part, without overlap. `slowed_s` is what overlapping
     collectives add to them. `exposed_s` is the wait for collectives and for copies from and to the
-    host. Their sum is `step_s`; in a bound, the memory bandwidth is in use
-    for `moving_s` of it. `computes` is
-    true if a matmul or attention runs.
+    host. Their sum is `step_s`. A bound also needs `moving_s`, the part of the step in which the
+    memory bandwidth is in use. `computes` is true if a matmul or attention runs.
     """
 
     parts: Counter[str] = field(default_factory=Counter)
