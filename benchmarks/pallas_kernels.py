@@ -34,6 +34,7 @@ from jaxbench.ops import ssd  # noqa: E402
 from jaxbench.ops.grouped import pallas, scaled  # noqa: E402
 from jaxbench.ops.grouped.groups import BLOCK, Groups, group  # noqa: E402
 from jaxbench.ops.implementations import TRITON  # noqa: E402
+from jaxbench.ops.kernel_sizes import Choices, using  # noqa: E402
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation  # noqa: E402
 from jaxbench.ops.quantized import kernels  # noqa: E402
 from jaxbench.ops.quantized.block_formats import FORMATS, Blocks  # noqa: E402
@@ -314,6 +315,30 @@ def report(only: tuple[str, ...] = (), gpus: tuple[str, ...] = GPUS) -> list[Ker
     return sorted(found.values())
 
 
+def candidates(only: tuple[str, ...]) -> Iterator[str]:
+    """A line for each of the sizes among which `train --tune-kernels` chooses, for the first GPU
+    that multiplies in a case's format."""
+    for case in cases():
+        gpu = next(g for g in (hardware.PLANNED[name] for name in GPUS) if g.multiplies(case.dtype))
+        if only and case.name not in only:
+            continue
+        on = mesh.make_mesh((1,) * len(mesh.AXES), compile_only_devices(gpu, 1))
+        with using(choices := Choices()), jax.set_mesh(on):
+            jax.jit(case.function).trace(*case.arrays)
+        sizes = {name: asked.candidates for name, asked in choices.asked.items()}
+        for number in range(max(map(len, sizes.values()), default=0)):
+            chosen = {name: of[number] for name, of in sizes.items() if number < len(of)}
+            words = [f"{name.split()[0]}: {of}" for name, of in chosen.items()]
+            try:
+                with using(Choices(chosen)):
+                    found = sorted(compiled(case, gpu))
+            except jax.errors.JaxRuntimeError as error:
+                yield f"{case.name}, {words}: {str(error).splitlines()[0]}"
+                continue
+            yield from (" | ".join(kernel.cells()) for kernel in found)
+            yield from words
+
+
 def rows(found: list[Kernel]) -> list[tuple[str, ...]]:
     """Cells of the table; architectures that differ in nothing share a row."""
     same: dict[Kernel, list[str]] = {}
@@ -332,7 +357,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="cases by name")
+    parser.add_argument(
+        "--candidates", action="store_true",
+        help="print every candidate of train --tune-kernels instead",
+    )  # fmt: skip
     args = parser.parse_args()
+    if args.candidates:
+        for line in candidates(tuple(args.only)):
+            print(line, flush=True)
+        return
     found = report(tuple(args.only))
     if not found:
         sys.exit("no PTX of a Pallas kernel was dumped; expected jax 0.10 and a known --only CASE")

@@ -12,10 +12,10 @@ from jaxbench.ops.pallas_call import Launch, ignoring_pallas_deprecation
 from jaxbench.ops.ssd.pallas import Tuning, mixer
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
+from jaxbench.train.kernel_timing import seconds
 from jaxbench.xla import flags
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding, options
 from one_gpu.operators import implementations_of_mixer, mixed, mixer_inputs, with_gradients
-from one_gpu.speed import seconds
 
 LANES = 8
 """Candidates that are compiled at a time."""

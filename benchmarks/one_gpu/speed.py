@@ -1,11 +1,11 @@
 """The GPU's ceilings: matmuls under sustained load, and copies in its memory and the host's."""
 
-import time
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
+from jaxbench.train.kernel_timing import seconds
 from jaxbench.xla import flags
 from one_gpu.context import MEASURED, WRONG, Context, Finding
 
@@ -16,17 +16,6 @@ clock within a second."""
 
 COPIES = 5
 """Copies to or from the host's memory in a row."""
-
-
-def seconds(function: Callable, *arguments: jax.Array, repeats: int = 20) -> float:
-    """Mean seconds of a call, after two warm-up calls."""
-    for _ in range(2):
-        jax.block_until_ready(function(*arguments))
-    start = time.perf_counter()
-    for _ in range(repeats):
-        result = function(*arguments)  # frees the one before: results may be as large as memory
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / repeats
 
 
 def sustained(function: Callable, *arguments: jax.Array) -> float:

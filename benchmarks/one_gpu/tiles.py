@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,11 @@ from jaxbench import mesh
 from jaxbench.ops.grouped import pallas
 from jaxbench.ops.grouped.groups import BLOCK, group
 from jaxbench.ops.grouped.pallas import Sizes
-from jaxbench.ops.pallas_call import Launch, ignoring_pallas_deprecation
+from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.plan.absent import compile_only_devices
+from jaxbench.train.kernel_timing import seconds
 from one_gpu import ragged
 from one_gpu.context import MEASURED, NOT_RUN, Context, Finding, options, row
-from one_gpu.speed import seconds
 
 LANES = 12
 """Candidates that are compiled at a time."""
@@ -29,11 +28,6 @@ MODELS = {"deepseek_v3": (16, 32768), "qwen3_30b_a3b": (128, 131072), "gpt_oss_1
 """Models: experts on a device, and rows, of a published row."""
 
 MATMULS = "to_permuted", "from_permuted", "weights"
-
-LAUNCHES = Launch(8, 3), Launch(8, 4), Launch(4, 3)
-WIDTHS = (128, 64), (256, 128, 64)
-DEPTHS = {2: ((64,),), 1: ((128, 64), (64,))}
-"""Sizes of the kernels; depths by the bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +64,20 @@ def shapes(ctx: Context) -> Iterator[Shape]:
         yield Shape(model, count, rows, cfg.embed, 2 * cfg.experts.ffn)
 
 
-def multiply(name: str, x: jax.Array, w: jax.Array, y: jax.Array, counts: jax.Array) -> jax.Array:
+def multiply(
+    name: str, sizes: Sizes, x: jax.Array, w: jax.Array, y: jax.Array, counts: jax.Array
+) -> jax.Array:
     """One of the three matmuls."""
     groups = group(counts, len(x), len(x))
     scale = jnp.ones(1) if x.itemsize == 1 else None
     operands = {"to_permuted": (x, w), "from_permuted": (y, w), "weights": (x, y)}[name]
-    return getattr(pallas, name)(*operands, groups, scale)
+    return getattr(pallas, name)(*operands, groups, scale, sizes=sizes)
 
 
 def lowered(on: Any, shape: Shape, dtype: Any, name: str, sizes: Sizes) -> Any:
-    """A matmul with other sizes, lowered."""
-    changed = pallas.SIZES[name] | {jnp.dtype(dtype).itemsize: sizes}
-    with (
-        mock.patch.dict(pallas.SIZES, {name: changed}),
-        jax.set_mesh(on),
-        ignoring_pallas_deprecation(),
-    ):
-        return jax.jit(partial(multiply, name)).lower(*shape.arrays(dtype))
+    """A matmul with some sizes, lowered."""
+    with jax.set_mesh(on), ignoring_pallas_deprecation():
+        return jax.jit(partial(multiply, name, sizes)).lower(*shape.arrays(dtype))
 
 
 def others(on: Any, shape: Shape) -> Iterator[tuple[str, Any]]:
@@ -112,13 +103,17 @@ def other(dot: Callable, name: str, shape: Shape) -> Any:
 
 
 def every(on: Any, shape: Shape, dtype: Any) -> Iterator[tuple[str, Any]]:
-    """All candidates by description, lowered one after another, since their sizes are patched."""
-    depths = DEPTHS[jnp.dtype(dtype).itemsize]
+    """All candidates of our kernels by description."""
+    features = {
+        "to_permuted": (shape.outputs, shape.inputs),
+        "from_permuted": (shape.inputs, shape.outputs),
+        "weights": (shape.outputs, BLOCK),
+    }
     for name in MATMULS:
-        for launch, widths, depth in product(LAUNCHES, WIDTHS, depths):
-            what = f"{name}, width {widths[0]}, depth {depth[0]}, {launch.warps} warps, "
-            program = lowered(on, shape, dtype, name, Sizes(widths, depth, launch))
-            yield f"{what}{launch.stages} stages", program
+        for sizes in pallas.candidates(name, jnp.dtype(dtype).itemsize, *features[name]):
+            launch = f"{sizes.launch.warps} warps, {sizes.launch.stages} stages"
+            what = f"{name}, width {sizes.width}, depth {sizes.depth}, {launch}"
+            yield what, lowered(on, shape, dtype, name, sizes)
 
 
 def candidates(on: Any, shape: Shape, dtype: Any) -> Iterator[tuple[str, Any]]:

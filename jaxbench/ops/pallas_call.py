@@ -167,8 +167,3 @@ def gathered(x: Any, rows: Array, first: Array | int, width: int) -> Array:
 def whole(x: Array) -> pl.BlockSpec:
     """The block of a kernel whose programs all see the whole array."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-
-
-def largest(size: int, *widths: int) -> int:
-    """The first of some widths, which are in falling order, that divides a size."""
-    return next(width for width in widths if size % width == 0)

@@ -57,6 +57,7 @@ class Options:
     nccl_trace: bool
     pgle: bool
     check_repeatable: bool
+    tune_kernels: bool
     compilation_cache: Path | None
 
 
@@ -118,6 +119,9 @@ def add_profiling(parser: argparse.ArgumentParser) -> None:
         help="profile some steps, compile again with their latencies, then train")
     add("--check-repeatable", action="store_true",
         help="first run some steps twice, and fail unless losses and state are bitwise equal")
+    add("--tune-kernels", action="store_true",
+        help="first time the candidate sizes of the grouped matmuls' kernels on the GPUs; the "
+        "compilation cache keeps the choice")
     add("--compilation-cache", type=Path, metavar="FOLDER",
         help="keep compiled programs and results of autotuning in this folder; it must belong to "
         "you alone, and all processes of all your jobs can use it")

@@ -70,7 +70,7 @@ def program_cache(
     if folder is None:
         yield Cached()
         return
-    name = _name(identity)
+    name = name_of(identity)
     with contextlib.ExitStack() as stack:
         own: Path | None = None
         cached, problem, kept = False, None, Cached()
@@ -78,7 +78,7 @@ def program_cache(
             own = stack.enter_context(private(folder))
             cached = (own / name).is_dir()
             if autotuning and KEEPS_AUTOTUNING:
-                kept = _autotuned(own / f"autotuned-{_name(autotuning)}")
+                kept = _autotuned(own / f"autotuned-{name_of(autotuning)}")
         except OSError as error:
             problem = f"{folder} cannot be this user's compilation cache: {error.strerror}"
         found = job.all_gather("compilation cache", (cached, problem))
@@ -99,7 +99,7 @@ def program_cache(
                 shutil.rmtree(own / used, ignore_errors=True)
 
 
-def _name(identity: dict[str, Any]) -> str:
+def name_of(identity: dict[str, Any]) -> str:
     """The name of the folder for an identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -26,7 +26,7 @@ from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations
 from jaxbench.recipe.settings import Run
 from jaxbench.results.plans import part_name
-from jaxbench.run import plausible, profiling, repeatable, sampling
+from jaxbench.run import plausible, profiling, repeatable, sampling, tune
 from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
@@ -167,7 +167,8 @@ class Attempt:
         return ("failed", lost, "lost") if lost else ("failed", reason, cause)
 
     def _train(self) -> None:
-        compiled = self._compile()
+        with self._kernel_sizes():
+            compiled = self._compile()
         self.program = WatchedProgram(compiled, self._failed_launch)
         self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
         state, saver = self._restore(), self._saver()
@@ -226,6 +227,17 @@ class Attempt:
             reason = f"{name_of(number)}, and it did not end by itself"
             self.recorder.add(status="interrupted", reason=reason)
         return stopping
+
+    def _kernel_sizes(self) -> contextlib.AbstractContextManager[None]:
+        """With `--tune-kernels`, a context with the sizes of kernels that are the fastest here."""
+        record, folder = self.recorder.record, self.session.options.compilation_cache
+        if not self.session.options.tune_kernels or mesh.platform() != "gpu":
+            return contextlib.nullcontext()
+        self._enter("tuning kernels", "sizes of Pallas kernels")
+        identity = autotuning_identity(record) | {"jaxbench": record["versions"]["jaxbench"]}
+        with_sizes, known = tune.tune(self.run, folder, identity, self.recorder.say)
+        self.recorder.add(kernel_sizes=known)
+        return with_sizes
 
     def _compile(self) -> Any:
         """The checked program of a step. With `pgle`, it is compiled again with its own profile."""

@@ -13,6 +13,7 @@ from one_gpu import choices, context, mixers, operators, rows, speed, survives, 
 
 from jaxbench.base import hardware
 from jaxbench.calibrate import command as calibrate
+from jaxbench.ops.grouped import pallas
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 
@@ -40,7 +41,7 @@ def shrink() -> None:
     trains.train, trains.STEPS, trains.PAIRS = train, 12, trains.PAIRS[:2]
     rows.names = lambda ctx: [FP8, "qwen3_30b_a3b_bf16"]
     tiles.shapes = lambda ctx: iter([tiles.Shape("tiny", 4, 1024, 128, 128)])
-    tiles.LAUNCHES, tiles.WIDTHS = tiles.LAUNCHES[:1], tiles.WIDTHS[:1]
+    pallas.LAUNCHES = pallas.LAUNCHES[:1]
     survives.LONG, survives.EVERY = 50, 25
     speed.SQUARE, speed.SUSTAINED_S = 1024, 0.1
     operators.FAMILIES, operators.TOKENS = ("llama31_8b",), 64

@@ -119,6 +119,36 @@ def test_products_of_each_row(case):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "case",
+    tiered(
+        [],
+        product(pallas.FASTEST, ["bfloat16", "float8_e4m3fn"]),
+        slow=[(name, "float8_e4m3fn") for name in pallas.FASTEST],
+    ),
+    ids="-".join,
+)
+def test_a_matmul_is_the_same_with_all_sizes_that_a_tuner_may_choose(case):
+    """Sums of small whole numbers are exact in any order. The interpreter ignores `Launch`."""
+    name, dtype = case
+    groups = grouped.group(jnp.asarray(RECEIVED["some"]), SLOTS, expected=400)
+    shapes = {"x": (groups.place.size, 512), "w": (4, 512, 256), "y": (groups.row.size, 256)}
+    values = {k: jnp.asarray(RNG.integers(-2, 3, shape), dtype) for k, shape in shapes.items()}
+    operands = {"to_permuted": "xw", "from_permuted": "yw", "weights": "xy"}[name]
+    features = {"to_permuted": (256, 512), "from_permuted": (512, 256), "weights": (256, BLOCK)}
+    found = pallas.candidates(name, values["x"].itemsize, *features[name])
+    tiles = {replace(sizes, launch=pallas.LAUNCHES[0]) for sizes in found}
+    assert len(tiles) == (4 if dtype == "float8_e4m3fn" else 2)
+    scale = jnp.ones(1) if values["x"].itemsize == 1 else None
+    multiply = partial(interpreted(name), *(values[k] for k in operands), groups, scale)
+    arriving = np.asarray(groups.place) != NONE
+    defined = arriving if name == "from_permuted" else slice(None)
+    first, *others = (np.asarray(multiply(sizes=of), np.float32)[defined] for of in tiles)
+    assert np.abs(first).max() > 10
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 @pytest.mark.parametrize(("expected", "multiplied"), [(300, 300 + 2 * 64), (10**6, 4 * BLOCK)])
 def test_plans_count_half_a_block_of_padding_for_each_group(expected, multiplied):
     """But not more rows than the matmul has."""

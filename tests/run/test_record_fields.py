@@ -16,7 +16,8 @@ GPU = {"gpu", *Totals().summary(1980), *(
 """Figures of a GPU, which tests/cluster/test_telemetry.py compares with a sampled one's."""
 
 OTHER_RUNS = {
-    "pgle", "kernels.Mamba-2", "kernels.dropless experts", "kernels.offload", "kernels.schedule",
+    "pgle", "kernel_sizes", "kernels.Mamba-2", "kernels.dropless experts", "kernels.offload",
+    "kernels.schedule",
     "ranks[].products_s", "summary.tokens_dropped", "summary.joules_per_token",
     "summary.tokens_per_kwh", *(f"ranks[].gpus[].{name}" for name in GPU),
     *(f"slurm.{name}" for name in ("job", "state", "exit_code", "nodes", "elapsed")),

@@ -45,6 +45,12 @@ class Groups:
         half of a group's last block is padding."""
         return min(self.expected + self.ends.size * BLOCK // 2, self.row.size)
 
+    def of_equal_size(self) -> "Groups":
+        """Groups with these shapes that have as many rows as expected, equally many each."""
+        count = self.ends.size
+        received = jnp.full((1, count), self.expected // count)
+        return group(received, self.place.size, self.expected)
+
 
 def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
     """The groups of rows that arrive from n ranks. Each rank sends at most `slots` rows, in a part

@@ -7,8 +7,9 @@ reaches only a fifth of the rate.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
+from jaxbench.ops.kernel_sizes import chosen
 from jaxbench.ops.pallas_call import (
     Inputs,
     Launch,
@@ -26,46 +28,50 @@ from jaxbench.ops.pallas_call import (
     add_product,
     call,
     gathered,
-    largest,
     tile_at,
     whole,
 )
 from jaxbench.recipe.model import ModelConfig
 
-TILES = 128, 64
-"""Widths of a tile of block-scaled operands. We take the largest that divides the features."""
-
-LAUNCH = Launch(warps=8, stages=3)
-"""For block-scaled operands these numbers were not chosen by measurement, since no Blackwell GPU
-was available."""
+WIDTHS = 256, 128, 64
+LAUNCHES = Launch(8, 3), Launch(8, 4), Launch(4, 3)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a kernel. `widths` are widths of a tile and `depths` are depths of one step of its
-    sum. We take the largest of each that divides the features."""
+    """Sizes of a kernel: the width of a tile, and the depth of one step of its sum."""
 
-    widths: tuple[int, ...]
-    depths: tuple[int, ...]
+    width: int
+    depth: int
     launch: Launch
 
 
-SIZES = {
-    "to_permuted": {
-        2: Sizes((256, 128, 64), (64,), LAUNCH),
-        1: Sizes((256, 128, 64), (128, 64), Launch(8, 4)),
-    },
-    "from_permuted": {
-        2: Sizes((256, 128, 64), (64,), LAUNCH),
-        1: Sizes((256, 128, 64), (128, 64), Launch(8, 4)),
-    },
-    "weights": {
-        2: Sizes((128, 64), (64,), Launch(4, 3)),
-        1: Sizes((256, 128, 64), (128,), LAUNCH),
-    },
+FASTEST = {
+    "to_permuted": {2: Sizes(256, 64, Launch(8, 3)), 1: Sizes(256, 128, Launch(8, 4))},
+    "from_permuted": {2: Sizes(256, 64, Launch(8, 3)), 1: Sizes(256, 128, Launch(8, 4))},
+    "weights": {2: Sizes(128, 64, Launch(4, 3)), 1: Sizes(256, 128, Launch(8, 3))},
 }
 """Sizes by matmul and by bytes of an element. On an H100 they were the fastest, or within 3 % of
 it, for most experts of Qwen3 30B, GPT-OSS and DeepSeek-V3 (`benchmarks/gpu.py --only tiles`)."""
+
+
+def candidates(name: str, itemsize: int, width: int, depth: int) -> tuple[Sizes, ...]:
+    """Sizes for a matmul whose tiles divide `width` features, and whose steps divide `depth`. The
+    first is the one of `FASTEST`, or the next smaller that divides."""
+    best = FASTEST[name][itemsize]
+    depths = (64,) if itemsize == 2 else (128, 64)
+    every = [best, *(Sizes(*sizes) for sizes in product(WIDTHS[:2], depths, LAUNCHES))]
+    return tuple(
+        dict.fromkeys(
+            replace(sizes, width=at_most(sizes.width, width), depth=at_most(sizes.depth, depth))
+            for sizes in every
+        )
+    )
+
+
+def at_most(limit: int, size: int) -> int:
+    """The largest width up to a limit that divides a size."""
+    return next(width for width in WIDTHS if width <= limit and size % width == 0)
 
 
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
@@ -74,7 +80,7 @@ def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
         return f"does not run on a {platform}"
     if dtype == "fp32":
         return "computes no fp32 matmuls"
-    experts, least = cfg.experts, min(TILES)
+    experts, least = cfg.experts, min(WIDTHS)
     assert experts is not None
     width = "model.experts.latent" if experts.latent else "model.embed"
     sizes = {"model.experts.ffn": experts.ffn, width: experts.latent or cfg.embed}
@@ -89,18 +95,22 @@ def to_permuted(
     groups: Groups,
     scale: Array | None = None,
     *,
+    sizes: Sizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    sizes, shape = SIZES["to_permuted"][x.itemsize], w.shape
-    width, depth = largest(shape[2], *sizes.widths), largest(shape[1], *sizes.depths)
+    shape = w.shape
+    if sizes is None:
+        found = candidates("to_permuted", x.itemsize, shape[2], shape[1])
+        sizes = chosen(to_permuted, found, x, w, groups, scale)
+    width = sizes.width
     y, in_fp8 = (groups.row.size, shape[2]), x.itemsize == 1
     of_w = pl.BlockSpec((*shape[:2], width), lambda n, b: (0, 0, n))
     if in_fp8:
         w = w.swapaxes(1, 2)
         of_w = pl.BlockSpec((shape[0], width, shape[1]), lambda n, b: (0, n, 0))
     return call(
-        partial(_to_permuted, depth=depth, turned=in_fp8), "grouped_to_permuted",
+        partial(_to_permuted, depth=sizes.depth, turned=in_fp8), "grouped_to_permuted",
         (shape[2] // width, groups.group.size),
         {
             "x": (x, whole(x)),
@@ -120,14 +130,17 @@ def from_permuted(
     groups: Groups,
     scale: Array | None = None,
     *,
+    sizes: Sizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "A D"]:
     """`Implementation.from_permuted`."""
-    sizes = SIZES["from_permuted"][y.itemsize]
-    width, depth = largest(w.shape[1], *sizes.widths), largest(w.shape[2], *sizes.depths)
+    if sizes is None:
+        found = candidates("from_permuted", y.itemsize, w.shape[1], w.shape[2])
+        sizes = chosen(from_permuted, found, y, w, groups, scale)
+    width = sizes.width
     x = (groups.place.size, w.shape[1])
     return call(
-        partial(_from_permuted, depth=depth), "grouped_from_permuted",
+        partial(_from_permuted, depth=sizes.depth), "grouped_from_permuted",
         (w.shape[1] // width, groups.group.size),
         {
             "y": (y, pl.BlockSpec((BLOCK, y.shape[1]), lambda d, b: (b, 0))),
@@ -147,11 +160,15 @@ def weights(
     groups: Groups,
     scale: Array | None = None,
     *,
+    sizes: Sizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    sizes, in_fp8 = SIZES["weights"][x.itemsize], x.itemsize == 1
-    tile = largest(x.shape[1], *TILES), largest(y.shape[1], *sizes.widths)
+    if sizes is None:
+        found = candidates("weights", x.itemsize, y.shape[1], BLOCK)
+        sizes = chosen(weights, found, x, y, groups, scale)
+    in_fp8 = x.itemsize == 1
+    tile = at_most(128, x.shape[1]), sizes.width
     w = (groups.ends.size, x.shape[1], y.shape[1])
     cost = _cost(w, groups, (x.itemsize, y.itemsize)) | {"kind": "grouped_weights"}
     if in_fp8:
@@ -167,7 +184,7 @@ def weights(
             "row": (groups.row, whole(groups.row)),
         }
     return call(
-        partial(_weights, depth=largest(BLOCK, *sizes.depths)), "grouped_weights",
+        partial(_weights, depth=sizes.depth), "grouped_weights",
         (w[2] // tile[1], w[1] // tile[0], w[0]),
         {**operands, "ends": (groups.ends, whole(groups.ends)), **scale_input(scale)},
         {"w": Output(w, result_dtype(x), pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},

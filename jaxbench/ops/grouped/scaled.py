@@ -8,6 +8,7 @@ multiply by the scales, and plain XLA for CPUs, which dequantizes.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +20,21 @@ from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
-from jaxbench.ops.grouped.pallas import LAUNCH, TILES, scale_input, scaled_sum
-from jaxbench.ops.pallas_call import Inputs, Output, call, largest, tile_at, whole
+from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, at_most, scale_input, scaled_sum
+from jaxbench.ops.kernel_sizes import chosen
+from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.block_scaled import Matmuls, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
 from jaxbench.recipe.settings import Precision
 
-DEPTHS = 128, 64
-"""Numbers of features in one step of a sum over features. We take the largest that divides the
-features."""
+
+def candidates(width: int, depth: int | None = None) -> tuple[Sizes, ...]:
+    """Sizes for a matmul whose tiles divide `width` features, and whose steps divide `depth`; steps
+    of whole blocks without `depth`. Nobody has timed them yet, since there was no Blackwell GPU."""
+    widths = dict.fromkeys(at_most(limit, width) for limit in (128, 64))
+    depths = dict.fromkeys(at_most(limit, depth) for limit in (128, 64)) if depth else (BLOCK,)
+    return tuple(Sizes(*sizes) for sizes in product(widths, depths, LAUNCHES))
 
 
 def rows(side: str, groups: Groups) -> Rows:
@@ -40,19 +46,27 @@ def rows(side: str, groups: Groups) -> Rows:
 
 
 def by_weight(
-    x: Blocks, w: Blocks, side: str, groups: Groups, *, interpret: bool = False
+    x: Blocks,
+    w: Blocks,
+    side: str,
+    groups: Groups,
+    *,
+    sizes: Sizes | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "R U"]:
     """`Matmuls.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
     arriving rows."""
     count, kept, summed = w.values.shape
-    width, into = largest(kept, *TILES), side == "first"
+    if sizes is None:
+        sizes = chosen(by_weight, candidates(kept, summed), x, w, side, groups)
+    width, into = sizes.width, side == "first"
     y = (groups.row.size if into else groups.place.size), kept
     block, index = (BLOCK, width), lambda n, b: (b, n)
     if not into:
         block, index = (y[0], width), lambda n, b: (0, n)
     x_parts = _operand("x", x, (BLOCK,), lambda n, b: (b, 0))
     return call(
-        partial(_by_weight, into=into, step=_step(x, largest(summed, *DEPTHS))), "grouped_scaled",
+        partial(_by_weight, into=into, step=_step(x, sizes.depth)), "grouped_scaled",
         (kept // width, groups.group.size),
         {
             **x_parts,
@@ -61,27 +75,34 @@ def by_weight(
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
             **_scale(x, w),
         },
-        {"y": Output(y, jnp.bfloat16, pl.BlockSpec(block, index))}, LAUNCH,
+        {"y": Output(y, jnp.bfloat16, pl.BlockSpec(block, index))}, sizes.launch,
         **_cost(groups, (count, kept, summed), x, x_parts, {"y": 2 * kept}), interpret=interpret,
     )["y"]  # fmt: skip
 
 
 def of_weight(
-    first: Blocks, last: Blocks, groups: Groups, *, interpret: bool = False
+    first: Blocks,
+    last: Blocks,
+    groups: Groups,
+    *,
+    sizes: Sizes | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "E D O"]:
     """`Matmuls.of_weight` by a kernel."""
     w = groups.ends.size, first.values.shape[1], last.values.shape[1]
-    tile = [largest(size, *TILES) for size in w[1:]]
+    if sizes is None:
+        sizes = chosen(of_weight, candidates(w[2]), first, last, groups)
+    tile = at_most(128, w[1]), sizes.width
     operands = {
         **_operand("a", first, (tile[0],), lambda o, d, e: (d, 0)),
         **_operand("b", last, (tile[1],), lambda o, d, e: (o, 0)),
     }
     return call(
-        partial(_of_weight, step=_step(first, BLOCK)), "grouped_scaled_weights",
+        partial(_of_weight, step=_step(first, sizes.depth)), "grouped_scaled_weights",
         (w[2] // tile[1], w[1] // tile[0], w[0]),
         {**operands, "ends": (groups.ends, whole(groups.ends)), **_scale(first, last)},
         {"w": Output(w, jnp.bfloat16, pl.BlockSpec((None, *tile), lambda o, d, e: (e, d, o)))},
-        LAUNCH, **_cost(groups, w, first, operands) | {"kind": "grouped_weights"},
+        sizes.launch, **_cost(groups, w, first, operands) | {"kind": "grouped_weights"},
         interpret=interpret,
     )["w"]  # fmt: skip
 
