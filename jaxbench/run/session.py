@@ -231,7 +231,10 @@ class Attempt:
     def _kernel_sizes(self) -> contextlib.AbstractContextManager[None]:
         """With `--tune-kernels`, a context with the sizes of kernels that are the fastest here."""
         record, folder = self.recorder.record, self.session.options.compilation_cache
-        if not self.session.options.tune_kernels or mesh.platform() != "gpu":
+        if not self.session.options.tune_kernels:
+            return contextlib.nullcontext()
+        if mesh.platform() != "gpu":
+            self.recorder.say("--tune-kernels: there is nothing to time without a GPU")
             return contextlib.nullcontext()
         self._enter("tuning kernels", "sizes of Pallas kernels")
         identity = autotuning_identity(record) | {"jaxbench": record["versions"]["jaxbench"]}
