@@ -17,7 +17,7 @@ from jaxbench.recipe import listing, planned  # noqa: E402
 
 MARK, END = "<!-- table -->", "<!-- end of the table -->"
 
-TEXTS = ("recipe", "GPU", "fits", "mesh")
+TEXTS = ("recipe", "GPU", "fits", "mesh", "planned")
 """Columns of the table of all plans that are not figures."""
 
 

@@ -91,6 +91,7 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
         "published MFU %": mfu("published"),
         "launches": str(plan.launches),
         "compile s": f"{plan.compile_s:.0f}",
+        "planned": time.strftime("%Y-%m-%d"),
     }
 
 

@@ -61,6 +61,7 @@ def candidates(name: str, itemsize: int, width: int, depth: int) -> tuple[Sizes,
     best = FASTEST[name][itemsize]
     depths = (64,) if itemsize == 2 else (128, 64)
     every = [best, *(Sizes(*sizes) for sizes in product(WIDTHS[:2], depths, LAUNCHES))]
+    every = [s for s in every if s.width < 256 or s.launch.warps == 8]  # four warps spill
     return tuple(
         dict.fromkeys(
             replace(sizes, width=at_most(sizes.width, width), depth=at_most(sizes.depth, depth))
