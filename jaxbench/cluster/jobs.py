@@ -1,21 +1,25 @@
 """The command `jaxbench jobs`: jobs of all recipes that `launch/submit.sh` submitted, read from the
 folder of their results and from Slurm's queue."""
 
+import argparse
 import os
 import re
 import subprocess
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from jaxbench.base import files
-from jaxbench.base.errors import RecipeError
+from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.files import as_json
 from jaxbench.base.terminal import Parser, command, console
 
 EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
+    jaxbench jobs --since 2d --state failed,lost --json    for scripts: of the last two days
     jaxbench jobs status 2242                one job: its state, and why it ended
     jaxbench jobs log 2242                   its log, followed until it ends
     jaxbench jobs cancel 2242 2243           cancels jobs; a job that saves does so first
@@ -44,7 +48,40 @@ def make_parser() -> Parser:
         metavar="FOLDER",
         help="stage folder (default STAGE_PATH, or all below LLMB_INSTALL)",
     )
+    add = parser.add_argument_group("which jobs to list, and how").add_argument
+    add(
+        "--state", type=states, default=STATES, metavar="STATE,..",
+        help=f"only jobs in these states: {', '.join(STATES)}",
+    )  # fmt: skip
+    add(
+        "--since", type=moment, metavar="WHEN",
+        help="only jobs that began since then, or that were submitted since then and have not "
+        "begun: 2d or 12h ago, or a day such as 2026-11-20",
+    )  # fmt: skip
+    add("--json", action="store_true", help="print a JSON list")
     return parser
+
+
+STATES = "pending", "running", "completed", "failed", "interrupted", "lost"
+
+
+def states(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    if unknown := [name for name in found if name not in STATES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(STATES)}")
+    return found
+
+
+def moment(text: str) -> datetime:
+    """The time of `2d` or `12h` ago, or the beginning of a day here."""
+    if ago := re.fullmatch(r"(\d{1,4})([dh])", text):
+        hours = int(ago[1]) * (24 if ago[2] == "d" else 1)
+        return datetime.now(UTC) - timedelta(hours=hours)
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").astimezone()
+    except ValueError:
+        message = f"{text!r}: expected 2d, 12h or a day such as 2026-11-20"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def queue() -> Queue:
@@ -123,6 +160,14 @@ def folders(stage: Path | None) -> dict[str, Path]:
     return {path.name: path for path in sorted(found, key=lambda path: int(path.name))}
 
 
+def began(folder: Path) -> datetime:
+    """When a job began; before that, when its folder was made."""
+    try:
+        return datetime.fromisoformat(record_of(folder)["started"])
+    except (KeyError, TypeError, ValueError):
+        return datetime.fromtimestamp(folder.stat().st_mtime, UTC)
+
+
 def log(folder: Path) -> Path:
     """The main log of a job. Raises RecipeError if there is none yet."""
     for path in folder.glob(f"sbatch_jaxbench_*_{folder.name}.out"):
@@ -167,7 +212,8 @@ def main(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     if args.action != "list" and not args.jobs:
         raise RecipeError(f"jobs {args.action} needs the id of a job")
-    jobs = chosen(args.jobs, folders(args.stage))
+    known = folders(args.stage)
+    jobs = chosen(args.jobs, known)
     if args.action == "log":
         paths = [str(log(folder)) for folder in jobs.values()]
         follow = ["-F"] if jobs.keys() & queue().keys() else []
@@ -176,14 +222,23 @@ def main(argv: Sequence[str] | None) -> int:
         slurm("scancel", *jobs)
         return 0
     queued = queue()
-    lines = [described(folder, queued) for folder in jobs.values()]
+    if args.since:
+        jobs = {number: path for number, path in jobs.items() if began(path) >= args.since}
+    found = {path: described(path, queued) for path in jobs.values()}
+    found = {p: line for p, line in found.items() if line["state"].split(":")[0] in args.state}
+    if args.json:
+        print(as_json([line | {"folder": str(path)} for path, line in found.items()]), end="")
+        return 0
     if args.action == "status":
-        for line, folder in zip(lines, jobs.values(), strict=True):
+        for folder, line in found.items():
             for name, value in {**line, "folder": str(folder)}.items():
                 print(f"{name:8} {value}")
         return 0
-    table = Table(*lines[0], box=None, pad_edge=False, header_style="bold")
-    for line in lines:
+    if not found:
+        print(f"none of {counted(len(known), 'job')} is as asked")
+        return 0
+    table = Table(*next(iter(found.values())), box=None, pad_edge=False, header_style="bold")
+    for line in found.values():
         table.add_row(*line.values())
     console().print(table)
     return 0

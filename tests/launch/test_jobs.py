@@ -1,11 +1,14 @@
 """`jaxbench jobs`: what it tells of jobs in the queue, ended and lost, and what it follows."""
 
 import json
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from launching import slurm
 
 from jaxbench.cluster import jobs
+
+STATES = "pending, running, completed, failed, interrupted, lost"
 
 
 @pytest.fixture
@@ -47,6 +50,26 @@ def test_jobs_are_listed_across_recipes(stage, capsys):
     ]
 
 
+def listed(capsys, *words):
+    assert jobs.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_jobs_are_listed_by_state_and_time_as_json(stage, capsys):
+    failed = listed(capsys, "--state", "interrupted,lost")
+    assert [(job["job"], job["state"]) for job in failed] == [
+        ("77", "interrupted: cancelled"), ("102", "lost"),
+    ]  # fmt: skip
+    assert failed[0]["folder"] == str(stage / "results/1/bf16/8b/8/77")
+    week_ago = (datetime.now(UTC) - timedelta(days=7)).isoformat(timespec="seconds")
+    add(stage, "76", "llama31_8b_bf16", status="completed", started=week_ago)
+    assert len(listed(capsys)) == 5
+    for since, count in (("6d", 4), ("169h", 5), ("2000-01-01", 5), (week_ago[:10], 5)):
+        assert len(listed(capsys, "--since", since)) == count, since
+    assert jobs.main(["--state", "failed"]) == 0
+    assert capsys.readouterr().out == "none of 5 jobs is as asked\n"
+
+
 def test_a_job_is_shown_followed_and_cancelled(stage, capfd):
     assert jobs.main(["status", "78"]) == 0
     assert "nodes    n[0-1]\n" in capfd.readouterr().out
@@ -63,6 +86,12 @@ def test_a_job_is_shown_followed_and_cancelled(stage, capfd):
     ("words", "path", "message"),
     [
         (["status", "5"], None, "job 5 has no results; the last jobs that have some: 78, 79, 102"),
+        (["--state", "done"], None, "argument --state: 'done' is not one of " + STATES),
+        (
+            ["--since", "May"],
+            None,
+            "argument --since: 'May': expected 2d, 12h or a day such as 2026-11-20",
+        ),
         (["cancel"], None, "jobs cancel needs the id of a job"),
         (["log", "79"], None, "job 79 has not begun"),
         (["--stage", "/none"], None, "no job has results in /none"),
