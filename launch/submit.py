@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import sbatch  # noqa: E402
+import site_file  # noqa: E402
 from options import parse_train, train_options  # noqa: E402
 from variables import Variables, gpu_type, misspelt, recipe_path, stage_folder  # noqa: E402
 
@@ -145,13 +146,15 @@ def slurm_options(
 def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     """The job that options and environment describe. Raises RecipeError for every mistake in
     them."""
-    variables = Variables(environment)
+    here = site_file.read(environment)
+    variables = Variables(site_file.completed(environment, here))
+    system = args.system or here.get("system", "")
     path = recipe_path(args.config, variables)
     gpu = gpu_type(variables)
     recipe = recipes.load(path).on(gpu)
     gpus, per_node, processes = layout(args, variables, gpu)
-    if args.system and not (ROOT / "launch" / "env" / f"{args.system}.sh").exists():
-        raise RecipeError(f"--system {args.system}: there is no launch/env/{args.system}.sh")
+    if system and not (ROOT / "launch" / "env" / f"{system}.sh").exists():
+        raise RecipeError(f"--system {system}: there is no launch/env/{system}.sh")
     workload = recipe.name.split("_")[0]
     stage = stage_folder(variables, workload)
     sbatch.check_path(stage)
@@ -180,7 +183,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     image, venv = variables.text("RUN_CONF_IMAGE"), variables.text("JAXBENCH_VENV")
     settings |= {
         "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_STAGE": str(stage), "JAXBENCH_RESULTS": str(results),
-        "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": args.system or "", "JAXBENCH_GPU": gpu.name,
+        "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": system, "JAXBENCH_GPU": gpu.name,
         "JAXBENCH_LOCAL_DEVICES": str(local), "JAXBENCH_RESTARTS": str(args.restarts),
         "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
         "JAXBENCH_CHECK_OPTIONS": f"--{'cpu' if args.cpu else 'local'}-devices {local}",
@@ -191,7 +194,10 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "job-name": name, "nodes": str(gpus // per_node), "ntasks-per-node": str(processes),
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
     }  # fmt: skip
-    return Job(run, gpu, results, texts, settings, slurm_options(args, variables, slurm))
+    slurm = slurm_options(args, variables, slurm)
+    if "exclude" in here:
+        slurm.setdefault("exclude", here["exclude"])
+    return Job(run, gpu, results, texts, settings, slurm)
 
 
 def submit(job: Job) -> str:

@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
 
 import sbatch  # noqa: F401
+import site_file  # noqa: F401
 import submit
 import sweep  # noqa: F401
 from mistakes import assert_mistake
