@@ -53,6 +53,10 @@ COMMANDS = {
         "check.arguments", "check.command", "is every GPU, link and node as fast as it should be?",
         prints=False,
     ),
+    "qualify": Command(
+        "check.qualify", "check.qualify",
+        "check the nodes of a Slurm cluster, alone, in pairs and together", prints=False, jax=False,
+    ),
     "calibrate": Command(
         "calibrate.arguments", "calibrate.command", "measure this machine's GPUs for forecasts",
         prints=False,

@@ -47,11 +47,15 @@ def first_job() -> int:
 
 
 class Cluster(Started):
-    """Two nodes, n0 and n1, with two CPUs each; everything it writes is in `folder`. With `hosts`
-    each node is one of them, and lost after 30 s without a word, else both are this one."""
+    """Nodes n0, n1 and so on, two unless `nodes` says otherwise, with two CPUs each; everything it
+    writes is in `folder`. With `hosts` each node is one of them, and lost after 30 s without a
+    word, else all are this one. `prolog` is a script whose output gives a task variables."""
 
-    def __init__(self, folder: Path, hosts: Hosts | None = None):
-        self.folder, self.hosts = folder, hosts
+    def __init__(
+        self, folder: Path, hosts: Hosts | None = None, nodes: int = 2, prolog: Path | None = None
+    ):
+        self.folder, self.hosts, self.prolog = folder, hosts, prolog
+        self.names = [f"n{number}" for number in range(nodes)]
         self.environment = (
             os.environ
             | quick.cache()
@@ -63,14 +67,20 @@ class Cluster(Started):
         self._daemons: list[subprocess.Popen] = []
 
     def _start(self) -> None:
-        for name in ("state", "spool-n0", "spool-n1"):
+        for name in ("state", *(f"spool-{name}" for name in self.names)):
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)
         self._start_munge()
         if self.hosts is None:
-            self._hosts("n0", "n1")
-        addresses = [self.hosts.control(n) if self.hosts else "127.0.0.1" for n in ("n0", "n1")]
-        host, ports = os.uname().nodename, free_ports(3)
+            self._hosts(*self.names)
+        addresses = [self.hosts.control(n) if self.hosts else "127.0.0.1" for n in self.names]
+        host, (port, *ports) = os.uname().nodename, free_ports(1 + len(self.names))
+        nodes = "\n".join(
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={its} CPUs=2 "
+            "RealMemory=1000"
+            for name, address, its in zip(self.names, addresses, ports, strict=True)
+        )
+        names, prolog = ",".join(self.names), f"TaskProlog={self.prolog}" if self.prolog else ""
         # JAX derives its coordinator's port from the job's number, modulo 4096: 64 numbers that no
         # other cluster uses, also one that another worker of pytest started next.
         # A requeued job waits until its old credentials have expired (120 s unless told otherwise).
@@ -82,7 +92,7 @@ SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket,cred_expire=8
 CredType=cred/munge
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 FirstJobId={first_job()}
 SlurmctldParameters=enable_configless
 SlurmdParameters=config_overrides
@@ -105,18 +115,23 @@ SlurmdTimeout={30 if self.hosts else 300}
 MessageTimeout={10 if self.hosts else 60}
 MinJobAge=3600
 JobRequeue=1
-NodeName=n0 NodeHostname={host} NodeAddr={addresses[0]} Port={ports[1]} CPUs=2 RealMemory=1000
-NodeName=n1 NodeHostname={host} NodeAddr={addresses[1]} Port={ports[2]} CPUs=2 RealMemory=1000
+{prolog}
+{nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP PriorityTier=1
-PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """)
         self._daemon("slurmctld", "-D")
-        for node in ("n0", "n1"):
+        for node in self.names:
             on = self.hosts.on(node) if self.hosts else ()
             self._daemon(*on, "slurmd", "-D", "-N", node)
-        self._wait(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", 60)
+        self._wait(
+            lambda: (
+                self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(len(self.names))
+            ),
+            60,
+        )
 
     def __exit__(self, *_):
         try:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from jaxbench.base.terminal import Parser
 
+FILE = "check.json"
+
 EXAMPLES = """
     jaxbench check
     jaxbench check --cpu-devices 4 --output check

@@ -20,14 +20,12 @@ from jaxbench.base.files import owned, write_json
 from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.base.terminal import console, live
 from jaxbench.check import host_facts, measure
-from jaxbench.check.arguments import make_parser
+from jaxbench.check.arguments import FILE, make_parser
 from jaxbench.check.judge import Rate, by_kind, judge, slow
 from jaxbench.cluster import devices, ending, job
 from jaxbench.cluster.nvml import Gpu as Told
 from jaxbench.forecast import tables
 from jaxbench.recipe.checks import positive
-
-FILE = "check.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,6 +206,7 @@ def judged(
                 "expected": some[0].expected,
                 "median": median(rate.value for rate in some),
                 "values": {" - ".join(rate.ends): rate.value for rate in some},
+                "distances": {" - ".join(r.ends): r.distance for r in some if r.distance},
             }
             for kind, some in kinds.items()
         },

@@ -1,0 +1,335 @@
+"""The command `jaxbench qualify`: checks the nodes of a Slurm cluster one by one, then in pairs,
+then together, and ends with one table of nodes.
+
+Every check is a job of its own, `srun jaxbench check`, so busy and broken nodes hold up no other.
+GPUs are compared with those of all nodes, and the links of each pair with those of all pairs. Nodes
+with a fault take no part in what comes next. Needs no JAX.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jaxbench.base.errors import STATUS, RecipeError, counted, listed
+from jaxbench.base.files import owned, write_json
+from jaxbench.base.terminal import Parser, command, console
+from jaxbench.check.arguments import FILE as CHECKED
+from jaxbench.check.judge import Finding, Rate, judge
+from jaxbench.cluster.jobs import environment, slurm
+from jaxbench.recipe.checks import positive
+
+FILE = "qualify.json"
+
+AT_A_TIME = 64
+"""Jobs that this command starts at a time."""
+
+BUSY = "allocate", "busy", "not available", "DOWN", "DRAIN", "Unable"
+"""Words with which srun says that it got no nodes."""
+
+EXAMPLES = """
+    jaxbench qualify --nodes 'n[1-256]' --gres 8
+    jaxbench qualify --partition batch --account physics --output handover --wait 60
+    jaxbench qualify --nodes 'n[1-4]' \\
+        --on-fail 'scontrol update nodename=$NODE state=drain reason="$EVIDENCE"'
+"""
+
+
+def make_parser() -> Parser:
+    """The parser of all options; `--help` documents them."""
+    parser = Parser(
+        prog="jaxbench qualify", examples=EXAMPLES,
+        description="Checks the nodes of a Slurm cluster: each by itself, then pairs of them, then "
+        "all together, each with jaxbench check in a job of its own. Ends with a table of nodes. "
+        "The same command continues where it was interrupted.",
+    )  # fmt: skip
+    add = parser.add_argument_group("which nodes").add_argument
+    add("--nodes", metavar="LIST", help="nodes in Slurm's notation: n[1-8,12]")
+    add("--partition", help="Slurm's partition; without --nodes, all of its nodes")
+    add("--account", help="Slurm's account")
+    add(
+        "--gpus-per-node", type=int, default=8, metavar="N",
+        help="GPUs and processes of a node (default 8)",
+    )  # fmt: skip
+    add("--gres", type=int, metavar="N", help="GPUs to ask for where they are a generic resource")
+    add(
+        "--srun", action="append", default=[], metavar="KEY=VALUE",
+        help="any other option of srun: qos=high",
+    )  # fmt: skip
+    add("--cpu-devices", type=int, metavar="N", help="rehearse with N CPU devices on each node")
+    add = parser.add_argument_group("how").add_argument
+    add(
+        "--output", type=Path, default=Path("qualify"), metavar="FOLDER",
+        help="folder for qualify.json and the records of all checks, which all nodes share; checks "
+        "that it has already are not repeated (default qualify)",
+    )  # fmt: skip
+    add(
+        "--wait", type=int, default=10, metavar="MINUTES",
+        help="how long to wait for nodes that are busy (default 10)",
+    )  # fmt: skip
+    add(
+        "--limit", type=int, default=10, metavar="MINUTES",
+        help="time limit of a check (default 10)",
+    )  # fmt: skip
+    add(
+        "--on-fail", metavar="COMMAND",
+        help="a shell command to run once for each node that fails, with the variables NODE, CAUSE "
+        "and EVIDENCE",
+    )  # fmt: skip
+    return parser
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of some nodes: its report (check.json), or why there is none."""
+
+    nodes: tuple[str, ...]
+    report: dict[str, Any] | None = None
+    why: str = ""
+
+    @property
+    def reached(self) -> bool:
+        """Whether Slurm gave it its nodes."""
+        return self.report is not None or not any(word in self.why for word in BUSY)
+
+
+@dataclass
+class Verdicts:
+    """What is known of the nodes. `faults` are by node, each with its cause; `links` are slow links
+    between nodes, neither of which is known to be at fault."""
+
+    nodes: Sequence[str]
+    unreached: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, list[Finding]] = field(default_factory=dict)
+    links: list[Finding] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> list[str]:
+        """Nodes that were reached and have no fault."""
+        return [n for n in self.nodes if n not in self.unreached and n not in self.faults]
+
+    def add(self, found: Iterable[Finding]) -> None:
+        """Adds faults. Remarks stay in the records of the checks."""
+        for finding in found:
+            for node in finding.nodes if finding.cause else ():
+                self.faults.setdefault(node, []).append(finding)
+            if finding.cause and not finding.nodes:
+                self.links.append(finding)
+
+    def of(self, node: str) -> tuple[str, str]:
+        """(verdict, why) of a node."""
+        if node in self.unreached:
+            return "not reached", self.unreached[node]
+        if node in self.faults:
+            return "fail", "; ".join(map(str, self.faults[node]))
+        return "pass", "; ".join(str(link) for link in self.links if node in link.where)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if all nodes pass, the exit status of the first fault (`base.errors.STATUS`), or 1
+    if nodes were not reached."""
+    args = make_parser().parse_args(argv)
+    positive("--", args, "gpus_per_node", "gres", "cpu_devices", "wait", "limit")
+    nodes = find_nodes(args.nodes, args.partition)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        held.enter_context(owned(args.output))
+        try:
+            found = qualify(nodes, args)
+        except KeyboardInterrupt:
+            print("interrupted; finished checks are kept, and the same command continues",
+                  file=sys.stderr)  # fmt: skip
+            return 130
+        tell_failures(found, args)
+    show(found)
+    if found.faults:
+        return STATUS[next(iter(found.faults.values()))[0].cause or "gpu"]
+    return int(bool(found.unreached or found.links))
+
+
+def find_nodes(names: str | None, partition: str | None) -> list[str]:
+    """The names of the nodes. Raises RecipeError if there are none."""
+    if names:
+        nodes = slurm("scontrol", "show", "hostnames", names).split()
+    elif partition:
+        answer = slurm("sinfo", "--noheader", f"--partition={partition}", "--Node", "--format=%N")
+        nodes = [*dict.fromkeys(answer.split())]
+    else:
+        raise RecipeError("name nodes (--nodes) or a partition (--partition)")
+    if not nodes:
+        raise RecipeError(f"no node is in {names or partition}")
+    return nodes
+
+
+def qualify(nodes: Sequence[str], args: Any) -> Verdicts:
+    """Checks nodes, pairs of healthy nodes, and all healthy nodes together."""
+    found = Verdicts(nodes)
+    alone = run_checks([(node,) for node in nodes], "nodes", args)
+    for check in alone:
+        (node,) = check.nodes
+        if not check.reached:
+            found.unreached[node] = check.why
+        elif check.report is None:
+            found.add([Finding(node, f"the check failed: {check.why}", "failed", (node,))])
+    found.add(judged(alone))
+    paired = [
+        check for apart in rounds(found.healthy) for check in run_checks(apart, "pairs", args)
+    ]
+    found.add(outcome(paired, found))
+    if len(found.healthy) > 2:
+        everyone = run_checks([tuple(found.healthy)], "all", args)
+        found.add(outcome(everyone, found))
+    return found
+
+
+def outcome(checks: Sequence[Check], found: Verdicts) -> Iterator[Finding]:
+    """The findings of checks of several nodes. A check that failed names all its nodes."""
+    for check in checks:
+        if check.report is None:
+            name = " - ".join(check.nodes) if len(check.nodes) == 2 else "all nodes together"
+            yield Finding(name, f"the check failed: {check.why}", "network")
+    known = {str(fault) for faults in found.faults.values() for fault in faults}
+    yield from (finding for finding in judged(checks) if str(finding) not in known)
+
+
+def judged(checks: Iterable[Check]) -> list[Finding]:
+    """The findings of several checks, as if they were one."""
+    reports = [check.report for check in checks if check.report is not None]
+    hosts = {node: host for report in reports for node, host in report["hosts"].items()}
+    on_gpus = any("gpu" in name for host in hosts.values() for name in host["gpus"])
+    return judge([rate for report in reports for rate in rates(report)], hosts, comparable=on_gpus)
+
+
+def rates(report: Mapping[str, Any]) -> Iterator[Rate]:
+    """The rates of a check.json."""
+    for kind, entry in report["rates"].items():
+        for ends, value in entry["values"].items():
+            where, far = tuple(ends.split(" - ")), entry.get("distances", {}).get(ends, 0)
+            yield Rate(kind, entry["unit"], where, value, entry["expected"], far)
+
+
+def rounds(nodes: Sequence[str]) -> Iterator[Sequence[tuple[str, ...]]]:
+    """Pairs of neighbours on a ring, in rounds in which each node has one partner at most. Each
+    node has two partners in all, so that a slow link can be told from a slow node."""
+    ring = [*zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)]
+    if len(nodes) % 2:
+        yield from (some for some in (ring[:-1:2], ring[1:-1:2], ring[-1:]) if len(nodes) > 1)
+    elif len(nodes) > 2:
+        yield from (ring[::2], ring[1::2])
+    elif nodes:
+        yield ring[:1]
+
+
+def run_checks(groups: Sequence[tuple[str, ...]], stage: str, args: Any) -> list[Check]:
+    """Runs a check on each group of nodes, many at a time, unless the folder has its report
+    already. No node is in two groups. Cancels all jobs if it is interrupted."""
+    name = f"jaxbench-qualify-{os.getpid()}"
+    began = time.monotonic()
+    pool = ThreadPoolExecutor(AT_A_TIME)
+    try:
+        futures = [pool.submit(run_check, group, stage, name, args) for group in groups]
+        checks = [future.result() for future in futures]
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        slurm("scancel", "--me", f"--name={name}")
+        raise
+    pool.shutdown()
+    done = sum(check.report is not None for check in checks)
+    minutes = (time.monotonic() - began) / 60
+    what = {"nodes": "node", "pairs": "pair", "all": "check of all nodes"}[stage]
+    print(f"{stage}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
+    return checks
+
+
+def run_check(nodes: tuple[str, ...], stage: str, name: str, args: Any) -> Check:
+    """The check of some nodes, from the folder or from a job."""
+    folder = args.output / stage / ("all" if stage == "all" else "-".join(nodes))
+    if (report := read(folder)) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CHECKED).unlink(missing_ok=True)
+        done = subprocess.run(
+            srun(nodes, folder, name, args), capture_output=True, text=True, env=environment(),
+            start_new_session=True,
+        )  # fmt: skip
+        (folder / "log.txt").write_text(done.stdout + done.stderr)
+        if (report := read(folder)) is None:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            errors = [line for line in lines if "error" in line.lower()]
+            return Check(nodes, why=(errors or lines or [f"exit status {done.returncode}"])[0])
+    if {*report["hosts"]} != {*nodes}:
+        return Check(nodes, why=f"{folder / CHECKED} is of {listed([*report['hosts']], 3)}")
+    return Check(nodes, report)
+
+
+def srun(nodes: tuple[str, ...], folder: Path, name: str, args: Any) -> list[str]:
+    """The command that checks some nodes in a job of their own."""
+    processes = 1 if args.cpu_devices else args.gpus_per_node
+    options = {
+        "job-name": name, "nodelist": ",".join(nodes), "nodes": len(nodes),
+        "ntasks-per-node": processes, "immediate": 60 * args.wait, "time": args.limit, "mem": 0,
+        "account": args.account, "partition": args.partition,
+        "gres": args.gres and f"gpu:{args.gres}",
+    }  # fmt: skip
+    words = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    devices = f"--cpu-devices={args.cpu_devices}" if args.cpu_devices else "--local-devices=1"
+    check = [sys.executable, "-m", "jaxbench", "check", devices, f"--output={folder.absolute()}"]
+    return ["srun", "--exclusive", *words, *(f"--{option}" for option in args.srun), *check]
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The report of a check that has ended; None if there is none."""
+    try:
+        report = json.loads((folder / CHECKED).read_text())
+    except (OSError, ValueError):
+        return None
+    complete = isinstance(report, dict) and {"rates", "hosts"} <= report.keys()
+    return report if complete else None
+
+
+def tell_failures(found: Verdicts, args: Any) -> None:
+    """Writes qualify.json, and runs the command of `--on-fail` for nodes that failed for the first
+    time."""
+    path = args.output / FILE
+    try:
+        told = set(json.loads(path.read_text())["told"])
+    except (OSError, ValueError, KeyError, TypeError):
+        told = set()
+    for node, faults in found.faults.items():
+        if args.on_fail and node not in told:
+            about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": found.of(node)[1]}
+            done = subprocess.run(args.on_fail, shell=True, env=environment() | about)
+            if done.returncode:
+                print(f"warning: --on-fail for {node}: exit status {done.returncode}",
+                      file=sys.stderr)  # fmt: skip
+            else:
+                told.add(node)
+    verdicts = {node: dict(zip(("verdict", "why"), found.of(node), strict=True))
+                for node in found.nodes}  # fmt: skip
+    links = [str(link) for link in found.links]
+    write_json(path, {"nodes": verdicts, "links": links, "told": sorted(told)})
+
+
+def show(found: Verdicts) -> None:
+    """Prints the table of nodes, those that fail first, and how many there are of each kind."""
+    grid = Table("node", "verdict", "why", box=None, pad_edge=False, header_style="bold")
+    order = {"fail": 0, "not reached": 1, "pass": 2}
+    rows = sorted((order[found.of(node)[0]], i, node) for i, node in enumerate(found.nodes))
+    for _, _, node in rows:
+        grid.add_row(node, *found.of(node))
+    console().print(grid)
+    for link in found.links:
+        print(f"link: {link}")
+    print(
+        f"qualify: {len(found.healthy)} pass, {len(found.faults)} fail, "
+        f"{len(found.unreached)} not reached, of {counted(len(found.nodes), 'node')}"
+    )

@@ -1,0 +1,104 @@
+"""`jaxbench qualify`: what it concludes from the records of checks, which are made here. Real Slurm
+runs them in tests/null_gpu/test_null_qualify.py."""
+
+import json
+from collections import defaultdict
+
+import pytest
+from test_check import made
+
+from jaxbench.check import qualify
+from jaxbench.check.judge import BETWEEN_NODES, by_kind, node
+
+
+def record(folder, nodes, rates, hosts):
+    """Writes check.json as a check of these nodes does."""
+    mine = [rate for rate in rates if {*map(node, rate.ends)} <= {*nodes}]
+    kinds = {
+        kind: {
+            "unit": "GB/s", "expected": None,
+            "values": {" - ".join(rate.ends): rate.value for rate in some},
+            "distances": {" - ".join(rate.ends): rate.distance for rate in some},
+        }
+        for kind, some in by_kind(mine).items()
+    }  # fmt: skip
+    report = {"rates": kinds, "hosts": {name: hosts[name] for name in nodes}}
+    folder.mkdir(parents=True)
+    (folder / "check.json").write_text(json.dumps(report))
+
+
+@pytest.fixture
+def qualified(tmp_path, capsys):
+    """What a qualification concludes if all its checks have run already."""
+
+    def conclude(number, slowed):
+        rates, hosts = made(number, 0, slowed=slowed)
+        args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+        names = [*hosts]
+        single = [rate for rate in rates if rate.kind != BETWEEN_NODES]
+        for name in names:
+            record(tmp_path / "nodes" / name, [name], single, hosts)
+        for a in names:
+            for b in names:
+                if a != b:
+                    record(tmp_path / "pairs" / f"{a}-{b}", [a, b], rates, hosts)
+        healthy = [n for n in names if not any(n in where for _, where, _ in slowed)]
+        record(tmp_path / "all" / "all", healthy, rates, hosts)
+        return qualify.qualify(names, args)
+
+    return conclude
+
+
+def test_a_node_whose_gpus_are_all_slow_is_found_among_the_others(qualified):
+    """A check of this node alone has nothing to compare them with."""
+    found = qualified(8, [("bf16 matmuls", "node3", 0.85)])
+    assert found.healthy == [f"node{n}" for n in range(8) if n != 3]
+    verdict, why = found.of("node3")
+    assert verdict == "fail"
+    assert why.startswith("node3: bf16 matmuls 1")
+    assert "below the median of 64" in why
+
+
+def test_rounds_give_each_node_two_partners_and_one_at_a_time():
+    assert [*qualify.rounds([])] == []
+    assert [*qualify.rounds(["a"])] == []
+    assert [*qualify.rounds(["a", "b"])] == [[("a", "b")]]
+    for number in range(3, 10):
+        partners = defaultdict(set)
+        for some in qualify.rounds([f"n{n}" for n in range(number)]):
+            busy = [name for pair in some for name in pair]
+            assert len(busy) == len({*busy})
+            for a, b in some:
+                partners[a].add(b)
+                partners[b].add(a)
+        assert {len(names) for names in partners.values()} == {2}
+        assert len(partners) == number
+
+
+def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path):
+    rates, hosts = made(2, 0)
+    record(tmp_path / "nodes" / "node0", ["node1"], rates, hosts)
+    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    check = qualify.run_check(("node0",), "nodes", "", args)
+    assert check.report is None
+    assert check.why.endswith("node0/check.json is of node1")
+    for text in ("{", "[]", '{"rates": {}}'):
+        (tmp_path / "nodes" / "node0" / "check.json").write_text(text)
+        assert qualify.read(tmp_path / "nodes" / "node0") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name nodes (--nodes) or a partition (--partition)"),
+        (["--nodes", "n1", "--wait", "0"], "--wait = 0 must be above 0"),
+        (["--nodes", "n1"], "there is no scontrol here"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/none")
+    assert qualify.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
