@@ -50,8 +50,8 @@ class Yarn:
         prefix = "model.attention.rope.yarn."
         positive(prefix, self, "factor", "original_context", "fast", "slow")
         require(
-            self.slow < self.fast,
-            f"{prefix}slow = {self.slow} must be below fast = {self.fast}",
+            self.slow <= self.fast,
+            f"{prefix}slow = {self.slow} must be at most fast = {self.fast}",
         )
 
 
