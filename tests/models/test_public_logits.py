@@ -81,7 +81,7 @@ DEEPSEEK3 = ModelConfig(
     prediction=PredictionConfig(pattern="LE", loss=0.3),
 )  # fmt: skip
 KIMI2 = replace(
-    DEEPSEEK3, layers=2, pattern="L-LE", prediction=None,
+    DEEPSEEK3, prediction=None,
     latent_attention=replace(
         DEEPSEEK3.latent_attention,
         rope=Rope(base=5e4, yarn=Yarn(factor=32.0, original_context=32, fast=1.0)),
