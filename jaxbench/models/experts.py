@@ -101,10 +101,10 @@ class Experts(nnx.Module):
         if self.biases is not None:
             logits = dense.biased(logits, self.biases.router[...])
         logits = logits.astype(jnp.float32)
-        if self.cfg.routing == "random":  # the same numbers when they are recomputed
-            logits = routing.random_logits(logits, ctx.counters)
-        else:
+        if self.cfg.routing == "learned":
             logits = save(logits, ALWAYS)
+        else:  # the same numbers when they are recomputed
+            logits = routing.random_logits(logits, ctx.counters, self.cfg)
         bias = None if self.bias is None else self.bias[...]
         gates, experts = routing.choose(logits, self.cfg, bias)
         inputs = x

@@ -20,7 +20,7 @@ class Counters:
     mesh.
 
     `sequence` is the number of the microbatch's first sequence, counted from the first step.
-    `layer` is the number of the layer, None unless routing is random. `depth` says how often the
+    `layer` is the number of the layer, None if routing is learned. `depth` says how often the
     block of multi-token prediction was applied before. The first two are int32 scalars.
     """
 

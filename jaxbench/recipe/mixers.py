@@ -50,8 +50,8 @@ class Yarn:
         prefix = "model.attention.rope.yarn."
         positive(prefix, self, "factor", "original_context", "fast", "slow")
         require(
-            self.slow < self.fast,
-            f"{prefix}slow = {self.slow} must be below fast = {self.fast}",
+            self.slow <= self.fast,
+            f"{prefix}slow = {self.slow} must be at most fast = {self.fast}",
         )
 
 
@@ -275,16 +275,19 @@ class ExpertsConfig:
     tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
     counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
     `expert` x `tensor` drops none"""
-    routing: Literal["learned", "random"] = "learned"
+    routing: Literal["learned", "random", "skewed"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
-    balancing). It takes the router's choice out of a benchmark"""
+    balancing). It takes the router's choice out of a benchmark. `skewed` draws experts whose
+    popularity follows a power law, in another order in each layer; biases do not balance it"""
+    skew: float = 1.0
+    """with routing `skewed`: an expert's popularity is its rank to the power of minus this"""
 
     def __post_init__(self) -> None:
         prefix = "model.experts."
         positive(
             prefix, self, "count", "top_k", "ffn", "latent", "shared_ffn", "gate_scale", "groups",
             "top_groups", "bias_rate", "capacity_factor", "capacity_tokens",
-            "rank_capacity_factor",
+            "rank_capacity_factor", "skew",
         )  # fmt: skip
         not_negative(prefix, self, "balance_loss")
         require(

@@ -211,9 +211,9 @@ def stacks(cfg: ModelConfig) -> list[tuple[str, int]]:
 
 def first_layers(cfg: ModelConfig) -> list[range] | list[None]:
     """For each of the `stacks`: the number of each block's first layer, by which routing draws its
-    random numbers. Layers count through all stacks. None unless routing is random."""
+    random numbers. Layers count through all stacks. None if routing is learned."""
     blocks = stacks(cfg)
-    if cfg.experts is None or cfg.experts.routing != "random":
+    if cfg.experts is None or cfg.experts.routing == "learned":
         return [None] * len(blocks)
     ends = list(accumulate(len(pattern) * times for pattern, times in blocks))
     return [

@@ -80,6 +80,14 @@ DEEPSEEK3 = ModelConfig(
     ),
     prediction=PredictionConfig(pattern="LE", loss=0.3),
 )  # fmt: skip
+KIMI2 = replace(
+    DEEPSEEK3, prediction=None,
+    latent_attention=replace(
+        DEEPSEEK3.latent_attention,
+        rope=Rope(base=5e4, yarn=Yarn(factor=32.0, original_context=32, fast=1.0)),
+    ),
+    experts=replace(DEEPSEEK3.experts, count=12, gate_scale=2.827, groups=1, top_groups=1),
+)  # fmt: skip
 GPT_OSS = ModelConfig(
     family="test", size="tiny", layers=4, embed=32, vocabulary=64, pattern="WE*E",
     attention=AttentionConfig(
@@ -101,6 +109,7 @@ MODELS = {
     "nemotron3_latent": (hybrid, nemotron3(top_k=3, latent=16, gate_scale=2.5)),
     "qwen3": (transformer, QWEN3),
     "deepseek3": (deepseek, DEEPSEEK3),
+    "kimi2": (deepseek, KIMI2),
     "gpt_oss": (gpt_oss, GPT_OSS),
 }
 QUICK = ("llama", "qwen3")

@@ -1,6 +1,7 @@
 """Routing and dispatch against loops over tokens."""
 
-from itertools import combinations, product
+from functools import partial
+from itertools import combinations, permutations, product
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxbench.ops.grouped import NONE
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import capacity_routes, dropless_routes
 from jaxbench.recipe import flops
+from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.train.step import first_sequences, train_step
 from jaxbench.xla.hlo import Program
 
@@ -139,6 +141,20 @@ def test_figures_of_a_step():
     assert figures["expert_load"].shape == (run.model.experts.count,)
     assert float(jnp.mean(figures["expert_load"])) == pytest.approx(1.0)
     assert float(figures["balance_loss"]) > 0.9
+
+
+@pytest.mark.slow
+def test_a_step_reports_what_skewed_routing_drops():
+    run = tiny_grok(
+        "model.experts.routing=skewed", "model.experts.skew=2", "parallelism.expert=4",
+        "model.experts.capacity_factor=null", devices=8,
+    )  # fmt: skip
+    with mesh_of(run):
+        step = jax.jit(train_step, static_argnums=3)
+        _, figures = step(new_state(run), *sequences(run), run)
+    assert 0 < float(figures["tokens_dropped"]) < 1
+    # A token's experts differ, so that the most popular one of 8 has at most 4 fair shares.
+    assert 2 < float(figures["expert_load_max"]) <= 4
 
 
 @pytest.mark.parametrize("experts", [4, 8, 16])
@@ -297,12 +313,13 @@ def test_random_logits():
     sequence and position."""
     shape = (8, 32, 64)
     logits = jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    random_logits = partial(routing.random_logits, cfg=ExpertsConfig(count=64, top_k=2, ffn=1))
     drawn = []
     for devices, axes in ((1, ()), (8, ALL_AXES)):
         with mesh_of(tiny_grok(*axes, devices=devices)):
             spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
             placed = jax.device_put(logits, spec)
-            value, transpose = jax.vjp(lambda x: routing.random_logits(x, Counters(0, 0)), placed)
+            value, transpose = jax.vjp(lambda x: random_logits(x, Counters(0, 0)), placed)
             drawn.append(np.asarray(value))
             np.testing.assert_array_equal(transpose(placed)[0], logits)
     np.testing.assert_array_equal(*drawn)
@@ -313,12 +330,60 @@ def test_random_logits():
     assert np.abs(np.corrcoef(tokens) - np.eye(len(tokens))).max() < 6 / 8
     with mesh_of(tiny_grok()):
         for place in ((0, 1), (8, 0), (0, 0, 1)):
-            other = np.asarray(routing.random_logits(logits, Counters(*place)))
+            other = np.asarray(random_logits(logits, Counters(*place)))
             assert np.abs(np.corrcoef(other.reshape(-1), drawn[0].reshape(-1))[0, 1]) < 4 / 128
-        later = routing.random_logits(logits, Counters(4, 0))
-        one_expert = routing.random_logits(logits[..., :1], Counters(0, 0))
+        later = random_logits(logits, Counters(4, 0))
+        one_expert = random_logits(logits[..., :1], Counters(0, 0))
     np.testing.assert_array_equal(later[:4], drawn[0][4:])
     assert abs(np.asarray(one_expert).std() - 1) < 0.2
+
+
+def drawn_without_replacement(shares, k):
+    """The probability that each of a few experts is among k that are drawn by their shares."""
+    loads = np.zeros(len(shares))
+    for order in permutations(range(len(shares)), k):
+        rest = 1 - np.cumsum([0, *shares[list(order[:-1])]])
+        loads[list(order)] += np.prod(shares[list(order)] / rest)
+    return loads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "groups"), [(1, 1), (2, 1), (2, 4)])
+def test_loads_of_skewed_routing_follow_the_power_law(k, groups):
+    """In another order in each layer, alike on any mesh, whatever the bias of the router is. In
+    groups, of which a token uses two, the popular experts still have the larger loads."""
+    skewed = (
+        "model.experts.routing=skewed", "model.experts.skew=1.5", f"model.experts.top_k={k}",
+        "model.experts.router=sigmoid", "model.experts.bias_rate=0.001",
+        f"model.experts.groups={groups}", f"model.experts.top_groups={min(groups, 2)}",
+    )  # fmt: skip
+    orders, bias = [], jnp.asarray(RNG.normal(size=8), jnp.float32)
+    for layer, devices in ((0, 1), (0, 8), (1, 1)):
+        run = tiny_grok(*skewed, *(ALL_AXES if devices > 1 else ()), devices=devices)
+        cfg = run.model.experts
+        with mesh_of(run):
+            spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
+            zeros = jax.device_put(jnp.zeros((64, 64, cfg.count)), spec)
+
+            @jax.jit
+            def experts(zeros, cfg=cfg, layer=layer):
+                logits = routing.random_logits(zeros, Counters(0, layer), cfg)
+                return routing.choose(logits, cfg, bias)[1]
+
+            chosen = np.asarray(experts(zeros))
+        orders.append(np.bincount(chosen.ravel(), minlength=cfg.count))
+    np.testing.assert_array_equal(orders[0], orders[1])
+    assert (np.argsort(orders[0]) != np.argsort(orders[2])).any()
+    shares = np.arange(1, cfg.count + 1) ** -1.5
+    expected = drawn_without_replacement(shares / shares.sum(), k)
+    tokens = 64 * 64
+    for loads in orders:
+        measured = np.sort(loads)[::-1] / tokens
+        if groups == 1:  # five standard deviations of a count of tokens
+            deviation = np.sqrt(expected * (1 - expected) / tokens)
+            assert (np.abs(measured - expected) < 5 * deviation).all()
+        else:
+            assert measured[0] > 4 * measured[-1]
 
 
 RANDOM = (

@@ -36,6 +36,7 @@ HELD = {recipe.model for recipe in recipes.load_all()}
         ("qwen3_30b_a3b", 48, 30_532_122_624),
         ("qwen3_235b_a22b", 94, 235_093_634_560),
         ("deepseek_v3", 61, 682_636_487_424),
+        ("kimi_k2", 61, 1_026_408_232_448),
         ("gpt_oss_120b", 36, 116_829_156_672),
         ("gpt_oss_20b", 24, 20_914_757_184),
     ],
@@ -53,6 +54,7 @@ def test_parameters(model, layers, count):
         ("qwen3_30b_a3b", 4096, 23.006e9),
         ("qwen3_235b_a22b", 4096, 148.035e9),
         ("deepseek_v3", 4096, 259.993e9),
+        ("kimi_k2", 4096, 204.477e9),
         ("gpt_oss_120b", 4096, 32.630e9),
     ],
 )
@@ -283,5 +285,5 @@ def test_step_times_of_printed_rates():
 
 
 def test_all_rows_are_read():
-    assert len(published.rows()) == 146
+    assert len(published.rows()) == 156
     assert {code for row in published.rows() for code in row.errata} == set(published.ERRATA)

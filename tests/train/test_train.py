@@ -330,7 +330,7 @@ def test_no_two_uses_share_a_key(monkeypatch, family):
     assert len(folded) == 2  # the root of all, and that of tokens
 
 
-LONG_TRACES = ("nemotronh", "nemotron3", "deepseek", "gpt_oss")
+LONG_TRACES = ("nemotronh", "nemotron3", "deepseek", "kimi", "gpt_oss")
 """Families whose rows take 10 s and more to trace: all of their rows are nightly."""
 
 

@@ -27,11 +27,14 @@ def choose(
 
     `topk_softmax` takes the softmax over the largest logits (Megatron). `sigmoid` takes the
     sigmoids of the chosen logits divided by their sum (DeepSeek-V3); it chooses the largest after
-    it has added `bias`. The gradient of the bias is the number of assignments (`count_loads`). All
-    gates are multiplied by `gate_scale`. Of equal scores the first expert wins.
+    it has added `bias`, unless routing is `skewed`. The gradient of the bias is the number of
+    assignments (`count_loads`). All gates are multiplied by `gate_scale`. Of equal scores the first
+    expert wins.
     """
     scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
-    biased = scores if bias is None else scores + dense.broadcast_vector(bias, scores)
+    biased = scores
+    if bias is not None and cfg.routing != "skewed":
+        biased = scores + dense.broadcast_vector(bias, scores)
     experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
     chosen = experts[..., None] == jnp.arange(cfg.count)
     gates = jnp.sum(jnp.where(chosen, scores[..., None, :], 0.0), axis=-1)
@@ -85,32 +88,49 @@ def balance_shares(
     return shares, jax.lax.top_k(jax.lax.stop_gradient(shares), cfg.top_k)[1]
 
 
-def random_logits(logits: Float[Array, "B S E"], counters: Counters) -> Float[Array, "B S E"]:
-    """Replaces the logits by standard normal numbers but keeps the gradient of the logits. Megatron
-    calls this forced load balancing (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py). The
-    loads of experts are then multinomial.
+def random_logits(
+    logits: Float[Array, "B S E"], counters: Counters, cfg: ExpertsConfig
+) -> Float[Array, "B S E"]:
+    """Replaces the logits by random numbers but keeps the gradient of the logits.
+
+    With routing `random` they are standard normal. Megatron calls this forced load balancing
+    (`RandomSTE`, megatron/core/transformer/moe/moe_utils.py). The loads of experts are then
+    multinomial. With `skewed` they are Gumbel numbers plus the logarithm of each expert's share,
+    which is in proportion to rank^-skew. The largest are then a draw of experts by their shares,
+    without replacement (Kool et al. 2019, "Gumbel-top-k"). The order of the experts is random, and
+    each layer has its own for the whole run.
 
     The numbers depend only on counters, so that they are the same at every step for any mesh and
     any division into microbatches: the token's position, the number of its sequence, and the layer
     and its `depth`. They do not depend on weights, because after an update the last bits of weights
     differ between meshes.
     """
+    skewed = cfg.routing == "skewed"
+    sample = jax.random.gumbel if skewed else jax.random.normal
 
     def local(logits, first, layer):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), layer), counters.depth)
+        of_layer = jax.random.fold_in(jax.random.key(0), layer)
+        key = jax.random.fold_in(of_layer, counters.depth)
         sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
         sequences += first
 
         def draw(sequence, token):
             of_token = jax.random.fold_in(jax.random.fold_in(key, sequence), token)
-            return jax.random.normal(of_token, logits.shape[2:])
+            return sample(of_token, logits.shape[2:])
 
-        return jax.vmap(lambda s: jax.vmap(lambda t: draw(s, t))(tokens))(sequences)
+        drawn = jax.vmap(lambda s: jax.vmap(lambda t: draw(s, t))(tokens))(sequences)
+        return drawn + log_shares(of_layer, cfg) if skewed else drawn
 
     spec = PartitionSpec(*mesh.partition(logits))
     draw = mesh.on_each_device(local, spec, check_vma=False)
     drawn = draw(logits, jnp.asarray(counters.sequence), jnp.asarray(counters.layer))
     return drawn + (logits - jax.lax.stop_gradient(logits))
+
+
+def log_shares(key: Array, cfg: ExpertsConfig) -> Float[Array, " E"]:
+    """Logarithms of the experts' shares with routing `skewed`, in the order of a key."""
+    rank = 1 + jax.random.permutation(key, cfg.count)
+    return jax.nn.log_softmax(-cfg.skew * jnp.log(rank.astype(jnp.float32)))
 
 
 def balance_loss(
