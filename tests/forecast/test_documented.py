@@ -48,7 +48,8 @@ def test_the_document_claims_what_all_published_figures_show():
     )
     with (ROOT / "configs" / "published.csv").open() as file:
         compared = [row for row in csv.DictReader(file) if row["dtype"] in ("bf16", "fp8")]
-    assert len(figures) == len(compared) == 114
+    assert "Six rows in FP8 that were added since" in head
+    assert len(figures) == len(compared) - 6 == 114
     ratios = [int(published) / int(forecast) for published, forecast in figures]
     near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
     summary = re.search(
