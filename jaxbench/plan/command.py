@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -47,19 +47,25 @@ REMEDIES = 8
 """The most candidates that we compile to replace a row that does not fit."""
 
 
+SYSTEM: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("nvlink", "nic", "host", "bandwidth", "power"), float),
+    **dict.fromkeys(("node", "domain"), int),
+    **dict.fromkeys(("memory", "host_memory"), lambda text: int(float(text) * 2**30)),
+}
+"""Settings of `--system`, with what reads their values. Memory is in GiB."""
+
+
 def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
     """The GPU, changed by `--system` settings such as `nic=25`. Raises RecipeError."""
     for setting in settings:
         key, _, value = setting.partition("=")
-        kind = {"nvlink": float, "nic": float, "node": int, "domain": int}.get(key)
         try:
-            number = kind(value) if kind else 0
-        except ValueError:
+            number = SYSTEM[key](value)
+        except (KeyError, ValueError, OverflowError):
             number = 0
         if not 0 < number < float("inf"):
-            raise RecipeError(
-                f"--system {setting}: expected nvlink=N, nic=N, node=N or domain=N, with N above 0"
-            )
+            names = ", ".join(f"{name}=N" for name in SYSTEM)
+            raise RecipeError(f"--system {setting}: expected one of {names}, with N above 0")
         changes: dict[str, Any] = {key: number}
         gpu = replace(gpu, **changes)
     if gpu.domain % gpu.node:
