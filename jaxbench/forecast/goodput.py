@@ -18,6 +18,7 @@ from dataclasses import dataclass
 class Observed:
     """Failures that somebody published: so many `failures` of jobs in so many GPU-hours."""
 
+    name: str
     what: str
     gpu_hours: float
     failures: float
@@ -30,6 +31,7 @@ class Observed:
 
 
 LLAMA3 = Observed(
+    name="Llama 3",
     what="Llama 3 405B on 16,384 H100s: 419 unexpected interruptions in 54 days",
     gpu_hours=16384 * 54 * 24,
     failures=419,
@@ -40,12 +42,14 @@ LLAMA3 = Observed(
 OBSERVED = (
     LLAMA3,
     Observed(
+        name="RSC-1",
         what="Meta's research cluster RSC-1, A100s: 6.5 failures in 1,000 days of a node with 8",
         gpu_hours=1000 * 24 * 8,
         failures=6.5,
         source="arXiv 2410.21680",
     ),
     Observed(
+        name="1,024-GPU jobs",
         what="Meta's research clusters, A100s: a mean of 7.9 hours to failure of jobs with 1,024",
         gpu_hours=7.9 * 1024,
         failures=1,
