@@ -31,9 +31,10 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("what to compare").add_argument
     completes(
         add("--config", action="append", required=True,
-            help="recipe, or a model such as llama31_70b, which stands for its recipes; may be "
-            "given several times. Of several recipes a GPU takes the narrowest format in which it "
-            "multiplies and for which the recipe has rows"),
+            help="recipe, or a model such as llama31_70b, which stands for its recipes, or the "
+            "config.json of a Llama from Hugging Face; may be given several times. Of several "
+            "recipes a GPU takes the narrowest format in which it multiplies and for which the "
+            "recipe has rows"),
         lambda: [*recipes.names(), *models()],
     )
     add("--gpu", type=listed, required=True, metavar="GPU,..",

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -28,7 +29,7 @@ from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import Target, plan_all
-from jaxbench.recipe import flops, recipes
+from jaxbench.recipe import flops, hugging_face, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.names import model_name
 from jaxbench.recipe.recipes import Recipe
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 if no cell fits."""
     args = make_parser().parse_args(argv)
     check_arguments(args)
-    configs = chosen(args.config)
+    configs, changes = chosen(args.config)
+    args.set = [*changes, *args.set]
     targets = [target_of(name, args.system) for name in args.gpu]
     check_compiler()
     with ExitStack() as held:
@@ -70,10 +72,13 @@ def _compare(
         for planned in plan_cells(target, configs, args.gpus, args.set, limit)
     ]
     mark(cells)
-    published = MODELS[next(iter(configs.values())).model]
-    changes = [change for change in args.set if change.startswith("model.")]
+    if args.config[0].endswith(".json"):
+        model = args.config[0]
+    else:
+        published = MODELS[next(iter(configs.values())).model]
+        changes = [change for change in args.set if change.startswith("model.")]
+        model = ", ".join([model_name(published.family, published.size), *changes])
     state = next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), None)
-    model = ", ".join([model_name(published.family, published.size), *changes])
     goodput = curves(state, assumed) if state else {}
     remarks = notes(cells, assumed, args.price)
     if args.format == "json":
@@ -87,10 +92,17 @@ def _compare(
     return int(not any(cell.get("fits") for cell in cells))
 
 
-def chosen(configs: Sequence[str]) -> dict[str, Recipe]:
-    """The recipes that are named, by what loads them; a model stands for all of its recipes. Raises
+def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
+    """The recipes that are named, by what loads them, and changes to their model. A model stands
+    for all of its recipes, and a `config.json` for those of a model that is changed to it. Raises
     RecipeError for an unknown name, and for recipes of different models."""
     named: list[str] = []
+    changes: list[str] = []
+    if any(config.endswith(".json") for config in configs):
+        if len(configs) > 1:
+            raise RecipeError("--config: a config.json excludes other models and recipes")
+        base, changes = hugging_face.read(Path(configs[0]))
+        configs = [base]
     for config in configs:
         its = [name for name in recipes.names() if name.rpartition("_")[0] == config]
         named += its if config in models() else [config]
@@ -101,7 +113,7 @@ def chosen(configs: Sequence[str]) -> dict[str, Recipe]:
             f"--config: these recipes train different models, {' and '.join(found)}; "
             "compare one at a time"
         )
-    return loaded
+    return loaded, changes
 
 
 def target_of(name: str, settings: Sequence[str]) -> Target:

@@ -11,7 +11,7 @@ from parsed import Parsed
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.goodput import Assumed, expected
 from jaxbench.plan import compare_gpus, search
-from jaxbench.recipe import recipes
+from jaxbench.recipe import flops, recipes
 
 WORDS = ["--config", "llama31_8b_bf16", "--gpu", "h100,gb200", "--gpus", "8,12"]
 STATE = 12 * 8_030_261_248
@@ -118,12 +118,48 @@ def test_a_comparison_is_a_page(compared):
 
 
 def test_a_model_stands_for_its_recipes():
-    configs = compare_gpus.chosen(["llama31_70b"])
+    configs, _ = compare_gpus.chosen(["llama31_70b"])
     assert {*configs} == {f"llama31_70b_{name}" for name in ("bf16", "fp8", "mxfp8", "nvfp4")}
     assert compare_gpus.narrowest(configs, H100) == "llama31_70b_fp8"
     assert compare_gpus.narrowest(configs, PLANNED["gb200"]) == "llama31_70b_nvfp4"
-    two = compare_gpus.chosen(["llama31_70b_bf16", "llama31_70b_fp8"])
+    two, _ = compare_gpus.chosen(["llama31_70b_bf16", "llama31_70b_fp8"])
     assert compare_gpus.narrowest(two, PLANNED["gb200"]) == "llama31_70b_fp8"
+
+
+LLAMA32_3B = {
+    "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "head_dim": 128,
+    "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "vocab_size": 128256,
+    "tie_word_embeddings": True, "rope_theta": 500000.0,
+}  # fmt: skip
+"""From the public config.json of Llama 3.2 3B, which has 3,212,749,824 parameters."""
+
+
+def test_a_config_of_hugging_face_is_a_changed_llama(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA32_3B))
+    configs, changes = compare_gpus.chosen([str(path)])
+    assert "llama31_8b_bf16" in configs
+    run, _ = compare_gpus.whole_row("llama31_8b_bf16", 8, changes, H100)
+    assert flops.parameters(run.model)["total"] == 3_212_749_824
+    llama8b = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+               "num_hidden_layers": 32, "tie_word_embeddings": False, "head_dim": None}  # fmt: skip
+    path.write_text(json.dumps(LLAMA32_3B | llama8b))
+    assert compare_gpus.chosen([str(path)])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba'; expected 'llama'"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; expected a whole number above 0"),
+        ({"mlp_bias": True}, "mlp_bias is True; our Llama has False"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(changed, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA32_3B | changed))
+    assert_mistake(compare_gpus.main, ["--config", path, *WORDS[2:]], message, capsys)
 
 
 def test_every_cell_trains_the_whole_model():
@@ -165,6 +201,7 @@ def test_a_search_takes_the_best_candidate(compared, monkeypatch):
         (["--limit", "3"], "--limit needs --search"),
         (["--output", "x"], "--output needs --format json or html"),
         (["--config", "llama31_9b"], "(jaxbench list shows all)"),
+        (["--config", "no.json"], "a config.json excludes other models and recipes"),
         (["--config", "llama31_70b"], "these recipes train different models, llama31_8b and llama"),
     ],
 )
