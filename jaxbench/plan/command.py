@@ -32,7 +32,7 @@ from jaxbench.plan import (
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
-from jaxbench.plan.processes import Target
+from jaxbench.plan.processes import INTERRUPTED, Target
 from jaxbench.plan.row_page import plan_page
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
@@ -235,8 +235,5 @@ def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
             return plan_many(args, targets)
         return plan_one(args, targets[0])
     except KeyboardInterrupt:
-        print(
-            "interrupted; finished plans are kept, and the same command continues from them",
-            file=sys.stderr,
-        )
+        print(INTERRUPTED, file=sys.stderr)
         return 130

@@ -7,6 +7,7 @@ says why, and the others go on.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,7 @@ from jaxbench.plan.command import resolve, with_settings
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.processes import Target, plan_all
+from jaxbench.plan.processes import INTERRUPTED, Target, plan_all
 from jaxbench.recipe import flops, hugging_face, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.names import model_name
@@ -56,7 +57,11 @@ def main(argv: Sequence[str] | None) -> int:
     with ExitStack() as held:
         if args.output:
             held.enter_context(owned(args.output))
-        return _compare(args, configs, targets)
+        try:
+            return _compare(args, configs, targets)
+        except KeyboardInterrupt:
+            print(INTERRUPTED, file=sys.stderr)
+            return 130
 
 
 def _compare(

@@ -57,7 +57,7 @@ def test_the_formula_is_what_a_simulation_finds(interval_s, written_s, restart_s
     share = goodput(interval_s, written_s, restart_s, mtbf_s)
     assert error < 0.02
     assert interval_s / mean(spent) == pytest.approx(share, rel=3 * error)
-    # The simulation would notice if a failure lost half of a checkpoint's time less or more.
+    # The sampling error is small enough to notice a checkpoint that takes twice as long.
     assert interval_s / mean(spent) != pytest.approx(
         goodput(interval_s, 2 * written_s, restart_s, mtbf_s), rel=3 * error
     )
