@@ -42,6 +42,10 @@ COMMANDS = {
         "plan.arguments", "plan.command", "compile a benchmark for GPUs that are not here: does it "
         "fit, how long will it take?", first="plan.stubs",
     ),
+    "compare": Command(
+        "plan.compare_arguments", "plan.compare_gpus", "compare GPUs that are not here for one "
+        "model: days, cost and energy, with failures", first="plan.stubs",
+    ),
     "report": Command(
         "report.arguments", "report.command", "compare results with published ones", jax=False
     ),

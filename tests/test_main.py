@@ -15,6 +15,7 @@ from rich.console import Console
 import jaxbench.base.terminal
 from jaxbench.__main__ import COMMANDS, main, make_parser, options_of
 from jaxbench.base.errors import RecipeError
+from jaxbench.plan.compare_arguments import models
 from jaxbench.recipe import listing, recipes
 
 REFERENCE = """# Commands
@@ -72,8 +73,9 @@ def test_examples_are_what_the_options_allow(name):
     assert examples
     for command, *words in map(shlex.split, examples):
         args = options_of(COMMANDS[command]).parse_args(words)
-        if getattr(args, "config", None):
-            assert args.config in recipes.names()
+        if config := getattr(args, "config", None):
+            configs = config if isinstance(config, list) else [config]
+            assert {*configs} <= {*recipes.names(), *(models() if name == "compare" else [])}
 
 
 def test_list_shows_every_row(capsys):

@@ -82,6 +82,8 @@ class Gpu:
     link to its host's memory. If it is `host_shared`, the network adapter uses the same lanes.
     `host_memory` is in bytes, for a whole host.
 
+    `power` is the most watts that the GPU draws by itself, 0 if unknown.
+
     `node` is the number of GPUs of one host. A domain is one node (DGX) or many (18 in GB200
     NVL72).
     """
@@ -100,6 +102,7 @@ class Gpu:
     host: float = 0.0
     host_shared: bool = True
     host_memory: int = 0
+    power: float = 0.0
     node: int = 8
     domain: int = 8
     chip: Chip | None = None
@@ -174,6 +177,7 @@ H100 = Gpu(
     nic=50.0,
     host=55.0,
     host_memory=2048 * 2**30,
+    power=700.0,
     chip=Chip(cores=132, l2=52428800, clock=1.98),
 )
 """The GPU of most published rows."""
@@ -192,6 +196,7 @@ B200 = Gpu(
     nic=50.0,
     host=55.0,
     host_memory=2048 * 2**30,
+    power=1000.0,
     chip=Chip(cores=148, l2=132644864, clock=1.965),
 )
 
@@ -210,6 +215,7 @@ GB200 = Gpu(
     host=170.0,
     host_shared=False,
     host_memory=960 * 10**9,
+    power=1200.0,
     node=4,
     domain=72,
     chip=Chip(cores=152, l2=135528448, clock=2.062),
@@ -232,6 +238,7 @@ GPUS = (
         fp64=1.25,
         int8=165.0,
         device="NVIDIA B300",
+        power=0.0,
         memory=297021865984,
         bandwidth=7936.0,
         nic=100.0,
@@ -246,6 +253,7 @@ GPUS = (
         fp64=1.4,
         int8=165.0,
         device="NVIDIA GB300",
+        power=1400.0,
         memory=297021079552,
         bandwidth=7928.064,
         nic=100.0,
@@ -280,6 +288,9 @@ reference architecture of the GB300 NVL72, components).
 Links to the host: a B300 is joined to its adapter by PCIe 6, but reaches the host through the
 adapter by PCIe 5, so this link is shared. A GB300 has NVLink-C2C like a GB200, two Grace CPUs with
 480 GB each in a tray, and separate links for its adapters.
+
+Power, at the highest setting: for H100, H200 and B200 NVIDIA's data sheets of the SXM modules, for
+GB200 and GB300 NVIDIA's technical blog *Inside NVIDIA Blackwell Ultra*. For the B300 we found none.
 """
 
 PLANNED = {gpu.name.lower(): gpu for gpu in GPUS if gpu.chip}

@@ -123,7 +123,7 @@ class Measured(Roofline):
 
     @property
     def _measured(self) -> Gpu:
-        """The GPU of the tables. A user may have changed the links of `gpu`."""
+        """The GPU of the tables. A user may have changed the links and the memory of `gpu`."""
         return PLANNED[self.gpu.name.lower()]
 
     def covers(self, work: Work) -> bool:
@@ -240,11 +240,13 @@ class Measured(Roofline):
 
     def _memory(self, moved: int, makes_fp8: bool = False) -> tuple[float, float]:
         """The start of a kernel that moves `moved` bytes, and its seconds after the start. Kernels
-        that make FP8 are slower."""
+        that make FP8 are slower. The seconds after the start are in proportion to the bandwidth, if
+        it is not the one that was measured."""
         times = self.tables.values["memory", "fp8" if makes_fp8 else "any"]
         points = sorted((s[0], time) for s, time in times.items())
         start = max(0.0, between(points, 0)) * MICRO
-        return start, max(0.0, between(points, moved) * MICRO - start)
+        moving = max(0.0, between(points, moved) * MICRO - start)
+        return start, moving * self._measured.bandwidth / self.gpu.bandwidth
 
     def collective(self, collective: Collective) -> float:
         """Seconds of one run without anything else."""

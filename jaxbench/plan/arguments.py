@@ -50,8 +50,10 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("where it would run").add_argument
     add("--gpu", choices=list(hardware.PLANNED), help=f"default {DEFAULT_GPU}")
     add("--system", action="append", default=[], metavar="KEY=VALUE",
-        help="change the system: nvlink=450 and nic=50 (GB/s per GPU, one direction), node=8 (GPUs "
-        "of a host), domain=8 (GPUs that NVLink joins)")
+        help="change the system: nvlink=450, nic=50 and host=55 (GB/s per GPU, one direction), "
+        "node=8 (GPUs of a host), domain=8 (GPUs that NVLink joins), bandwidth=3352 (GB/s of a "
+        "GPU's memory), memory=79 and host_memory=2048 (GiB of a GPU and of a host), power=700 (W "
+        "of a GPU)")
     add("--kernels", type=Path, metavar="FILE",
         help="measurements of jaxbench calibrate; a forecast uses them instead of the package's")
     add_modes(parser)

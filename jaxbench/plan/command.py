@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from jaxbench.plan import (
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
-from jaxbench.plan.processes import Target
+from jaxbench.plan.processes import INTERRUPTED, Target
 from jaxbench.plan.row_page import plan_page
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
@@ -47,19 +47,25 @@ REMEDIES = 8
 """The most candidates that we compile to replace a row that does not fit."""
 
 
+SYSTEM: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("nvlink", "nic", "host", "bandwidth", "power"), float),
+    **dict.fromkeys(("node", "domain"), int),
+    **dict.fromkeys(("memory", "host_memory"), lambda text: int(float(text) * 2**30)),
+}
+"""Settings of `--system`, with what reads their values. Memory is in GiB."""
+
+
 def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
     """The GPU, changed by `--system` settings such as `nic=25`. Raises RecipeError."""
     for setting in settings:
         key, _, value = setting.partition("=")
-        kind = {"nvlink": float, "nic": float, "node": int, "domain": int}.get(key)
         try:
-            number = kind(value) if kind else 0
-        except ValueError:
+            number = SYSTEM[key](value)
+        except (KeyError, ValueError, OverflowError):
             number = 0
         if not 0 < number < float("inf"):
-            raise RecipeError(
-                f"--system {setting}: expected nvlink=N, nic=N, node=N or domain=N, with N above 0"
-            )
+            names = ", ".join(f"{name}=N" for name in SYSTEM)
+            raise RecipeError(f"--system {setting}: expected one of {names}, with N above 0")
         changes: dict[str, Any] = {key: number}
         gpu = replace(gpu, **changes)
     if gpu.domain % gpu.node:
@@ -229,8 +235,5 @@ def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
             return plan_many(args, targets)
         return plan_one(args, targets[0])
     except KeyboardInterrupt:
-        print(
-            "interrupted; finished plans are kept, and the same command continues from them",
-            file=sys.stderr,
-        )
+        print(INTERRUPTED, file=sys.stderr)
         return 130

@@ -1,10 +1,17 @@
-"""`jaxbench plan --scaling --format html` and `--search --format html`: pages of many plans."""
+"""The pages of `jaxbench plan --scaling`, `plan --search` and `compare`: pages of many plans."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxbench.base.errors import counted
-from jaxbench.pages.charts import Chart, Label, chart_over_gpus, empty_chart
+from jaxbench.pages.charts import (
+    Bar,
+    Chart,
+    Label,
+    chart_over_gpus,
+    empty_chart,
+    three_digits,
+)
 from jaxbench.pages.html import render
 from jaxbench.recipe.names import gpus_name
 from jaxbench.results.plans import MINIMUM_S, part_name
@@ -143,4 +150,152 @@ def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
     ]
     for css, group in groups.items():
         chart.dots(css, group)
+    return chart
+
+
+FIGURES = ("Step, s", "Tokens/s/GPU", "MFU, %", "Free, GiB", "Goodput, %", "Days", "GPU-hours",
+           "Cost", "MWh")  # fmt: skip
+"""Columns of a comparison."""
+
+FAILING = ("Between failures", "Checkpoint", "Interval", "Restart", "Goodput, %")
+"""Columns of the table from failures to goodput."""
+
+
+def compare_page(
+    model: str, tokens: float, cells: Sequence[Line], goodput: Series,
+    notes: Sequence[str],
+) -> str:  # fmt: skip
+    """The page of a comparison: its cells (`compare_gpus.cell_of`), curves of goodput by what they
+    assume, and `notes` on what the figures rest on."""
+    amount = f"{tokens / 1e12:g} trillion"
+    columns = [name for name in FIGURES if name != "Cost" or any(c.get("cost") for c in cells)]
+    known = [cell for cell in cells if "days" in cell]
+    jobs = {cell["gpus"]: cell["goodput"] for cell in known}
+    return render(
+        "compare.html",
+        title=f"Comparison: {model}",
+        headline=_compared(model, amount, cells),
+        tokens=amount,
+        headings=columns,
+        cells=[_cell(cell, columns) for cell in cells],
+        days=[_days(cell) for cell in known],
+        full=max((cell["days_high"] for cell in known), default=1.0),
+        chart=_goodput_chart(goodput, jobs) if goodput else None,
+        failing=FAILING,
+        goodputs={counted(gpus): [*_failing(job)] for gpus, job in sorted(jobs.items())},
+        state=next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), 0),
+        notes=notes,
+    )  # fmt: skip
+
+
+def _compared(model: str, amount: str, cells: Sequence[Line]) -> str:
+    """The headline: which cells are the fastest and the cheapest."""
+    marked = {mark: cell for cell in cells for mark in cell["marks"]}
+    if not (fastest := marked.get("fastest")):
+        return f"{model} fits on none of these GPUs."
+    taken = f"{three_digits(fastest['days'])} days on {_name(fastest)}, the fastest"
+    days = f"{amount} tokens of {model} take {taken}"
+    if not (cheapest := marked.get("cheapest")):
+        return f"{days}."
+    cost = three_digits(cheapest["cost"])
+    if cheapest is fastest:
+        return f"{days} and the cheapest with a cost of {cost}."
+    return f"{days}; {_name(cheapest)} are the cheapest with a cost of {cost}."
+
+
+def _name(cell: Line) -> str:
+    return gpus_name(cell["gpus"], cell["gpu"])
+
+
+def _days(cell: Line) -> Bar:
+    """The bar of a cell's days."""
+    css = "ours" if "fastest" in cell["marks"] else "part"
+    name = _name(cell) + ("" if cell["fits"] else ", does not fit")
+    days, ends = cell["days"], (cell["days_low"], cell["days_high"])
+    return Bar(css, name, 0.0, days, f"{three_digits(days)} days", whisker=ends)
+
+
+def _cell(cell: Line, columns: Sequence[str]) -> Line:
+    """A cell of a comparison: what it is, and its figures by column, each with its interval."""
+    if "mesh" not in cell:
+        about, figures = [cell["recipe"]], {}
+    else:
+        label = "" if cell["label"] == "full" else f" ({cell['label']} row)"
+        work = f"{cell['global_batch']} x {cell['sequence_length']} tokens"
+        about = [f"{cell['recipe']}{label}", cell["mesh"], work, *cell["set"], cell["why"]]
+        figures = dict.fromkeys(columns, ("", "")) | _figures(cell)
+    return {
+        "name": _name(cell),
+        "marks": cell["marks"],
+        "about": "; ".join(filter(None, about)),
+        "why": cell["why"],
+        "figures": figures,
+        "rests": _rests(cell) if "days" in cell else "",
+    }
+
+
+def _figures(cell: Line) -> dict[str, tuple[str, str]]:
+    """The figures of a cell by column, each with its interval."""
+    free = {"Free, GiB": (f"{cell['headroom'] / 2**30:.1f}", "")}
+    if "days" not in cell:
+        return free
+
+    def within(low: str, high: str) -> str:
+        return f"{three_digits(cell[low])} to {three_digits(cell[high])}"
+
+    def known(name: str) -> str:
+        return three_digits(cell[name]) if cell[name] else ""
+
+    return free | {
+        "Step, s": (three_digits(cell["step_s"]), within("low_s", "high_s")),
+        "Tokens/s/GPU": (f"{cell['tokens_per_s_per_gpu']:,.0f}", ""),
+        "MFU, %": ("" if cell["mfu"] is None else f"{100 * cell['mfu']:.1f}", ""),
+        "Goodput, %": (f"{100 * cell['goodput']['share']:.1f}", ""),
+        "Days": (three_digits(cell["days"]), within("days_low", "days_high")),
+        "GPU-hours": (three_digits(cell["gpu_hours"]), ""),
+        "Cost": (known("cost"), ""),
+        "MWh": (known("mwh"), ""),
+    }
+
+
+def _rests(cell: Line) -> str:
+    """What the step time of a cell rests on."""
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in cell["rests_on"].items())
+    assumed = f"{100 * cell['assumed_rates']:.0f} % of the step rests on assumed rates"
+    texts = [f"step: {shares}", assumed if cell["assumed_rates"] else ""]
+    if cell["published_step_s"]:
+        published = f"published on {cell['published_gpu'].upper()}: {cell['published_step_s']} s"
+        texts.append(f"{published} for the same work, by another program")
+    return "; ".join(filter(None, texts))
+
+
+def _failing(job: Line) -> Iterator[str]:
+    """The columns `FAILING` of a job's goodput."""
+    yield f"{three_digits(job['mtbf_s'] / 3600)} h"
+    yield f"{three_digits(job['checkpoint_s'])} s"
+    yield f"{three_digits(job['interval_s'] / 60)} min"
+    yield f"{three_digits(job['restart_s'] / 60)} min"
+    yield f"{100 * job['share']:.1f}"
+
+
+def _goodput_chart(curves: Series, jobs: dict[int, Line]) -> Chart:
+    """Goodput over numbers of GPUs. The first curve is the one that the comparison assumes; dots on
+    it are its numbers of GPUs."""
+    classes = ("ours", "other", "published")
+    labels: list[Label] = []
+    for css, (name, points) in zip(classes, curves.items(), strict=False):
+        labels.append((css, 100 * [*points.values()][-1], name))
+    counts = [*next(iter(curves.values()))]
+    described = "; ".join(
+        f"{name}: " + ", ".join(f"{100 * points[n]:.1f} on {counted(n)}" for n in counts[::4])
+        for name, points in curves.items()
+    )
+    chart = empty_chart(
+        "Goodput", f"%. {described}", [*counts, *jobs], [0.0, 100.0], unit="%", x_title="GPUs",
+        labels=labels, log=True, from_zero=True,
+        x_ticks=[(n, f"{n:,}") for n in (10, 100, 1_000, 10_000, 100_000)],
+    )  # fmt: skip
+    for css, points in zip(classes, curves.values(), strict=False):
+        chart.line(css, [(n, 100 * share) for n, share in points.items()])
+    chart.dots("ours", [(gpus, 100 * job["share"]) for gpus, job in sorted(jobs.items())])
     return chart

@@ -33,6 +33,9 @@ CACHE = Path("results", "plan")
 PROCESS_BYTES = 5 * 2**30
 """Bytes that one process may need: the compiler's memory for the largest rows, and a margin."""
 
+INTERRUPTED = "interrupted; finished plans are kept, and the same command continues from them"
+"""What a command says when its user interrupts it."""
+
 ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Failed)): .")
 """The start of the line that gives the reason why a process failed."""
 

@@ -224,12 +224,8 @@ def search(
     output: Path | None,
 ) -> int:  # fmt: skip
     """Searches from a row and prints the candidates, or writes them in another form. Returns 1 if
-    none fits. What the user `--set` on the row stays as it is."""
-    overrides = recipes.parse_overrides(list(row.overrides))
-    fixed = {f"{override.section}.{override.name}" for override in overrides}
-    check_compiler()
-    state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
-    explore(state, recipe, row, config, limit, target)
+    none fits."""
+    state = explored(recipe, row, config, limit, target)
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
@@ -259,6 +255,17 @@ def search(
             )
             print(f"{result}: {command}")
     return int(best is None)
+
+
+def explored(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
+    """A search from a row with at most `limit` candidates. What the user `--set` on the row stays
+    as it is."""
+    overrides = recipes.parse_overrides(list(row.overrides))
+    fixed = {f"{override.section}.{override.name}" for override in overrides}
+    check_compiler()
+    state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
+    explore(state, recipe, row, config, limit, target)
+    return state
 
 
 def explore(

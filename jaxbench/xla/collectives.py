@@ -100,7 +100,8 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
         return None
     start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
     every = groups(start.attributes)
-    devices, *others = (group for group in every if len(group) == max(map(len, every)))
+    largest = max(map(len, every))
+    devices, *others = (group for group in every if len(group) == largest)
     if len(devices) < 2:
         return None
     source = start.attribute(SOURCE) or ""

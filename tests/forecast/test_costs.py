@@ -25,6 +25,13 @@ def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1, **more)
     return Work("product", dtype, 2 * batch * m * n * k, (batch, m, n, k), **more)
 
 
+def test_bytes_take_longer_on_slower_memory_than_the_measured_one():
+    before = measured()._memory(2**30)
+    after = measured(replace(H100, bandwidth=H100.bandwidth / 2))._memory(2**30)
+    assert before[1] > 0
+    assert after == (before[0], pytest.approx(2 * before[1]))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f8e4m3fn", "f8e5m2"])
 def test_a_product_that_was_measured(dtype):
     name = "bf16" if dtype == "bf16" else "fp8"

@@ -46,6 +46,15 @@ def test_what_would_be_ignored_is_refused(option, capsys):
     assert capsys.readouterr().err == f"error: --all does not take {option[0]}\n"
 
 
+def test_a_system_has_the_units_that_its_help_says():
+    settings = ["host=64", "bandwidth=4000", "memory=96", "host_memory=512.5", "power=600"]
+    gpu = command.with_settings(H100, [*settings, "domain=72"])
+    assert (gpu.host, gpu.bandwidth, gpu.power, gpu.domain) == (64.0, 4000.0, 600.0, 72)
+    assert (gpu.memory, gpu.host_memory) == (96 * 2**30, int(512.5 * 2**30))
+    assert gpu.memory_limit > H100.memory_limit
+    assert "memory_bandwidth: 4000000000000 " in gpu.description
+
+
 @pytest.mark.parametrize(
     ("options", "gpus"),
     [([], {"h100", "h200", "b200", "gb200", "b300", "gb300"}), (["--gpu", "gb200"], {"gb200"}),
@@ -116,7 +125,7 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
         ([*ROW[:3], "9"], "they do not fill nodes of 8; the nearest counts that work: 8 and 16"),
         (
             [*ROW, "--system", "nic=fast"],
-            "--system nic=fast: expected nvlink=N, nic=N, node=N or domain=N",
+            "--system nic=fast: expected one of nvlink=N, nic=N, host=N, bandwidth=N, power=N",
         ),
         (
             [*ROW, "--set", "precision.dtype=nvfp4"],

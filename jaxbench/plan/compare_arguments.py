@@ -1,0 +1,131 @@
+"""Options of `jaxbench compare` and their checks. Needs no JAX."""
+
+import argparse
+from pathlib import Path
+
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError, meant
+from jaxbench.base.terminal import Parser, check_folder, completes
+from jaxbench.forecast.goodput import LLAMA3, RESTART_S
+from jaxbench.plan.arguments import LIMIT
+from jaxbench.recipe import recipes
+from jaxbench.recipe.checks import positive
+
+EXAMPLES = """
+    jaxbench compare --config llama31_8b_bf16 --gpu h100,gb200 --gpus 8
+    jaxbench compare --config llama31_70b --gpu h100,gb200 --gpus 64,256 --tokens 15e12 \\
+        --price h100=2.5,gb200=6 --format html --output compare.html
+    jaxbench compare --config llama31_8b_bf16 --gpu h100 --gpus 8,64 --mtbf 8000 --storage 20
+"""
+
+
+# fmt: off
+def make_parser() -> Parser:
+    """The parser of all options; `--help` documents them."""
+    parser = Parser(
+        prog="jaxbench compare", examples=EXAMPLES,
+        description="Compares GPUs that are not here for one model: step time, days, cost and "
+        "energy for a number of tokens, with the time that failures cost. Every cell is a plan, "
+        "compiled for these GPUs.",
+    )
+    add = parser.add_argument_group("what to compare").add_argument
+    completes(
+        add("--config", action="append", required=True,
+            help="recipe, or a model such as llama31_70b, which stands for its recipes, or the "
+            "config.json of a Llama from Hugging Face; may be given several times. Of several "
+            "recipes a GPU takes the narrowest format in which it multiplies and for which the "
+            "recipe has rows"),
+        lambda: [*recipes.names(), *models()],
+    )
+    add("--gpu", type=listed, required=True, metavar="GPU,..",
+        help=f"GPUs: {', '.join(hardware.PLANNED)}")
+    add("--gpus", type=listed, required=True, metavar="N,..", help="numbers of GPUs: 64,256")
+    completes(
+        add("--set", action="append", default=[], metavar="KEY=VALUE",
+            help="change a setting of all rows"),
+        recipes.settings, end="=",
+    )
+    add("--system", action="append", default=[], metavar="[GPU:]KEY=VALUE",
+        help="change a system as --system of plan does, for all GPUs or one: gb200:nic=100")
+    add("--search", action="store_true",
+        help="try other meshes, policies and schedules for each cell, as --search of plan does")
+    add("--limit", type=int, help=f"candidates that --search compiles for a cell (default {LIMIT})")
+    add = parser.add_argument_group("what it costs").add_argument
+    add("--tokens", type=float, default=1e12, help="tokens to train on (default 1e12)")
+    add("--price", type=listed, default=[], metavar="GPU=PRICE,..",
+        help="price of a GPU-hour in any currency: h100=2.5,gb200=6")
+    add("--mtbf", type=float, metavar="HOURS", default=LLAMA3.mtbf_gpu_hours,
+        help="GPU-hours from one failure to the next (default "
+        f"{LLAMA3.mtbf_gpu_hours:,.0f}: {LLAMA3.what}; {LLAMA3.source})")
+    add("--storage", type=float, metavar="GB/s",
+        help="rate at which a job writes and reads checkpoints (default: 2000 GB/s for 16,384 GPUs "
+        "as for Llama 3, and in proportion for others)")
+    add("--restart", type=float, metavar="MINUTES", default=RESTART_S / 60,
+        help="time from a failure until the job starts again, without loading the checkpoint "
+        f"(default {RESTART_S / 60:.0f})")
+    add = parser.add_argument_group("what to write").add_argument
+    add("--format", choices=("text", "json", "html"), default="text",
+        help="default text; html is a page in a single file")
+    add("--output", type=Path, metavar="FILE", help="file for --format json or html")
+    return parser
+# fmt: on
+
+
+def listed(text: str) -> list[str]:
+    """The words of a list with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def models() -> list[str]:
+    """The models that have recipes, by the names that their recipes begin with."""
+    return [*dict.fromkeys(name.rpartition("_")[0] for name in recipes.names())]
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Checks the options, and turns lists into numbers and prices. Raises RecipeError."""
+    args.gpu = [_gpu("--gpu", name) for name in dict.fromkeys(args.gpu)]
+    try:
+        args.gpus = sorted({int(count) for count in args.gpus})
+    except ValueError:
+        raise RecipeError(
+            f"--gpus {','.join(args.gpus)}: expected numbers such as 64,256"
+        ) from None
+    if not (args.gpu and args.gpus):
+        raise RecipeError("--gpu and --gpus need at least one value each")
+    args.price = dict(_price(text) for text in args.price)
+    for name in ("tokens", "mtbf", "storage", "restart"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise RecipeError(f"--{name} {value:g}: expected a number above 0")
+    positive("--", args, "limit")
+    if args.limit is not None and not args.search:
+        raise RecipeError("--limit needs --search")
+    if args.output and args.format == "text":
+        raise RecipeError("--output needs --format json or html")
+    if args.output:
+        check_folder("--output", args.output)
+    for text in args.system:
+        gpu, colon, _ = text.rpartition(":")
+        if colon:
+            _gpu(f"--system {text}", gpu)
+
+
+def _gpu(option: str, name: str) -> str:
+    known = list(hardware.PLANNED)
+    if name.lower() not in known:
+        raise RecipeError(
+            f"{option}: {name!r} is not one of {', '.join(known)}{meant(name, known, 0.8)}"
+        )
+    return name.lower()
+
+
+def _price(text: str) -> tuple[str, float]:
+    """The GPU and the price of `gb200=6`."""
+    gpu, _, price = text.partition("=")
+    try:
+        value = float(price)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise RecipeError(f"--price {text}: expected a GPU and a price above 0, such as h100=2.5")
+    return _gpu("--price", gpu), value

@@ -1,0 +1,376 @@
+"""`jaxbench compare`: one model on several GPUs and numbers of GPUs, for whoever has a budget.
+
+A cell of the comparison is a GPU and a number of GPUs. It is planned as `jaxbench plan` plans a
+row, in a process of its own and with the same cache. Days, cost and energy follow from its step
+time and from the goodput of a job with as many GPUs (`forecast.goodput`). A cell that cannot run
+says why, and the others go on.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jaxbench.base import hardware
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import as_json, owned
+from jaxbench.base.terminal import command, console, folded, write
+from jaxbench.forecast.goodput import OBSERVED, Assumed, Goodput, expected
+from jaxbench.pages.charts import three_digits
+from jaxbench.plan import search
+from jaxbench.plan.absent import check_compiler
+from jaxbench.plan.arguments import LIMIT
+from jaxbench.plan.command import resolve, with_settings
+from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
+from jaxbench.plan.many_pages import compare_page
+from jaxbench.plan.plan import Plan
+from jaxbench.plan.processes import INTERRUPTED, Target, plan_all
+from jaxbench.recipe import flops, hugging_face, recipes
+from jaxbench.recipe.families import MODELS
+from jaxbench.recipe.names import model_name
+from jaxbench.recipe.recipes import Recipe
+from jaxbench.recipe.settings import Run
+
+NARROWEST = ("nvfp4", "mxfp8", "fp8", "bf16", "fp32")
+"""Formats of matmuls, the one with the fewest bits first. MXFP8 has finer scales than FP8."""
+
+CURVE = [*(2**n for n in range(3, 17)), 100_000]
+"""The numbers of GPUs for which the page shows goodput."""
+
+Cell = dict[str, Any]
+
+
+@command
+def main(argv: Sequence[str] | None) -> int:
+    """Returns 0, or 1 if no cell fits."""
+    args = make_parser().parse_args(argv)
+    check_arguments(args)
+    configs, changes = chosen(args.config)
+    args.set = [*changes, *args.set]
+    targets = [target_of(name, args.system) for name in args.gpu]
+    check_compiler()
+    with ExitStack() as held:
+        if args.output:
+            held.enter_context(owned(args.output))
+        try:
+            return _compare(args, configs, targets)
+        except KeyboardInterrupt:
+            print(INTERRUPTED, file=sys.stderr)
+            return 130
+
+
+def _compare(
+    args: argparse.Namespace, configs: dict[str, Recipe], targets: Sequence[Target]
+) -> int:
+    assumed = Assumed(
+        mtbf_gpu_hours=args.mtbf, storage_gb_s=args.storage, restart_s=60 * args.restart
+    )
+    limit = (args.limit or LIMIT) if args.search else None
+    cells = [
+        cell_of(planned, target, assumed, args.tokens, args.price.get(target.name))
+        for target in targets
+        for planned in plan_cells(target, configs, args.gpus, args.set, limit)
+    ]
+    mark(cells)
+    if args.config[0].endswith(".json"):
+        model = args.config[0]
+    else:
+        published = MODELS[next(iter(configs.values())).model]
+        changes = [change for change in args.set if change.startswith("model.")]
+        model = ", ".join([model_name(published.family, published.size), *changes])
+    state = next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), None)
+    goodput = curves(state, assumed) if state else {}
+    remarks = notes(cells, assumed, args.price)
+    if args.format == "json":
+        content = {"model": model, "tokens": args.tokens, "assumed": asdict(assumed)}
+        content |= {"cells": cells, "goodput": goodput, "notes": remarks}
+        write(as_json(content), args.output)
+    elif args.format == "html":
+        write(compare_page(model, args.tokens, cells, goodput, remarks), args.output)
+    else:
+        show(model, args.tokens, cells, remarks)
+    return int(not any(cell.get("fits") for cell in cells))
+
+
+def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
+    """The recipes that are named, by what loads them, and changes to their model. A model stands
+    for all of its recipes, and a `config.json` for those of a model that is changed to it. Raises
+    RecipeError for an unknown name, and for recipes of different models."""
+    named: list[str] = []
+    changes: list[str] = []
+    if any(config.endswith(".json") for config in configs):
+        if len(configs) > 1:
+            raise RecipeError("--config: a config.json excludes other models and recipes")
+        base, changes = hugging_face.read(Path(configs[0]))
+        configs = [base]
+    for config in configs:
+        its = [name for name in recipes.names() if name.rpartition("_")[0] == config]
+        named += its if config in models() else [config]
+    loaded = {name: recipes.load(name) for name in named}
+    found = dict.fromkeys(recipe.model for recipe in loaded.values())
+    if len(found) > 1:
+        raise RecipeError(
+            f"--config: these recipes train different models, {' and '.join(found)}; "
+            "compare one at a time"
+        )
+    return loaded, changes
+
+
+def target_of(name: str, settings: Sequence[str]) -> Target:
+    """The GPU of a name with those `--system` settings that are for it. Raises RecipeError."""
+    parts = (text.rpartition(":") for text in settings)
+    system = tuple(setting for gpu, _, setting in parts if gpu.lower() in ("", name))
+    return Target(with_settings(hardware.PLANNED[name], [*system]), name, system)
+
+
+def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:
+    """The recipe for a GPU: first those in whose format it multiplies, then those with rows of
+    several GPUs for it, then the narrowest format."""
+
+    def order(config: str) -> tuple[bool, bool, int]:
+        recipe = configs[config]
+        dtype = recipe.shared["precision"].get("dtype", "bf16")
+        rows = [row for row in recipe.on(gpu).rows if isinstance(row, int) and row > 1]
+        return not gpu.multiplies(dtype), not rows, NARROWEST.index(dtype)
+
+    return min(configs, key=order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A cell before its figures: recipe and number of GPUs, the row with its plan if there is one,
+    and `why` there is none or why it does not fit."""
+
+    recipe: str
+    gpus: int
+    row: Run | None = None
+    plan: Plan | None = None
+    why: str = ""
+
+
+def plan_cells(
+    target: Target, configs: Mapping[str, Recipe], counts: Sequence[int], changes: list[str],
+    limit: int | None,
+) -> Iterator[Planned]:  # fmt: skip
+    """The cells of a GPU, one for each number of GPUs in `counts`. With a `limit`, each is the best
+    of a search with so many candidates."""
+    config = narrowest(configs, target.gpu)
+    rows: dict[int, tuple[Run, Recipe]] = {}
+    reasons: dict[int, str] = {}
+    for gpus in counts:
+        try:
+            rows[gpus] = whole_row(config, gpus, changes, target.gpu)
+        except RecipeError as error:
+            reasons[gpus] = str(error)
+    found: dict[Run, Plan | str] = {}
+    if limit:
+        found |= {run: tuned(recipe, run, config, limit, target) for run, recipe in rows.values()}
+    else:
+        runs = [run for run, _ in rows.values()]
+        plans, failures = plan_all(runs, target, config)
+        found |= failures
+        found |= zip((run for run in runs if run not in failures), plans, strict=True)
+    for gpus in counts:
+        run = rows[gpus][0] if gpus in rows else None
+        outcome = found[run] if run else reasons[gpus]
+        if isinstance(outcome, str):
+            yield Planned(recipe=configs[config].name, gpus=gpus, why=outcome)
+        else:
+            why = too_big(outcome, searched=bool(limit))
+            yield Planned(recipe=configs[config].name, gpus=gpus, row=run, plan=outcome, why=why)
+
+
+def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> tuple[Run, Recipe]:
+    """The recipe's row, or else a derived one, and the recipe with it. A row with fewer layers than
+    the model gets all of them. Raises RecipeError."""
+    run, recipe = resolve(config, gpus, changes, gpu)
+    layers = MODELS[recipe.model].layers
+    asked = any(change.partition("=")[0] == "model.layers" for change in changes)
+    if run.model.layers != layers and not asked:
+        run, recipe = resolve(config, gpus, [*changes, f"model.layers={layers}"], gpu)
+    return run, recipe
+
+
+def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Plan | str:
+    """The best plan of a search from a row, or why there is none."""
+    state = search.explored(recipe, row, config, limit, target)
+    best = state.best()
+    if best is None:
+        return f"none of {len(state.tried)} candidates fits"
+    plan = state.tried[best].plan
+    assert plan is not None
+    return plan
+
+
+def too_big(plan: Plan, searched: bool) -> str:
+    """Why a plan does not fit; empty if it does."""
+    if plan.fits:
+        return ""
+    hint = "" if searched else "; --search looks for settings with which it fits"
+    return search.why(plan, None) + hint
+
+
+def cell_of(
+    planned: Planned, target: Target, assumed: Assumed, tokens: float, price: float | None
+) -> Cell:
+    """A cell with its figures, if it has any."""
+    cell: Cell = {"gpu": target.name, "gpus": planned.gpus, "recipe": planned.recipe}
+    cell["why"] = planned.why
+    if planned.plan is None or planned.row is None:
+        return cell
+    parameters = flops.parameters(planned.row.model)["total"]
+    state = planned.row.optimizer.state_bytes * parameters
+    job = expected(planned.gpus, state, assumed)
+    cell |= {"state_bytes": state, "goodput": asdict(job)}
+    return cell | figures(planned.plan, job, tokens, price, target.gpu.power)
+
+
+def figures(plan: Plan, job: Goodput, tokens: float, price: float | None, power: float) -> Cell:
+    """The figures of a plan. `days` include the time that failures and checkpoints cost. `cost` is
+    in the currency of `price`, for a GPU-hour. `mwh` is the energy of GPUs that draw `power`
+    watts all the time, and so an upper bound of what the GPUs draw themselves."""
+    f, rates, size = plan.forecast, plan.rates["forecast"], plan.bytes_per_device
+    settings, batch = plan.settings, plan.settings["batch"]
+    result: Cell = {
+        "precision": settings["precision"]["dtype"],
+        "label": settings["label"],
+        "mesh": plan.mesh,
+        "set": settings["overrides"],
+        "global_batch": batch["global_batch"],
+        "sequence_length": batch["sequence_length"],
+        "fits": plan.fits,
+        "headroom": size.limit - size.peak,
+    }
+    if f.unknown:
+        return result | {"fits": False, "why": f"no forecast: no rule for {', '.join(f.unknown)}"}
+    days = tokens / (rates.tokens_per_s_per_gpu * plan.gpus) / 86400 / job.share
+    hours = 24 * days * plan.gpus
+    row = plan.published
+    return result | {
+        "step_s": f.step_s,
+        "low_s": f.interval.low_s,
+        "high_s": f.interval.high_s,
+        "tokens_per_s_per_gpu": rates.tokens_per_s_per_gpu,
+        "mfu": rates.mfu,
+        "days": days,
+        "days_low": days * f.interval.low_s / f.step_s,
+        "days_high": days * f.interval.high_s / f.step_s,
+        "gpu_hours": hours,
+        "cost": hours * price if price else None,
+        "mwh": hours * power / 1e6 if power else None,
+        "rests_on": {name: seconds / f.step_s for name, seconds in f.rests_on.items()},
+        "assumed_rates": f.interval.assumed,
+        "published_step_s": row["step_time_s"] if row else None,
+        "published_gpu": row["gpu_type"] if row else None,
+    }
+
+
+def mark(cells: Sequence[Cell]) -> None:
+    """Marks the cells with the fewest days and with the lowest cost, among those that fit."""
+    for cell in cells:
+        cell["marks"] = []
+    for name, figure in (("fastest", "days"), ("cheapest", "cost")):
+        known = [cell for cell in cells if cell.get("fits") and cell[figure]]
+        if known:
+            min(known, key=lambda cell: cell[figure])["marks"].append(name)
+
+
+def curves(state: int, assumed: Assumed) -> dict[str, dict[int, float]]:
+    """The share of goodput by numbers of GPUs, first at the assumed failure rate and then at the
+    other published ones."""
+    given = assumed.mtbf_gpu_hours
+    rates = {each.name: each.mtbf_gpu_hours for each in OBSERVED}
+    first = next((name for name, hours in rates.items() if hours == given), "--mtbf")
+    return {
+        name: {n: expected(n, state, replace(assumed, mtbf_gpu_hours=hours)).share for n in CURVE}
+        for name, hours in ({first: given} | rates).items()
+    }
+
+
+def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) -> list[str]:
+    """What the figures rest on, in sentences."""
+    given = assumed.mtbf_gpu_hours
+    where = next(
+        (f"{o.what} ({o.source})" for o in OBSERVED if o.mtbf_gpu_hours == given),
+        "as --mtbf says",
+    )
+    storage = (
+        f"{assumed.storage_gb_s:g} GB/s for a job"
+        if assumed.storage_gb_s
+        else "as fast as Llama 3's, 2,000 GB/s for 16,384 GPUs (arXiv 2407.21783), in proportion"
+    )
+    result = [
+        "Step times are forecasts, and their 90 % intervals rest on the errors on programs that "
+        "others timed. Cells whose intervals overlap may come out in the other order.",
+        f"Failures: one in {given:,.0f} GPU-hours, {where}. Other GPUs and clusters differ.",
+        f"Checkpoints: storage is {storage}. Training waits while a checkpoint is written, at the "
+        f"best interval (Daly 2006). A restart takes {assumed.restart_s / 60:g} minutes and the "
+        "time to load a checkpoint.",
+    ]
+    if any(cell.get("mwh") for cell in cells):
+        result.append(
+            "Energy: GPUs at their highest power setting all the time, an upper bound for the GPUs "
+            "alone; hosts, network and cooling come on top. We know no typical power of these "
+            "steps."
+        )
+    without_power = dict.fromkeys(c["gpu"] for c in cells if c.get("days") and not c["mwh"])
+    if without_power:
+        result.append(f"Energy of {', '.join(without_power)}: its power is not known.")
+    without_price = dict.fromkeys(c["gpu"] for c in cells if c["gpu"] not in prices)
+    if prices and without_price:
+        result.append(f"No --price is given for {', '.join(without_price)}.")
+    work = {(c["gpus"], c["global_batch"], c["sequence_length"]) for c in cells if "mesh" in c}
+    if len(work) > len({gpus for gpus, _, _ in work}):
+        result.append("Batches differ on the same number of GPUs: each recipe has its own.")
+    if len({cell["precision"] for cell in cells if "mesh" in cell}) > 1:
+        result.append("Precisions differ, and a model may need more tokens in a narrower one.")
+    return result
+
+
+def show(model: str, tokens: float, cells: Sequence[Cell], remarks: Sequence[str]) -> None:
+    """Prints the table and what it rests on."""
+    costs = any(cell.get("cost") for cell in cells)
+    grid = Table(title=f"{model}, {tokens:g} tokens", box=None, title_justify="left")
+    for heading in ("GPUs", "precision", "step s", "90 % interval", "tokens/s/GPU", "MFU %",
+                    "free GiB", "goodput %", "days", "90 % interval", "GPU-hours",
+                    *(["cost"] if costs else []), "MWh", ""):  # fmt: skip
+        text = heading in ("GPUs", "precision", "")
+        grid.add_column(heading, justify="left" if text else "right", no_wrap=bool(heading))
+    for cell in cells:
+        grid.add_row(*_texts(cell, costs))
+    console().print(grid)
+    reasons = [f"{cell['gpus']} x {cell['gpu']}: {cell['why']}" for cell in cells if cell["why"]]
+    for line in ["", *reasons, *remarks]:
+        print(folded(line))
+
+
+def _texts(cell: Cell, costs: bool) -> list[str]:
+    """The texts of a cell in the columns of the table."""
+    free = f"{cell['headroom'] / 2**30:.1f}" if "headroom" in cell else ""
+    last = ", ".join(cell["marks"])
+    if cell["why"]:
+        last = "does not fit" if "headroom" in cell else "not planned"
+    first = [f"{cell['gpus']} x {cell['gpu']}", cell.get("precision", "")]
+    if "step_s" not in cell:
+        return [*first, "", "", "", "", free, *[""] * (5 + costs), last]
+    cost = [f"{cell['cost']:,.0f}" if cell["cost"] else ""] if costs else []
+    return [
+        *first,
+        f"{cell['step_s']:.3f}",
+        f"{three_digits(cell['low_s'])} to {three_digits(cell['high_s'])}",
+        f"{cell['tokens_per_s_per_gpu']:,.0f}",
+        "" if cell["mfu"] is None else f"{100 * cell['mfu']:.1f}",
+        free,
+        f"{100 * cell['goodput']['share']:.1f}",
+        three_digits(cell["days"]),
+        f"{three_digits(cell['days_low'])} to {three_digits(cell['days_high'])}",
+        f"{cell['gpu_hours']:,.0f}",
+        *cost,
+        f"{cell['mwh']:,.0f}" if cell["mwh"] else "",
+        last,
+    ]
