@@ -61,6 +61,11 @@ REASONS = {
         "keeps all-to-alls inside a node",
         "attention with widths of 192 and 128, grouped matmuls",
     ),
+    "kimi": Reason(
+        "As DeepSeek-V3. The published program trains with Muon, which multiplies matrices (2.5 % "
+        "of the model's FLOPs); ours has AdamW",
+        "as DeepSeek-V3",
+    ),
     "nemotron3 super_120b_a12b": Reason(
         "", "grouped matmuls with narrow experts, of which no table exists"
     ),
