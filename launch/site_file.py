@@ -38,6 +38,8 @@ def read(environment: Mapping[str, str]) -> dict[str, str]:
         content = strict_yaml.load(path.read_text())
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path}: {error}") from error
+    if content is None:
+        return {}
     if not isinstance(content, dict):
         raise RecipeError(f"{path}: expected lines such as partition: batch")
     for key, value in content.items():
@@ -45,10 +47,12 @@ def read(environment: Mapping[str, str]) -> dict[str, str]:
             raise RecipeError(f"{path}: {key!r} is not one of {', '.join(KEYS)}")
         if key == "exclude" and isinstance(value, list):
             content[key] = value = ",".join(map(str, value))
+        if value in (None, ""):
+            continue
         pattern = r"[\w.-]+" if key == "system" else r"[^\n]+"
         if isinstance(value, dict | list | bool) or not re.fullmatch(pattern, str(value)):
             raise RecipeError(f"{path}: {key}: expected a word or a number, not {value!r}")
-    return {key: str(value) for key, value in content.items()}
+    return {key: str(value) for key, value in content.items() if value not in (None, "")}
 
 
 def completed(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ import json
 from collections import defaultdict
 
 import pytest
+from launching import slurm
 from test_check import made
 
 from jaxbench.check import qualify
-from jaxbench.check.judge import BETWEEN_NODES, by_kind, node
+from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node
 
 
 def record(folder, nodes, rates, hosts):
@@ -22,7 +23,7 @@ def record(folder, nodes, rates, hosts):
         }
         for kind, some in by_kind(mine).items()
     }  # fmt: skip
-    report = {"rates": kinds, "hosts": {name: hosts[name] for name in nodes}}
+    report = {"rates": kinds, "hosts": {name: hosts[name] for name in nodes}, "device": "H100"}
     folder.mkdir(parents=True)
     (folder / "check.json").write_text(json.dumps(report))
 
@@ -75,16 +76,52 @@ def test_rounds_give_each_node_two_partners_and_one_at_a_time():
         assert len(partners) == number
 
 
-def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path):
+def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path, monkeypatch):
     rates, hosts = made(2, 0)
     record(tmp_path / "nodes" / "node0", ["node1"], rates, hosts)
     args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
     check = qualify.run_check(("node0",), "nodes", "", args)
-    assert check.report is None
-    assert check.why.endswith("node0/check.json is of node1")
+    assert (check.report, check.why) == (None, "exit status 0")
+    assert check.reached
     for text in ("{", "[]", '{"rates": {}}'):
         (tmp_path / "nodes" / "node0" / "check.json").write_text(text)
         assert qualify.read(tmp_path / "nodes" / "node0") is None
+
+
+@pytest.mark.parametrize(
+    ("why", "reached"),
+    [
+        ("srun: error: Unable to allocate resources: Requested nodes are busy", False),
+        ("srun: Required node not available (down, drained or reserved)", False),
+        ("error: all CUDA-capable devices are busy or unavailable", True),
+        ("srun: error: n4: task 0: Exited with exit code 2", True),
+    ],
+)
+def test_a_broken_gpu_is_not_a_busy_node(why, reached):
+    assert qualify.Check(("n4",), why=why).reached == reached
+
+
+def failing(tmp_path, nodes, failed, cause):
+    """Tells of failures of some nodes; returns what the command of --on-fail was told."""
+    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    args.on_fail = f'echo "$NODE" "$EVIDENCE" >> {tmp_path}/told'
+    found = qualify.Verdicts(nodes)
+    found.add(Finding(n, "$(touch bad); 'x'", cause, (n,)) for n in failed)
+    qualify.tell_failures(found, args)
+    told = tmp_path / "told"
+    return told.read_text().splitlines() if told.exists() else []
+
+
+def test_a_failure_is_told_once_and_again_after_the_node_passed(tmp_path, capsys):
+    line = "n2 n2: $(touch bad); 'x'"
+    assert failing(tmp_path, ["n1", "n2", "n3"], ["n2"], "gpu") == [line]
+    assert failing(tmp_path, ["n1", "n2", "n3"], ["n2"], "gpu") == [line]
+    assert failing(tmp_path, ["n1", "n2", "n3"], [], "gpu") == [line]
+    assert failing(tmp_path, ["n1", "n2", "n3"], ["n2"], "gpu") == [line, line]
+    most = failing(tmp_path, ["n4", "n5", "n6"], ["n4", "n5"], "failed")
+    assert most == [line, line]
+    assert "--on-fail is not run for 2 nodes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

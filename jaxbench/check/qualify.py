@@ -8,12 +8,14 @@ with a fault take no part in what comes next. Needs no JAX.
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ FILE = "qualify.json"
 AT_A_TIME = 64
 """Jobs that this command starts at a time."""
 
-BUSY = "allocate", "busy", "not available", "DOWN", "DRAIN", "Unable"
-"""Words with which srun says that it got no nodes."""
+BUSY = re.compile(
+    r"srun: .*(Unable to allocate resources|nodes? .*(busy|not available|DOWN|DRAINED))", re.I
+)
+"""What srun says if it gets no nodes."""
 
 EXAMPLES = """
     jaxbench qualify --nodes 'n[1-256]' --gres 8
@@ -99,7 +103,7 @@ class Check:
     @property
     def reached(self) -> bool:
         """Whether Slurm gave it its nodes."""
-        return self.report is not None or not any(word in self.why for word in BUSY)
+        return self.report is not None or not BUSY.match(self.why)
 
 
 @dataclass
@@ -111,6 +115,8 @@ class Verdicts:
     unreached: dict[str, str] = field(default_factory=dict)
     faults: dict[str, list[Finding]] = field(default_factory=dict)
     links: list[Finding] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Pairs of nodes, or all of them, that Slurm did not give in time."""
 
     @property
     def healthy(self) -> list[str]:
@@ -131,7 +137,9 @@ class Verdicts:
             return "not reached", self.unreached[node]
         if node in self.faults:
             return "fail", "; ".join(map(str, self.faults[node]))
-        return "pass", "; ".join(str(link) for link in self.links if node in link.where)
+        return "pass", "; ".join(
+            str(link) for link in self.links if node in link.where.split(" - ")
+        )
 
 
 @command
@@ -142,19 +150,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     positive("--", args, "gpus_per_node", "gres", "cpu_devices", "wait", "limit")
     nodes = find_nodes(args.nodes, args.partition)
     args.output.mkdir(parents=True, exist_ok=True)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)
     with ExitStack() as held:
         held.enter_context(owned(args.output))
         try:
             found = qualify(nodes, args)
+            tell_failures(found, args)
         except KeyboardInterrupt:
-            print("interrupted; finished checks are kept, and the same command continues",
-                  file=sys.stderr)  # fmt: skip
+            note = "interrupted; finished checks are kept, and the same command continues"
+            print(note, file=sys.stderr)
             return 130
-        tell_failures(found, args)
     show(found)
     if found.faults:
         return STATUS[next(iter(found.faults.values()))[0].cause or "gpu"]
-    return int(bool(found.unreached or found.links))
+    return int(bool(found.unreached or found.links or found.unchecked))
 
 
 def find_nodes(names: str | None, partition: str | None) -> list[str]:
@@ -195,8 +205,10 @@ def qualify(nodes: Sequence[str], args: Any) -> Verdicts:
 def outcome(checks: Sequence[Check], found: Verdicts) -> Iterator[Finding]:
     """The findings of checks of several nodes. A check that failed names all its nodes."""
     for check in checks:
-        if check.report is None:
-            name = " - ".join(check.nodes) if len(check.nodes) == 2 else "all nodes together"
+        name = " - ".join(check.nodes) if len(check.nodes) == 2 else "all nodes together"
+        if not check.reached:
+            found.unchecked.append(f"{name}: {check.why}")
+        elif check.report is None:
             yield Finding(name, f"the check failed: {check.why}", "network")
     known = {str(fault) for faults in found.faults.values() for fault in faults}
     yield from (finding for finding in judged(checks) if str(finding) not in known)
@@ -206,7 +218,7 @@ def judged(checks: Iterable[Check]) -> list[Finding]:
     """The findings of several checks, as if they were one."""
     reports = [check.report for check in checks if check.report is not None]
     hosts = {node: host for report in reports for node, host in report["hosts"].items()}
-    on_gpus = any("gpu" in name for host in hosts.values() for name in host["gpus"])
+    on_gpus = any(report["device"] != "cpu" for report in reports)
     return judge([rate for report in reports for rate in rates(report)], hosts, comparable=on_gpus)
 
 
@@ -239,9 +251,10 @@ def run_checks(groups: Sequence[tuple[str, ...]], stage: str, args: Any) -> list
     try:
         futures = [pool.submit(run_check, group, stage, name, args) for group in groups]
         checks = [future.result() for future in futures]
-    except KeyboardInterrupt:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        slurm("scancel", "--me", f"--name={name}")
+        with suppress(RecipeError):
+            slurm("scancel", "--me", f"--name={name}")
         raise
     pool.shutdown()
     done = sum(check.report is not None for check in checks)
@@ -254,12 +267,13 @@ def run_checks(groups: Sequence[tuple[str, ...]], stage: str, args: Any) -> list
 def run_check(nodes: tuple[str, ...], stage: str, name: str, args: Any) -> Check:
     """The check of some nodes, from the folder or from a job."""
     folder = args.output / stage / ("all" if stage == "all" else "-".join(nodes))
-    if (report := read(folder)) is None:
+    report = read(folder)
+    if report is None or {*report["hosts"]} != {*nodes}:  # of nodes that are healthy no longer
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKED).unlink(missing_ok=True)
         done = subprocess.run(
             srun(nodes, folder, name, args), capture_output=True, text=True, env=environment(),
-            start_new_session=True,
+            stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout + done.stderr)
         if (report := read(folder)) is None:
@@ -292,18 +306,31 @@ def read(folder: Path) -> dict[str, Any] | None:
         report = json.loads((folder / CHECKED).read_text())
     except (OSError, ValueError):
         return None
-    complete = isinstance(report, dict) and {"rates", "hosts"} <= report.keys()
+    complete = isinstance(report, dict) and {"rates", "hosts", "device"} <= report.keys()
     return report if complete else None
 
 
 def tell_failures(found: Verdicts, args: Any) -> None:
-    """Writes qualify.json, and runs the command of `--on-fail` for nodes that failed for the first
-    time."""
+    """Writes qualify.json, and runs the command of `--on-fail` for nodes that have failed since
+    they last passed. If most nodes fail because their check ends with an error, it runs the command
+    for none of these: the cause is then probably the same, such as an option that is missing."""
     path = args.output / FILE
-    try:
-        told = set(json.loads(path.read_text())["told"])
-    except (OSError, ValueError, KeyError, TypeError):
-        told = set()
+    told: set[str] = set()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = {*json.loads(path.read_text())["told"]} - {*found.healthy}
+
+    def write() -> None:
+        verdicts = {n: dict(zip(("verdict", "why"), found.of(n), strict=True)) for n in found.nodes}
+        about = {"links": [*map(str, found.links)], "not_checked": found.unchecked}
+        write_json(path, {"nodes": verdicts, **about, "told": sorted(told)})
+
+    write()
+    ended = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
+    if args.on_fail and len(ended) > max(1, len(found.nodes) / 2):
+        why = "most checks ended with an error, probably for a common reason"
+        print(f"warning: --on-fail is not run for {counted(len(ended), 'node')}: {why}",
+              file=sys.stderr)  # fmt: skip
+        told |= {*ended}
     for node, faults in found.faults.items():
         if args.on_fail and node not in told:
             about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": found.of(node)[1]}
@@ -311,12 +338,9 @@ def tell_failures(found: Verdicts, args: Any) -> None:
             if done.returncode:
                 print(f"warning: --on-fail for {node}: exit status {done.returncode}",
                       file=sys.stderr)  # fmt: skip
-            else:
-                told.add(node)
-    verdicts = {node: dict(zip(("verdict", "why"), found.of(node), strict=True))
-                for node in found.nodes}  # fmt: skip
-    links = [str(link) for link in found.links]
-    write_json(path, {"nodes": verdicts, "links": links, "told": sorted(told)})
+                continue
+            told.add(node)
+            write()
 
 
 def show(found: Verdicts) -> None:
@@ -329,6 +353,8 @@ def show(found: Verdicts) -> None:
     console().print(grid)
     for link in found.links:
         print(f"link: {link}")
+    for line in found.unchecked:
+        print(f"not checked: {line}")
     print(
         f"qualify: {len(found.healthy)} pass, {len(found.faults)} fail, "
         f"{len(found.unreached)} not reached, of {counted(len(found.nodes), 'node')}"

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from jaxbench.base import files
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.files import as_json
 from jaxbench.base.terminal import Parser, command, console
 
 EXAMPLES = """
@@ -55,8 +54,8 @@ def make_parser() -> Parser:
     )  # fmt: skip
     add(
         "--since", type=moment, metavar="WHEN",
-        help="only jobs that began since then, or that were submitted since then and have not "
-        "begun: 2d or 12h ago, or a day such as 2026-11-20",
+        help="only jobs that began since then: 2d or 12h ago, or a day such as 2026-11-20; a job "
+        "that has not begun counts from its submission",
     )  # fmt: skip
     add("--json", action="store_true", help="print a JSON list")
     return parser
@@ -212,6 +211,9 @@ def main(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     if args.action != "list" and not args.jobs:
         raise RecipeError(f"jobs {args.action} needs the id of a job")
+    filters = args.state != STATES or args.since or args.json
+    if args.action != "list" and filters:
+        raise RecipeError(f"jobs {args.action} takes no --state, --since and --json")
     known = folders(args.stage)
     jobs = chosen(args.jobs, known)
     if args.action == "log":
@@ -227,7 +229,7 @@ def main(argv: Sequence[str] | None) -> int:
     found = {path: described(path, queued) for path in jobs.values()}
     found = {p: line for p, line in found.items() if line["state"].split(":")[0] in args.state}
     if args.json:
-        print(as_json([line | {"folder": str(path)} for path, line in found.items()]), end="")
+        print(files.as_json([line | {"folder": str(path)} for path, line in found.items()]), end="")
         return 0
     if args.action == "status":
         for folder, line in found.items():

@@ -54,7 +54,7 @@ def make_parser() -> Parser:
     add("--tokens", type=float, default=1e12, help="tokens to train on (default 1e12)")
     add("--price", type=listed, default=[], metavar="GPU=PRICE,..",
         help="price of a GPU-hour in any currency: h100=2.5,gb200=6")
-    add("--mtbf", type=float, metavar="HOURS", default=LLAMA3.mtbf_gpu_hours,
+    add("--mtbf", type=float, metavar="GPU-HOURS", default=LLAMA3.mtbf_gpu_hours,
         help="GPU-hours from one failure to the next (default "
         f"{LLAMA3.mtbf_gpu_hours:,.0f}: {LLAMA3.what}; {LLAMA3.source})")
     add("--storage", type=float, metavar="GB/s",
@@ -93,6 +93,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     if not (args.gpu and args.gpus):
         raise RecipeError("--gpu and --gpus need at least one value each")
     args.price = dict(_price(text) for text in args.price)
+    if unused := [name for name in args.price if name not in args.gpu]:
+        raise RecipeError(f"--price {unused[0]}=..: {unused[0]} is not in --gpu")
     for name in ("tokens", "mtbf", "storage", "restart"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):

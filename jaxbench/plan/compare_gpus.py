@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxbench.base import hardware
-from jaxbench.base.errors import RecipeError
+from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
 from jaxbench.forecast.goodput import OBSERVED, Assumed, Goodput, expected
@@ -187,18 +187,29 @@ def plan_cells(
 
 def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> tuple[Run, Recipe]:
     """The recipe's row, or else a derived one, and the recipe with it. A row with fewer layers than
-    the model gets all of them. Raises RecipeError."""
+    the model gets all of them. Raises RecipeError, also if the row's model is still not the whole
+    one, since cells would compare different models."""
     run, recipe = resolve(config, gpus, changes, gpu)
-    layers = MODELS[recipe.model].layers
+    whole = MODELS[recipe.model]
+    layers = whole.layers
     asked = any(change.partition("=")[0] == "model.layers" for change in changes)
     if run.model.layers != layers and not asked:
         run, recipe = resolve(config, gpus, [*changes, f"model.layers={layers}"], gpu)
+    there, expected_there = (flops.parameters(model)["total"] for model in (run.model, whole))
+    if there != expected_there and not any(change.startswith("model.") for change in changes):
+        raise RecipeError(
+            f"the recipe has no row with the whole model here: its nearest row has "
+            f"{there / 1e9:.3g} of {expected_there / 1e9:.4g} billion parameters"
+        )
     return run, recipe
 
 
 def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Plan | str:
     """The best plan of a search from a row, or why there is none."""
-    state = search.explored(recipe, row, config, limit, target)
+    try:
+        state = search.explored(recipe, row, config, limit, target)
+    except (RecipeError, RunFailed) as error:
+        return str(error)
     best = state.best()
     if best is None:
         return f"none of {len(state.tried)} candidates fits"
@@ -248,6 +259,8 @@ def figures(plan: Plan, job: Goodput, tokens: float, price: float | None, power:
     }
     if f.unknown:
         return result | {"fits": False, "why": f"no forecast: no rule for {', '.join(f.unknown)}"}
+    if not job.share:
+        return result | {"fits": False, "why": "GPUs fail faster than a checkpoint is written"}
     days = tokens / (rates.tokens_per_s_per_gpu * plan.gpus) / 86400 / job.share
     hours = 24 * days * plan.gpus
     row = plan.published
@@ -282,10 +295,13 @@ def mark(cells: Sequence[Cell]) -> None:
 
 def curves(state: int, assumed: Assumed) -> dict[str, dict[int, float]]:
     """The share of goodput by numbers of GPUs, first at the assumed failure rate and then at the
-    other published ones."""
+    other published ones; at the lowest and the highest of them if the assumed one is the user's."""
     given = assumed.mtbf_gpu_hours
     rates = {each.name: each.mtbf_gpu_hours for each in OBSERVED}
     first = next((name for name, hours in rates.items() if hours == given), "--mtbf")
+    if first == "--mtbf":
+        lowest, *_, highest = sorted(rates, key=rates.__getitem__, reverse=True)
+        rates = {name: rates[name] for name in (lowest, highest)}
     return {
         name: {n: expected(n, state, replace(assumed, mtbf_gpu_hours=hours)).share for n in CURVE}
         for name, hours in ({first: given} | rates).items()
@@ -354,7 +370,8 @@ def _texts(cell: Cell, costs: bool) -> list[str]:
     free = f"{cell['headroom'] / 2**30:.1f}" if "headroom" in cell else ""
     last = ", ".join(cell["marks"])
     if cell["why"]:
-        last = "does not fit" if "headroom" in cell else "not planned"
+        last = "no figures" if cell.get("headroom", -1) >= 0 else "does not fit"
+        last = last if "headroom" in cell else "not planned"
     first = [f"{cell['gpus']} x {cell['gpu']}", cell.get("precision", "")]
     if "step_s" not in cell:
         return [*first, "", "", "", "", free, *[""] * (5 + costs), last]

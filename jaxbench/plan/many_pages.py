@@ -170,7 +170,9 @@ def compare_page(
     amount = f"{tokens / 1e12:g} trillion"
     columns = [name for name in FIGURES if name != "Cost" or any(c.get("cost") for c in cells)]
     known = [cell for cell in cells if "days" in cell]
-    jobs = {cell["gpus"]: cell["goodput"] for cell in known}
+    jobs = {(cell["gpus"], cell["state_bytes"]): cell["goodput"] for cell in known}
+    state = next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), 0)
+    on_curve = {gpus: job for (gpus, its), job in jobs.items() if its == state}
     return render(
         "compare.html",
         title=f"Comparison: {model}",
@@ -180,10 +182,13 @@ def compare_page(
         cells=[_cell(cell, columns) for cell in cells],
         days=[_days(cell) for cell in known],
         full=max((cell["days_high"] for cell in known), default=1.0),
-        chart=_goodput_chart(goodput, jobs) if goodput else None,
+        chart=_goodput_chart(goodput, on_curve) if goodput else None,
         failing=FAILING,
-        goodputs={counted(gpus): [*_failing(job)] for gpus, job in sorted(jobs.items())},
-        state=next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), 0),
+        goodputs={
+            counted(gpus) + ("" if its == state else f", a state of {its / 2**30:.0f} GiB"):
+            [*_failing(job)] for (gpus, its), job in sorted(jobs.items())
+        },
+        state=state,
         notes=notes,
     )  # fmt: skip
 
@@ -283,7 +288,7 @@ def _goodput_chart(curves: Series, jobs: dict[int, Line]) -> Chart:
     it are its numbers of GPUs."""
     classes = ("ours", "other", "published")
     labels: list[Label] = []
-    for css, (name, points) in zip(classes, curves.items(), strict=False):
+    for css, (name, points) in zip(classes[: len(curves)], curves.items(), strict=True):
         labels.append((css, 100 * [*points.values()][-1], name))
     counts = [*next(iter(curves.values()))]
     described = "; ".join(
@@ -295,7 +300,7 @@ def _goodput_chart(curves: Series, jobs: dict[int, Line]) -> Chart:
         labels=labels, log=True, from_zero=True,
         x_ticks=[(n, f"{n:,}") for n in (10, 100, 1_000, 10_000, 100_000)],
     )  # fmt: skip
-    for css, points in zip(classes, curves.values(), strict=False):
+    for css, points in zip(classes[: len(curves)], curves.values(), strict=True):
         chart.line(css, [(n, 100 * share) for n, share in points.items()])
     chart.dots("ours", [(gpus, 100 * job["share"]) for gpus, job in sorted(jobs.items())])
     return chart

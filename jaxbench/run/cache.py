@@ -121,7 +121,9 @@ def cache_identity(record: dict[str, Any]) -> dict[str, Any]:
     it JAX's own key is finer."""
     devices = {k: v for k, v in record["hardware"].items() if k != "host"}
     versions = {k: v for k, v in record["versions"].items() if k != "commit"}
-    return {"hardware": devices, "versions": versions} | {k: record[k] for k in ("recipe", "flags")}
+    sizes = {name: choice["sizes"] for name, choice in record.get("kernel_sizes", {}).items()}
+    identity = {"hardware": devices, "versions": versions, "kernel_sizes": sizes}
+    return identity | {k: record[k] for k in ("recipe", "flags")}
 
 
 def autotuning_identity(record: dict[str, Any]) -> dict[str, Any]:

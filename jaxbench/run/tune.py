@@ -42,6 +42,7 @@ def tune(
     start = time.perf_counter()
     share = missing[jax.process_index() :: jax.process_count()]
     timed = {case.name: asdict(kernel_timing.best(case, run)) for case in share}
+    job.meet("timing kernels")
     for found in job.all_gather("kernel sizes", timed):
         known |= found
     if missing and jax.process_index() == 0:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,7 +81,8 @@ def timings(case: Case, run: Run) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, program in 2 * [*programs.items()]:
             if program is not None:
-                found[name] = min(seconds(program, *values, repeats=10), found.get(name, 1e9))
+                with suppress(jax.errors.JaxRuntimeError):  # no memory is left, say
+                    found[name] = min(seconds(program, *values, repeats=10), found.get(name, 1e9))
     return found
 
 

@@ -92,6 +92,7 @@ def test_a_job_is_shown_followed_and_cancelled(stage, capfd):
             None,
             "argument --since: 'May': expected 2d, 12h or a day such as 2026-11-20",
         ),
+        (["cancel", "77", "--json"], None, "jobs cancel takes no --state, --since and --json"),
         (["cancel"], None, "jobs cancel needs the id of a job"),
         (["log", "79"], None, "job 79 has not begun"),
         (["--stage", "/none"], None, "no job has results in /none"),

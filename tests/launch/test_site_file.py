@@ -44,6 +44,14 @@ def test_variables_and_options_replace_it(stage):
     assert made.gpu.name == "H100"
 
 
+@pytest.mark.parametrize("text", ["# nothing yet", "account:", "exclude: []"])
+def test_what_is_left_out_is_not_set(text, stage, tmp_path):
+    (tmp_path / "site.yaml").write_text(text)
+    options = job(*WORDS, **stage).options
+    assert "account" not in options
+    assert "exclude" not in options
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
