@@ -137,9 +137,8 @@ class Verdicts:
             return "not reached", self.unreached[node]
         if node in self.faults:
             return "fail", "; ".join(map(str, self.faults[node]))
-        return "pass", "; ".join(
-            str(link) for link in self.links if node in link.where.split(" - ")
-        )
+        its = (str(link) for link in self.links if node in link.where.split(" - "))
+        return "pass", "; ".join(its)
 
 
 @command
@@ -330,9 +329,10 @@ def tell_failures(found: Verdicts, args: Any) -> None:
         why = "most checks ended with an error, probably for a common reason"
         print(f"warning: --on-fail is not run for {counted(len(ended), 'node')}: {why}",
               file=sys.stderr)  # fmt: skip
-        told |= {*ended}
+    else:
+        ended = []
     for node, faults in found.faults.items():
-        if args.on_fail and node not in told:
+        if args.on_fail and node not in told and node not in ended:
             about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": found.of(node)[1]}
             done = subprocess.run(args.on_fail, shell=True, env=environment() | about)
             if done.returncode:

@@ -12,7 +12,7 @@ from jaxbench.recipe.mixers import (
     LatentAttentionConfig,
     MambaConfig,
 )
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.recipe.model import ModelConfig, repeating_blocks
 from jaxbench.recipe.settings import INPUT, SAVEABLE, Run
 
 BF16 = 2
@@ -78,8 +78,9 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
 
 def host_bytes(run: Run) -> float:
     """Bytes of host memory for the offloaded activations of one device during a step, before the
-    step is compiled. The input of a layer counts in each layer, even if a block has several
-    layers."""
+    step is compiled. The input of a layer counts in each layer, even if a block has several layers.
+    A block that does not repeat keeps its activations on the device, as the last block of each
+    stack does, whose place in the host's memory stays empty."""
     cfg, p = run.model, run.parallelism
     execution = run.execution
     features = {n: a.features for n, a in activations(cfg, run.batch.sequence_length).items()}
@@ -93,4 +94,7 @@ def host_bytes(run: Run) -> float:
     # If there are several microbatches, XLA holds the activations of two.
     stacks = min(run.accumulation, 2)
     per_token = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
-    return stacks * BF16 * tokens * per_token
+    patterns = repeating_blocks(cfg)
+    repeated = sum(len(pattern) * times for pattern, times in patterns if times > 1)
+    share = repeated / sum(len(pattern) * times for pattern, times in patterns)
+    return stacks * BF16 * tokens * per_token * share
