@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -108,16 +109,17 @@ def is_choice(choice: Any, case: Case) -> bool:
 
 def drawn(arguments: Sequence[Any]) -> Any:
     """Arguments of a kernel: random numbers, and groups that are equally large."""
-    keys = iter(jax.random.split(jax.random.key(0), 100))
+    numbers = count()
 
     def draw(leaf: Any) -> Any:
         if isinstance(leaf, Groups):
             return leaf.of_equal_size()
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
+        key = jax.random.fold_in(jax.random.key(0), next(numbers))
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jax.random.bits(next(keys), leaf.shape, jnp.uint8).astype(leaf.dtype)
-        return jnp.abs(jax.random.normal(next(keys), leaf.shape, jnp.bfloat16)).astype(leaf.dtype)
+            return jax.random.bits(key, leaf.shape, jnp.uint8).astype(leaf.dtype)
+        return jnp.abs(jax.random.normal(key, leaf.shape, jnp.bfloat16)).astype(leaf.dtype)
 
     return jax.tree.map(draw, arguments, is_leaf=lambda leaf: isinstance(leaf, Groups))
 

@@ -6,7 +6,7 @@ import pytest
 from commands import ROOT, TINY, kill, start_two
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout: git clone")
 def test_one_process_asks_git_what_runs(tmp_path):
     """The answer is part of what a cached program is known by: two might differ."""

@@ -136,7 +136,7 @@ def assert_logits(hidden, model, expected):
     np.testing.assert_allclose(logits, expected, atol=5e-6 * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("name", tiered(QUICK, MODELS, slow=MODELS.keys() - {*QUICK}))
+@pytest.mark.parametrize("name", tiered(QUICK, MODELS, slow=MODELS.keys() - {*QUICK, "kimi2"}))
 def test_logits_equal_those_of_a_public_implementation(name):
     with mesh_of(tiny_run()):
         arrays, model = loaded(name, jax.random.key(0))

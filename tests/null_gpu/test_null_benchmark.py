@@ -121,6 +121,7 @@ def test_a_run_survives(tmp_path):
     assert len(findings) == 4
 
 
+@pytest.mark.nightly
 def test_a_gpu_that_computes_nothing_is_not_calibrated(tmp_path):
     program = ("-m", "jaxbench.calibrate", "--output", str(tmp_path / "table.csv"))
     environment = null_gpus.environment(1)
@@ -173,6 +174,7 @@ def test_nsys_profiles_a_run(tmp_path):
     assert "it was profiled (--profile nsys)" in record["not_comparable_because"]
 
 
+@pytest.mark.nightly
 def test_a_host_without_nsys_says_so(tmp_path):
     done = launched(tmp_path)
     assert done.returncode == 127

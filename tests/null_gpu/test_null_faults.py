@@ -170,6 +170,7 @@ def test_a_resumed_run_that_lacks_a_gpu_says_so(tmp_path):
     assert (tmp_path / "run.json").read_bytes() == before
 
 
+@pytest.mark.nightly
 def test_a_device_that_computes_nothing_is_no_result(tmp_path):
     """Were it not marked as null, as no real GPU is."""
     command = null_gpus.start(

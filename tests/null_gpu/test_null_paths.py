@@ -75,6 +75,7 @@ def test_a_recipe_trains(recipe, tmp_path):
     assert "null GPUs: nothing here is a measurement" in command.out
 
 
+@pytest.mark.nightly
 def test_another_model_is_compiled_for(tmp_path):
     command = null_gpus.start(
         *null_gpus.tiny("llama31_8b_bf16", steps=2), folder=tmp_path,

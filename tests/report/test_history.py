@@ -26,6 +26,7 @@ def test_the_limit_of_a_history_comes_from_the_runs_own_spread():
     assert [*history.find_changes([7.0, 7.0, 7.3], 0.02)] == [2]
 
 
+@pytest.mark.nightly
 def test_pages_of_many_runs_stay_small(tmp_path):
     """And have the last runs first."""
     write_record(tmp_path, "first", times(7.0), started=day(0), note="x" * 10_000)

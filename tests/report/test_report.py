@@ -147,6 +147,7 @@ def test_a_log_that_says_nothing_of_its_work(tmp_path):
     assert command.main([str(tmp_path / "b.out")]) == 2
 
 
+@pytest.mark.nightly
 def test_a_log_of_100_mb_takes_no_memory(tmp_path):
     path = log(tmp_path, "".join(nemo(n) for n in range(50)))
     noise = b"NCCL INFO AllReduce: opCount 3f sendbuff 0x7f recvbuff 0x7e count 16777216\n" * 1000

@@ -12,10 +12,10 @@ from jaxbench.train.program import compile_program
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "found"),
-    [(7, "loss of step 3 was "), pytest.param(8, "was ", marks=pytest.mark.nightly)],
+    [(7, "of step 3 was "), pytest.param(8, "was ", marks=pytest.mark.nightly)],
 )
 def test_a_single_bit_is_found(after, found):
-    """One that flips in the second run: in time for a loss, or in the last state alone."""
+    """One that flips in the second run: in time for a step's figures, or in the last state."""
     tiny, calls = tiny_run("parallelism.fsdp=2", devices=2, steps=6), []
     with mesh_of(tiny):
         program, *_ = compile_program(tiny)
