@@ -25,8 +25,8 @@ LANES = 4
 """Candidates that a process compiles at a time."""
 
 LEAST_GAIN = 0.03
-"""A candidate has to be faster than the first one by this share. Repeated measurements on an H100
-differed by less."""
+"""A candidate has to be faster than the first one by this share, so that noise does not change
+programs from start to start."""
 
 
 @dataclass(frozen=True)
