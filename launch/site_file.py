@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sbatch import SITE
 
@@ -20,7 +19,7 @@ VARIABLES = {
     "gpus_per_node": ("GPUS_PER_NODE", "RUN_CONF_GPU_PER_NODE"),
     "gres_gpus": ("SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE"),
 }
-"""The variables that a key stands for: the launcher reads the first one, and any of them replaces
+"""The variables that the launcher reads for a key, all with the same meaning. Any of them replaces
 the key."""
 
 KEYS = (*VARIABLES, "exclude", "system")
@@ -55,7 +54,7 @@ def read(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: str(value) for key, value in content.items() if value not in (None, "")}
 
 
-def completed(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, Any]:
+def completed(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """The environment with the variables that a site's settings stand for. What is set in the
     environment stays."""
     added = {

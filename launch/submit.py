@@ -108,7 +108,7 @@ def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[in
     (gpus,) = counts
     if gpus < 1:
         raise RecipeError(f"--gpus {gpus}: expected a whole number above 0")
-    node = variables.number("GPUS_PER_NODE", "RUN_CONF_GPU_PER_NODE") or gpu.node
+    node = variables.number(*site_file.VARIABLES["gpus_per_node"]) or gpu.node
     per_node = min(node, gpus)
     if gpus % per_node:
         raise RecipeError(f"{gpus} GPUs do not fill nodes of {per_node}")
@@ -126,14 +126,12 @@ def slurm_options(
     default = "00:15:00" if traced else "00:30:00"
     limit = args.time or variables.text("TIME_LIMIT") or default
     seconds = sbatch.seconds(limit, "--time" if args.time else "TIME_LIMIT")
-    gpus = variables.number("SBATCH_GPUS_PER_NODE", "SLURM_GPUS_PER_NODE")
+    gpus = variables.number(*site_file.VARIABLES["gres_gpus"])
     options = {
         **job, "time": limit,
         # In a shorter job the signal would come before processes can handle it.
         "signal": f"USR1@{sbatch.SAVE_SECONDS}" if seconds > sbatch.SAVE_SECONDS else None,
-        **{name: variables.text(f"SBATCH_{name.upper()}", *(
-            [f"SLURM_{name.upper()}"] if name in ("account", "partition") else []
-        )) for name in sbatch.SITE},
+        **{name: variables.text(*site_file.VARIABLES[name]) for name in sbatch.SITE},
         "gres": gpus and f"gpu:{gpus}",
         "mem": None if args.cpu else "0",
     }  # fmt: skip

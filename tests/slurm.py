@@ -126,12 +126,8 @@ PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=2 Pree
         for node in self.names:
             on = self.hosts.on(node) if self.hosts else ()
             self._daemon(*on, "slurmd", "-D", "-N", node)
-        self._wait(
-            lambda: (
-                self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(len(self.names))
-            ),
-            60,
-        )
+        idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+        self._wait(lambda: self.run(*idle).strip() == str(len(self.names)), 60)
 
     def __exit__(self, *_):
         try:

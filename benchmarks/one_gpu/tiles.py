@@ -15,6 +15,7 @@ from jaxbench import mesh
 from jaxbench.ops.grouped import pallas
 from jaxbench.ops.grouped.groups import BLOCK, group
 from jaxbench.ops.grouped.pallas import Sizes
+from jaxbench.ops.kernel_sizes import Choices, using
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.train.kernel_timing import seconds
@@ -65,7 +66,7 @@ def shapes(ctx: Context) -> Iterator[Shape]:
 
 
 def multiply(
-    name: str, sizes: Sizes, x: jax.Array, w: jax.Array, y: jax.Array, counts: jax.Array
+    name: str, sizes: Sizes | None, x: jax.Array, w: jax.Array, y: jax.Array, counts: jax.Array
 ) -> jax.Array:
     """One of the three matmuls."""
     groups = group(counts, len(x), len(x))
@@ -104,13 +105,11 @@ def other(dot: Callable, name: str, shape: Shape) -> Any:
 
 def every(on: Any, shape: Shape, dtype: Any) -> Iterator[tuple[str, Any]]:
     """All candidates of our kernels by description."""
-    features = {
-        "to_permuted": (shape.outputs, shape.inputs),
-        "from_permuted": (shape.inputs, shape.outputs),
-        "weights": (shape.outputs, BLOCK),
-    }
     for name in MATMULS:
-        for sizes in pallas.candidates(name, jnp.dtype(dtype).itemsize, *features[name]):
+        with using(choices := Choices()), jax.set_mesh(on):
+            jax.jit(partial(multiply, name, None)).trace(*shape.arrays(dtype))
+        (case,) = choices.asked.values()
+        for sizes in case.candidates:
             launch = f"{sizes.launch.warps} warps, {sizes.launch.stages} stages"
             what = f"{name}, width {sizes.width}, depth {sizes.depth}, {launch}"
             yield what, lowered(on, shape, dtype, name, sizes)

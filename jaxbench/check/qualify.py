@@ -6,6 +6,7 @@ GPUs are compared with those of all nodes, and the links of each pair with those
 with a fault take no part in what comes next. Needs no JAX.
 """
 
+import argparse
 import json
 import os
 import re
@@ -180,7 +181,7 @@ def find_nodes(names: str | None, partition: str | None) -> list[str]:
     return nodes
 
 
-def qualify(nodes: Sequence[str], args: Any) -> Verdicts:
+def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     """Checks nodes, pairs of healthy nodes, and all healthy nodes together."""
     found = Verdicts(nodes)
     alone = run_checks([(node,) for node in nodes], "nodes", args)
@@ -241,7 +242,9 @@ def rounds(nodes: Sequence[str]) -> Iterator[Sequence[tuple[str, ...]]]:
         yield ring[:1]
 
 
-def run_checks(groups: Sequence[tuple[str, ...]], stage: str, args: Any) -> list[Check]:
+def run_checks(
+    groups: Sequence[tuple[str, ...]], stage: str, args: argparse.Namespace
+) -> list[Check]:
     """Runs a check on each group of nodes, many at a time, unless the folder has its report
     already. No node is in two groups. Cancels all jobs if it is interrupted."""
     name = f"jaxbench-qualify-{os.getpid()}"
@@ -263,7 +266,7 @@ def run_checks(groups: Sequence[tuple[str, ...]], stage: str, args: Any) -> list
     return checks
 
 
-def run_check(nodes: tuple[str, ...], stage: str, name: str, args: Any) -> Check:
+def run_check(nodes: tuple[str, ...], stage: str, name: str, args: argparse.Namespace) -> Check:
     """The check of some nodes, from the folder or from a job."""
     folder = args.output / stage / ("all" if stage == "all" else "-".join(nodes))
     report = read(folder)
@@ -284,7 +287,7 @@ def run_check(nodes: tuple[str, ...], stage: str, name: str, args: Any) -> Check
     return Check(nodes, report)
 
 
-def srun(nodes: tuple[str, ...], folder: Path, name: str, args: Any) -> list[str]:
+def srun(nodes: tuple[str, ...], folder: Path, name: str, args: argparse.Namespace) -> list[str]:
     """The command that checks some nodes in a job of their own."""
     processes = 1 if args.cpu_devices else args.gpus_per_node
     options = {
@@ -309,7 +312,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     return report if complete else None
 
 
-def tell_failures(found: Verdicts, args: Any) -> None:
+def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     """Writes qualify.json, and runs the command of `--on-fail` for nodes that have failed since
     they last passed. If most nodes fail because their check ends with an error, it runs the command
     for none of these: the cause is then probably the same, such as an option that is missing."""

@@ -370,7 +370,7 @@ def _texts(cell: Cell, costs: bool) -> list[str]:
     free = f"{cell['headroom'] / 2**30:.1f}" if "headroom" in cell else ""
     last = ", ".join(cell["marks"])
     if cell["why"]:
-        last = "no figures" if cell.get("headroom", -1) >= 0 else "does not fit"
+        last = "does not fit" if "step_s" in cell else "no figures"
         last = last if "headroom" in cell else "not planned"
     first = [f"{cell['gpus']} x {cell['gpu']}", cell.get("precision", "")]
     if "step_s" not in cell:

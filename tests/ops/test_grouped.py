@@ -22,6 +22,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import PLANNED
 from jaxbench.ops import grouped, quantized
 from jaxbench.ops.grouped import BLOCK, NONE, pallas, scaled, xla
+from jaxbench.ops.kernel_sizes import Choices, using
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.quantized import block_scaled, kernels
 from jaxbench.ops.quantized.block_formats import FORMATS
@@ -135,12 +136,13 @@ def test_a_matmul_is_the_same_with_all_sizes_that_a_tuner_may_choose(case):
     shapes = {"x": (groups.place.size, 512), "w": (4, 512, 256), "y": (groups.row.size, 256)}
     values = {k: jnp.asarray(RNG.integers(-2, 3, shape), dtype) for k, shape in shapes.items()}
     operands = {"to_permuted": "xw", "from_permuted": "yw", "weights": "xy"}[name]
-    features = {"to_permuted": (256, 512), "from_permuted": (512, 256), "weights": (256, BLOCK)}
-    found = pallas.candidates(name, values["x"].itemsize, *features[name])
-    tiles = {replace(sizes, launch=pallas.LAUNCHES[0]) for sizes in found}
-    assert len(tiles) == (4 if dtype == "float8_e4m3fn" else 2)
     scale = jnp.ones(1) if values["x"].itemsize == 1 else None
     multiply = partial(interpreted(name), *(values[k] for k in operands), groups, scale)
+    with using(choices := Choices()):
+        jax.eval_shape(multiply)
+    (case,) = choices.asked.values()
+    tiles = {replace(sizes, launch=pallas.LAUNCHES[0]) for sizes in case.candidates}
+    assert len(tiles) == (4 if dtype == "float8_e4m3fn" else 2)
     arriving = np.asarray(groups.place) != NONE
     defined = arriving if name == "from_permuted" else slice(None)
     first, *others = (np.asarray(multiply(sizes=of), np.float32)[defined] for of in tiles)
