@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -20,13 +19,13 @@ from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
-from jaxbench.forecast.goodput import OBSERVED, Assumed, Goodput, expected
-from jaxbench.pages.charts import three_digits
+from jaxbench.forecast.goodput import OBSERVED, Assumed, expected
 from jaxbench.plan import search
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve, with_settings
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
+from jaxbench.plan.compare_cells import Cell, Figures, Work, as_objects, mark, shown
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, Target, plan_all
@@ -41,8 +40,6 @@ NARROWEST = ("nvfp4", "mxfp8", "fp8", "bf16", "fp32")
 
 CURVE = [*(2**n for n in range(3, 17)), 100_000]
 """The numbers of GPUs for which the page shows goodput."""
-
-Cell = dict[str, Any]
 
 
 @command
@@ -83,18 +80,18 @@ def _compare(
         published = MODELS[next(iter(configs.values())).model]
         changes = [change for change in args.set if change.startswith("model.")]
         model = ", ".join([model_name(published.family, published.size), *changes])
-    state = next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), None)
+    state = next((cell.state_bytes for cell in cells if cell.work), 0)
     goodput = curves(state, assumed) if state else {}
     remarks = notes(cells, assumed, args.price)
     if args.format == "json":
         content = {"model": model, "tokens": args.tokens, "assumed": asdict(assumed)}
-        content |= {"cells": cells, "goodput": goodput, "notes": remarks}
+        content |= {"cells": as_objects(cells), "goodput": goodput, "notes": remarks}
         write(as_json(content), args.output)
     elif args.format == "html":
         write(compare_page(model, args.tokens, cells, goodput, remarks), args.output)
     else:
         show(model, args.tokens, cells, remarks)
-    return int(not any(cell.get("fits") for cell in cells))
+    return int(not any(cell.fits for cell in cells))
 
 
 def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
@@ -230,67 +227,47 @@ def cell_of(
     planned: Planned, target: Target, assumed: Assumed, tokens: float, price: float | None
 ) -> Cell:
     """A cell with its figures, if it has any."""
-    cell: Cell = {"gpu": target.name, "gpus": planned.gpus, "recipe": planned.recipe}
-    cell["why"] = planned.why
+    cell = Cell(
+        gpu=target.name, gpus=planned.gpus, recipe=planned.recipe, why=planned.why, marks=[]
+    )
     if planned.plan is None or planned.row is None:
         return cell
     parameters = flops.parameters(planned.row.model)["total"]
-    state = planned.row.optimizer.state_bytes * parameters
-    job = expected(planned.gpus, state, assumed)
-    cell |= {"state_bytes": state, "goodput": asdict(job)}
-    return cell | figures(planned.plan, job, tokens, price, target.gpu.power)
+    cell.state_bytes = planned.row.optimizer.state_bytes * parameters
+    cell.goodput = expected(planned.gpus, cell.state_bytes, assumed)
+    cell.work = Work.of(planned.plan)
+    if unknown := planned.plan.forecast.unknown:
+        cell.why = f"no forecast: no rule for {', '.join(unknown)}"
+    elif not cell.goodput.share:
+        cell.why = "GPUs fail faster than a checkpoint is written"
+    else:
+        share = cell.goodput.share
+        cell.figures = figures(planned.plan, share, tokens, price, target.gpu.power)
+    return cell
 
 
-def figures(plan: Plan, job: Goodput, tokens: float, price: float | None, power: float) -> Cell:
-    """The figures of a plan. `days` include the time that failures and checkpoints cost. `cost` is
-    in the currency of `price`, for a GPU-hour. `mwh` is the energy of GPUs that draw `power`
-    watts all the time, and so an upper bound of what the GPUs draw themselves."""
-    f, rates, size = plan.forecast, plan.rates["forecast"], plan.bytes_per_device
-    settings, batch = plan.settings, plan.settings["batch"]
-    result: Cell = {
-        "precision": settings["precision"]["dtype"],
-        "label": settings["label"],
-        "mesh": plan.mesh,
-        "set": settings["overrides"],
-        "global_batch": batch["global_batch"],
-        "sequence_length": batch["sequence_length"],
-        "fits": plan.fits,
-        "headroom": size.limit - size.peak,
-    }
-    if f.unknown:
-        return result | {"fits": False, "why": f"no forecast: no rule for {', '.join(f.unknown)}"}
-    if not job.share:
-        return result | {"fits": False, "why": "GPUs fail faster than a checkpoint is written"}
-    days = tokens / (rates.tokens_per_s_per_gpu * plan.gpus) / 86400 / job.share
+def figures(plan: Plan, share: float, tokens: float, price: float | None, power: float) -> Figures:
+    """The figures of a plan, if a `share` of the time is goodput and GPUs draw `power` watts."""
+    f, rates, row = plan.forecast, plan.rates["forecast"], plan.published
+    days = tokens / (rates.tokens_per_s_per_gpu * plan.gpus) / 86400 / share
     hours = 24 * days * plan.gpus
-    row = plan.published
-    return result | {
-        "step_s": f.step_s,
-        "low_s": f.interval.low_s,
-        "high_s": f.interval.high_s,
-        "tokens_per_s_per_gpu": rates.tokens_per_s_per_gpu,
-        "mfu": rates.mfu,
-        "days": days,
-        "days_low": days * f.interval.low_s / f.step_s,
-        "days_high": days * f.interval.high_s / f.step_s,
-        "gpu_hours": hours,
-        "cost": hours * price if price else None,
-        "mwh": hours * power / 1e6 if power else None,
-        "rests_on": {name: seconds / f.step_s for name, seconds in f.rests_on.items()},
-        "assumed_rates": f.interval.assumed,
-        "published_step_s": row["step_time_s"] if row else None,
-        "published_gpu": row["gpu_type"] if row else None,
-    }
-
-
-def mark(cells: Sequence[Cell]) -> None:
-    """Marks the cells with the fewest days and with the lowest cost, among those that fit."""
-    for cell in cells:
-        cell["marks"] = []
-    for name, figure in (("fastest", "days"), ("cheapest", "cost")):
-        known = [cell for cell in cells if cell.get("fits") and cell[figure]]
-        if known:
-            min(known, key=lambda cell: cell[figure])["marks"].append(name)
+    return Figures(
+        step_s=f.step_s,
+        low_s=f.interval.low_s,
+        high_s=f.interval.high_s,
+        tokens_per_s_per_gpu=rates.tokens_per_s_per_gpu,
+        mfu=rates.mfu,
+        days=days,
+        days_low=days * f.interval.low_s / f.step_s,
+        days_high=days * f.interval.high_s / f.step_s,
+        gpu_hours=hours,
+        cost=hours * price if price else None,
+        mwh=hours * power / 1e6 if power else None,
+        rests_on={name: seconds / f.step_s for name, seconds in f.rests_on.items()},
+        assumed_rates=f.interval.assumed,
+        published_step_s=row["step_time_s"] if row else None,
+        published_gpu=row["gpu_type"] if row else None,
+    )
 
 
 def curves(state: int, assumed: Assumed) -> dict[str, dict[int, float]]:
@@ -328,66 +305,56 @@ def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) 
         f"best interval (Daly 2006). A restart takes {assumed.restart_s / 60:g} minutes and the "
         "time to load a checkpoint.",
     ]
-    if any(cell.get("mwh") for cell in cells):
+    forecast = [cell for cell in cells if cell.figures]
+    if any(cell.figures.mwh for cell in forecast if cell.figures):
         result.append(
             "Energy: GPUs at their highest power setting all the time, an upper bound for the GPUs "
             "alone; hosts, network and cooling come on top. We know no typical power of these "
             "steps."
         )
-    without_power = dict.fromkeys(c["gpu"] for c in cells if c.get("days") and not c["mwh"])
-    if without_power:
+    if without_power := dict.fromkeys(c.gpu for c in forecast if c.figures and not c.figures.mwh):
         result.append(f"Energy of {', '.join(without_power)}: its power is not known.")
-    without_price = dict.fromkeys(c["gpu"] for c in cells if c["gpu"] not in prices)
+    without_price = dict.fromkeys(cell.gpu for cell in cells if cell.gpu not in prices)
     if prices and without_price:
         result.append(f"No --price is given for {', '.join(without_price)}.")
-    work = {(c["gpus"], c["global_batch"], c["sequence_length"]) for c in cells if "mesh" in c}
-    if len(work) > len({gpus for gpus, _, _ in work}):
+    works = {(c.gpus, c.work.global_batch, c.work.sequence_length) for c in cells if c.work}
+    if len(works) > len({gpus for gpus, _, _ in works}):
         result.append("Batches differ on the same number of GPUs: each recipe has its own.")
-    if len({cell["precision"] for cell in cells if "mesh" in cell}) > 1:
+    if len({cell.work.precision for cell in cells if cell.work}) > 1:
         result.append("Precisions differ, and a model may need more tokens in a narrower one.")
     return result
 
 
 def show(model: str, tokens: float, cells: Sequence[Cell], remarks: Sequence[str]) -> None:
     """Prints the table and what it rests on."""
-    costs = any(cell.get("cost") for cell in cells)
+    lines = shown(cells)
     grid = Table(title=f"{model}, {tokens:g} tokens", box=None, title_justify="left")
-    for heading in ("GPUs", "precision", "step s", "90 % interval", "tokens/s/GPU", "MFU %",
-                    "free GiB", "goodput %", "days", "90 % interval", "GPU-hours",
-                    *(["cost"] if costs else []), "MWh", ""):  # fmt: skip
-        text = heading in ("GPUs", "precision", "")
-        grid.add_column(heading, justify="left" if text else "right", no_wrap=bool(heading))
-    for cell in cells:
-        grid.add_row(*_texts(cell, costs))
+    for heading in ("GPUs", "precision"):
+        grid.add_column(heading, no_wrap=True)
+    intervals = {name for line in lines for name, (_, interval) in line.items() if interval}
+    for name in lines[0]:
+        grid.add_column(name, justify="right", no_wrap=True)
+        if name in intervals:
+            grid.add_column("90 % interval", justify="right", no_wrap=True)
+    grid.add_column("")
+    for cell, line in zip(cells, lines, strict=True):
+        texts = [
+            text
+            for name, both in line.items()
+            for text in (both if name in intervals else both[:1])
+        ]
+        first = [f"{cell.gpus} x {cell.gpu}", cell.work.precision if cell.work else ""]
+        grid.add_row(*first, *texts, _last(cell))
     console().print(grid)
-    reasons = [f"{cell['gpus']} x {cell['gpu']}: {cell['why']}" for cell in cells if cell["why"]]
-    for line in ["", *reasons, *remarks]:
-        print(folded(line))
+    reasons = [f"{cell.gpus} x {cell.gpu}: {cell.why}" for cell in cells if cell.why]
+    for text in ["", *reasons, *remarks]:
+        print(folded(text))
 
 
-def _texts(cell: Cell, costs: bool) -> list[str]:
-    """The texts of a cell in the columns of the table."""
-    free = f"{cell['headroom'] / 2**30:.1f}" if "headroom" in cell else ""
-    last = ", ".join(cell["marks"])
-    if cell["why"]:
-        last = "does not fit" if "step_s" in cell else "no figures"
-        last = last if "headroom" in cell else "not planned"
-    first = [f"{cell['gpus']} x {cell['gpu']}", cell.get("precision", "")]
-    if "step_s" not in cell:
-        return [*first, "", "", "", "", free, *[""] * (5 + costs), last]
-    cost = [f"{cell['cost']:,.0f}" if cell["cost"] else ""] if costs else []
-    return [
-        *first,
-        f"{cell['step_s']:.3f}",
-        f"{three_digits(cell['low_s'])} to {three_digits(cell['high_s'])}",
-        f"{cell['tokens_per_s_per_gpu']:,.0f}",
-        "" if cell["mfu"] is None else f"{100 * cell['mfu']:.1f}",
-        free,
-        f"{100 * cell['goodput']['share']:.1f}",
-        three_digits(cell["days"]),
-        f"{three_digits(cell['days_low'])} to {three_digits(cell['days_high'])}",
-        f"{cell['gpu_hours']:,.0f}",
-        *cost,
-        f"{cell['mwh']:,.0f}" if cell["mwh"] else "",
-        last,
-    ]
+def _last(cell: Cell) -> str:
+    """The last column: in what a cell is best, or what it lacks."""
+    if not cell.why:
+        return ", ".join(cell.marks)
+    if not cell.work:
+        return "not planned"
+    return "does not fit" if cell.figures else "no figures"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxbench.base.errors import counted
+from jaxbench.forecast.goodput import Goodput
 from jaxbench.pages.charts import (
     Bar,
     Chart,
@@ -13,6 +14,7 @@ from jaxbench.pages.charts import (
     three_digits,
 )
 from jaxbench.pages.html import render
+from jaxbench.plan.compare_cells import Cell, Figures, shown
 from jaxbench.recipe.names import gpus_name
 from jaxbench.results.plans import MINIMUM_S, part_name
 
@@ -153,137 +155,108 @@ def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
     return chart
 
 
-FIGURES = ("Step, s", "Tokens/s/GPU", "MFU, %", "Free, GiB", "Goodput, %", "Days", "GPU-hours",
-           "Cost", "MWh")  # fmt: skip
-"""Columns of a comparison."""
-
 FAILING = ("Between failures", "Checkpoint", "Interval", "Restart", "Goodput, %")
 """Columns of the table from failures to goodput."""
 
 
 def compare_page(
-    model: str, tokens: float, cells: Sequence[Line], goodput: Series,
-    notes: Sequence[str],
-) -> str:  # fmt: skip
-    """The page of a comparison: its cells (`compare_gpus.cell_of`), curves of goodput by what they
-    assume, and `notes` on what the figures rest on."""
+    model: str, tokens: float, cells: Sequence[Cell], goodput: Series, notes: Sequence[str]
+) -> str:
+    """The page of a comparison: its cells, curves of goodput by what they assume, and `notes` on
+    what the figures rest on."""
     amount = f"{tokens / 1e12:g} trillion"
-    columns = [name for name in FIGURES if name != "Cost" or any(c.get("cost") for c in cells)]
-    known = [cell for cell in cells if "days" in cell]
-    jobs = {(cell["gpus"], cell["state_bytes"]): cell["goodput"] for cell in known}
-    state = next((cell["state_bytes"] for cell in cells if "state_bytes" in cell), 0)
+    jobs = {(cell.gpus, cell.state_bytes): cell.goodput for cell in cells if cell.goodput}
+    state = next((cell.state_bytes for cell in cells if cell.work), 0)
     on_curve = {gpus: job for (gpus, its), job in jobs.items() if its == state}
+    lines = shown(cells)
     return render(
         "compare.html",
         title=f"Comparison: {model}",
         headline=_compared(model, amount, cells),
         tokens=amount,
-        headings=columns,
-        cells=[_cell(cell, columns) for cell in cells],
-        days=[_days(cell) for cell in known],
-        full=max((cell["days_high"] for cell in known), default=1.0),
+        headings=[*lines[0]],
+        cells=[
+            {
+                "name": _name(cell),
+                "marks": cell.marks,
+                "about": _about(cell),
+                "why": cell.why,
+                "figures": line if cell.work else {},
+                "rests": _rests(cell.figures) if cell.figures else "",
+            }
+            for cell, line in zip(cells, lines, strict=True)
+        ],
+        days=[_days(cell, cell.figures) for cell in cells if cell.figures],
+        full=max((cell.figures.days_high for cell in cells if cell.figures), default=1.0),
         chart=_goodput_chart(goodput, on_curve) if goodput else None,
         failing=FAILING,
         goodputs={
             counted(gpus) + ("" if its == state else f", a state of {its / 2**30:.0f} GiB"):
-            [*_failing(job)] for (gpus, its), job in sorted(jobs.items())
+            [*_failing(job)] for (gpus, its), job in sorted(jobs.items(), key=lambda item: item[0])
         },
         state=state,
         notes=notes,
     )  # fmt: skip
 
 
-def _compared(model: str, amount: str, cells: Sequence[Line]) -> str:
+def _compared(model: str, amount: str, cells: Sequence[Cell]) -> str:
     """The headline: which cells are the fastest and the cheapest."""
-    marked = {mark: cell for cell in cells for mark in cell["marks"]}
-    if not (fastest := marked.get("fastest")):
+    marked = {mark: cell for cell in cells for mark in cell.marks}
+    fastest, cheapest = marked.get("fastest"), marked.get("cheapest")
+    if not fastest or not fastest.figures:
         return f"{model} fits on none of these GPUs."
-    taken = f"{three_digits(fastest['days'])} days on {_name(fastest)}, the fastest"
+    taken = f"{three_digits(fastest.figures.days)} days on {_name(fastest)}, the fastest"
     days = f"{amount} tokens of {model} take {taken}"
-    if not (cheapest := marked.get("cheapest")):
+    if not cheapest or not cheapest.figures or not cheapest.figures.cost:
         return f"{days}."
-    cost = three_digits(cheapest["cost"])
+    cost = three_digits(cheapest.figures.cost)
     if cheapest is fastest:
         return f"{days} and the cheapest with a cost of {cost}."
     return f"{days}; {_name(cheapest)} are the cheapest with a cost of {cost}."
 
 
-def _name(cell: Line) -> str:
-    return gpus_name(cell["gpus"], cell["gpu"])
+def _name(cell: Cell) -> str:
+    return gpus_name(cell.gpus, cell.gpu)
 
 
-def _days(cell: Line) -> Bar:
+def _days(cell: Cell, figures: Figures) -> Bar:
     """The bar of a cell's days."""
-    css = "ours" if "fastest" in cell["marks"] else "part"
-    name = _name(cell) + ("" if cell["fits"] else ", does not fit")
-    days, ends = cell["days"], (cell["days_low"], cell["days_high"])
+    css = "ours" if "fastest" in cell.marks else "part"
+    name = _name(cell) + ("" if cell.fits else ", does not fit")
+    days, ends = figures.days, (figures.days_low, figures.days_high)
     return Bar(css, name, 0.0, days, f"{three_digits(days)} days", whisker=ends)
 
 
-def _cell(cell: Line, columns: Sequence[str]) -> Line:
-    """A cell of a comparison: what it is, and its figures by column, each with its interval."""
-    if "mesh" not in cell:
-        about, figures = [cell["recipe"]], {}
-    else:
-        label = "" if cell["label"] == "full" else f" ({cell['label']} row)"
-        work = f"{cell['global_batch']} x {cell['sequence_length']} tokens"
-        about = [f"{cell['recipe']}{label}", cell["mesh"], work, *cell["set"], cell["why"]]
-        figures = dict.fromkeys(columns, ("", "")) | _figures(cell)
-    return {
-        "name": _name(cell),
-        "marks": cell["marks"],
-        "about": "; ".join(filter(None, about)),
-        "why": cell["why"],
-        "figures": figures,
-        "rests": _rests(cell) if "days" in cell else "",
-    }
+def _about(cell: Cell) -> str:
+    """What a cell is, in words."""
+    if not (work := cell.work):
+        return cell.recipe
+    label = "" if work.label == "full" else f" ({work.label} row)"
+    batch = f"{work.global_batch} x {work.sequence_length} tokens"
+    return "; ".join(filter(None, [cell.recipe + label, work.mesh, batch, *work.set, cell.why]))
 
 
-def _figures(cell: Line) -> dict[str, tuple[str, str]]:
-    """The figures of a cell by column, each with its interval."""
-    free = {"Free, GiB": (f"{cell['headroom'] / 2**30:.1f}", "")}
-    if "days" not in cell:
-        return free
-
-    def within(low: str, high: str) -> str:
-        return f"{three_digits(cell[low])} to {three_digits(cell[high])}"
-
-    def known(name: str) -> str:
-        return three_digits(cell[name]) if cell[name] else ""
-
-    return free | {
-        "Step, s": (three_digits(cell["step_s"]), within("low_s", "high_s")),
-        "Tokens/s/GPU": (f"{cell['tokens_per_s_per_gpu']:,.0f}", ""),
-        "MFU, %": ("" if cell["mfu"] is None else f"{100 * cell['mfu']:.1f}", ""),
-        "Goodput, %": (f"{100 * cell['goodput']['share']:.1f}", ""),
-        "Days": (three_digits(cell["days"]), within("days_low", "days_high")),
-        "GPU-hours": (three_digits(cell["gpu_hours"]), ""),
-        "Cost": (known("cost"), ""),
-        "MWh": (known("mwh"), ""),
-    }
-
-
-def _rests(cell: Line) -> str:
+def _rests(figures: Figures) -> str:
     """What the step time of a cell rests on."""
-    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in cell["rests_on"].items())
-    assumed = f"{100 * cell['assumed_rates']:.0f} % of the step rests on assumed rates"
-    texts = [f"step: {shares}", assumed if cell["assumed_rates"] else ""]
-    if cell["published_step_s"]:
-        published = f"published on {cell['published_gpu'].upper()}: {cell['published_step_s']} s"
+    shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in figures.rests_on.items())
+    assumed = f"{100 * figures.assumed_rates:.0f} % of the step rests on assumed rates"
+    texts = [f"step: {shares}", assumed if figures.assumed_rates else ""]
+    if figures.published_step_s and figures.published_gpu:
+        published = f"published on {figures.published_gpu.upper()}: {figures.published_step_s} s"
         texts.append(f"{published} for the same work, by another program")
     return "; ".join(filter(None, texts))
 
 
-def _failing(job: Line) -> Iterator[str]:
+def _failing(job: Goodput) -> Iterator[str]:
     """The columns `FAILING` of a job's goodput."""
-    yield f"{three_digits(job['mtbf_s'] / 3600)} h"
-    yield f"{three_digits(job['checkpoint_s'])} s"
-    yield f"{three_digits(job['interval_s'] / 60)} min"
-    yield f"{three_digits(job['restart_s'] / 60)} min"
-    yield f"{100 * job['share']:.1f}"
+    yield f"{three_digits(job.mtbf_s / 3600)} h"
+    yield f"{three_digits(job.checkpoint_s)} s"
+    yield f"{three_digits(job.interval_s / 60)} min"
+    yield f"{three_digits(job.restart_s / 60)} min"
+    yield f"{100 * job.share:.1f}"
 
 
-def _goodput_chart(curves: Series, jobs: dict[int, Line]) -> Chart:
+def _goodput_chart(curves: Series, jobs: dict[int, Goodput]) -> Chart:
     """Goodput over numbers of GPUs. The first curve is the one that the comparison assumes; dots on
     it are its numbers of GPUs."""
     classes = ("ours", "other", "published")
@@ -302,5 +275,5 @@ def _goodput_chart(curves: Series, jobs: dict[int, Line]) -> Chart:
     )  # fmt: skip
     for css, points in zip(classes[: len(curves)], curves.values(), strict=True):
         chart.line(css, [(n, 100 * share) for n, share in points.items()])
-    chart.dots("ours", [(gpus, 100 * job["share"]) for gpus, job in sorted(jobs.items())])
+    chart.dots("ours", [(gpus, 100 * job.share) for gpus, job in sorted(jobs.items())])
     return chart
