@@ -29,7 +29,8 @@ from jaxbench.base.files import write_whole
 from jaxbench.base.versions import versions
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, parts
-from jaxbench.plan.processes import Target, plan_each
+from jaxbench.plan.processes import plan_each
+from jaxbench.plan.systems import Target
 from jaxbench.recipe import published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import BLOCKS, Run

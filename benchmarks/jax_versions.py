@@ -23,7 +23,8 @@ from tables import replace_table
 
 from jaxbench.base import hardware
 from jaxbench.plan import sweep
-from jaxbench.plan.processes import Target, plan_all
+from jaxbench.plan.processes import plan_all
+from jaxbench.plan.systems import Target
 from jaxbench.recipe.settings import Run
 
 ROWS = (

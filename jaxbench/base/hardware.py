@@ -82,6 +82,11 @@ class Gpu:
     link to its host's memory. If it is `host_shared`, the network adapter uses the same lanes.
     `host_memory` is in bytes, for a whole host.
 
+    `latency` is of a step between domains, in microseconds. The default is the one by which NCCL
+    chooses algorithms on InfiniBand (NVIDIA/nccl src/graph/tuning.cc). `leaf` domains are below one
+    leaf switch, or all of them if it is 0. The GPUs below it send up to `oversubscription` times
+    what its uplinks carry.
+
     `power` is the most watts that the GPU draws by itself, 0 if unknown.
 
     `node` is the number of GPUs of one host. A domain is one node (DGX) or many (18 in GB200
@@ -99,6 +104,9 @@ class Gpu:
     bandwidth: float = 0.0
     nvlink: float = 0.0
     nic: float = 0.0
+    latency: float = 14.0
+    leaf: int = 0
+    oversubscription: float = 1.0
     host: float = 0.0
     host_shared: bool = True
     host_memory: int = 0

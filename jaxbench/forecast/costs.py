@@ -28,10 +28,10 @@ Width = tuple[int, ...]
 SCAN = "ssd_"
 """The names of the scan's kernels begin with this."""
 
-START, RING_NVLINK, TREE_NVLINK, NETWORK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO, 14.0 * MICRO
-"""Latencies of NCCL's protocol for large messages, in seconds: the start of a collective, each step
-of a ring and of a tree over NVLink, each step between domains. NCCL chooses its algorithms by these
-constants (NVIDIA/nccl src/graph/tuning.cc)."""
+START, RING_NVLINK, TREE_NVLINK = 8.4 * MICRO, 3.4 * MICRO, 4.0 * MICRO
+"""Latencies of NCCL's protocol for large messages, in seconds: the start of a collective, and each
+step of a ring and of a tree over NVLink. NCCL chooses its algorithms by these constants, and by
+`Gpu.latency` (NVIDIA/nccl src/graph/tuning.cc)."""
 
 
 TREE_SHARE = 0.92
@@ -101,7 +101,7 @@ class Measured(Roofline):
             return self._grouped(work)
         if work.kind.startswith(SCAN):
             (rate,) = self.tables.values["scan", work.kind.removeprefix(SCAN)].values()
-            return work.flops / (rate * 1e12)
+            return work.flops / (rate * 1e12) * self._peaks(work)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
     def table(self, work: Work) -> str:
@@ -126,8 +126,15 @@ class Measured(Roofline):
         """The GPU of the tables. A user may have changed the links and the memory of `gpu`."""
         return PLANNED[self.gpu.name.lower()]
 
+    def _peaks(self, work: Work) -> float:
+        """The peak of the GPU that was measured over that of this one, which a user may have
+        changed."""
+        return peak(self._measured, work.dtype) / peak(self.gpu, work.dtype)
+
     def covers(self, work: Work) -> bool:
-        """True if the tables cover the sizes of a kernel's work."""
+        """True if the tables cover the sizes of a kernel's work, on this GPU."""
+        if work.flops and self._peaks(work) != 1:
+            return False
         if work.kind == "product":
             if (grid := self.products.get(work.format)) is None:
                 return False
@@ -160,20 +167,23 @@ class Measured(Roofline):
 
     def _product_s(self, work: Work) -> float:
         if (profiled := self._profiled_s(work)) is not None:
-            return max(profiled, self._least(work))
+            return max(profiled * self._peaks(work), self._least(work))
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
         seconds = max(measured, self._sustained_s(work))
-        if (slower := self._slower_than_table(work)) > 1:
+        if (slower := self._slower_than_table(work)) != 1:
             start, _ = self._memory(0)
             seconds = start + slower * max(0.0, seconds - start)
         return max(seconds, self._least(work))
 
     def _slower_than_table(self, work: Work) -> float:
-        """The factor by which a matmul is slower than one in the format of its table, by the peaks
-        of the GPU that was measured. 1 for a format with a table."""
-        if work.format in self.products:
-            return 1.0
-        return self._measured.tflops[self.format(work)] / peak(self.gpu, work.dtype)
+        """The factor by which a matmul is slower than in the table. It follows from the peaks of
+        its format and of the table's format, and of this GPU and of the one that was measured. In
+        its own format a matmul is no faster than in the table's."""
+        other = 1.0
+        if work.format not in self.products:
+            own = peak(self._measured, work.dtype)
+            other = max(1.0, self._measured.tflops[self.format(work)] / own)
+        return other * self._peaks(work)
 
     def _grouped_s(self, work: Work) -> float:
         """Seconds of a grouped matmul. It is no faster than a plain one of the same size. Without a
@@ -203,7 +213,8 @@ class Measured(Roofline):
         points = sorted(
             (log(s[1]), 2 * prod(s) / (t * MICRO)) for s, t in times.items() if s[2:] == similar
         )
-        return work.flops / between(points, min(max(log(rows), points[0][0]), points[-1][0]))
+        rate = between(points, min(max(log(rows), points[0][0]), points[-1][0]))
+        return work.flops / rate * self._peaks(work)
 
     def _sustained_s(self, work: Work) -> float:
         """The least seconds of a matmul in a step, at the rate that the power limit leaves when
@@ -227,7 +238,7 @@ class Measured(Roofline):
         reached = rate(times, width, length, backward=work.backward)
         kept = self.tables.values.get(("kept", direction(work)), {})
         share = next(iter(kept.values()), 1.0) if self.conditions.sustained else 1.0
-        return half_scores(work) / reached / share
+        return half_scores(work) / reached / share * self._peaks(work)
 
     def width(self, work: Work) -> Width:
         """The head dims of the table by which attention is forecast: its own ones, or else those
@@ -292,15 +303,16 @@ class Measured(Roofline):
         GPU sends directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains, leaving = -(-group // members), collective.adapter_bytes(self.gpu)
+        nic, network = self.gpu.nic / collective.blocked(self.gpu), self.gpu.latency * MICRO
         if collective.like in ("collective-permute", "all-to-all"):
-            direct = self.gpu.nic * self.tables.values["network", "direct"][(2,)] * 1e9
-            return START + NETWORK + leaving / direct
+            direct = nic * self.tables.values["network", "direct"][(2,)] * 1e9
+            return START + network + leaving / direct
         on_nvlink = collective.wire_bytes / collective.count / self._nvlink(collective.like)
-        sending = max(on_nvlink, leaving / (self.gpu.nic * self._ring_share(domains) * 1e9))
-        ring = (group - domains) * RING_NVLINK + (domains - 1) * NETWORK
+        sending = max(on_nvlink, leaving / (nic * self._ring_share(domains) * 1e9))
+        ring = (group - domains) * RING_NVLINK + (domains - 1) * network
         if collective.like != "all-reduce":
             return START + ring + sending
-        tree = (members - 1) * TREE_NVLINK + log2(domains) * NETWORK
+        tree = (members - 1) * TREE_NVLINK + log2(domains) * network
         passes = STEPS["all-reduce"]
         return START + min(passes * ring + sending, passes * tree + sending / TREE_SHARE)
 

@@ -48,12 +48,18 @@ def make_parser() -> Parser:
         recipes.settings, end="=",
     )
     add = parser.add_argument_group("where it would run").add_argument
-    add("--gpu", choices=list(hardware.PLANNED), help=f"default {DEFAULT_GPU}")
+    completes(
+        add("--gpu", help=f"{', '.join(hardware.PLANNED)} (default {DEFAULT_GPU}), or a file.yaml "
+            "with a GPU that we do not know: like: h100, and settings of --system"),
+        lambda: [*hardware.PLANNED],
+    )
     add("--system", action="append", default=[], metavar="KEY=VALUE",
         help="change the system: nvlink=450, nic=50 and host=55 (GB/s per GPU, one direction), "
         "node=8 (GPUs of a host), domain=8 (GPUs that NVLink joins), bandwidth=3352 (GB/s of a "
         "GPU's memory), memory=79 and host_memory=2048 (GiB of a GPU and of a host), power=700 (W "
-        "of a GPU)")
+        "of a GPU), bf16=989 (peak in TFLOP/s; also fp8, mxfp8, nvfp4), latency=14 (us of a step "
+        "between domains); leaf=32 (domains below one leaf switch) with oversubscription=2 (what "
+        "GPUs below a leaf send, over what its uplinks carry)")
     add("--kernels", type=Path, metavar="FILE",
         help="measurements of jaxbench calibrate; a forecast uses them instead of the package's")
     add_modes(parser)
@@ -114,7 +120,7 @@ def add_modes(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
     """Raises RecipeError for options that are missing or exclude each other."""
     modes = [f"--{name}" for name in MODES if getattr(args, name)]
     if modes == ["--hlo", "--profile"]:
@@ -141,7 +147,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         if (path := getattr(args, name)) and not (name == "output" and args.all):
             check_folder(f"--{name.replace('_', '-')}", path)
     if args.kernels:
-        load(args.gpu or DEFAULT_GPU, args.kernels)
+        load(gpu.name.lower(), args.kernels)
     if args.limit is not None and not args.search:
         raise RecipeError("--limit needs --search")
     positive("--", args, "limit")
@@ -152,7 +158,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             "--config and --gpus are needed (or --all, --hlo FILE, --profile DIR, or --diff A B)"
         )
     if modes in ([], ["--search"]) and args.gpus is None:
-        rows = recipes.load(args.config).on(hardware.PLANNED[args.gpu or DEFAULT_GPU]).rows
+        rows = recipes.load(args.config).on(gpu).rows
         counts = ", ".join(map(str, sorted(row for row in rows if row != recipes.SMOKE)))
         raise RecipeError(
             f"--gpus is missing: {args.config} has rows for {counts} GPUs, and plan derives others"

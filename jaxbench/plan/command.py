@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,15 @@ from jaxbench.plan import (
     scaling,
     search,
     sweep,
+    systems,
     text,
 )
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
-from jaxbench.plan.processes import INTERRUPTED, Target
+from jaxbench.plan.processes import INTERRUPTED
 from jaxbench.plan.row_page import plan_page
+from jaxbench.plan.systems import Target
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import compile_program
@@ -45,34 +46,6 @@ TABLE = Path("results", "plan")
 
 REMEDIES = 8
 """The most candidates that we compile to replace a row that does not fit."""
-
-
-SYSTEM: dict[str, Callable[[str], float]] = {
-    **dict.fromkeys(("nvlink", "nic", "host", "bandwidth", "power"), float),
-    **dict.fromkeys(("node", "domain"), int),
-    **dict.fromkeys(("memory", "host_memory"), lambda text: int(float(text) * 2**30)),
-}
-"""Settings of `--system`, with what reads their values. Memory is in GiB."""
-
-
-def with_settings(gpu: Gpu, settings: list[str]) -> Gpu:
-    """The GPU, changed by `--system` settings such as `nic=25`. Raises RecipeError."""
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        try:
-            number = SYSTEM[key](value)
-        except (KeyError, ValueError, OverflowError):
-            number = 0
-        if not 0 < number < float("inf"):
-            names = ", ".join(f"{name}=N" for name in SYSTEM)
-            raise RecipeError(f"--system {setting}: expected one of {names}, with N above 0")
-        changes: dict[str, Any] = {key: number}
-        gpu = replace(gpu, **changes)
-    if gpu.domain % gpu.node:
-        raise RecipeError(
-            f"--system: a domain of {gpu.domain} GPUs does not consist of nodes of {gpu.node}"
-        )
-    return gpu
 
 
 def resolve(
@@ -136,15 +109,12 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
 
 
 def find_targets(args: argparse.Namespace) -> list[Target]:
-    """The GPU of the options. If `--all` is for every GPU, all GPUs, beginning with the default
+    """The system of the options. If `--all` is for every GPU, all GPUs, beginning with the default
     one. Raises RecipeError."""
     one = args.gpu or args.system or args.kernels or not args.all
     others = [] if one else [name for name in hardware.PLANNED if name != DEFAULT_GPU]
-    system = tuple(args.system)
-    return [
-        Target(with_settings(hardware.PLANNED[name], args.system), name, system, args.kernels)
-        for name in (args.gpu or DEFAULT_GPU, *others)
-    ]
+    names = (args.gpu or DEFAULT_GPU, *others)
+    return [systems.find(name, args.system, args.kernels) for name in names]
 
 
 def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
@@ -202,7 +172,7 @@ def main(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     targets = find_targets(args)
-    check_arguments(args)
+    check_arguments(args, targets[0].gpu)
     with ExitStack() as held:
         output = args.output or (TABLE if args.all else None)
         for folder in filter(None, (args.dump, output if args.all else None)):

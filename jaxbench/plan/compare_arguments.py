@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 from jaxbench.base import hardware
-from jaxbench.base.errors import RecipeError, meant
+from jaxbench.base.errors import RecipeError
 from jaxbench.base.terminal import Parser, check_folder, completes
 from jaxbench.forecast.goodput import LLAMA3, RESTART_S
+from jaxbench.plan import systems
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
@@ -38,7 +39,7 @@ def make_parser() -> Parser:
         lambda: [*recipes.names(), *models()],
     )
     add("--gpu", type=listed, required=True, metavar="GPU,..",
-        help=f"GPUs: {', '.join(hardware.PLANNED)}")
+        help=f"GPUs: {', '.join(hardware.PLANNED)}, or a file.yaml as for --gpu of plan")
     add("--gpus", type=listed, required=True, metavar="N,..", help="numbers of GPUs: 64,256")
     completes(
         add("--set", action="append", default=[], metavar="KEY=VALUE",
@@ -83,7 +84,8 @@ def models() -> list[str]:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Checks the options, and turns lists into numbers and prices. Raises RecipeError."""
-    args.gpu = [_gpu("--gpu", name) for name in dict.fromkeys(args.gpu)]
+    names = {systems.find(asked).name: asked for asked in args.gpu}
+    args.gpu = [*names.values()]
     try:
         args.gpus = sorted({int(count) for count in args.gpus})
     except ValueError:
@@ -93,7 +95,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if not (args.gpu and args.gpus):
         raise RecipeError("--gpu and --gpus need at least one value each")
     args.price = dict(_price(text) for text in args.price)
-    if unused := [name for name in args.price if name not in args.gpu]:
+    if unused := [name for name in args.price if name not in names]:
         raise RecipeError(f"--price {unused[0]}=..: {unused[0]} is not in --gpu")
     for name in ("tokens", "mtbf", "storage", "restart"):
         value = getattr(args, name)
@@ -108,17 +110,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         check_folder("--output", args.output)
     for text in args.system:
         gpu, colon, _ = text.rpartition(":")
-        if colon:
-            _gpu(f"--system {text}", gpu)
-
-
-def _gpu(option: str, name: str) -> str:
-    known = list(hardware.PLANNED)
-    if name.lower() not in known:
-        raise RecipeError(
-            f"{option}: {name!r} is not one of {', '.join(known)}{meant(name, known, 0.8)}"
-        )
-    return name.lower()
+        if colon and gpu not in names:
+            raise RecipeError(f"--system {text}: {gpu} is not in --gpu")
 
 
 def _price(text: str) -> tuple[str, float]:
@@ -130,4 +123,4 @@ def _price(text: str) -> tuple[str, float]:
         value = 0.0
     if not 0 < value < float("inf"):
         raise RecipeError(f"--price {text}: expected a GPU and a price above 0, such as h100=2.5")
-    return _gpu("--price", gpu), value
+    return gpu, value

@@ -20,15 +20,16 @@ from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
 from jaxbench.forecast.goodput import OBSERVED, Assumed, expected
-from jaxbench.plan import search
+from jaxbench.plan import search, systems
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
-from jaxbench.plan.command import resolve, with_settings
+from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
 from jaxbench.plan.compare_cells import Cell, Figures, Work, as_objects, mark, shown
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.processes import INTERRUPTED, Target, plan_all
+from jaxbench.plan.processes import INTERRUPTED, plan_all
+from jaxbench.plan.systems import Target
 from jaxbench.recipe import flops, hugging_face, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.names import model_name
@@ -121,8 +122,7 @@ def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
 def target_of(name: str, settings: Sequence[str]) -> Target:
     """The GPU of a name with those `--system` settings that are for it. Raises RecipeError."""
     parts = (text.rpartition(":") for text in settings)
-    system = tuple(setting for gpu, _, setting in parts if gpu.lower() in ("", name))
-    return Target(with_settings(hardware.PLANNED[name], [*system]), name, system)
+    return systems.find(name, [text for gpu, _, text in parts if gpu in ("", name)])
 
 
 def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +24,7 @@ from jaxbench.base.versions import versions
 from jaxbench.plan import stubs
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.plan import Plan, read, system
+from jaxbench.plan.systems import Target
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.xla import flags
@@ -38,26 +38,6 @@ INTERRUPTED = "interrupted; finished plans are kept, and the same command contin
 
 ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Failed)): .")
 """The start of the line that gives the reason why a process failed."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU to plan for, and the options that select it: `--gpu`, `--system`, `--kernels`."""
-
-    gpu: Gpu
-    name: str
-    system: tuple[str, ...] = ()
-    kernels: Path | None = None
-
-    def options(self) -> list[str]:
-        """The options of the command line."""
-        return ["--gpu", self.name, *self.further_options()]
-
-    def further_options(self) -> list[str]:
-        """The options besides `--gpu`."""
-        system = [part for text in self.system for part in ("--system", text)]
-        kernels = ["--kernels", str(self.kernels)] if self.kernels else []
-        return [*system, *kernels]
 
 
 def progress() -> Progress:

@@ -332,5 +332,7 @@ def system_assumptions(step: Step, gpu: dict[str, Any], limit: int) -> Iterator[
     memory = f"{gpu['bandwidth']:g} GB/s"
     yield "Memory", f"{gib(gpu['memory'])} at {memory}, {gib(limit)} of it for a program"
     yield "NVLink", f"{gpu['nvlink']:g} GB/s from each GPU, among {counted(gpu['domain'])}"
-    yield "Network", f"{gpu['nic']:g} GB/s from each GPU"
+    leaf = f", {gpu['leaf']} domains below a leaf switch" if gpu.get("leaf") else ""
+    over = f", {gpu['oversubscription']:g} to 1 oversubscribed" if leaf else ""
+    yield "Network", f"{gpu['nic']:g} GB/s from each GPU{leaf}{over}"
     yield "Host", f"{gpu['host']:g} GB/s between each GPU and its host's memory"

@@ -16,7 +16,8 @@ from jaxbench.base.files import as_json
 from jaxbench.base.terminal import console, write
 from jaxbench.plan.many_pages import scaling_page, shown_parts
 from jaxbench.plan.plan import Plan, grows, parts
-from jaxbench.plan.processes import Target, plan_all
+from jaxbench.plan.processes import plan_all
+from jaxbench.plan.systems import Target
 from jaxbench.recipe import recipes
 from jaxbench.recipe.names import work_name
 from jaxbench.recipe.recipes import Recipe

@@ -26,7 +26,8 @@ from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import layout, least_state, memory, merged, options
 from jaxbench.plan.many_pages import search_page
 from jaxbench.plan.plan import Plan, grows, parts
-from jaxbench.plan.processes import Target, plan_each, progress
+from jaxbench.plan.processes import plan_each, progress
+from jaxbench.plan.systems import Target
 from jaxbench.plan.text import gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.names import gpus_name, work_name

@@ -12,7 +12,8 @@ from jaxbench.base.files import write_whole
 from jaxbench.base.versions import versions
 from jaxbench.forecast.interval import accuracy, errors
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.processes import Target, plan_all
+from jaxbench.plan.processes import plan_all
+from jaxbench.plan.systems import Target
 from jaxbench.recipe import planned, recipes
 from jaxbench.recipe.settings import Run
 

@@ -29,8 +29,10 @@ class Traffic:
 
 def system(gpu: Gpu) -> dict[str, Any]:
     """The properties and links of the GPU that decide a plan."""
-    names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain")
-    return {name: getattr(gpu, name) for name in names}
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain", "leaf",
+             "oversubscription", "latency")  # fmt: skip
+    peaks = {f"{dtype} TFLOP/s": peak for dtype, peak in gpu.tflops.items()}
+    return {name: getattr(gpu, name) for name in names} | peaks
 
 
 def traffic(axes: Callable[[Collective], str], gpu: Gpu, timeline: Schedule) -> list[Traffic]:

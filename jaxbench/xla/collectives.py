@@ -78,6 +78,21 @@ class Collective:
             return self.bytes * (self.group - members) / self.group
         return self.wire_bytes / self.count / members
 
+    def blocked(self, gpu: Gpu) -> float:
+        """The factor by which oversubscribed uplinks slow down what leaves a domain, if all groups
+        send at the same time. Of the domains that a ring has below a leaf switch, only one sends
+        over the uplinks. The other kinds send directly to the receiver."""
+        if not gpu.leaf:
+            return 1.0
+        below = _domain_members((self.devices, *self.others), gpu.leaf * gpu.domain)
+        members = self.domain_members(gpu)
+        if below == self.group:
+            return 1.0
+        share = members / below
+        if self.like in ("all-to-all", "collective-permute"):
+            share = (self.group - below) / (self.group - members)
+        return max(1.0, share * gpu.oversubscription)
+
     def seconds(self, gpu: Gpu) -> float:
         """The least time of one run: bytes over bandwidth, without latency. A ring between domains
         is no faster than NVLink, over which it passes inside each domain."""

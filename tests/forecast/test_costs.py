@@ -32,6 +32,41 @@ def test_bytes_take_longer_on_slower_memory_than_the_measured_one():
     assert after == (before[0], pytest.approx(2 * before[1]))
 
 
+def test_a_gpu_with_another_peak_scales_what_was_measured():
+    """Only its own dtype changes, and nothing of it counts as measured any more."""
+    half = measured(replace(H100, tflops=H100.tflops | {"bf16": H100.tflops["bf16"] / 2}))
+    start, _ = measured()._memory(0)
+    large = product(8192, 28672, 8192)
+    assert half.work(large) - start == pytest.approx(2 * (measured().work(large) - start))
+    assert measured().covers(large)
+    assert not half.covers(large)
+    fp8 = product(8192, 28672, 8192, "f8e4m3fn")
+    assert (half.work(fp8), half.covers(fp8)) == (measured().work(fp8), True)
+    heads = attention(4, 32, 4096, 128, 128)
+    assert half.work(heads) == pytest.approx(2 * measured().work(heads))
+
+
+def test_oversubscribed_uplinks_slow_down_what_leaves_a_leaf():
+    """Of the four nodes that a ring has below a leaf, one sends upwards, a quarter of the traffic.
+    In an all-to-all of eight nodes 32 of 56 remote GPUs are below another leaf."""
+    ring, spread = gather(range(64), 2**33), gather(range(64), 2**33, "all-to-all")
+    leaf = replace(H100, leaf=4)
+    slow = replace(leaf, oversubscription=2.0)
+    for gpu in (leaf, slow):
+        assert measured(gpu).collective(ring) == measured().collective(ring)
+    factor = measured(slow).collective(spread) / measured().collective(spread)
+    assert factor == pytest.approx(2 * 32 / 56, rel=1e-3)
+    slower = measured(replace(leaf, oversubscription=8.0)).collective(ring)
+    # Twice as long over the network; NVLink's share of the time stays.
+    assert 1.9 < slower / measured().collective(ring) < 2
+    apart = Collective("all-gather", "c", 2**33, (0, 32), 1, "")
+    assert measured(slow).collective(apart) > 1.9 * measured().collective(apart)
+    below = gather(range(32), 2**33, "all-to-all")
+    assert measured(slow).collective(below) == measured().collective(below)
+    later = measured(replace(H100, latency=24.0)).collective(ring) - measured().collective(ring)
+    assert later == pytest.approx(7 * 10e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f8e4m3fn", "f8e5m2"])
 def test_a_product_that_was_measured(dtype):
     name = "bf16" if dtype == "bf16" else "fp8"

@@ -14,6 +14,7 @@ from mistakes import assert_mistake
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.hardware import H100
 from jaxbench.plan import absent, candidates, command, processes, sweep
+from jaxbench.plan.systems import Target, find, with_settings
 from jaxbench.recipe import derived_rows, planned, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
@@ -46,9 +47,47 @@ def test_what_would_be_ignored_is_refused(option, capsys):
     assert capsys.readouterr().err == f"error: --all does not take {option[0]}\n"
 
 
+GPU_FILE = """
+like: h200
+bf16: 1200  # TFLOP/s
+memory: 200
+bandwidth: 6000
+leaf: 32
+oversubscription: 2
+"""
+
+
+def test_a_file_describes_a_gpu_that_we_do_not_know(tmp_path):
+    path = tmp_path / "next.yaml"
+    path.write_text(GPU_FILE)
+    target = find(str(path), ["nic=100"])
+    gpu = target.gpu
+    assert target.name == "next"
+    assert target.options() == ["--gpu", str(path), "--system", "nic=100"]
+    assert (gpu.tflops["bf16"], gpu.tflops["fp8"]) == (1200, 1979)
+    assert (gpu.memory, gpu.bandwidth, gpu.nic) == (200 * 2**30, 6000, 100)
+    assert gpu.device == "next (a changed NVIDIA H200)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16: 1200", "expected a line such as like: h100, and changes to it"),
+        ("like: h999", "like: 'h999' is not one of h100"),
+        ("like: h100\nnvfp4: 1", "nvfp4=1: H100 does not multiply in nvfp4"),
+        ("like: h100\nflops: 1", "flops=1: expected one of nvlink=N"),
+        ("like: [", "line 2: "),
+    ],
+)
+def test_a_file_that_describes_no_gpu_is_refused(text, message, tmp_path, capsys):
+    path = tmp_path / "next.yaml"
+    path.write_text(text)
+    assert_mistake(command.main, [*ROW, "--gpu", path], message, capsys)
+
+
 def test_a_system_has_the_units_that_its_help_says():
     settings = ["host=64", "bandwidth=4000", "memory=96", "host_memory=512.5", "power=600"]
-    gpu = command.with_settings(H100, [*settings, "domain=72"])
+    gpu = with_settings(H100, [*settings, "domain=72"])
     assert (gpu.host, gpu.bandwidth, gpu.power, gpu.domain) == (64.0, 4000.0, 600.0, 72)
     assert (gpu.memory, gpu.host_memory) == (96 * 2**30, int(512.5 * 2**30))
     assert gpu.memory_limit > H100.memory_limit
@@ -187,7 +226,7 @@ def test_a_plan_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "CACHE", tmp_path)
     monkeypatch.setattr(processes.subprocess, "run", run)
     row = recipes.resolve(recipes.load("llama31_8b_bf16"), 16)
-    target = processes.Target(H100, "h100")
+    target = Target(H100, "h100")
     with ThreadPoolExecutor(3) as threads:
         futures = [threads.submit(processes.plan_run, row, target, row.recipe) for _ in range(3)]
     assert [future.result() for future in futures] == 3 * ["refused"]

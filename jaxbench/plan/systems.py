@@ -1,0 +1,102 @@
+"""The system to plan for: a GPU that we know or that a file describes, with its network."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxbench.base.errors import RecipeError, meant
+from jaxbench.base.hardware import PLANNED, Gpu
+from jaxbench.recipe import strict_yaml
+
+PEAKS = ("bf16", "fp8", "mxfp8", "nvfp4")
+"""Settings that are dense peaks of the tensor cores in TFLOP/s."""
+
+SETTINGS: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("nvlink", "nic", "host", "bandwidth", "power"), float),
+    **dict.fromkeys(("oversubscription", "latency"), float),
+    **dict.fromkeys(("node", "domain", "leaf"), int),
+    **dict.fromkeys(("memory", "host_memory"), lambda text: int(float(text) * 2**30)),
+    **dict.fromkeys(PEAKS, float),
+}
+"""Settings of `--system`, with what reads their values. Memory is in GiB."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A system to plan for, and the options that select it: `--gpu`, `--system`, `--kernels`. `gpu`
+    has all changes. `asked` is what `--gpu` says, if that is not the name: the path of a file."""
+
+    gpu: Gpu
+    name: str
+    system: tuple[str, ...] = ()
+    kernels: Path | None = None
+    asked: str = ""
+
+    def options(self) -> list[str]:
+        """The options of the command line."""
+        return ["--gpu", self.asked or self.name, *self.further_options()]
+
+    def further_options(self) -> list[str]:
+        """The options besides `--gpu`."""
+        system = [part for text in self.system for part in ("--system", text)]
+        kernels = ["--kernels", str(self.kernels)] if self.kernels else []
+        return [*system, *kernels]
+
+
+def find(asked: str, settings: Sequence[str] = (), kernels: Path | None = None) -> Target:
+    """The system that `--gpu` and `--system` describe. Raises RecipeError."""
+    if not asked.endswith((".yaml", ".yml")):
+        name = known(asked)
+        return Target(with_settings(PLANNED[name], settings), name, tuple(settings), kernels)
+    gpu = with_settings(read(Path(asked)), settings)
+    return Target(gpu, Path(asked).stem, tuple(settings), kernels, asked)
+
+
+def known(name: str, option: str = "--gpu") -> str:
+    """The name of a GPU in the package. Raises RecipeError for another one."""
+    if name.lower() not in PLANNED:
+        raise RecipeError(
+            f"{option}: {name!r} is not one of {', '.join(PLANNED)}{meant(name, PLANNED, 0.8)}, "
+            "nor a file.yaml"
+        )
+    return name.lower()
+
+
+def read(path: Path) -> Gpu:
+    """The GPU of a file: settings of `--system`, and `like`, the GPU that we know and that it
+    resembles most. It is compiled like that one, and measured kernels of that one are scaled by the
+    peaks and the bandwidth. Raises RecipeError."""
+    try:
+        content = strict_yaml.load(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--gpu {path}: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("like"), str):
+        raise RecipeError(f"--gpu {path}: expected a line such as like: h100, and changes to it")
+    like = PLANNED[known(content.pop("like"), f"--gpu {path}: like")]
+    settings = [f"{name}={value}" for name, value in content.items()]
+    gpu = with_settings(like, settings, f"--gpu {path}:")
+    return replace(gpu, device=f"{path.stem} (a changed {gpu.device})")
+
+
+def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -> Gpu:
+    """The GPU, changed by settings such as `nic=25`. Raises RecipeError."""
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        try:
+            number = SETTINGS[key](value)
+        except (KeyError, ValueError, OverflowError):
+            number = 0
+        if not 0 < number < float("inf"):
+            names = ", ".join(f"{name}=N" for name in SETTINGS)
+            raise RecipeError(f"{option} {setting}: expected one of {names}, with N above 0")
+        if key in PEAKS and key not in gpu.tflops:
+            raise RecipeError(f"{option} {setting}: {gpu.name} does not multiply in {key}")
+        peaks = {"tflops": gpu.tflops | {key: number}}
+        changes: dict[str, Any] = peaks if key in PEAKS else {key: number}
+        gpu = replace(gpu, **changes)
+    if gpu.domain % gpu.node:
+        raise RecipeError(
+            f"{option}: a domain of {gpu.domain} GPUs does not consist of nodes of {gpu.node}"
+        )
+    return gpu
