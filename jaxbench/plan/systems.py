@@ -57,8 +57,8 @@ def known(name: str, option: str = "--gpu") -> str:
     """The name of a GPU in the package. Raises RecipeError for another one."""
     if name.lower() not in PLANNED:
         raise RecipeError(
-            f"{option}: {name!r} is not one of {', '.join(PLANNED)}{meant(name, PLANNED, 0.8)}, "
-            "nor a file.yaml"
+            f"{option}: {name!r} is not one of {', '.join(PLANNED)}, nor a file.yaml"
+            f"{meant(name, PLANNED, 0.8)}"
         )
     return name.lower()
 
