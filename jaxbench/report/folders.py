@@ -124,5 +124,9 @@ def _add_step(run: RunData, line: str) -> None:
         if "host_s" in step:
             host = quantity(step["host_s"]), quantity(step.get("compiled_s", 0.0))
             run.host_s[int(step["step"])] = host
+        if "layer_load_max" in step:
+            loads = [quantity(load, zero=False) for load in step["layer_load_max"]]
+            if loads:
+                run.layer_loads[int(step["step"])] = loads
     except MALFORMED:
         return

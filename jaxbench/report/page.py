@@ -66,6 +66,7 @@ def page(results: Sequence[Result], convention: str) -> str:
         shapes=SHAPES,
         series={name for chart in scaling for name in chart["series"]},
         traces=[*filter(None, map(sections.trace, shown))],
+        loads=[*filter(None, map(sections.loads, shown))],
         gaps=[*filter(None, map(sections.gap, shown))],
         heat=[(run, *maps) for run in shown
               if any(maps := heat_maps(gpus(run.result.run.record)))],

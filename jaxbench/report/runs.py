@@ -88,9 +88,10 @@ class RunData:
     environment.json, or the fields that a log declares.
 
     `host_s` has two values for each step: the seconds that its process took for the records of the
-    step before, and how many of these it spent on compiling. `begins` are the first steps of the
-    run's starts. The starts from `program` on ran the recorded program. `recorded_window` is the
-    window of the run's own summary.
+    step before, and how many of these it spent on compiling. `layer_loads` has the load of the
+    busiest expert of each layer in each step, divided by a fair share. `begins` are the first steps
+    of the run's starts. The starts from `program` on ran the recorded program. `recorded_window` is
+    the window of the run's own summary.
     """
 
     path: Path
@@ -116,6 +117,7 @@ class RunData:
     plan: PlannedStep | None = None
     record: dict[str, Any] = field(default_factory=dict)
     host_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    layer_loads: dict[int, list[float]] = field(default_factory=dict)
     begins: list[int] = field(default_factory=list)
     program: int = 0
     recorded_window: Window | None = None

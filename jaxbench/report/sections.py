@@ -142,6 +142,31 @@ def trace(run: NamedRun) -> Chart | None:
     return chart
 
 
+def loads(run: NamedRun) -> Chart | None:
+    """The busiest expert of each layer, in the first step and in the last one. None without
+    experts."""
+    steps = run.result.run.layer_loads
+    if not steps:
+        return None
+    series = {("other" if n == min(steps) else "ours"): n for n in (min(steps), max(steps))}
+    points = {css: [*enumerate(steps[n], 1)] for css, n in series.items()}
+    said = "; ".join(
+        f"step {n}: {max(steps[n]):.2f} at most, {sum(steps[n]) / len(steps[n]):.2f} on average"
+        for n in series.values()
+    )
+    values = [load for line in points.values() for _, load in line]
+    longest = max(len(line) for line in points.values())
+    chart = empty_chart(
+        run.name, f"times the load of an even share. {said}", [1, longest], [1.0, *values],
+        unit="times an even share", x_title="layer with experts", from_zero=True,
+        labels=[(css, steps[n][-1], f"step {n}") for css, n in series.items()],
+        watermark=run.watermark,
+    )  # fmt: skip
+    for css, line in points.items():
+        chart.line(css, line)
+    return chart
+
+
 def gap(run: NamedRun) -> dict[str, Any] | None:
     """The parts of a slow run's gap, one after the other from the reference on, and the reason for
     each. None if there is no gap, or if no part of it is explained."""

@@ -138,9 +138,22 @@ def test_figures_of_a_step():
         _, figures = model.loss(Sequences(*tokens), run.execution, run.precision)
     assert 0 < float(figures["tokens_dropped"]) < 1
     assert 1 < float(figures["expert_load_max"]) <= run.model.experts.count / 2
+    assert float(figures["expert_load_max"]) == float(jnp.max(figures["layer_load_max"]))
     assert figures["expert_load"].shape == (run.model.experts.count,)
     assert float(jnp.mean(figures["expert_load"])) == pytest.approx(1.0)
     assert float(figures["balance_loss"]) > 0.9
+
+
+def test_layers_of_a_segment_are_reported_in_their_order():
+    """Each block of a hybrid has two layers with experts, and is repeated three times."""
+
+    def layer(*loads):
+        load = jnp.array([[[n, 4 - n]] for n in loads])
+        return routing.RoutingFigures(jnp.zeros((len(loads), 1)), load, jnp.zeros((len(loads), 1)))
+
+    segments = [(layer(2, 3, 4), layer(4, 2, 3)), (), (layer(3),)]
+    _, figures = routing.with_balance_loss(jnp.zeros(()), segments, 0.0)
+    assert [*figures["layer_load_max"]] == [1, 2, 1.5, 1, 2, 1.5, 1.5]
 
 
 @pytest.mark.nightly

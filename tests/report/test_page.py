@@ -306,6 +306,19 @@ def test_outliers_are_marked(tmp_path):
     assert f"outliers: 20 ({seconds[20]:.4g} s)" in page(tmp_path / "runs")[1]
 
 
+def test_the_load_of_experts_is_shown_by_layer(tmp_path):
+    """As it was in the first and in the last step. A line that is no list of figures is skipped."""
+    path = write_record(tmp_path / "runs", "run", times(7.0))
+    lines = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["layer_load_max"] = [1.5, 4.0, 2.0] if line["step"] < 20 else [1.5, 1.5, 1.2]
+    lines[0]["layer_load_max"] = ["no", -1, 2]
+    (path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page(tmp_path / "runs")[1]
+    assert "step 1: 4.00 at most, 2.50 on average; step 49: 1.50 at most, 1.40 on" in text
+    assert Parsed(text).all("section", id="experts")
+
+
 def test_a_straggler_is_named(tmp_path):
     folder = write_record(tmp_path / "runs", "run", times(7.0), ranks=32)
     record = json.loads((folder / "run.json").read_text())

@@ -177,9 +177,9 @@ class RoutingFigures(NamedTuple):
 
 
 RoutingSummary = dict[str, Array]
-"""Routing figures of a step: the mean balance loss; the load of each expert, and of the busiest
-expert of any layer, both relative to a fair share; and the share of dropped assignments. Empty
-without experts."""
+"""Routing figures of a step: the mean balance loss; the load of each expert, and that of the
+busiest expert of each layer and of any layer, all relative to a fair share; and the share of
+dropped assignments. Empty without experts."""
 
 
 def with_balance_loss(
@@ -187,11 +187,20 @@ def with_balance_loss(
 ) -> tuple[Float[Array, ""], RoutingSummary]:
     """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
     (loss, summary)."""
-    layers = [figures for segment in segments for figures in segment]
+    layers = [_in_order(segment) for segment in segments if segment]
     figures = RoutingFigures(*(jnp.concatenate(parts) for parts in zip(*layers, strict=True)))
     total = coefficient * jnp.sum(jnp.mean(figures.balance_loss, axis=1))
     step_figures = jax.lax.stop_gradient(summary(figures))
     return loss + (total - jax.lax.stop_gradient(total)), step_figures
+
+
+def _in_order(segment: tuple[RoutingFigures, ...]) -> RoutingFigures:
+    """The figures of a segment's layers, from those of each layer of a block in all repeats."""
+
+    def ordered(*parts: Array) -> Array:
+        return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    return jax.tree.map(ordered, *segment)
 
 
 def summary(figures: RoutingFigures) -> RoutingSummary:
@@ -202,5 +211,6 @@ def summary(figures: RoutingFigures) -> RoutingSummary:
         "balance_loss": jnp.mean(figures.balance_loss),
         "expert_load": jnp.mean(share, axis=0),
         "expert_load_max": jnp.max(share),
+        "layer_load_max": jnp.max(share, axis=1),
         "tokens_dropped": jnp.sum(figures.dropped) / jnp.sum(load),
     }
