@@ -183,10 +183,9 @@ def size_findings(sizes: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     for line in {line["collective"]: line for line in sizes}.values():
         rate, expected = line["busbw"], line["expected"]
         if expected and rate < (1 - BELOW_TABLE) * expected:
-            yield Finding(
-                "all", f"{line['collective']} of {line['bytes']} B: busbw {rate:.0f} GB/s, "
-                f"{100 * (1 - rate / expected):.0f} % below the expected {expected:.0f}",
-            )  # fmt: skip
+            what = f"{line['collective']} of {line['bytes'] / 1e9:.3g} GB: busbw {rate:.0f} GB/s"
+            below = f"{100 * (1 - rate / expected):.0f} % below the expected {expected:.0f}"
+            yield Finding("all", f"{what}, {below}")
 
 
 def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
@@ -329,10 +328,10 @@ def judge(
     kinds = by_kind(rates) if comparable else {}
     found = [*rate_findings(kinds)]
     every = {w: gpu for host in hosts.values() for w, gpu in host.get("gpus", {}).items()}
-    found += [*gpu_findings(every), *load_findings(hosts)]
+    found += gpu_findings(every)
     partly = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
     found = [f for f in found if f.where not in partly]
-    found += [*table_findings(kinds), *host_findings(hosts)]
+    found += [*load_findings(hosts), *table_findings(kinds), *host_findings(hosts)]
     faults: dict[str, Finding] = {}
     remarks: dict[str, list[str]] = defaultdict(list)
     for f in found:
