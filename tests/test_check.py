@@ -248,6 +248,19 @@ def test_hosts_and_tables_are_remarked():
     assert "node2 gpu 4: VBIOS 96.00.68, but 96.00.99 elsewhere" in text
 
 
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_gpu_a_few_percent_slow_is_named_by_repeated_samples(repeated):
+    noise = random.Random(0)
+    rates = [
+        Rate(judge.SUSTAINED, "", (f"node{n // 8} gpu {n % 8}",), noise.gauss(700, 2),
+             noise=0.001 if repeated else None)
+        for n in range(64)
+    ]  # fmt: skip
+    rates[19] = replace(rates[19], value=675.0)
+    found = [(f.where, f.nodes) for f in judge.judge(rates, {})]
+    assert found == ([("node2 gpu 3", ("node2",))] if repeated else [])
+
+
 GREW = {
     "ecc_uncorrected": (1, "under load 1 uncorrected ECC errors", "gpu"),
     "xids": (2, "under load 2 XIDs", "gpu"),

@@ -22,6 +22,7 @@ def record(folder, nodes, rates, hosts):
             "unit": "GB/s", "expected": None,
             "values": {" - ".join(rate.ends): rate.value for rate in some},
             "distances": {" - ".join(rate.ends): rate.distance for rate in some},
+            "noise": {" - ".join(rate.ends): rate.noise for rate in some},
         }
         for kind, some in by_kind(mine).items()
     }  # fmt: skip

@@ -112,7 +112,7 @@ def test_an_interrupted_qualification_goes_on_and_names_what_is_planted(cluster,
         line["bytes"]: line for line in together["sizes"] if line["collective"] == "all-reduce"
     }
     assert [*sizes] == [8**n for n in range(1, len(sizes) + 1)]
-    assert sizes[8**9]["busbw"] == pytest.approx(10, rel=0.3)  # as planted
+    assert 5 < sizes[8**9]["busbw"] < 10.5  # 10 GB/s are planted, and kernels take time too
     page = (tmp_path / "q" / "qualify.html").read_text()
     assert "2 of 7 nodes passed, 4 failed, 1 not reached. 0 of 1 row passed." in page
     assert "0000000001003" in page
