@@ -39,6 +39,8 @@ HELD = {recipe.model for recipe in recipes.load_all()}
         ("kimi_k2", 61, 1_026_408_232_448),
         ("gpt_oss_120b", 36, 116_829_156_672),
         ("gpt_oss_20b", 24, 20_914_757_184),
+        ("gpt3_5b", 24, 5_047_558_144),
+        ("gpt3_175b", 96, 174_604_259_328),
     ],
 )
 def test_parameters(model, layers, count):
@@ -152,6 +154,8 @@ def test_model_flops_of_nemotron():
     [
         ("nemotron4_340b", 4096, 10_090_733_604_175_872),
         ("nemotronh_56b", 8192, 2_816_072_617_033_728),
+        ("gpt3_5b", 2048, 66_898_410_602_496),
+        ("gpt3_175b", 2048, 2_204_555_173_429_248),
     ],
 )
 def test_flops_by_the_formula_of_the_source(model, length, count):
@@ -172,6 +176,8 @@ STATED_FLOPS = {
     ("llama2", "70b", 80): 1.82e15,
     ("llama3.1", "8b", 32): 4.74e14,
     ("llama3.1", "70b", 80): 3.94e15,
+    ("gpt3", "5b", 24): 6.69e13,
+    ("gpt3", "175b", 96): 2.20e15,
 }
 """Model FLOPs per sequence as the source rounds them, by workload, size and layers. For 405B and
 the shortened Grok-1 it states none and the tables use the unrounded formula."""
@@ -285,5 +291,5 @@ def test_step_times_of_printed_rates():
 
 
 def test_all_rows_are_read():
-    assert len(published.rows()) == 156
+    assert len(published.rows()) == 169
     assert {code for row in published.rows() for code in row.errata} == set(published.ERRATA)
