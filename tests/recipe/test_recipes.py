@@ -254,7 +254,7 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         ),
         (["model.attention.head_dim=31"], "model.attention.head_dim = 31 must be even"),
         (["model.pattern='*-*'"], "without M two for each layer; it has 3"),
-        (["model.mlp.biases=true"], "model.mlp.biases needs an activation without a gate; silu has"),
+        (["model.mlp.biases=true"], "biases needs an activation without a gate; silu has one"),
         (
             ["model.learned_positions=128"],
             "batch.sequence_length = 256 must be at most model.learned_positions = 128",
