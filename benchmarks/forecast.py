@@ -64,8 +64,8 @@ class Figure:
     settings: str = ""
 
     def run(self) -> Run:
-        """The row to compare with, at the figure's global batch. It is derived if the recipe has none
-        for so many GPUs."""
+        """The row to compare with, at the figure's global batch. It is derived if the recipe has
+        none for so many GPUs."""
         gpu = hardware.PLANNED[self.gpu]
         recipe = recipes.load(self.recipe).on(gpu)
         settings, layers = self.settings.split(), MODELS[recipe.model].layers
