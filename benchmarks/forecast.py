@@ -50,8 +50,8 @@ PARTS = (
 class Figure:
     """A published rate in tokens per second and GPU, with its parallelism and source. `whole`: the
     figure is of the whole model, even where the recipe's row has fewer layers. `settings` are those
-    in which its work differs from the row's, and those of a mesh that can have its batch, as for
-    --set, with spaces between them."""
+    in which its work differs from the row's, and those of a mesh or remat that suit its batch, as
+    for --set, with spaces between them."""
 
     recipe: str
     gpu: str
