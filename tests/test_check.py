@@ -9,10 +9,12 @@ import commands
 import pytest
 from mistakes import assert_mistake
 
+from jaxbench.base import hardware
 from jaxbench.base.files import owned
 from jaxbench.check import command, host_facts, judge
 from jaxbench.check.judge import Rate
-from jaxbench.check.measure import distances, pairs
+from jaxbench.check.measure import bus_factor, distances, expected_seconds, pairs
+from jaxbench.forecast import tables
 
 SINGLE = {"bf16 matmuls": 700.0, "fp8 matmuls": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
 FACTS = {
@@ -246,6 +248,105 @@ def test_hosts_and_tables_are_remarked():
     assert "node2 gpu 4: VBIOS 96.00.68, but 96.00.99 elsewhere" in text
 
 
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_gpu_a_few_percent_slow_is_named_by_repeated_samples(repeated):
+    noise = random.Random(0)
+    rates = [
+        Rate(judge.SUSTAINED, "", (f"node{n // 8} gpu {n % 8}",), noise.gauss(700, 2),
+             noise=0.001 if repeated else None)
+        for n in range(64)
+    ]  # fmt: skip
+    rates[19] = replace(rates[19], value=675.0)
+    found = [(f.where, f.nodes) for f in judge.judge(rates, {})]
+    assert found == ([("node2 gpu 3", ("node2",))] if repeated else [])
+
+
+GREW = {
+    "ecc_uncorrected": (1, "under load 1 uncorrected ECC errors", "gpu"),
+    "xids": (2, "under load 2 XIDs", "gpu"),
+    "hot_ms": (1001, "under load 1001 ms with a clock that heat held down", "gpu"),
+    "nvlink_errors": (3, "under load 3 errors on NVLinks", None),
+    "link_downed": (1, "under load 1 times without a link", "network"),
+}
+
+
+@pytest.mark.parametrize("key", GREW)
+def test_counters_that_grew_under_load_are_judged(key):
+    count, text, cause = GREW[key]
+    rates, hosts = made(2, 0)
+    hosts["node1"]["grew"] = {"node1 gpu 2": {key: count}}
+    (finding,) = judge.judge(rates, hosts)
+    assert (str(finding), finding.cause) == (f"node1 gpu 2: {text}", cause)
+    hosts["node1"]["grew"] = {"node1 gpu 2": {"hot_ms": 1000}}
+    assert judge.judge(rates, hosts) == []
+
+
+def test_only_growth_counts():
+    before = {"gpu 0": {"xids": 3, "ecc_corrected": 1}, "gpu 1": {"xids": 1}}
+    after = {"gpu 0": {"xids": 5, "ecc_corrected": 1, "hot_ms": 9}, "gpu 1": {"xids": 0}}
+    assert host_facts.grew(before, after) == {"gpu 0": {"xids": 2}}
+
+
+def test_a_port_counts_its_errors(tmp_path):
+    write_adapter(tmp_path, "mlx5_0")
+    folder = tmp_path / "mlx5_0" / "ports" / "1" / "counters"
+    folder.mkdir()
+    (folder / "symbol_error").write_text("7\n")
+    (counts,) = host_facts.counters({}, tmp_path).values()
+    assert counts == {"symbol_error": 7}
+
+
+DCGM = "| Persistence Mode | Pass |\n| Page Retirement/Row Remap | Fail - GPU: 3 |\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "found"),
+    [
+        (DCGM, 226, ["Page Retirement/Row Remap Fail - GPU: 3"]),
+        ("| Persistence Mode | Pass |", 0, []),
+        ("Error: unable to establish a connection to the specified host", 255, None),
+    ],
+)
+def test_what_dcgm_says(text, status, found, tmp_path, monkeypatch):
+    (tmp_path / "dcgmi").write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
+    (tmp_path / "dcgmi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert host_facts.diagnosis() == found
+    rates, hosts = made(1, 0)
+    hosts["node0"]["diagnosis"] = found
+    assert [f.where for f in judge.judge(rates, hosts)] == ["node0"] * bool(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all-reduce", 1.75), ("all-gather", 0.875), ("reduce-scatter", 0.875), ("all-to-all", 0.875)],
+)
+def test_rates_of_collectives_are_those_of_nccl_tests(kind, factor):
+    """Of eight GPUs; in nccl-tests, doc/PERFORMANCE.md."""
+    assert bus_factor(kind, 8) == factor
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
+def test_the_expected_time_is_the_forecasts(kind):
+    known, size = tables.load("h100"), 2**28
+    seconds = expected_seconds(kind, size, tuple(range(8)), hardware.H100, known)
+    assert seconds == pytest.approx(known.values["collective", kind][8, size] / 1e6)
+    across = expected_seconds(kind, size, tuple(range(16)), hardware.H100, known)
+    assert across > seconds
+    busbw = size / 1e9 / across * bus_factor(kind, 16)
+    rails = 1 if kind == "all-to-all" else 8  # a ring leaves a node over all of its adapters
+    assert busbw < hardware.H100.nic * rails * (15 / 8 if rails == 1 else 1)
+
+
+def test_collectives_far_below_the_expected_are_remarked():
+    line = {"collective": "all-reduce", "bytes": 2**30, "busbw": 150.0, "expected": 300.0}
+    small = line | {"bytes": 8, "busbw": 0.1, "expected": 1.0}  # latencies are no fault
+    (finding,) = judge.size_findings([small, line])
+    assert str(finding).endswith("busbw 150 GB/s, 50 % below the expected 300")
+    assert finding.cause is None
+    assert [*judge.size_findings([small, line | {"busbw": 230.0}])] == []
+
+
 @pytest.mark.slow
 def test_one_gpu_of_two_thousand_is_named():
     (finding,) = judge.judge(*made(256, 0, slowed=[("bf16", "node17 gpu 3", 0.8)]))
@@ -273,7 +374,7 @@ def test_a_folder_in_use_is_refused_before_anything_is_measured(tmp_path, monkey
 @pytest.mark.slow
 def test_the_command_in_two_processes(tmp_path):
     processes = commands.start_two(
-        "--cpu-devices", 2, "--output", tmp_path, module="jaxbench.check"
+        "--cpu-devices", 2, "--output", tmp_path, "--sizes", module="jaxbench.check"
     )
     (out, err), _ = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], err
@@ -281,4 +382,7 @@ def test_the_command_in_two_processes(tmp_path):
     assert "check: no fault in 4 devices of 1 node" in out
     report = json.loads((tmp_path / "check.json").read_text())
     assert len(report["rates"]["exchange in a node"]["values"]) == 6
+    largest = {line["collective"]: line for line in report["sizes"]}["all-reduce"]
+    assert largest["bytes"] == 8**5
+    assert largest["algbw"] == pytest.approx(largest["bytes"] / largest["time_us"] / 1e3)
     assert list(tmp_path.iterdir()) == [tmp_path / "check.json"]

@@ -36,9 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"train", "cluster", "forecast", "results", "mesh", "xla", "recipe", "base",
             "jax_internals"},
     "calibrate": {"ops", "cluster", "forecast", "xla", "base"},
-    "check": {"cluster", "forecast", "xla", "recipe", "base"},
     "pages": {"recipe", "base"},
     "report": {"results", "pages", "recipe", "base"},
+    "check": {"report", "pages", "cluster", "forecast", "xla", "recipe", "base"},
     "plan": {"train", "forecast", "results", "pages", "mesh", "xla", "recipe", "base",
              "jax_internals"},
 }  # fmt: skip

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxbench.base.outliers import GPU_SPREAD, outliers
+from jaxbench.base.outliers import GPU_SPREAD, outliers, repeated_spread
 
 
 def test_what_is_slow_is_an_outlier_whatever_the_others():
@@ -34,3 +34,17 @@ def test_few_are_compared_with_the_best(low):
 
 def test_zeros_have_none():
     assert outliers({"a": 0.0, "b": 0.0, "c": 1.0}, GPU_SPREAD, low=True) == {}
+
+
+def test_alike_gpus_have_a_closer_limit_if_there_are_many():
+    noise = random.Random(0)
+    for count in (8, 16, 64, 1024):
+        for _ in range(20):
+            values = {n: noise.gauss(1.0, 0.003) for n in range(count)}
+            spread = repeated_spread([*values.values()], [0.001])
+            assert outliers(values, spread, low=True) == {}
+        some = outliers(values | {3: 0.965}, spread, low=True)
+        assert [*some] == ([3] if count >= 64 else [])
+    assert repeated_spread([1.0] * 8, [0.001]) == GPU_SPREAD  # too few
+    assert repeated_spread([1.0] * 64, [0.005]) == 0.005  # samples that say no more
+    assert repeated_spread([1 + n % 5 / 20 for n in range(64)], [0.001]) == GPU_SPREAD

@@ -2,13 +2,15 @@
 runs them in tests/null_gpu/test_null_qualify.py."""
 
 import json
+import sys
 from collections import defaultdict
 
 import pytest
 from launching import slurm
 from test_check import made
 
-from jaxbench.check import qualify
+from jaxbench.base.errors import RecipeError
+from jaxbench.check import acceptance, qualify, rows
 from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node
 
 
@@ -20,6 +22,7 @@ def record(folder, nodes, rates, hosts):
             "unit": "GB/s", "expected": None,
             "values": {" - ".join(rate.ends): rate.value for rate in some},
             "distances": {" - ".join(rate.ends): rate.distance for rate in some},
+            "noise": {" - ".join(rate.ends): rate.noise for rate in some},
         }
         for kind, some in by_kind(mine).items()
     }  # fmt: skip
@@ -122,6 +125,72 @@ def test_a_failure_is_told_once_and_again_after_the_node_passed(tmp_path, capsys
     most = failing(tmp_path, ["n4", "n5", "n6"], ["n4", "n5"], "failed")
     assert most == [line, line]
     assert "--on-fail is not run for 2 nodes" in capsys.readouterr().err
+
+
+def test_the_history_of_a_gpu_follows_it():
+    found = qualify.Verdicts(["n1", "n2"])
+    gpus = {"n1 gpu 0": {"serial": "17"}, "n1 gpu 1": {"serial": None}}
+    found.reports = [{"hosts": {"n1": {"gpus": gpus}}}]
+    found.add([Finding("n1 gpu 0", "MIG is on", "gpu", ("n1",))])
+    known = qualify.followed(found, {})
+    assert known == {"17": {"where": "n1 gpu 0", "faults": ["n1 gpu 0: MIG is on"]}}
+    assert found.remarks == []
+    moved = qualify.Verdicts(["n1", "n2"])
+    moved.reports = [{"hosts": {"n2": {"gpus": {"n2 gpu 3": {"serial": "17"}}}}}]
+    again = qualify.followed(moved, known)
+    assert again == {"17": {"where": "n2 gpu 3", "faults": ["n1 gpu 0: MIG is on"]}}
+    (remark,) = moved.remarks
+    assert remark == "n2 gpu 3 (serial number 17) had faults before: n1 gpu 0: MIG is on"
+
+
+def test_a_longer_load_repeats_a_check(tmp_path, monkeypatch):
+    rates, hosts = made(1, 0)
+    record(tmp_path / "nodes" / "node0", ["node0"], rates, hosts)
+    monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
+    for minutes, kept in (((), True), (("--minutes", "5"), False)):
+        words = ["--output", str(tmp_path), *minutes]
+        args = qualify.make_parser().parse_args(words)
+        assert (qualify.run_check(("node0",), "nodes", "", args).report is not None) == kept
+
+
+def test_a_row_is_submitted_on_nodes_that_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", slurm(tmp_path), prepend=":")
+    monkeypatch.setenv("STAGE_PATH", str(tmp_path))
+    monkeypatch.setenv("JAXBENCH_VENV", sys.prefix)
+    args = qualify.make_parser().parse_args(["--account", "physics", "--srun", "qos=high"])
+    nodes = ["n1", "n4", "n5"]
+    job, folder = rows.submit("llama31_8b_fp8 --time 0:10:00", nodes, args)
+    script = (tmp_path / f"script-{job}").read_text()
+    assert folder.parts[-2:] == ("16", job)
+    for line in ("nodelist=n1,n4", "account=physics", "qos=high", "time=0:10:00", "nodes=2"):
+        assert f"#SBATCH --{line}\n" in script
+    with pytest.raises(RecipeError, match="32 GPUs, but the nodes that pass have 24"):
+        rows.submit("llama31_8b_fp8 --gpus 32", nodes, args)
+    for text, message in (("llama31_8b_fp8 --gpu 8", "--gpu"), ("llama9", "llama9")):
+        with pytest.raises(RecipeError, match=message):
+            rows.submit(text, nodes, args, "--dry-run")
+
+
+def test_the_page_shows_all_that_was_found(tmp_path):
+    _, hosts = made(1, 0)
+    hosts["node0"]["gpus"] = {"node0 gpu 0": {"name": "NVIDIA H100", "serial": "165"}}
+    lines = [
+        {"collective": "all-reduce", "bytes": n, "time_us": 10.0, "algbw": n / 1e4,
+         "busbw": n / 1e4, "expected": n / 8e3}
+        for n in (8, 64, 512)
+    ]  # fmt: skip
+    together = {"sizes": lines, "devices": 8, "nodes": 1, "minutes": 5}
+    runs = [{"recipe": "llama31_8b_fp8:8", "verdict": "slow", "reason": "90.1 %", "gpus": 8,
+             "step_time_s": 2.0, "published_s": 1.8}]  # fmt: skip
+    verdicts = {"node0": ("pass", ""), "node1": ("fail", "<b>"), "node2": ("not reached", "busy")}
+    page = acceptance.page(verdicts, hosts, [together], ["a - b: slow"], runs)
+    for text in (
+        "1 of 3 nodes passed, 1 failed, 1 not reached. 0 of 1 row passed.", "&lt;b&gt;",
+        "1 x NVIDIA H100", "165", "a - b: slow", "8 GPUs of 1 node", "512 B", "90.1", "590.0",
+        "loaded for 5 minutes", "Accepted by",
+    ):  # fmt: skip
+        assert text.replace(" %", "\xa0%") in page.replace("&nbsp;", "\xa0"), text
+    assert ">80</td>" in page  # percent of the expected rate
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ plot, which is 5.4 deviations."""
 LINK_SPREAD = 0.03
 """The same for links, copies from the host and collectives, which share switches and hosts."""
 
+LEAST_SPREAD = 0.002
+"""The least deviation of GPUs that repeated samples can show: values within 1 % are alike."""
+
 STEP_SPREAD = 0.002
 """The same for the steps of a run, and for the mean waits of its processes in them."""
 
@@ -25,6 +28,9 @@ FEWEST = 4
 """The smallest number of values that we compare with their median. Of three values a slow one
 changes the deviation itself."""
 
+ALIKE = 16
+"""The smallest number of GPUs that show how much alike GPUs differ."""
+
 K = TypeVar("K")
 
 
@@ -33,6 +39,20 @@ def robust_deviation(samples: Sequence[float]) -> float:
     right even if almost half of the samples are wrong."""
     median = statistics.median(samples)
     return 1.4826 * statistics.median(abs(s - median) for s in samples)
+
+
+def repeated_spread(values: Sequence[float], noise: Sequence[float]) -> float:
+    """The relative standard deviation of alike GPUs, from values that are each the median of
+    repeated samples, with the relative standard errors `noise`. It is at most `GPU_SPREAD`.
+
+    It is the upper end of a one-sided 99 % interval. The robust deviation of n normal values has a
+    relative standard error of 1.167 / sqrt(n), so a few values (`ALIKE`) show nothing.
+    """
+    if len(values) < ALIKE:
+        return GPU_SPREAD
+    known = 1 - 2.33 * 1.167 / len(values) ** 0.5
+    apart = robust_deviation(values) / known / statistics.median(values)
+    return min(GPU_SPREAD, max(apart, statistics.median(noise), LEAST_SPREAD))
 
 
 def outliers(values: Mapping[K, float], spread: float, *, low: bool = False) -> dict[K, float]:

@@ -2,5 +2,5 @@
 
 `measure` times GPUs and links, `host_facts` asks driver and system, `judge` says what is slow and
 needs neither. Imports `cluster` for the processes and the timing, and the forecast's tables;
-nothing of the trainer. Start in `command`.
+`qualify` also `pages` and `report`. Nothing of the trainer. Start in `command`.
 """

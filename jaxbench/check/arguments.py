@@ -25,6 +25,16 @@ def make_parser() -> Parser:
         help="folder for check.json and for files that test the file system; name one that the job "
         "uses, and no other check or run at the same time (default .)",
     )  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=int, metavar="N",
+        help="then load all GPUs for N minutes with matmuls and collectives, and compare the "
+        "counters of errors before and after",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sizes",
+        action="store_true",
+        help="also measure collectives over all GPUs by size, from 8 B to 8 GiB",
+    )
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--cpu-devices", type=int, metavar="N", help="try the check on N virtual CPU devices"

@@ -1,6 +1,7 @@
 """The command `jaxbench check`: measures, asks and judges, in one process or in the processes of a
 job."""
 
+import argparse
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,11 +18,11 @@ from rich.table import Table
 
 from jaxbench.base.errors import STATUS, RecipeError, RunFailed, counted
 from jaxbench.base.files import owned, write_json
-from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
+from jaxbench.base.hardware import NULL, PLANNED, Gpu, identify, is_null
 from jaxbench.base.terminal import console, live
 from jaxbench.check import host_facts, measure
 from jaxbench.check.arguments import FILE, make_parser
-from jaxbench.check.judge import Rate, by_kind, judge, slow
+from jaxbench.check.judge import Rate, by_kind, judge, size_findings, slow
 from jaxbench.cluster import devices, ending, job
 from jaxbench.cluster.nvml import Gpu as Told
 from jaxbench.forecast import tables
@@ -48,7 +49,7 @@ def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
     began = time.perf_counter()
     try:
         args = make_parser().parse_args(argv)
-        positive("--", args, "cpu_devices", "local_devices")
+        positive("--", args, "cpu_devices", "local_devices", "minutes")
         devices.select_platform(args.cpu_devices)
         job.join()
         devices.find()
@@ -56,10 +57,10 @@ def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
             devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
         job.broadcast("check's folder", lambda: own(args.output, held))
         cluster, told, missing = find_cluster()
-        everywhere = job.gather("check", found_here(cluster, told, args.output))
+        everywhere = job.gather("check", found_here(cluster, told, args))
 
         def conclude() -> int:
-            report = judged(cluster, everywhere, missing)
+            report = judged(cluster, everywhere, missing) | {"minutes": args.minutes}
             report["seconds"]["all"] = time.perf_counter() - began
             show(report)
             with suppress(OSError):  # a folder that cannot be written is a fault already
@@ -104,10 +105,10 @@ def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, Told], str | None]
 
 
 def found_here(
-    cluster: measure.Cluster, told: Mapping[jax.Device, Told], folder: Path
+    cluster: measure.Cluster, told: Mapping[jax.Device, Told], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The findings of this process: settings, files, the driver's facts, rates, and the seconds
-    that each part took.
+    """The findings of this process: settings, files, the driver's facts, rates, the seconds that
+    each part took, and what `--minutes` and `--sizes` ask for.
 
     If anything of a kind is slow, that kind is measured twice and the better rate counts. A
     disturbance by the host is no fault of the GPU.
@@ -122,7 +123,7 @@ def found_here(
         "settings": host_facts.settings(bool(told)),
         "gpus": gpus,
         "ports": host_facts.ports(),
-        "files": host_facts.files(folder) if job.one_of_node("check of files") else {},
+        "files": host_facts.files(args.output) if job.one_of_node("check of files") else {},
     }
     seconds = {"host": time.perf_counter() - began}
     ended = threading.Event()
@@ -140,7 +141,40 @@ def found_here(
         return [kind for kind, some in kinds.items() if comparable() and slow(some)]
 
     rates += timed(cluster, job.broadcast("check again", doubtful), seconds)
-    return here | {"rates": rates, "seconds": seconds}
+    if args.minutes:
+        rates += loaded_for(cluster, told, args.minutes, here)
+    sizes = measure.by_size(cluster) if args.sizes else []
+    return here | {"rates": rates, "seconds": seconds, "sizes": sizes}
+
+
+def loaded_for(
+    cluster: measure.Cluster, told: Mapping[jax.Device, Told], minutes: int, here: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The rates of a long load. Adds to `here` the counters that grew (`grew`), the samples under
+    load, and DCGM's `diagnosis`."""
+    named = {cluster.names[device]: gpu for device, gpu in told.items()}
+    before, ended = host_facts.counters(named), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(host_facts.under_load, told.values(), ended)
+        try:
+            with live("loading", shown=jax.process_index() == 0) as say:
+                say(f"loading all GPUs for {minutes} minutes")
+                rates = [asdict(r) for r in measure.sustained(cluster, minutes, *reference())]
+        finally:
+            ended.set()
+    for name, sample in zip(named, loaded.result(), strict=True):
+        here["gpus"][name] |= sample
+    here["grew"] = host_facts.grew(before, host_facts.counters(named))
+    if job.one_of_node("check of DCGM"):
+        here["diagnosis"] = host_facts.diagnosis()
+    return rates
+
+
+def reference() -> tuple[Gpu | None, tables.Tables | None]:
+    """This process's GPU and its tables, as far as we have them."""
+    device = jax.local_devices()[0].device_kind
+    gpu = None if is_null(device) else identify(device)
+    return gpu, tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
 
 
 def timed(
@@ -148,9 +182,7 @@ def timed(
 ) -> list[dict[str, Any]]:
     """The rates of some kinds at this process's devices. Adds the seconds that each kind took to
     `seconds`."""
-    device, rates = jax.local_devices()[0].device_kind, []
-    gpu = None if is_null(device) else identify(device)
-    known = tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
+    (gpu, known), rates = reference(), []
     with live("measuring", shown=jax.process_index() == 0) as say:
         for kind, measured in measure.KINDS.items():
             if kind in kinds:
@@ -181,10 +213,15 @@ def judged(
     hosts: dict[str, dict[str, Any]] = {}
     for here in everywhere:
         first = {name: here[name] for name in ("settings", "ports")} | {"files": {}, "gpus": {}}
+        first |= {"grew": {}, "diagnosis": None}
         node = hosts.setdefault(here["node"], {**first, "skew_s": here["clock"] - middle})
         node["gpus"] |= here["gpus"]
         node["files"] |= here["files"]
+        node["grew"] |= here.get("grew", {})
+        node["diagnosis"] = node["diagnosis"] or here.get("diagnosis")
+    sizes = slowest(cluster, [here["sizes"] for here in everywhere])
     found = judge(rates, hosts, comparable=comparable())
+    found += size_findings(sizes)
     faults = [finding for finding in found if finding.cause]
     causes = {finding.cause for finding in faults}
     kinds = by_kind(rates)
@@ -207,11 +244,36 @@ def judged(
                 "median": median(rate.value for rate in some),
                 "values": {" - ".join(rate.ends): rate.value for rate in some},
                 "distances": {" - ".join(r.ends): r.distance for r in some if r.distance},
+                "noise": {" - ".join(r.ends): r.noise for r in some if r.noise is not None},
             }
             for kind, some in kinds.items()
         },
+        "sizes": sizes,
         "hosts": hosts,
     }
+
+
+def slowest(
+    cluster: measure.Cluster, everywhere: Sequence[Sequence[tuple[str, int, float]]]
+) -> list[dict[str, Any]]:
+    """Collectives by size in the columns of nccl-tests, by the slowest process of each: `time_us`,
+    and `algbw` and `busbw` in GB/s; `expected` is the busbw of a forecast, or None."""
+    (gpu, known), n = reference(), int(cluster.devices.size)
+    devices = [
+        node * gpu.node + number if gpu else 0
+        for node, found in enumerate(cluster.devices) for number in range(len(found))
+    ]  # fmt: skip
+    lines = []
+    for some in zip(*everywhere, strict=True):
+        kind, size, seconds = max(some, key=lambda line: line[2])
+        factor, expected = measure.bus_factor(kind, n), None
+        if gpu and known:
+            takes = measure.expected_seconds(kind, size, tuple(devices), gpu, known)
+            expected = size / 1e9 / takes * factor
+        algbw = size / 1e9 / seconds
+        lines.append({"collective": kind, "bytes": size, "time_us": 1e6 * seconds,
+                      "algbw": algbw, "busbw": algbw * factor, "expected": expected})  # fmt: skip
+    return lines
 
 
 def unjudged(
@@ -249,6 +311,15 @@ def show(report: Mapping[str, Any]) -> None:
                      entry["unit"])  # fmt: skip
     output = console()
     output.print(grid)
+    if report["sizes"]:
+        table = Table("collective", box=None, pad_edge=False, header_style="bold")
+        for heading in ("bytes", "time us", "algbw", "busbw", "expected"):
+            table.add_column(heading, justify="right")
+        for line in report["sizes"]:
+            columns = (line[key] for key in ("time_us", "algbw", "busbw", "expected"))
+            cells = ("" if value is None else f"{value:.4g}" for value in columns)
+            table.add_row(line["collective"], str(line["bytes"]), *cells)
+        output.print(table)
     for heading in ("faults", "remarks", "not_judged"):
         for line in report[heading]:
             print(f"{'not judged' if heading == 'not_judged' else heading[:-1]}: {line}")

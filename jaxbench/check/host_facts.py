@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ OF_ADAPTER = {
 """Files of an adapter (Linux, Documentation/ABI/stable/sysfs-class-infiniband; sysfs-bus-pci)."""
 
 
+ERRORS = "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors"
+"""Counters of a port (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
+
+DIAGNOSIS = "dcgmi", "diag", "--run", "1"
+"""The quick checks of NVIDIA's DCGM. Longer ones need the GPUs' memory, which we hold."""
+
+Counts = dict[str, dict[str, int]]
+"""Counts by the name of a GPU or port and by kind."""
+
+
 def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
     """Versions and settings that should be the same on all hosts; None for what the system does not
     have."""
@@ -78,6 +88,42 @@ def ports(adapters: Path = ADAPTERS) -> dict[str, float]:
     return found
 
 
+def counters(gpus: Mapping[str, nvml.Gpu], adapters: Path = ADAPTERS) -> Counts:
+    """The errors that driver and adapters have counted, of the named GPUs and of all ports."""
+    log, found = xids(), {}
+    for name, gpu in gpus.items():
+        known = gpu.errors() | {"xids": None if log is None else len(log.get(gpu.address, ()))}
+        found[name] = {kind: count for kind, count in known.items() if count is not None}
+    for port in sorted(adapters.glob("*/ports/*")):
+        texts = {kind: content(port / "counters" / kind) for kind in ERRORS}
+        name = f"{platform.node()} {port.parents[1].name} port {port.name}"
+        found[name] = {kind: int(text) for kind, text in texts.items() if text}
+    return found
+
+
+def grew(before: Counts, after: Counts) -> Counts:
+    """By how much counters grew. Those that did not are left out."""
+    more = {
+        name: {kind: count - before[name].get(kind, count) for kind, count in counts.items()}
+        for name, counts in after.items()
+    }
+    grown = {name: {k: n for k, n in counts.items() if n > 0} for name, counts in more.items()}
+    return {name: counts for name, counts in grown.items() if counts}
+
+
+def diagnosis() -> list[str] | None:
+    """The lines of `dcgmi diag` that say that something failed; None if there is no DCGM here or
+    it does not answer. We read its table, since its JSON has no stable schema (NVIDIA's
+    documentation of DCGM, Diagnostic Errors)."""
+    try:
+        done = subprocess.run(DIAGNOSIS, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = [" ".join(re.sub(r"[|+]|--+", " ", line).split()) for line in done.stdout.splitlines()]
+    failed = [line for line in lines if re.search(r"\bfail\b", line, re.IGNORECASE)]
+    return failed if failed or done.returncode == 0 else None
+
+
 def content(path: Path) -> str | None:
     """The content of a file of the kernel; None if the file is missing or empty."""
     try:
@@ -102,10 +148,9 @@ def facts(told: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
     found = []
     for gpu in told:
         known = gpu.facts()
-        address = (known["pci"] or "").lower().removeprefix("0000").partition(".")[0]
         others = [other for other in every if other.index != gpu.index]
         known["unreached"] = [other.index for other in others if gpu.reaches(other) is False]
-        known["xids"] = None if log is None else log.get(address, [])
+        known["xids"] = None if log is None else log.get(gpu.address, [])
         found.append(known)
     return found
 

@@ -12,10 +12,19 @@ from statistics import median
 from typing import Any
 
 from jaxbench.base.errors import listed
-from jaxbench.base.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers
+from jaxbench.base.outliers import (
+    DEVIATIONS,
+    GPU_SPREAD,
+    LINK_SPREAD,
+    outliers,
+    repeated_spread,
+)
 from jaxbench.cluster import nvml
 
-GPU_KINDS = "bf16 matmuls", "fp8 matmuls", "memory"
+SUSTAINED = "sustained bf16 matmuls"
+"""The kind of the rates of a long load."""
+
+GPU_KINDS = "bf16 matmuls", "fp8 matmuls", "memory", SUSTAINED
 """Kinds of rates that depend on a single GPU."""
 
 BELOW_TABLE = 0.25
@@ -40,7 +49,8 @@ IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
 class Rate:
     """A measured rate: its kind and unit, where it was measured, and what the tables say. `ends`
     names a GPU or a node, or both ends of a link; a GPU is `NODE gpu N`. Links are compared with
-    links between nodes that are as far apart in the job (`distance`)."""
+    links between nodes that are as far apart in the job (`distance`). `noise` is the relative
+    standard error of a rate that is the median of repeated samples."""
 
     kind: str
     unit: str
@@ -48,6 +58,7 @@ class Rate:
     value: float
     expected: float | None = None
     distance: int = 0
+    noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,8 @@ def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
     if len(rates[0].ends) > 1:
         return slow_links(rates)
     spread = GPU_SPREAD if rates[0].kind in GPU_KINDS else LINK_SPREAD
+    if len(noise := [rate.noise for rate in rates if rate.noise is not None]) == len(rates):
+        spread = repeated_spread([rate.value for rate in rates], noise)
     found = outliers({rate.ends: rate.value for rate in rates}, spread, low=True)
     return {ends: (1 - ratio, "") for ends, ratio in found.items()}
 
@@ -164,6 +177,17 @@ def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
             )
 
 
+def size_findings(sizes: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    """Collectives over all GPUs that are far below the forecast at their largest size, where rates
+    of links count and latencies do not."""
+    for line in {line["collective"]: line for line in sizes}.values():
+        rate, expected = line["busbw"], line["expected"]
+        if expected and rate < (1 - BELOW_TABLE) * expected:
+            what = f"{line['collective']} of {line['bytes'] / 1e9:.3g} GB: busbw {rate:.0f} GB/s"
+            below = f"{100 * (1 - rate / expected):.0f} % below the expected {expected:.0f}"
+            yield Finding("all", f"{what}, {below}")
+
+
 def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
     """Findings from the driver's facts and from samples under load, which are None if the driver
     does not report them. If all GPUs lack the same links or have the same low limit, the cluster is
@@ -206,6 +230,39 @@ def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         )
         yield from (Finding(where, what) for what, is_so in remarks.items() if is_so)
     yield from unlike({w: {"VBIOS": gpu["vbios"]} for w, gpu in gpus.items() if gpu.get("vbios")})
+
+
+HOT_MS = 1000
+"""The least time under load in which heat held a clock down that is a fault."""
+
+GREW = {
+    "ecc_uncorrected": ("uncorrected ECC errors", "gpu"),
+    "xids": ("XIDs", "gpu"),
+    "hot_ms": ("ms with a clock that heat held down", "gpu"),
+    "ecc_corrected": ("corrected ECC errors", None),
+    "rows_remapped": ("rows of memory remapped", None),
+    "nvlink_errors": ("errors on NVLinks", None),
+    "pcie_replays": ("replays on PCIe", None),
+    "link_downed": ("times without a link", "network"),
+    "link_error_recovery": ("recoveries of the link", None),
+    "symbol_error": ("symbol errors", None),
+    "port_rcv_errors": ("packets with errors", None),
+}
+"""What the counters that grew under a long load say, and the cause of a fault."""
+
+
+def load_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+    """Findings from counters that grew under a long load, of GPUs and of adapters' ports, and from
+    NVIDIA's own diagnosis after it."""
+    for name, host in hosts.items():
+        for where, counts in host.get("grew", {}).items():
+            for key, count in counts.items():
+                what, cause = GREW[key]
+                if key != "hot_ms" or count > HOT_MS:
+                    nodes = (name,) if cause else ()
+                    yield Finding(where, f"under load {count} {what}", cause, nodes)
+        for line in host.get("diagnosis") or ():
+            yield Finding(name, f"dcgmi diag: {line}", "gpu", (name,))
 
 
 def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
@@ -274,7 +331,7 @@ def judge(
     found += gpu_findings(every)
     partly = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
     found = [f for f in found if f.where not in partly]
-    found += [*table_findings(kinds), *host_findings(hosts)]
+    found += [*load_findings(hosts), *table_findings(kinds), *host_findings(hosts)]
     faults: dict[str, Finding] = {}
     remarks: dict[str, list[str]] = defaultdict(list)
     for f in found:

@@ -1,9 +1,12 @@
 """Times each GPU and link of the job, all at once if they do not disturb each other."""
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
+from statistics import median
 from typing import Any
 
 import jax
@@ -11,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, Rate
+from jaxbench.base.outliers import robust_deviation
+from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, SUSTAINED, Rate
 from jaxbench.cluster import job
 from jaxbench.cluster.timing import collective_kinds, device_seconds, repeated
+from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Tables
 from jaxbench.xla import flags
+from jaxbench.xla.collectives import Collective
 
 MATMULS = "bf16 matmuls", "fp8 matmuls"
 """Kinds of rates during which GPUs take the most power."""
@@ -27,13 +33,15 @@ Seconds = dict[jax.Device, float]
 @dataclass(frozen=True)
 class Sample:
     """Sizes and repetitions. `side` is the side of a square matmul, `moved` the bytes that a
-    kernel moves, and `sent` the bytes of an exchange or of a collective's whole buffer. The others
+    kernel moves, `sent` the bytes of an exchange or of a collective's whole buffer, and `most` the
+    bytes of the largest collective by size. The others
     say how often something is repeated in a row: matmuls, copies in a GPU's memory, links inside a
     node, and links outside of it."""
 
     side: int
     moved: int
     sent: int
+    most: int
     matmuls: int
     copies: int
     inside: int
@@ -41,14 +49,16 @@ class Sample:
 
 
 GPU_SAMPLE = Sample(
-    side=8192, moved=2**30, sent=2**28, matmuls=300, copies=200, inside=20, outside=20
+    side=8192, moved=2**30, sent=2**28, most=2**33, matmuls=300, copies=200, inside=20, outside=20
 )
 """The matmuls take more than 200 ms in bf16, since the power limit acts only after about 50 ms, and
 have a size that the tables have. Copies in memory take 80 ms on an H100, other kinds 14 to 110 ms.
 A host may start the last of eight GPUs, or see its end, a millisecond late; at these durations that
 does not make the GPU look slow."""
 
-CPU_SAMPLE = Sample(side=128, moved=2**16, sent=2**16, matmuls=2, copies=2, inside=2, outside=2)
+CPU_SAMPLE = Sample(
+    side=128, moved=2**16, sent=2**16, most=2**15, matmuls=2, copies=2, inside=2, outside=2
+)
 
 
 @dataclass(frozen=True)
@@ -73,10 +83,21 @@ class Cluster:
         node, number = np.argwhere(self.devices == device)[0]
         return int(node), int(number)
 
+    @property
+    def as_one(self) -> "Cluster":
+        """The same devices as if they were all in one node."""
+        return replace(self, devices=self.devices.reshape(1, -1))
+
     def seconds(self, local: Callable[..., Any], times: int, *shapes: Any) -> Seconds:
         """Seconds of one run of a function of local arrays (shape, dtype) on each device of this
-        process. The values are random, because others take less power: with rows of sines, which
-        are all the same, an H100 ran at 584 of its 700 W."""
+        process."""
+        return self.prepared(local, times, *shapes)()
+
+    def prepared(
+        self, local: Callable[..., Any], times: int, *shapes: Any
+    ) -> Callable[[], Seconds]:
+        """A function that measures these seconds. The values are random, because others take less
+        power: with rows of sines, which are all the same, an H100 ran at 584 of its 700 W."""
 
         def filled(shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jax.random.normal(jax.random.key(0), shape).astype(dtype)
@@ -90,7 +111,7 @@ class Cluster:
         arrays = jax.jit(shard(make, in_specs=()))()
         function = jax.jit(shard(repeated(local, times), in_specs=self.split))
         program = function.lower(*arrays).compile(options)
-        return {d: s / times for d, s in self.timed(program, *arrays).items()}
+        return lambda: {d: s / times for d, s in self.timed(program, *arrays).items()}
 
     def timed(self, program: Callable[..., Any], *arrays: jax.Array) -> Seconds:
         """Seconds of a program on each device of this process. All processes begin together."""
@@ -112,7 +133,15 @@ def single(
 
 def matmuls(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
     """Matmuls in bf16 or FP8, at the rate that a GPU sustains under its power limit."""
-    n, name = cluster.sample.side, kind.partition(" ")[0]
+    run, teraflop, expected = multiplied(cluster, kind.partition(" ")[0], tables)
+    return single(cluster, kind, "TFLOP/s", teraflop, run(), expected)
+
+
+def multiplied(
+    cluster: Cluster, name: str, tables: Tables | None
+) -> tuple[Callable[[], Seconds], float, float | None]:
+    """A function that measures matmuls in a format, their TFLOPs, and the expected rate."""
+    n = cluster.sample.side
     teraflop, expected = 2 * n**3 / 1e12, None
     if tables:
         burst = teraflop / (Grid(tables.values["product", name]).at((n, n, n)) / 1e6)
@@ -127,8 +156,29 @@ def matmuls(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None)
 
     function, dtype = (fp8, jnp.float8_e4m3fn) if name == "fp8" else (bf16, jnp.bfloat16)
     arrays = ((n, n), dtype), ((n, n), dtype), ((1,), jnp.bfloat16)
-    times = cluster.seconds(function, cluster.sample.matmuls, *arrays)
-    return single(cluster, kind, "TFLOP/s", teraflop, times, expected)
+    return cluster.prepared(function, cluster.sample.matmuls, *arrays), teraflop, expected
+
+
+def sustained(
+    cluster: Cluster, minutes: float, gpu: Gpu | None, tables: Tables | None
+) -> list[Rate]:
+    """Loads all devices for some minutes: matmuls on each, then an all-reduce over all, again and
+    again. The rate of a device is the median of its samples of matmuls."""
+    run, teraflop, expected = multiplied(cluster, "bf16", tables)
+    reduce, _, _ = collective_kinds(cluster.devices.size)["all-reduce"]
+    shape = (cluster.sample.sent // 2,), jnp.bfloat16
+    together = cluster.as_one.prepared(reduce, cluster.sample.outside, shape)
+    samples: dict[jax.Device, list[float]] = defaultdict(list)
+    end = time.monotonic() + 60 * minutes
+    while job.broadcast(f"check of load {next(NUMBERS)}", lambda: time.monotonic() < end):
+        for device, seconds in run().items():
+            samples[device].append(seconds)
+        if cluster.devices.size > 1:
+            together()
+    times = {device: median(some) for device, some in samples.items()}
+    rates = single(cluster, SUSTAINED, "TFLOP/s", teraflop, times, expected)
+    errors = (robust_deviation(s) / median(s) / len(s) ** 0.5 for s in samples.values())
+    return [replace(rate, noise=error) for rate, error in zip(rates, errors, strict=True)]
 
 
 def copies(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
@@ -224,6 +274,45 @@ def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
                 far = 0 if along else distance
                 found.append(Rate(kind, "GB/s", (a, b), size / 1e9 / seconds, expected, far))
     return found
+
+
+def bus_factor(kind: str, n: int) -> float:
+    """The busbw of nccl-tests over its algbw, among n GPUs: the part of the whole buffer that each
+    GPU has to send (nccl-tests, doc/PERFORMANCE.md)."""
+    return (2 if kind == "all-reduce" else 1) * (n - 1) / n
+
+
+def by_size(cluster: Cluster) -> list[tuple[str, int, float]]:
+    """Collectives over all devices, as (kind, bytes, seconds). The bytes are of the whole buffer,
+    8 B and then eight times as many each time, as far as four buffers fit in memory. The seconds
+    are those of the slowest device of this process."""
+    one, n = cluster.as_one, cluster.devices.size
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = min(job.all_gather("check of memory", stats.get("bytes_limit", 2**40)))
+    found = []
+    for kind, (function, _, buffers) in collective_kinds(n).items() if n > 1 else ():
+        size = 8
+        while size <= min(cluster.sample.most, limit // 4):
+            shares = 1 if kind == "all-reduce" else n
+            if elements := size // 2 // shares * shares:
+                times = min(200, max(5, cluster.sample.sent * cluster.sample.outside // size))
+                if jax.default_backend() != "gpu":
+                    times = 1  # XLA for CPUs takes a collective out of its loop
+                operand = (buffers * elements // n,), jnp.bfloat16
+                seconds = max(one.seconds(function, times, operand).values())
+                found.append((kind, 2 * elements, seconds))
+            size *= 8
+    return found
+
+
+def expected_seconds(
+    kind: str, size: int, devices: tuple[int, ...], gpu: Gpu, tables: Tables
+) -> float:
+    """Seconds that a forecast gives to a collective over devices, which are numbered from the first
+    GPU of the first NVLink domain. `size` is that of `by_size`."""
+    n = len(devices)
+    result = size // n if kind == "reduce-scatter" else size
+    return Measured(gpu, tables, gpus=n).collective(Collective(kind, "", result, devices, 1, ""))
 
 
 KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]] = {

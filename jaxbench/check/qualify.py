@@ -25,13 +25,14 @@ from rich.table import Table
 
 from jaxbench.base.errors import STATUS, RecipeError, counted, listed
 from jaxbench.base.files import owned, write_json
-from jaxbench.base.terminal import Parser, command, console
+from jaxbench.base.terminal import Parser, command, console, write
+from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
 from jaxbench.check.judge import Finding, Rate, judge
 from jaxbench.cluster.jobs import environment, slurm
 from jaxbench.recipe.checks import positive
 
-FILE = "qualify.json"
+FILE, PAGE = "qualify.json", "qualify.html"
 
 AT_A_TIME = 64
 """Jobs that this command starts at a time."""
@@ -44,6 +45,7 @@ BUSY = re.compile(
 EXAMPLES = """
     jaxbench qualify --nodes 'n[1-256]' --gres 8
     jaxbench qualify --partition batch --account physics --output handover --wait 60
+    jaxbench qualify --nodes 'n[1-32]' --minutes 60 --row llama31_8b_fp8
     jaxbench qualify --nodes 'n[1-4]' \\
         --on-fail 'scontrol update nodename=$NODE state=drain reason="$EVIDENCE"'
 """
@@ -54,8 +56,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="jaxbench qualify", examples=EXAMPLES,
         description="Checks the nodes of a Slurm cluster: each by itself, then pairs of them, then "
-        "all together, each with jaxbench check in a job of its own. Ends with a table of nodes. "
-        "The same command continues where it was interrupted.",
+        "all together, each with jaxbench check in a job of its own, and then runs benchmarks that "
+        "you name. Ends with a table of nodes and an acceptance page. The same command continues "
+        "where it was interrupted.",
     )  # fmt: skip
     add = parser.add_argument_group("which nodes").add_argument
     add("--nodes", metavar="LIST", help="nodes in Slurm's notation: n[1-8,12]")
@@ -84,6 +87,16 @@ def make_parser() -> Parser:
     add(
         "--limit", type=int, default=10, metavar="MINUTES",
         help="time limit of a check (default 10)",
+    )  # fmt: skip
+    add(
+        "--minutes", type=int, metavar="N",
+        help="also load all GPUs for N minutes, in each node and in all nodes together, and "
+        "compare the counters of errors before and after",
+    )  # fmt: skip
+    add(
+        "--row", action="append", default=[], metavar="ROW",
+        help="a benchmark to run last on nodes that pass, as options of launch/submit.sh: "
+        "'llama31_8b_fp8 --gpus 16'; without --gpus the largest row for these nodes",
     )  # fmt: skip
     add(
         "--on-fail", metavar="COMMAND",
@@ -118,6 +131,10 @@ class Verdicts:
     links: list[Finding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     """Pairs of nodes, or all of them, that Slurm did not give in time."""
+    remarks: list[str] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    """The records of all checks; the last one is that of all nodes together."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def healthy(self) -> list[str]:
@@ -125,12 +142,32 @@ class Verdicts:
         return [n for n in self.nodes if n not in self.unreached and n not in self.faults]
 
     def add(self, found: Iterable[Finding]) -> None:
-        """Adds faults. Remarks stay in the records of the checks."""
+        """Adds faults and remarks."""
         for finding in found:
             for node in finding.nodes if finding.cause else ():
                 self.faults.setdefault(node, []).append(finding)
             if finding.cause and not finding.nodes:
                 self.links.append(finding)
+            if not finding.cause and str(finding) not in self.remarks:
+                self.remarks.append(str(finding))
+
+    @property
+    def ordered(self) -> list[str]:
+        """The nodes, those that fail first, then those that were not reached."""
+        order = {"fail": 0, "not reached": 1, "pass": 2}
+        return sorted(self.nodes, key=lambda node: order[self.of(node)[0]])
+
+    @property
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """What the nodes told, the first time."""
+        reports = reversed(self.reports)
+        return {node: host for report in reports for node, host in report["hosts"].items()}
+
+    @property
+    def gpus(self) -> dict[str, str]:
+        """Where each GPU is, by serial number."""
+        every = (gpu for host in self.hosts.values() for gpu in host["gpus"].items())
+        return {str(told["serial"]): where for where, told in every if told.get("serial")}
 
     def of(self, node: str) -> tuple[str, str]:
         """(verdict, why) of a node."""
@@ -147,8 +184,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if all nodes pass, the exit status of the first fault (`base.errors.STATUS`), or 1
     if nodes were not reached."""
     args = make_parser().parse_args(argv)
-    positive("--", args, "gpus_per_node", "gres", "cpu_devices", "wait", "limit")
+    positive("--", args, "gpus_per_node", "gres", "cpu_devices", "wait", "limit", "minutes")
     nodes = find_nodes(args.nodes, args.partition)
+    for row in args.row:
+        rows.submit(row, nodes, args, "--dry-run")
     args.output.mkdir(parents=True, exist_ok=True)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)
@@ -157,14 +196,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             found = qualify(nodes, args)
             tell_failures(found, args)
+            found.rows += [rows.run(row, found.healthy, args) for row in args.row if found.healthy]
         except KeyboardInterrupt:
             note = "interrupted; finished checks are kept, and the same command continues"
             print(note, file=sys.stderr)
             return 130
     show(found)
+    verdicts = {name: found.of(name) for name in found.ordered}
+    notes = [*map(str, found.links), *found.unchecked, *found.remarks]
+    path = args.output / PAGE
+    write(acceptance.page(verdicts, found.hosts, found.reports, notes, found.rows), path)
+    print(f"acceptance page: {path}")
     if found.faults:
         return STATUS[next(iter(found.faults.values()))[0].cause or "gpu"]
-    return int(bool(found.unreached or found.links or found.unchecked))
+    slow = any(row["verdict"] not in ("pass", "not comparable") for row in found.rows)
+    return int(bool(found.unreached or found.links or found.unchecked or slow))
 
 
 def find_nodes(names: str | None, partition: str | None) -> list[str]:
@@ -192,13 +238,15 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
         elif check.report is None:
             found.add([Finding(node, f"the check failed: {check.why}", "failed", (node,))])
     found.add(judged(alone))
+    found.reports += [check.report for check in alone if check.report]
     paired = [
         check for apart in rounds(found.healthy) for check in run_checks(apart, "pairs", args)
     ]
     found.add(outcome(paired, found))
-    if len(found.healthy) > 2:
+    if len(found.healthy) > 1:
         everyone = run_checks([tuple(found.healthy)], "all", args)
         found.add(outcome(everyone, found))
+        found.reports += [check.report for check in everyone if check.report]
     return found
 
 
@@ -227,7 +275,8 @@ def rates(report: Mapping[str, Any]) -> Iterator[Rate]:
     for kind, entry in report["rates"].items():
         for ends, value in entry["values"].items():
             where, far = tuple(ends.split(" - ")), entry.get("distances", {}).get(ends, 0)
-            yield Rate(kind, entry["unit"], where, value, entry["expected"], far)
+            noise = entry.get("noise", {}).get(ends)
+            yield Rate(kind, entry["unit"], where, value, entry["expected"], far, noise)
 
 
 def rounds(nodes: Sequence[str]) -> Iterator[Sequence[tuple[str, ...]]]:
@@ -269,13 +318,17 @@ def run_checks(
 def run_check(nodes: tuple[str, ...], stage: str, name: str, args: argparse.Namespace) -> Check:
     """The check of some nodes, from the folder or from a job."""
     folder = args.output / stage / ("all" if stage == "all" else "-".join(nodes))
-    report = read(folder)
-    if report is None or {*report["hosts"]} != {*nodes}:  # of nodes that are healthy no longer
+    report, minutes = read(folder), 0 if stage == "pairs" else args.minutes or 0
+    if (
+        report is None
+        or {*report["hosts"]} != {*nodes}  # of nodes that are healthy no longer
+        or (report.get("minutes") or 0) < minutes
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKED).unlink(missing_ok=True)
         done = subprocess.run(
-            srun(nodes, folder, name, args), capture_output=True, text=True, env=environment(),
-            stdin=subprocess.DEVNULL, start_new_session=True,
+            srun(nodes, folder, name, args, minutes, stage == "all"), env=environment(),
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout + done.stderr)
         if (report := read(folder)) is None:
@@ -287,18 +340,23 @@ def run_check(nodes: tuple[str, ...], stage: str, name: str, args: argparse.Name
     return Check(nodes, report)
 
 
-def srun(nodes: tuple[str, ...], folder: Path, name: str, args: argparse.Namespace) -> list[str]:
-    """The command that checks some nodes in a job of their own."""
+def srun(
+    nodes: tuple[str, ...], folder: Path, name: str, args: argparse.Namespace, minutes: int,
+    sizes: bool,
+) -> list[str]:  # fmt: skip
+    """The command that checks some nodes in a job of their own, which loads them for some
+    minutes."""
     processes = 1 if args.cpu_devices else args.gpus_per_node
     options = {
         "job-name": name, "nodelist": ",".join(nodes), "nodes": len(nodes),
-        "ntasks-per-node": processes, "immediate": 60 * args.wait, "time": args.limit, "mem": 0,
-        "account": args.account, "partition": args.partition,
+        "ntasks-per-node": processes, "immediate": 60 * args.wait, "time": args.limit + minutes,
+        "mem": 0, "account": args.account, "partition": args.partition,
         "gres": args.gres and f"gpu:{args.gres}",
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in options.items() if value is not None]
     devices = f"--cpu-devices={args.cpu_devices}" if args.cpu_devices else "--local-devices=1"
     check = [sys.executable, "-m", "jaxbench", "check", devices, f"--output={folder.absolute()}"]
+    check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if sizes else [])]
     return ["srun", "--exclusive", *words, *(f"--{option}" for option in args.srun), *check]
 
 
@@ -318,15 +376,18 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     for none of these: the cause is then probably the same, such as an option that is missing."""
     path = args.output / FILE
     told: set[str] = set()
+    before: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = {*json.loads(path.read_text())["told"]} - {*found.healthy}
+        before = json.loads(path.read_text())
+        told = {*before["told"]} - {*found.healthy}
+    gpus = followed(found, before.get("gpus", {}))
 
-    def write() -> None:
+    def keep() -> None:
         verdicts = {n: dict(zip(("verdict", "why"), found.of(n), strict=True)) for n in found.nodes}
         about = {"links": [*map(str, found.links)], "not_checked": found.unchecked}
-        write_json(path, {"nodes": verdicts, **about, "told": sorted(told)})
+        write_json(path, {"nodes": verdicts, **about, "gpus": gpus, "told": sorted(told)})
 
-    write()
+    keep()
     ended = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
     if args.on_fail and len(ended) > max(1, len(found.nodes) / 2):
         why = "most checks ended with an error, probably for a common reason"
@@ -343,19 +404,36 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
                       file=sys.stderr)  # fmt: skip
                 continue
             told.add(node)
-            write()
+            keep()
+
+
+def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Each GPU by its serial number: `where` it is, and all `faults` that it has had. A GPU that
+    had faults in another place is a remark."""
+    gpus = {serial: dict(known) for serial, known in before.items()}
+    faults = [fault for some in found.faults.values() for fault in some]
+    for serial, where in found.gpus.items():
+        known = gpus.setdefault(serial, {"where": where, "faults": []})
+        if known["where"] != where and known["faults"]:
+            past = "; ".join(known["faults"])
+            found.remarks.append(f"{where} (serial number {serial}) had faults before: {past}")
+        here = [str(fault) for fault in faults if fault.where == where]
+        gpus[serial] = {"where": where, "faults": [*dict.fromkeys([*known["faults"], *here])]}
+    return gpus
 
 
 def show(found: Verdicts) -> None:
     """Prints the table of nodes, those that fail first, and how many there are of each kind."""
     grid = Table("node", "verdict", "why", box=None, pad_edge=False, header_style="bold")
-    order = {"fail": 0, "not reached": 1, "pass": 2}
-    rows = sorted((order[found.of(node)[0]], i, node) for i, node in enumerate(found.nodes))
-    for _, _, node in rows:
+    for node in found.ordered:
         grid.add_row(node, *found.of(node))
     console().print(grid)
     for link in found.links:
         print(f"link: {link}")
+    for remark in found.remarks:
+        print(f"remark: {remark}")
+    for row in found.rows:
+        print(f"row: {row['recipe']}: {row['verdict']}: {row['reason']}")
     for line in found.unchecked:
         print(f"not checked: {line}")
     print(

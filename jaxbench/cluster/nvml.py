@@ -92,6 +92,12 @@ class Gpu:
         return self._ask("Name")
 
     @property
+    def address(self) -> str:
+        """The PCI address as the kernel's log has it, without the function."""
+        pci = self._ask("PciInfo")
+        return (pci.busId if pci else "").lower().removeprefix("0000").partition(".")[0]
+
+    @property
     def sm_max_mhz(self) -> int | None:
         """The highest clock of the multiprocessors."""
         return self._ask("MaxClockInfo", 1)
@@ -109,6 +115,7 @@ class Gpu:
         return {
             "name": self.name,
             "uuid": self.uuid,
+            "serial": self._ask("Serial"),
             "pci": pci and pci.busId,
             "vbios": self._ask("VbiosVersion"),
             "memory_bytes": memory and memory.total,
@@ -129,6 +136,23 @@ class Gpu:
             "rows_remapped": None if rows[0] is None else rows[0] + rows[1],
             "remap_pending": rows[2],
             "remap_failed": rows[3],
+        }
+
+    def errors(self) -> dict[str, int | None]:
+        """Counts since the driver was loaded: errors of memory and links, remapped rows, and the
+        milliseconds in which heat held the clock down."""
+        corrected, uncorrected, replays, count = self._fields(3, 4, 94, LINKS)
+        hot, rows = self._ask("ViolationStatus", 1), self._ask("RemappedRows")
+        # replays, recoveries, and transfers with a wrong checksum
+        pairs = [(link, kind) for link in range(count or 0) for kind in range(3)]
+        links = [n for pair in pairs if (n := self._ask("NvLinkErrorCounter", *pair)) is not None]
+        return {
+            "ecc_corrected": corrected,
+            "ecc_uncorrected": uncorrected,
+            "hot_ms": hot and hot.violationTime // 10**6,
+            "pcie_replays": replays,
+            "nvlink_errors": sum(links) if links else None,
+            "rows_remapped": rows and rows[0] + rows[1],
         }
 
     def sample(self) -> Sample:

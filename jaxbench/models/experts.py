@@ -170,5 +170,6 @@ class Experts(nnx.Module):
     def _hidden(self, up: Array, weights: Array) -> Array:
         """What is computed between the matmuls: activations times gates."""
         if self.gated:
-            return gating.gated(gating.GATES[self.cfg.activation], up, weights)
+            blocks = quantized.in_blocks(self._into)
+            return gating.gated(gating.GATES[self.cfg.activation], up, weights, blocks)
         return gating.squared_relu(up, weights)

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxbench import mesh
 from jaxbench.models.context import Context
 from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal
-from jaxbench.ops import dense, gating
+from jaxbench.ops import dense, gating, quantized
 from jaxbench.ops.remat import save
 from jaxbench.recipe.mixers import MlpConfig
 from jaxbench.recipe.model import ModelConfig
@@ -33,7 +33,7 @@ class GatedMlp(nnx.Module):
         x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
         gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, dims)
-        hidden = gating.gated(self.activation, gate_up)
+        hidden = gating.gated(self.activation, gate_up, None, quantized.in_blocks(self.gate_up))
         y = dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed")
         return mesh.scatter_seq(y), ()
 

@@ -24,9 +24,9 @@ from jaxbench.recipe.build import flat
 
 SYMBOLS = {
     "pass": "✓", "slow": "▼", "failed": "✕", "interrupted": "■", "incomplete": "…",
-    "not comparable": "–",
+    "not comparable": "–", "fail": "✕", "not reached": "–",
 }  # fmt: skip
-"""Symbols that stand next to the names of verdicts."""
+"""Symbols that stand next to the names of verdicts, of runs and of nodes."""
 
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that are invalid in HTML, and characters that change the direction of text."""

@@ -1,6 +1,7 @@
 """`jaxbench qualify` on real Slurm, with virtual nodes whose null GPUs have planted faults."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -24,32 +25,52 @@ PLANTED = {
     "n1": "* kernel_us 3600\n",
     "n2": "* ecc_uncorrected 2\n",
     "n4": "* network_gb_s 4\n",
+    "n6": "* hot_share 0.5\n* nvlink_errors_per_s 3\n",
 }
-"""A slow GPU, one with ECC errors, and a slow adapter."""
+"""A slow GPU, one with ECC errors, a slow adapter, and a GPU that is too hot under load."""
+
+DCGM = """#!/bin/sh
+echo "| Denylist                  | Pass                                           |"
+[ "$SLURMD_NODENAME" != n2 ] && exit 0
+echo "| Page Retirement/Row Remap | Fail - GPU 0                                   |"
+exit 226
+"""
+"""NVIDIA's diagnosis is not on this machine."""
+
+
+ROW = "configs/llama31_8b_bf16.yaml --gpus 2 " + " ".join(f"--set '{s}'" for s in null_gpus.TINY)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Six nodes with a null GPU each; the last one is drained."""
+    """Seven nodes with a null GPU each; one is drained."""
     folder = tmp_path_factory.mktemp("slurm")
-    for node in range(6):
-        (folder / f"state-n{node}").write_text(HEALTHY + PLANTED.get(f"n{node}", ""))
+    for node in range(7):
+        serial = f"* serial {1000 + node}\n"
+        (folder / f"state-n{node}").write_text(HEALTHY + serial + PLANTED.get(f"n{node}", ""))
+    (folder / "dcgmi").write_text(DCGM)
+    (folder / "dcgmi").chmod(0o755)
     variables = null_gpus.environment(1, still=1) | {
         "NULL_GPU_STATE": f"{folder}/state-$SLURMD_NODENAME", "PYTHONPATH": str(ROOT),
+        "PATH": f"{folder}:$PATH",
     }  # fmt: skip
     prolog = folder / "prolog"
     lines = (f'echo "export {name}={value}"\n' for name, value in variables.items())
     prolog.write_text("#!/bin/sh\n" + "".join(lines))
     prolog.chmod(0o755)
-    with slurm.Cluster(folder, nodes=6, prolog=prolog) as running:
+    with slurm.Cluster(folder, nodes=7, prolog=prolog) as running:
         running.run("scontrol", "update", "nodename=n5", "state=drain", "reason=test")
         yield running
 
 
 def start(cluster, folder):
     variables = {k: v for k, v in cluster.environment.items() if not k.startswith("JAX_")}
+    variables |= {"STAGE_PATH": str(folder / "stage"), "JAXBENCH_VENV": sys.prefix}
     told = f'echo "$NODE $CAUSE: $EVIDENCE" >> {folder}/told'
-    words = "--nodes", "n[0-5]", "--gpus-per-node", 1, "--wait", 1, "--on-fail", told
+    words = (
+        "--nodes", "n[0-6]", "--gpus-per-node", 1, "--wait", 1, "--minutes", 1, "--row", ROW,
+        "--on-fail", told,
+    )  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "jaxbench", "qualify", *map(str, words), "--output", folder / "q"],
         env=variables, cwd=ROOT, text=True, stdout=subprocess.PIPE,
@@ -68,20 +89,37 @@ def test_an_interrupted_qualification_goes_on_and_names_what_is_planted(cluster,
     assert "the same command continues" in err
     kept = {path: path.stat().st_mtime_ns for path in reports.glob("*/check.json")}
     second = start(cluster, tmp_path)
-    out, err = second.communicate(timeout=1200)
+    out, err = second.communicate(timeout=2400)
     assert second.returncode == STATUS["gpu"], out + err
     assert all(path.stat().st_mtime_ns == at for path, at in kept.items())
     found = json.loads((tmp_path / "q" / "qualify.json").read_text())["nodes"]
     verdicts = {node: entry["verdict"] for node, entry in found.items()}
     assert verdicts == {
         "n0": "pass", "n1": "fail", "n2": "fail", "n3": "pass", "n4": "fail", "n5": "not reached",
+        "n6": "fail",
     }, out  # fmt: skip
     assert "bf16 matmuls" in found["n1"]["why"]
     assert "uncorrected ECC errors: 2" in found["n2"]["why"]
+    assert "dcgmi diag: Page Retirement/Row Remap Fail" in found["n2"]["why"]
     assert "exchange between nodes" in found["n4"]["why"]
-    assert out.rstrip().endswith("qualify: 2 pass, 3 fail, 1 not reached, of 6 nodes")
+    assert "ms with a clock that heat held down" in found["n6"]["why"]
+    assert "qualify: 2 pass, 4 fail, 1 not reached, of 7 nodes" in out
+    assert re.search(r"remark: n6 gpu 0: under load \d+ errors on NVLinks", out)
+    assert re.search(r"row: llama31_8b_bf16:2.*: not comparable: ", out)
+    together = json.loads((tmp_path / "q" / "all" / "all" / "check.json").read_text())
+    assert together["hosts"].keys() == {"n0", "n3"}
+    sizes = {
+        line["bytes"]: line for line in together["sizes"] if line["collective"] == "all-reduce"
+    }
+    assert [*sizes] == [8**n for n in range(1, len(sizes) + 1)]
+    assert 5 < sizes[8**9]["busbw"] < 10.5  # 10 GB/s are planted, and kernels take time too
+    page = (tmp_path / "q" / "qualify.html").read_text()
+    assert "2 of 7 nodes passed, 4 failed, 1 not reached. 0 of 1 row passed." in page
+    assert "0000000001003" in page
     told = (tmp_path / "told").read_text().splitlines()
-    assert sorted(line.partition(":")[0] for line in told) == ["n1 gpu", "n2 gpu", "n4 network"]
+    assert sorted(line.partition(":")[0] for line in told) == [
+        "n1 gpu", "n2 gpu", "n4 network", "n6 gpu",
+    ]  # fmt: skip
     again = start(cluster, tmp_path)
     assert again.communicate(timeout=300)[0].splitlines()[-1] == out.splitlines()[-1]
     assert (tmp_path / "told").read_text().splitlines() == told

@@ -35,7 +35,8 @@ def plain(formula, gate_up, weights):
 
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_value_and_gradients_are_those_of_the_formula(name, weighted, float64):
+@pytest.mark.parametrize("blocks", [False, True])
+def test_value_and_gradients_are_those_of_the_formula(name, weighted, blocks, float64):
     activation = GATES[name]
     k_x, k_weights, k_y = jax.random.split(jax.random.key(0), 3)
     # Beyond the bounds of `swiglu_clamped` too.
@@ -49,7 +50,7 @@ def test_value_and_gradients_are_those_of_the_formula(name, weighted, float64):
     def single(x):
         return jax.tree.map(lambda a: a.astype(jnp.float32), x)
 
-    hidden, pull = jax.vjp(partial(gated, activation), *single((gate_up, weights)))
+    hidden, pull = jax.vjp(partial(gated, activation, blocks=blocks), *single((gate_up, weights)))
     d_single, d_single_weights = pull(single(dy))
     # Some roundings of fp32, of values below 10.
     close = {"atol": 20 * np.finfo(np.float32).eps * 10, "rtol": 0}

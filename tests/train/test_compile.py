@@ -70,6 +70,12 @@ def test_block_scaled_products_and_what_they_move(dtype):
     kv = 2 * m.attention.kv_heads * m.attention.head_dim
     parameters = m.embed * (2 * inner + kv + 3 * m.mlp.ffn)
     assert gathered == 2 * parameters * COPIES[dtype]
+    # The activation's exponentials are computed again; none waits in fp32 for the backward pass.
+    wide = math.prod((row.run.microbatch, row.run.batch.sequence_length, m.mlp.ffn))
+    fusions = [i for i, _, _ in row.program.walk() if i.opcode == "fusion"]
+    results = {(name, math.prod(dims)) for i in fusions for name, dims in i.arrays}
+    assert ("bf16", wide) in results
+    assert ("f32", wide) not in results
     with jax.set_mesh(row.mesh):
         check_program(row.compiled, row.run)
 

@@ -31,7 +31,7 @@ from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
-    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "name_in_model",
+    "choose", "dot", "dot_blocks", "in_bf16", "in_blocks", "init_histories", "name_in_model",
     "quantized_weights", "xla",
 ]  # fmt: skip
 
@@ -96,9 +96,14 @@ def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Arr
     chosen = IMPLEMENTATIONS[_requested(w.precision)]
     if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]
-    if w.precision.dtype in BLOCKS:
+    if in_blocks(w):
         return dot_blocks(matmul, x, w, chosen.in_blocks())
     return chosen.dot(matmul, x, w)
+
+
+def in_blocks(w: Any) -> bool:
+    """True if matmuls with this weight are block-scaled."""
+    return isinstance(w, Operand) and w.precision.dtype in BLOCKS
 
 
 dot_blocks = lazy("quantized.block_scaled.dot")

@@ -76,6 +76,17 @@ int nvmlDeviceGetClockInfo(void *device, int kind, unsigned *mhz) {
   return kind == 2 ? tell(device, "memory_mhz", 2619, mhz) : tell(device, "sm_mhz", 1980, mhz);
 }
 
+// Replays, recoveries and wrong checksums, which grow at a rate per second of the first link.
+int nvmlDeviceGetNvLinkErrorCounter(void *device, unsigned link, int kind, Long *count) {
+  return *count = link || kind ? 0 : told(device, "nvlink_errors_per_s", 0) * elapsed(), SUCCESS;
+}
+
+// Heat is policy 1: it holds the clock down for a share of the time. NVML counts in ns.
+int nvmlDeviceGetViolationStatus(void *device, int policy, Long *times) {
+  times[0] = elapsed() * 1e6;
+  return times[1] = policy == 1 ? told(device, "hot_share", 0) * elapsed() * 1e9 : 0, SUCCESS;
+}
+
 struct Busy {  // nvmlUtilization_t
   unsigned gpu, memory;
 };
@@ -100,6 +111,11 @@ int nvmlDeviceGetMemoryInfo(void *device, Long *memory) {  // total, free, used
 
 int nvmlDeviceGetUUID(void *device, Text uuid, unsigned size) {
   snprintf(uuid, size, "GPU-%08ld-0000-0000-0000-%012d", setting("SLURM_NODEID", 0), index_of(device));
+  return SUCCESS;
+}
+
+int nvmlDeviceGetSerial(void *device, Text serial, unsigned size) {
+  snprintf(serial, size, "%013.0f", told(device, "serial", 1000 * setting("SLURM_NODEID", 0) + index_of(device)));
   return SUCCESS;
 }
 

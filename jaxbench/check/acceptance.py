@@ -1,0 +1,98 @@
+"""The acceptance page of `jaxbench qualify`: nodes, collectives by size, rows, versions and a line
+to sign, in one HTML file. Needs no JAX."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxbench.base.errors import counted
+from jaxbench.base.hardware import NULL
+from jaxbench.pages.charts import Chart, Label, empty_chart, three_digits
+from jaxbench.pages.html import render
+
+VERSIONS = {
+    "jaxbench": "jaxbench", "commit": "commit", "python": "Python", "jaxlib": "jaxlib",
+    "driver": "driver", "nvidia-nccl-cu13": "NCCL", "kernel": "Linux",
+}  # fmt: skip
+"""Settings of a host that the page shows, and their names there."""
+
+UNITS = {2**30: "GiB", 2**20: "MiB", 2**10: "KiB", 1: "B"}
+
+
+def page(
+    verdicts: Mapping[str, tuple[str, str]], hosts: Mapping[str, Mapping[str, Any]],
+    reports: Sequence[Mapping[str, Any]], notes: Sequence[str], rows: Sequence[Mapping[str, Any]],
+) -> str:  # fmt: skip
+    """The page. `verdicts` are (verdict, why) by node, `hosts` what the nodes told, `reports` the
+    check.json of all checks, the one of all nodes last, `notes` other findings, and `rows` the
+    lines of rows (`report.formats.line`)."""
+    counts = Counter(verdict for verdict, _ in verdicts.values())
+    together = reports[-1] if reports else {}
+    sizes = together.get("sizes") or []
+    passed = sum(row["verdict"] == "pass" for row in rows)
+    of_rows = f" {passed} of {counted(len(rows), 'row')} passed." if rows else ""
+    return render(
+        "acceptance.html",
+        {"size": size},
+        title="Acceptance of a cluster",
+        headline=f"{counts['pass']} of {counted(len(verdicts), 'node')} passed, {counts['fail']} "
+        f"failed, {counts['not reached']} not reached.{of_rows}",
+        nodes=[(name, *verdicts[name], gpus(hosts.get(name, {}))) for name in verdicts],
+        minutes=max((report.get("minutes") or 0 for report in reports), default=0),
+        over=f"{counted(together['devices'])} of {counted(together['nodes'], 'node')}"
+        if sizes else "",
+        sizes=sizes,
+        charts=charts(sizes),
+        notes=notes,
+        rows=rows,
+        versions={name: versions(hosts, key) for key, name in VERSIONS.items()},
+        null=NULL if any(report.get("null") for report in reports) else "",
+    )  # fmt: skip
+
+
+def gpus(host: Mapping[str, Any]) -> tuple[str, str]:
+    """The GPUs of a node by model, and their serial numbers."""
+    every = host.get("gpus", {}).values()
+    models = Counter(gpu["name"] for gpu in every if gpu.get("name"))
+    serials = (str(gpu["serial"]) for gpu in every if gpu.get("serial"))
+    return ", ".join(f"{n} x {name}" for name, n in models.items()), ", ".join(serials)
+
+
+def versions(hosts: Mapping[str, Mapping[str, Any]], key: str) -> str:
+    """A version of all nodes. If nodes differ, each version with its number of nodes."""
+    found = Counter(str(value) for h in hosts.values() if (value := h["settings"].get(key)))
+    if len(found) < 2:
+        return "".join(found)
+    return ", ".join(f"{value} on {counted(n, 'node')}" for value, n in found.most_common())
+
+
+def size(number: int) -> str:
+    """A number of bytes: `32 KiB`."""
+    unit = next(unit for unit in UNITS if round(number / unit, 3) >= 1)
+    return f"{number / unit:.4g} {UNITS[unit]}"
+
+
+def charts(sizes: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """A chart of the busbw over the size for each collective, with the expected one."""
+    drawn = []
+    for kind in dict.fromkeys(line["collective"] for line in sizes):
+        some = [line for line in sizes if line["collective"] == kind]
+        measured = [(line["bytes"], line["busbw"]) for line in some]
+        expected = [(line["bytes"], line["expected"]) for line in some if line["expected"]]
+        labels: list[Label] = [("ours", measured[-1][1], three_digits(measured[-1][1]))]
+        if expected:
+            text = f"expected {three_digits(expected[-1][1])}"
+            labels.append(("published", expected[-1][1], text))
+        described = ", ".join(f"{rate:.3g} at {size(at)}" for at, rate in measured)
+        chart = empty_chart(
+            kind, f"busbw in GB/s: {described}", [at for at, _ in measured],
+            [rate for _, rate in (*measured, *expected)], unit="busbw, GB/s", x_title="bytes",
+            labels=labels, x_ticks=[(at, size(at)) for at, _ in measured[::-3]], log=True,
+            from_zero=True,
+        )  # fmt: skip
+        if expected:
+            chart.line("published", expected)
+        chart.line("ours", measured)
+        chart.dots("ours", measured)
+        drawn.append(chart)
+    return drawn

@@ -1,0 +1,99 @@
+"""The last stage of `jaxbench qualify`: benchmarks on nodes that pass, each a job of
+`launch/submit.sh`. Needs no JAX."""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jaxbench
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import write_json
+from jaxbench.cluster.jobs import environment, queue, slurm
+from jaxbench.recipe import recipes
+from jaxbench.report import command as reporting
+from jaxbench.report import formats
+
+FILE = "rows.json"
+"""Jobs and their folders, by row."""
+
+
+def submit(
+    row: str, nodes: Sequence[str], args: argparse.Namespace, *options: str
+) -> tuple[str, Path]:
+    """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id
+    and its folder; with the option `--dry-run` both are empty. Raises RecipeError with the
+    launcher's message."""
+    recipe, *words = shlex.split(row) or [""]
+    named = re.search(r"--gpus[ =](\d+)", row)
+    per_node = args.cpu_devices or args.gpus_per_node
+    have = len(nodes) * per_node
+    if named is None:
+        counts = [n for n in recipes.load(recipe).rows if isinstance(n, int) and n <= have]
+        if not counts:
+            raise RecipeError(f"--row {row!r}: no row of it has {have} GPUs or fewer; add --gpus")
+    gpus = int(named[1]) if named else max(counts)
+    first = nodes[: -(-gpus // per_node)]
+    if gpus > have and "--dry-run" not in options:
+        raise RecipeError(f"--row {row!r}: {gpus} GPUs, but the nodes that pass have {have}")
+    variables = {
+        "GPUS_PER_NODE": per_node, "SBATCH_ACCOUNT": args.account,
+        "SBATCH_PARTITION": args.partition, "SBATCH_GPUS_PER_NODE": args.gres,
+    }  # fmt: skip
+    own = {name: str(value) for name, value in variables.items() if value is not None}
+    launcher = Path(jaxbench.__file__).parents[1] / "launch" / "submit.sh"
+    command = [str(launcher), recipe, f"--gpus={gpus}", "--check=off", *options]
+    command += ["--cpu"] if args.cpu_devices else []
+    command += [f"--sbatch={option}" for option in (f"nodelist={','.join(first)}", *args.srun)]
+    command += words  # last, since what follows -- is for train
+    done = subprocess.run(command, capture_output=True, text=True, env=environment() | own)
+    if done.returncode:
+        raise RecipeError(f"--row {row!r}: {done.stderr.strip().removeprefix('error: ')}")
+    job = re.match(r"job (\d+): (.+)", done.stdout)
+    return (job[1], Path(job[2])) if job else ("", Path())
+
+
+def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if it is in
+    Slurm's queue or has a result, else of a new job. Cancels the job if it is interrupted."""
+    path = args.output / FILE
+    jobs: dict[str, tuple[str, str]] = {}
+    with suppress(OSError, ValueError):
+        jobs = json.loads(path.read_text())
+    try:
+        known, before = jobs.get(row, ("", ""))
+        if known not in queue() and not ended_well(before):
+            number, made = submit(row, nodes, args)
+            jobs[row] = number, str(made.absolute())
+            write_json(path, jobs)
+        job, folder = jobs[row]
+        print(f"row: {row} is job {job}: {folder}")
+        try:
+            while job in queue():
+                time.sleep(2)
+        except KeyboardInterrupt:
+            slurm("scancel", job)
+            raise
+        return line(folder)
+    except RecipeError as error:
+        return {"recipe": row, "verdict": "failed", "reason": str(error), "gpus": None,
+                "step_time_s": None, "published_s": None}  # fmt: skip
+
+
+def ended_well(folder: str) -> bool:
+    """True if a run in this folder has a result that counts."""
+    with suppress(RecipeError):
+        return bool(folder) and line(folder)["verdict"] in ("pass", "slow", "not comparable")
+    return False
+
+
+def line(folder: str) -> dict[str, Any]:
+    """The line of a run's folder (`report.formats.line`)."""
+    (result,) = reporting.report([Path(folder)], None)
+    return formats.line(result, "published")
