@@ -1,5 +1,5 @@
-"""Forecasts next to published step times: every row of configs/published.csv, and the best figures
-published later (anchors.csv). Writes the tables of docs/forecast.md, and their picture.
+"""Forecasts next to published step times: every row of configs/published.csv, and other figures of
+the same models (anchors.csv). Writes the tables of docs/forecast.md, and their picture.
 
     python benchmarks/forecast.py [--output docs/forecast.md]
 
@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,6 @@ from forecast_picture import picture
 from tables import replace_table
 
 from jaxbench.base import hardware
-from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import write_whole
 from jaxbench.base.versions import versions
 from jaxbench.plan.absent import check_compiler
@@ -32,6 +30,7 @@ from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.processes import plan_each
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import published, recipes
+from jaxbench.recipe.derived_rows import extend
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import BLOCKS, Run
 
@@ -52,7 +51,8 @@ PARTS = (
 class Figure:
     """A published rate in tokens per second and GPU, with its parallelism and source. `whole`: the
     figure is of the whole model, even where the recipe's row has fewer layers. `settings` are those
-    in which its work differs from the row's, as for --set, with spaces between them."""
+    in which its work differs from the row's, and those of a mesh or remat that suit its batch, as
+    for --set, with spaces between them."""
 
     recipe: str
     gpu: str
@@ -65,20 +65,19 @@ class Figure:
     settings: str = ""
 
     def run(self) -> Run:
-        """The row to compare with, at the figure's global batch if the row's mesh can have it."""
-        recipe = recipes.load(self.recipe).on(hardware.PLANNED[self.gpu])
-
-        def changed(*changes: str) -> Run:
-            overrides = recipes.parse_overrides([*self.settings.split(), *changes])
-            return recipes.resolve(recipe, self.gpus, overrides=overrides)
-
-        run = changed()
-        layers = MODELS[recipe.model].layers
-        work = [f"model.layers={layers}"] if self.whole and run.model.layers != layers else []
-        if self.batch not in (None, run.batch.global_batch):
-            with suppress(RecipeError):
-                return changed(*work, f"batch.global_batch={self.batch}")
-        return changed(*work)
+        """The row to compare with, at the figure's global batch. It is derived if the recipe has
+        none for so many GPUs."""
+        gpu = hardware.PLANNED[self.gpu]
+        recipe = recipes.load(self.recipe).on(gpu)
+        settings, layers = self.settings.split(), MODELS[recipe.model].layers
+        recipe = extend(recipe, self.gpus, gpu, recipes.parse_overrides(settings))
+        row = recipe.rows[self.gpus]
+        if self.whole and row["layers"] != layers:
+            settings.insert(0, f"model.layers={layers}")
+        if self.batch not in (None, row["global_batch"]):
+            settings.append(f"batch.global_batch={self.batch}")
+        overrides = recipes.parse_overrides(settings)
+        return recipes.resolve(recipe, self.gpus, overrides=overrides)
 
 
 def table_figures() -> list[Figure]:
@@ -90,7 +89,7 @@ def table_figures() -> list[Figure]:
     return [
         Figure(
             names[r.workload, r.size, r.dtype], r.gpu_type, r.gpus,
-            r.tokens_per_step / r.step_time_s / r.gpus, layout, r.source_file,
+            r.tokens_per_step / r.step_time_s / r.gpus, layout, r.source_file, r.gbs,
         )
         for r, layout in zip(published.rows(), layouts(), strict=True)
     ]  # fmt: skip
@@ -113,15 +112,15 @@ def layouts() -> list[str]:
 
 def later_figures() -> list[Figure]:
     """The figures of anchors.csv that are not in published.csv."""
-    known = {(f.recipe, f.gpu, f.gpus): f.rate for f in table_figures()}
+    known = {(f.recipe, f.gpu, f.gpus, f.batch): f.rate for f in table_figures()}
     figures = []
     with ANCHORS.open() as file:
         for line in csv.DictReader(file):
             rate = float(line["tokens_per_s_per_gpu"])
             name = f"{line['model']}_{line['dtype']}"
-            published_rate = known.get((name, line["gpu"], int(line["gpus"])), 0.0)
+            batch = int(line["global_batch"]) if line["global_batch"] else None
+            published_rate = known.get((name, line["gpu"], int(line["gpus"]), batch), 0.0)
             if abs(published_rate / rate - 1) > 0.005:
-                batch = int(line["global_batch"]) if line["global_batch"] else None
                 figures.append(
                     Figure(name, line["gpu"], int(line["gpus"]), rate, line["layout"],
                            line["source"], batch, whole=True, settings=line["settings"])

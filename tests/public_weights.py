@@ -48,6 +48,36 @@ def transformer(model, get):
         yield getattr(model.norm, name), get(f"model.norm.{part}")
 
 
+def gpt2(model, get):
+    """(variable, array) pairs of GPT-2. Its matrices have the input first."""
+    cfg, (attention, mlp) = model.cfg, model.stacks[0].layers
+    heads = cfg.attention
+
+    def stack(name):
+        return np.stack([get(f"transformer.h.{i}.{name}") for i in range(cfg.layers)])
+
+    def by_head(w):
+        parts = w.reshape(*w.shape[:-1], 3, heads.heads, heads.head_dim)
+        return np.moveaxis(parts, -3, -2)
+
+    out = stack("attn.c_proj.weight")
+    out = out.reshape(cfg.layers, heads.heads, heads.head_dim, cfg.embed)
+    yield model.embedding.table, get("transformer.wte.weight")
+    yield model.embedding.positions, get("transformer.wpe.weight")
+    yield attention.mixer.qkv, by_head(stack("attn.c_attn.weight"))
+    yield attention.mixer.qkv_bias, by_head(stack("attn.c_attn.bias"))
+    yield attention.mixer.out, np.moveaxis(out, -1, 1)
+    yield attention.mixer.out_bias, stack("attn.c_proj.bias")
+    yield mlp.mixer.up, stack("mlp.c_fc.weight")
+    yield mlp.mixer.up_bias, stack("mlp.c_fc.bias")
+    yield mlp.mixer.down, stack("mlp.c_proj.weight").transpose(0, 2, 1)
+    yield mlp.mixer.down_bias, stack("mlp.c_proj.bias")
+    for name, part in (("weight", "gain"), ("bias", "bias")):
+        yield getattr(attention.norm, part), stack(f"ln_1.{name}")
+        yield getattr(mlp.norm, part), stack(f"ln_2.{name}")
+        yield getattr(model.norm, part), get(f"transformer.ln_f.{name}")
+
+
 def mamba_weights(get, m: MambaConfig):
     """A mixer in this layout: columns z, x, b, c, dt, ordered by group."""
     inner, state = m.inner * m.groups, m.state * m.groups

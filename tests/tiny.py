@@ -22,6 +22,10 @@ FAMILIES = {
         "execution.remat=attention,residual:1",
     ),
     "nemotron4_340b_bf16": ("model.layers=3", "model.mlp.ffn=96", "execution.remat=attention,up:2"),
+    "gpt3_5b_bf16": (
+        "model.layers=3", "model.attention.kv_heads=8", "model.mlp.ffn=96",
+        "execution.remat=attention,up:2",
+    ),
     "nemotronh_56b_bf16": (
         "model.layers=10", "model.mlp.ffn=96", "model.pattern=M*-M*-M-M-",
         "execution.remat=residual,up:6,mamba:8",

@@ -132,23 +132,31 @@ NORMS = {"rms": RMSNorm, "layer1p": LayerNorm1P}
 
 
 class Embedding(nnx.Module):
-    """The input of the first layer. The table stays in fp32, sharded over `embed`; the rows that
-    are looked up are cast."""
+    """The input of the first layer, plus learned positions if the model has them. The tables stay
+    in fp32, sharded over `embed`; what is looked up is cast."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         std = cfg.embed**-0.5 if cfg.init_std is None else cfg.init_std
-        sharding = mesh.spec("vocab embed", mesh.TABLE)
-        self.table = nnx.Param(
-            std * jax.random.normal(key, (cfg.vocabulary, cfg.embed), out_sharding=sharding)
+
+        def table(key, dims: str, rows: int) -> nnx.Param:
+            sharding = mesh.spec(dims, mesh.TABLE)
+            return nnx.Param(std * jax.random.normal(key, (rows, cfg.embed), out_sharding=sharding))
+
+        self.table = table(key, "vocab embed", cfg.vocabulary)
+        self.positions = (
+            table(jax.random.fold_in(key, 1), "position embed", cfg.learned_positions)
+            if cfg.learned_positions
+            else None
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Hidden:
-        return look_up(self.table[...], tokens, dtype)
+        positions = () if self.positions is None else (self.positions[...],)
+        return look_up(self.table[...], tokens, dtype, *positions)
 
 
-def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
-    """The rows of `table` (`"vocab embed"`) for `tokens` (`"batch seq"`), as `"batch shard_seq
-    embed"` of `dtype`.
+def look_up(table: jax.Array, tokens: jax.Array, dtype, *positions: jax.Array) -> jax.Array:
+    """The rows of `table` (`"vocab embed"`) for `tokens` (`"batch seq"`), plus the first rows of
+    `positions` (`"position embed"`) if given, as `"batch shard_seq embed"` of `dtype`.
 
     The table is split over `embed`. Each rank looks up the tokens of all ranks in its own columns.
     An all-to-all then exchanges some columns of all tokens for all columns of the rank's own
@@ -158,18 +166,21 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
     seq, shard_seq = (mesh.axes(dim) for dim in ("seq", "shard_seq"))
     batch = mesh.used(*(axis for axis in mesh.TABLE_EMBED if axis in mesh.SEQUENCES))
 
-    def local(table, tokens):
+    def local(table, tokens, *positions):
         for dim, axes in ((0, batch), (1, seq)):
             if axes:
                 tokens = jax.lax.all_gather(tokens, axes, axis=dim, tiled=True)
-        x = table[tokens].astype(dtype)
+        x = table[tokens]
+        for vectors in positions:
+            x += vectors[: tokens.shape[1]]
+        x = x.astype(dtype)
         for dim, axes in ((1, shard_seq), (0, batch)):
             if axes:
                 x = jax.lax.all_to_all(x, axes, dim, 2, tiled=True)
         return x
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-    return mesh.on_each_device(local, out)(table, tokens)
+    return mesh.on_each_device(local, out)(table, tokens, *positions)
 
 
 def rotary_tables(cfg: AnyAttentionConfig, length: int) -> Rotary | None:

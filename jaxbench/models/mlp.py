@@ -1,12 +1,15 @@
 """The feed-forward mixers."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from jaxbench import mesh
 from jaxbench.models.context import Context
-from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal
+from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal, zero_bias
 from jaxbench.ops import dense, gating, quantized
 from jaxbench.ops.remat import save
 from jaxbench.recipe.mixers import MlpConfig
@@ -38,8 +41,17 @@ class GatedMlp(nnx.Module):
         return mesh.scatter_seq(y), ()
 
 
-class SquaredReluMlp(nnx.Module):
-    """Feed-forward layer down(relu(up x)^2), without gate and biases (So et al. 2021)."""
+UNGATED: dict[str, Callable[[Array], Array]] = {
+    # In the compute dtype, unlike `gating.squared_relu`: a square is rounded once either way.
+    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
+    "gelu_ungated": lambda up: jax.nn.gelu(up.astype(jnp.float32)).astype(up.dtype),
+}
+"""Activations without a gate, by their names in recipes: the squared ReLU (So et al. 2021), and the
+tanh form of the GELU (Hendrycks and Gimpel 2016)."""
+
+
+class UngatedMlp(nnx.Module):
+    """Feed-forward layer down(act(up x)), without a gate. Biases of both matmuls are optional."""
 
     def __init__(self, cfg: ModelConfig, mixer: MlpConfig, *, key):
         k_up, k_down = jax.random.split(key)
@@ -47,15 +59,22 @@ class SquaredReluMlp(nnx.Module):
         self.up = Weight(normal(k_up, cfg, dims, shape, fan_in=cfg.embed), quantized=True)
         down = normal(k_down, cfg, dims, shape, fan_in=mixer.ffn, residual=True)
         self.down = Weight(down, quantized=True)
+        self.activation = UNGATED[mixer.activation]
+        self.up_bias = zero_bias("ffn", (mixer.ffn,)) if mixer.biases else None
+        self.down_bias = zero_bias("embed", (cfg.embed,)) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         x = mesh.gather_seq(x)
-        up = save(dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn"), "up")
-        # In the compute dtype, unlike `gating.squared_relu`: a square is rounded once either way.
-        y = dense.dot("BSF,DF->BSD", jnp.square(jax.nn.relu(up)), self.down, "batch seq embed")
-        return mesh.scatter_seq(y), ()
+        up = dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn")
+        if self.up_bias is not None:
+            up = dense.biased(up, self.up_bias[...])
+        hidden = self.activation(save(up, "up"))
+        y = mesh.scatter_seq(dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed"))
+        if self.down_bias is not None:  # added once, after the sum over tensor ranks
+            y = dense.biased(y, self.down_bias[...])
+        return y, ()
 
 
 def make_mlp(cfg: ModelConfig, mixer: MlpConfig, *, key) -> nnx.Module:
     """The feed-forward layer that has the mixer's activation."""
-    return (GatedMlp if mixer.activation in gating.GATES else SquaredReluMlp)(cfg, mixer, key=key)
+    return (GatedMlp if mixer.activation in gating.GATES else UngatedMlp)(cfg, mixer, key=key)

@@ -24,6 +24,9 @@ SITE = Path(sysconfig.get_paths()["purelib"])
 NO_DEVICE = 100
 """`CUDA_ERROR_NO_DEVICE`."""
 
+LOADED = "the real CUDA runtime is loaded"
+"""The reason of a process that has imported JAX before the stubs."""
+
 LOADING = """
 int cuLibraryLoadData(void **library) { *library = (void *) 16; return 0; }
 int cuLibraryGetKernel(void **kernel) { *kernel = (void *) 16; return 0; }
@@ -71,7 +74,7 @@ def load() -> str | None:
     if lacking := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
         return f"asking cuDNN needs {' and '.join(lacking)}"
     if "libcudart.so" in Path("/proc/self/maps").read_text():
-        return "the real CUDA runtime is loaded"
+        return LOADED
     try:
         build("libcuda.so.1", driver())
         build("libcudart.so.13", RUNTIME)

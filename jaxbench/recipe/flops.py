@@ -38,12 +38,15 @@ def parameters(cfg: ModelConfig) -> dict[str, int]:
     experts, mamba = _each(ExpertsConfig, mixers), _each(MambaConfig, mixers)
     norms = len(mixers) + (4 if cfg.prediction else 1)
     counts = {
-        "embedding": cfg.vocabulary * embed,
+        "embedding": (cfg.vocabulary + (cfg.learned_positions or 0)) * embed,
         "attention": sum(
             _attention_weights(embed, mixer) + _attention_vectors(embed, mixer)
             for mixer in attention
         ),
-        "mlp": sum(_mlp_weights(embed, mixer) for mixer in _each(MlpConfig, mixers)),
+        "mlp": sum(
+            _mlp_weights(embed, mixer) + (mixer.ffn + embed) * mixer.biases
+            for mixer in _each(MlpConfig, mixers)
+        ),
         "experts": sum(
             mixer.count * (_expert_weights(embed, mixer) + _expert_biases(embed, mixer))
             for mixer in experts

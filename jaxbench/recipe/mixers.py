@@ -209,16 +209,23 @@ class MlpConfig:
 
     ffn: int
     """width inside"""
-    activation: Activation = "silu"
-    """gated except for `relu2`, the squared ReLU"""
+    activation: Literal[Activation, "gelu_ungated"] = "silu"
+    """gated except for `relu2`, the squared ReLU, and `gelu_ungated`, the GELU of GPT-3 in its tanh
+    form"""
+    biases: bool = False
+    """biases of both matrices, without a gate only"""
 
     def __post_init__(self) -> None:
         positive("model.mlp.", self, "ffn")
+        require(
+            not self.biases or self.matrices == 2,
+            f"model.mlp.biases needs an activation without a gate; {self.activation} has one",
+        )
 
     @property
     def matrices(self) -> int:
         """Weight matrices, each of `embed x ffn`."""
-        return 2 if self.activation == "relu2" else 3
+        return 2 if self.activation in ("relu2", "gelu_ungated") else 3
 
 
 SLOTS = 128

@@ -103,6 +103,9 @@ class ModelConfig:
     """multi-token prediction"""
     tied: bool = False
     """the embedding table is also the output head"""
+    learned_positions: int | None = None
+    """each of the first so many positions has a learned vector, which is added to the embedding
+    (Radford et al. 2018); `null` for none. No sequence may be longer"""
 
     @property
     def architecture(self) -> "ModelConfig":
@@ -167,7 +170,10 @@ class ModelConfig:
         return self.experts is not None and self.experts.grouped
 
     def __post_init__(self) -> None:
-        positive("model.", self, "layers", "embed", "vocabulary", "norm_eps", "init_std")
+        positive(
+            "model.", self, "layers", "embed", "vocabulary", "norm_eps", "init_std",
+            "learned_positions",
+        )  # fmt: skip
         require(
             self.layers <= MAX_LAYERS, f"model.layers = {self.layers} must be at most {MAX_LAYERS}"
         )

@@ -5,8 +5,8 @@ from typing import Any
 from jaxbench.base.errors import counted
 
 FAMILIES = {
-    "deepseek": "DeepSeek-", "gpt_oss": "GPT-OSS", "grok1": "Grok-1", "kimi": "Kimi",
-    "llama2": "Llama 2", "llama3.1": "Llama 3.1", "nemotron3": "Nemotron 3",
+    "deepseek": "DeepSeek-", "gpt3": "GPT-3", "gpt_oss": "GPT-OSS", "grok1": "Grok-1",
+    "kimi": "Kimi", "llama2": "Llama 2", "llama3.1": "Llama 3.1", "nemotron3": "Nemotron 3",
     "nemotron4": "Nemotron-4", "nemotronh": "Nemotron-H", "qwen3": "Qwen3",
 }  # fmt: skip
 """The names of families in titles. A name that ends with a hyphen has no space after it."""

@@ -388,6 +388,11 @@ class Run:
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch
         ranks = " x ".join(CHOSEN)
+        require(
+            m.learned_positions is None or b.sequence_length <= m.learned_positions,
+            f"batch.sequence_length = {b.sequence_length} must be at most model.learned_positions "
+            f"= {m.learned_positions}",
+        )
         divides(ranks, p.ranks, "the number of devices", self.gpus)
         # The embedding table is split over all of these axes; heads and tokens over the last two.
         divides(ranks, p.ranks, "model.embed", m.embed)

@@ -13,7 +13,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.models import layers
 from jaxbench.models.context import Context
 from jaxbench.models.mamba2 import Mamba2
-from jaxbench.models.mlp import SquaredReluMlp
+from jaxbench.models.mlp import UngatedMlp
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.mixers import MambaConfig, MlpConfig
 from jaxbench.recipe.model import cut, repeating_blocks
@@ -55,7 +55,7 @@ def test_squared_relu():
     cfg = replace(tiny_run(family="nemotron4_340b_bf16").model, embed=32)
     x = np.random.default_rng(0).normal(size=(2, 5, 32))
     with mesh_of(tiny_run()):
-        mlp = SquaredReluMlp(cfg, MlpConfig(ffn=48), key=jax.random.key(0))
+        mlp = UngatedMlp(cfg, MlpConfig(ffn=48, activation="relu2"), key=jax.random.key(0))
         out, _ = mlp(jnp.asarray(x, jnp.float32), Context())
     up, down = (np.asarray(w[...], np.float64) for w in (mlp.up, mlp.down))
     expected = np.maximum(x @ up, 0) ** 2 @ down.T
@@ -123,7 +123,7 @@ def test_initial_values_follow_megatron():
     )
     with mesh_of(tiny_run()):
         mixer = Mamba2(cfg, cfg.mamba, key=jax.random.key(0))
-        mlp = SquaredReluMlp(cfg, MlpConfig(ffn=512), key=jax.random.key(1))
+        mlp = UngatedMlp(cfg, MlpConfig(ffn=512, activation="relu2"), key=jax.random.key(1))
     groups = mixer.groups
     dt, a = jax.nn.softplus(groups.dt_bias[...]), jnp.exp(groups.a_log[...])
     assert (dt.shape, a.shape) == ((4, 32), (4, 32))

@@ -1,5 +1,6 @@
 """Logits and gradients of Hugging Face's models with random weights (`fixtures/references.py`)."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import tiered
-from public_weights import deepseek, gpt_oss, hybrid, transformer
+from public_weights import deepseek, gpt2, gpt_oss, hybrid, transformer
 from steps import last_hidden
 from tiny import mesh_of, tiny_run
 
@@ -100,6 +101,12 @@ GPT_OSS = ModelConfig(
         count=8, top_k=3, ffn=24, activation="swiglu_clamped", biases=True, rank_capacity_factor=8
     ),
 )  # fmt: skip
+GPT2 = ModelConfig(
+    family="test", size="tiny", layers=2, embed=32, vocabulary=64, norm="layer1p", tied=True,
+    learned_positions=64,
+    attention=AttentionConfig(heads=4, kv_heads=4, head_dim=8, biases=True),
+    mlp=MlpConfig(ffn=48, activation="gelu_ungated", biases=True),
+)  # fmt: skip
 MODELS = {
     "llama": (transformer, config(layers=2, rope=Rope(base=10000.0))),
     "llama_scaled": (transformer, config(layers=2, rope=ROPE)),
@@ -111,6 +118,7 @@ MODELS = {
     "deepseek3": (deepseek, DEEPSEEK3),
     "kimi2": (deepseek, KIMI2),
     "gpt_oss": (gpt_oss, GPT_OSS),
+    "gpt2": (gpt2, GPT2),
 }
 QUICK = ("llama", "qwen3")
 """The models that take seconds; the others run with `--slow`."""
@@ -122,7 +130,12 @@ def loaded(name, key):
     pairs, cfg = MODELS[name]
     arrays = np.load(FIXTURES / f"{name}.npz")
     model, size = Decoder(cfg, key=key), 0
-    for variable, array in pairs(model, lambda name: arrays[name].astype(np.float32)):
+
+    def weight(name):
+        # Norms of GPT-2 multiply by their weight, ours by one more than the gain.
+        return arrays[name].astype(np.float32) - bool(re.search(r"\.ln_[12f]\.weight", name))
+
+    for variable, array in pairs(model, weight):
         assert variable.shape == array.shape
         variable[...] = jnp.asarray(array)
         size += array.size
@@ -131,7 +144,7 @@ def loaded(name, key):
 
 
 def assert_logits(hidden, model, expected):
-    logits = np.asarray(hidden) @ np.asarray(model.head[...])
+    logits = np.asarray(hidden) @ np.asarray(model.head_weight())
     # Two fp32 implementations that sum in different orders.
     np.testing.assert_allclose(logits, expected, atol=5e-6 * np.abs(expected).max(), rtol=0)
 
@@ -159,7 +172,7 @@ def test_multi_token_prediction_equals_that_of_a_public_implementation():
         assert_logits(model.prediction.norm(x), model, arrays["mtp/logits"])
 
 
-@pytest.mark.parametrize("name", tiered(["qwen3"], MODELS))
+@pytest.mark.parametrize("name", tiered(["qwen3"], MODELS, slow=["gpt2"]))
 def test_gradients_equal_those_of_a_public_implementation(name):
     """Of embedding, head, and all weights of a layer of each kind."""
     pairs, _ = MODELS[name]

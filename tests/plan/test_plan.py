@@ -270,6 +270,10 @@ def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     assert comments[2] == "not planned: llama31_8b_bf16-8 on h100: exit status 1"
     ends = read(planned[1] / "plan.json").forecast.interval
     assert (line["low s"], line["high s"]) == (f"{ends.low_s:.3f}", f"{ends.high_s:.3f}")
+    # A script that imported JAX first cannot ask cuDNN, but its processes can.
+    for reason, read_again in ((processes.stubs.LOADED, True), ("no gcc", False)):
+        monkeypatch.setattr(processes.stubs, "load", lambda reason=reason: reason)
+        assert bool(processes.cached(planned[1], runs[0], H100)) == read_again
 
 
 @pytest.mark.parametrize(

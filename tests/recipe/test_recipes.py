@@ -254,6 +254,12 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         ),
         (["model.attention.head_dim=31"], "model.attention.head_dim = 31 must be even"),
         (["model.pattern='*-*'"], "without M two for each layer; it has 3"),
+        (["model.mlp.biases=true"], "biases needs an activation without a gate; silu has one"),
+        (
+            ["model.learned_positions=128"],
+            "batch.sequence_length = 256 must be at most model.learned_positions = 128",
+        ),
+        (["model.learned_positions=0"], "model.learned_positions = 0 must be above 0"),
         (["model.init_std=-1"], "model.init_std = -1.0 must be above 0"),
         (["optimizer.learning_rate=.nan"], "learning_rate = nan: expected a finite number"),
         (["optimizer.learning_rate=-1"], "learning_rate = -1.0 must not be negative"),

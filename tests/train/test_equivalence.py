@@ -14,6 +14,8 @@ MODELS = {
     "llama": ("llama31_8b_bf16",),
     "nemotron4": ("nemotron4_340b_bf16",),
     "nemotronh": ("nemotronh_56b_bf16",),
+    # Learned positions, biases in every layer, and a tied head.
+    "gpt3": ("gpt3_5b_bf16",),
     # Drops included: which tokens are dropped depends on groups of tokens, never on the mesh.
     "grok1": ("grok1_314b_bf16",),
     "grok1, dropless": (
@@ -84,6 +86,7 @@ CASES = [
     *(("llama", mesh, "none") for mesh in (DENSE, MIXED)),
     # Other families with each axis and policy that their own layers see.
     *(("nemotron4", mesh, None) for mesh in ("tensor 4 x data 2", MIXED)),
+    *(("gpt3", mesh, None) for mesh in ("fsdp 8", "tensor 4 x data 2", MIXED)),
     *(("nemotronh", mesh, None) for mesh in ("tensor 4 x data 2", "context 4 x data 2", MIXED)),
     *(("nemotronh", None, remat) for remat in ("none", "full")),
     *(("grok1", mesh, None) for mesh in EXPERT),
@@ -107,7 +110,7 @@ CASES = [
 QUICK = [("llama", DENSE, None), ("llama", MIXED, None)]
 SLOW = [
     ("llama", None, REMAT[2]), ("llama", MIXED, "none"),
-    ("nemotronh", MIXED, None), ("deepseek3", CONTEXT, None),
+    ("gpt3", MIXED, None), ("nemotronh", MIXED, None), ("deepseek3", CONTEXT, None),
     ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None),
     ("gpt_oss, slots of experts", CONTEXT, None),
 ]  # fmt: skip

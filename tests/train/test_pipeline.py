@@ -13,7 +13,7 @@ from jaxbench.train.step import gradients
 
 LLAMA, NEMOTRON, GROK = "llama31_8b_bf16", "nemotron4_340b_bf16", "grok1_314b_bf16"
 DEEPSEEK = "deepseek_v3_bf16"
-GPT_OSS = "gpt_oss_120b_bf16"
+GPT_OSS, GPT3 = "gpt_oss_120b_bf16", "gpt3_5b_bf16"
 
 CASES = {
     # two groups of microbatches, a layer in each stage
@@ -31,6 +31,8 @@ CASES = {
     "pipeline 2 x expert 2 x tensor 2": (
         GROK, 4, "attention,residual", "pipeline=2 virtual_stages=2 expert=2 tensor=2",
     ),
+    # Learned positions of each rank's microbatches, and a tied head.
+    "pipeline 2 x context 2 x tensor 2": (GPT3, 5, "attention,up", "pipeline=2 context=2 tensor=2"),
     "pipeline 4 x expert 2": (GROK, 5, "full", "pipeline=4 expert=2"),
     "pipeline 2 x fsdp 2 x context 2, experts": (GROK, 2, "none", "pipeline=2 fsdp=2 context=2"),
     "pipeline 2 x expert 2 x tensor 2, dropless": (
