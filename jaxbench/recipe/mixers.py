@@ -228,6 +228,10 @@ class MlpConfig:
         return 2 if self.activation in ("relu2", "gelu_ungated") else 3
 
 
+SLOTS = 128
+"""The slots of an expert are a multiple of this, so that all tiles of its matmuls are full."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """A mixture of experts: feed-forward mixers. Each token uses a few of them."""
@@ -282,6 +286,10 @@ class ExpertsConfig:
     tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
     counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
     `expert` x `tensor` drops none"""
+    slots: Literal["rank", "expert"] = "rank"
+    """without a `capacity_factor`: what `rank_capacity_factor` counts. With `expert` each expert
+    has that factor times its own fair share of slots, and one batched matmul, padding included,
+    takes the place of grouped ones"""
     routing: Literal["learned", "random", "skewed"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
     balancing). It takes the router's choice out of a benchmark. `skewed` draws experts whose
@@ -328,12 +336,18 @@ class ExpertsConfig:
         return 2 if self.activation == "relu2" else 3
 
     @property
-    def capacity(self) -> int | None:
-        """Tokens that one expert takes of every `capacity_tokens`; None without a limit."""
+    def grouped(self) -> bool:
+        """True if the experts of a rank share its slots, so that their matmuls are grouped."""
+        return self.capacity_factor is None and self.slots == "rank"
+
+    def capacity(self, tokens: int) -> int:
+        """Slots of one expert for so many tokens of a device, without shared slots. With a
+        `capacity_factor` they are for every `capacity_tokens`."""
+        share = self.top_k * tokens / self.count
         if self.capacity_factor is None:
-            return None
-        share = self.top_k * self.capacity_tokens / self.count
-        return min(math.ceil(share * self.capacity_factor), self.capacity_tokens)
+            blocks = math.ceil(share * self.rank_capacity_factor / SLOTS)
+            return min(blocks * SLOTS, tokens)
+        return min(math.ceil(share * self.capacity_factor), tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,8 @@ class ModelConfig:
             return self
         tokens, factor = ExpertsConfig.capacity_tokens, ExpertsConfig.rank_capacity_factor
         experts = replace(self.experts, capacity_factor=None, capacity_tokens=tokens)
-        return replace(self, experts=replace(experts, rank_capacity_factor=factor))
+        experts = replace(experts, rank_capacity_factor=factor, slots=ExpertsConfig.slots)
+        return replace(self, experts=experts)
 
     @property
     def layer_patterns(self) -> tuple[str, ...]:
@@ -162,6 +163,11 @@ class ModelConfig:
     def dropless(self) -> bool:
         """True for experts without a capacity."""
         return self.experts is not None and self.experts.capacity_factor is None
+
+    @property
+    def grouped(self) -> bool:
+        """True for experts whose matmuls are grouped."""
+        return self.experts is not None and self.experts.grouped
 
     def __post_init__(self) -> None:
         positive(

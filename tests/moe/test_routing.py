@@ -1,5 +1,6 @@
 """Routing and dispatch against loops over tokens."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations, product
 
@@ -20,7 +21,7 @@ from jaxbench.models.experts import Experts
 from jaxbench.ops.draws import Counters
 from jaxbench.ops.grouped import NONE
 from jaxbench.ops.moe import routing
-from jaxbench.ops.moe.dispatch import capacity_routes, dropless_routes
+from jaxbench.ops.moe.dispatch import expert_routes, rank_routes
 from jaxbench.recipe import flops
 from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.train.step import first_sequences, train_step
@@ -189,9 +190,11 @@ def test_no_assignment_and_no_gradient_is_lost():
     """The two index maps are inverse, and each function the transpose of the other."""
     run = tiny_grok(*DROPLESS)
     with_capacity, without = tiny_grok().model.experts, run.model.experts
+    of_experts = replace(without, slots="expert")
     gates = jnp.asarray(RNG.uniform(size=(1, 32, 2)), jnp.float32)
     experts = jnp.asarray(np.stack([RNG.permutation(8)[:2] for _ in range(32)])[None])
-    for make, cfg in ((capacity_routes, with_capacity), (dropless_routes, without)):
+    makers = (expert_routes, with_capacity), (expert_routes, of_experts), (rank_routes, without)
+    for make, cfg in makers:
         with mesh_of(run):
             routes, sent = make(gates, experts, cfg)
         slot, assignment = np.asarray(routes.slot).reshape(-1), np.asarray(routes.assignment)
@@ -200,6 +203,16 @@ def test_no_assignment_and_no_gradient_is_lost():
         assert np.sum(assignment != NONE) == placed.size
     np.testing.assert_array_equal(sent[0], np.bincount(experts.reshape(-1), minlength=8))
     assert placed.size == 64
+
+
+def test_experts_have_whole_blocks_of_slots():
+    """The first ones that are assigned get them, in the order of the tokens."""
+    cfg = ExpertsConfig(count=2, top_k=1, ffn=8, slots="expert", rank_capacity_factor=1.2)
+    experts = jnp.asarray([[[0]] * 300 + [[1]] * 100]).reshape(1, 400, 1)
+    routes, _ = expert_routes(jnp.zeros(experts.shape), experts, cfg)
+    assert cfg.capacity(400) == 256  # two blocks for 1.2 times 200 tokens
+    expected = [*range(256), *[NONE] * 44, *range(256, 356)]
+    np.testing.assert_array_equal(np.asarray(routes.slot).reshape(-1), expected)
 
 
 def dense(layer, x, kept, cfg):

@@ -50,6 +50,8 @@ MODELS = {
         "gpt_oss_120b_bf16",
         "model.experts={capacity_factor: 1.0, capacity_tokens: 8}",
     ),
+    # One batched matmul for all experts, without a limit that these few tokens reach.
+    "gpt_oss, slots of experts": ("gpt_oss_120b_bf16", "model.experts.slots=expert"),
     # Tied: gradients of the table come from both of its uses.
     "grok1, tied": ("grok1_314b_bf16", "model.tied=true"),
 }
@@ -100,6 +102,7 @@ CASES = [
     # Four ranks of experts with each other axis; with stages in `test_pipeline`.
     *zip(("qwen3", "nemotron3", "deepseek3", "gpt_oss"), FOUR, [None] * 4, strict=True),
     *(("gpt_oss, with a capacity", mesh, None) for mesh in (EXPERTS, CONTEXT)),
+    *(("gpt_oss, slots of experts", mesh, None) for mesh in ("fsdp 8", CONTEXT)),
     *(("grok1, tied", EXPERTS, remat) for remat in ("none", "attention,residual:1")),
 ]
 """(model, mesh or None for one device, remat or None for the recipe's)."""
@@ -109,6 +112,7 @@ SLOW = [
     ("llama", None, REMAT[2]), ("llama", MIXED, "none"),
     ("gpt3", MIXED, None), ("nemotronh", MIXED, None), ("deepseek3", CONTEXT, None),
     ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None),
+    ("gpt_oss, slots of experts", CONTEXT, None),
 ]  # fmt: skip
 
 

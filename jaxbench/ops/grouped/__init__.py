@@ -91,7 +91,7 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
     implementation cannot do it, or with `auto` if none can."""
 
     def refusal(name: str) -> str | None:
-        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform) if cfg.dropless else None
+        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform) if cfg.grouped else None
 
     return implementations.choose(
         "grouped_matmul", execution.grouped_matmul, IMPLEMENTATIONS, refusal

@@ -57,20 +57,19 @@ def dispatch(
 ) -> tuple[Array, Array, Routes]:
     """Sends tokens to the ranks of their experts. Returns (arrived tokens, their gates, routes).
 
-    With a capacity, tokens and gates are `"experts capacity .."`, and empty slots are zero. In
-    dropless mode both are `"slots .."`. Tokens are in the order in which they arrive, at most
-    `rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
-    (`ops.grouped`).
+    If each expert has slots of its own, tokens and gates are `"experts capacity .."`, and empty
+    slots are zero. Otherwise both are `"slots .."`. Tokens are then in the order in which they
+    arrive, at most `rank_slots` from each rank; gates are permuted by expert, as the results of the
+    matmuls are (`ops.grouped`).
     """
-    dropless = cfg.capacity is None
 
     def local(x, gates, experts):
-        routes, sent = (dropless_routes if dropless else capacity_routes)(gates, experts, cfg)
+        routes, sent = (rank_routes if cfg.grouped else expert_routes)(gates, experts, cfg)
         routes = jax.tree.map(partial(save, name=ALWAYS), routes)
         slot, assignment = routes.slot, routes.assignment
         tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
         weights = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
-        if dropless:
+        if cfg.grouped:
             tokens, weights, received = _exchange((tokens, weights, sent), 0, 0)
             groups = group(received, tokens.shape[0] // received.shape[0], experts.size)
             groups = jax.tree.map(partial(save, name=ALWAYS), groups)
@@ -82,12 +81,12 @@ def dispatch(
             )
         return tokens, save(weights[..., 0], ALWAYS), routes
 
-    dims = "slots" if dropless else "experts capacity"
+    dims = "slots" if cfg.grouped else "experts capacity"
     tokens_spec, weights_spec, slot_spec, slots_spec = (
         mesh.spec(dims, mesh.ACTIVATION)
         for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
     )
-    routes_spec = Routes(slot_spec, slots_spec, slots_spec if dropless else None)
+    routes_spec = Routes(slot_spec, slots_spec, slots_spec if cfg.grouped else None)
     tokens, weights, routes = mesh.on_each_device(local, (tokens_spec, weights_spec, routes_spec))(
         x, gates, experts
     )
@@ -164,22 +163,27 @@ unpermute.defvjp(
 )
 
 
-def capacity_routes(
+def expert_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Routes, None]:
-    """The routes of a device with a capacity. Returns (routes, None).
+    """The routes of a device whose experts have slots of their own. Returns (routes, None).
 
-    From every group of `capacity_tokens` tokens, each expert takes the tokens with the largest
-    gates (Megatron's policy `probs`). Of equal gates the first wins. Slots are ordered by expert,
-    group of tokens, and gate.
+    With a capacity, each expert takes the tokens with the largest gates from every group of
+    `capacity_tokens` tokens (Megatron's policy `probs`). Of equal gates the first wins. Slots are
+    ordered by expert, group of tokens, and gate. Without a capacity all tokens are one group, and
+    slots are ordered by expert and token.
     """
-    capacity = cfg.capacity
-    assert capacity is not None
-    expert = experts.reshape(-1, cfg.capacity_tokens * cfg.top_k)
+    limited = cfg.capacity_factor is not None
+    tokens = cfg.capacity_tokens if limited else experts.size // cfg.top_k
+    capacity = cfg.capacity(tokens)
+    expert = experts.reshape(-1, tokens * cfg.top_k)
     groups, size = expert.shape
-    by_gate = jnp.argsort(-gates.reshape(expert.shape), axis=-1)
-    by_expert = jnp.argsort(jnp.take_along_axis(expert, by_gate, axis=-1), axis=-1)
-    order = jnp.take_along_axis(by_gate, by_expert, axis=-1)
+    if limited:
+        by_gate = jnp.argsort(-gates.reshape(expert.shape), axis=-1)
+        by_expert = jnp.argsort(jnp.take_along_axis(expert, by_gate, axis=-1), axis=-1)
+        order = jnp.take_along_axis(by_gate, by_expert, axis=-1)
+    else:
+        order = jnp.argsort(expert, axis=-1)
     load = jnp.sum(expert[..., None] == jnp.arange(cfg.count), axis=1, dtype=jnp.int32)
     first = jnp.cumsum(load, axis=-1) - load  # sorted position of each expert's assignments
 
@@ -196,11 +200,11 @@ def capacity_routes(
     return Routes(slot.reshape(experts.shape), assignment), None
 
 
-def dropless_routes(
+def rank_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Routes, Int[Array, "n e"]]:
-    """The routes of a device without a capacity. Returns (routes, the number of tokens that each of
-    n ranks gets for each of its e experts).
+    """The routes of a device whose experts share the slots of their rank. Returns (routes, the
+    number of tokens that each of n ranks gets for each of its e experts).
 
     Slots are ordered by rank, expert, and token. If a rank has too few slots, the tokens of its
     last experts are dropped first. That biases the run, so a run that dropped any tokens is not
@@ -226,7 +230,7 @@ def dropless_routes(
 
 
 def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:
-    """Without a capacity: the slots that a device with this number of tokens has for each rank. It
+    """With slots of a rank: those that a device with this number of tokens has for each rank. It
     is `rank_capacity_factor` times a fair share, but at most what any choice of experts can
     need."""
     share = tokens * cfg.top_k / ranks
