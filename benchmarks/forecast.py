@@ -1,18 +1,19 @@
-"""Forecasts next to published step times: every row of configs/published.csv, and other figures of
-the same models (anchors.csv). Writes the tables of docs/forecast.md, and their picture.
+"""Forecasts next to published step times. Writes the tables of docs/forecast.md and their picture:
+every row of configs/published.csv, from the table of all plans, without compiling anything.
 
-    python benchmarks/forecast.py [--output docs/forecast.md]
+    python benchmarks/forecast.py [--anchors]
 
-Rows are planned in processes and kept in results/plan, where `plan --all` keeps them too.
+With `--anchors` it plans the other figures of the same models (anchors.csv) and writes their table
+too. They are planned in processes and kept in results/plan.
 """
 
 import argparse
 import csv
 import os
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import median
 
@@ -24,27 +25,19 @@ from tables import replace_table
 
 from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
-from jaxbench.base.versions import versions
+from jaxbench.plan import systems
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.plan import Plan, parts
+from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import plan_each
-from jaxbench.plan.systems import Target
-from jaxbench.recipe import published, recipes
+from jaxbench.recipe import planned, published, recipes
 from jaxbench.recipe.derived_rows import extend
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.settings import BLOCKS, Run
 
 ANCHORS = Path(__file__).with_name("anchors.csv")
-
-GOAL, BLOCKS_GOAL = 0.95, 0.9
-"""Forecast over published that rows aim at, in bf16 and FP8 and in block-scaled formats; rows above
-it are listed by part."""
-
-PARTS = (
-    "products", "recompute", "bubble", "attention", "scan", "quantization", "other kernels",
-    "launches", "slowed", "exposed",
-)  # fmt: skip
-"""Parts of a forecast that have columns (`plan.parts`); `exposed` is all waiting."""
+DOCUMENT = Path(__file__).parents[1] / "docs" / "forecast.md"
+ANCHORS_MARK = "<!-- anchors -->"
+"""The line of the document above the table of other figures."""
 
 
 @dataclass(frozen=True)
@@ -135,122 +128,131 @@ def make_plans(figures: list[Figure]) -> dict[Figure, Plan | str]:
     for figure in figures:
         figures_of[figure.gpu][figure.run()].append(figure)
     for gpu, runs in figures_of.items():
-        for run, plan in plan_each(runs, Target(hardware.PLANNED[gpu], gpu)):
+        for run, plan in plan_each(runs, systems.find(gpu)):
             print(f"{run.recipe} {run.row} on {gpu}", flush=True)
             plans |= dict.fromkeys(runs[run], plan)
     return plans
 
 
-def ratio(figure: Figure, plan: Plan) -> float:
-    """Forecast over published step time, for the same number of tokens."""
-    return figure.rate / plan.rates["forecast"].tokens_per_s_per_gpu
+@dataclass(frozen=True)
+class Forecast:
+    """A forecast of a figure's work: rates in tokens per second and GPU, those at the ends of the
+    90 % interval, slow and fast, the mesh, and the date of the plan. Plans before 2026-11-26 have
+    neither interval nor date."""
+
+    rate: float
+    ends: tuple[float, float] | None
+    bound: float
+    mesh: str
+    planned: str
 
 
-def summary(plans: dict[Figure, Plan | str]) -> list[str]:
-    """Median and extreme ratios in all, and by recipe and GPU."""
-    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+Forecasts = dict[Figure, Forecast | None]
+"""None for a figure that is not planned."""
+
+
+def in_table() -> Forecasts:
+    """The figures of published.csv, with their forecasts in the table of all plans."""
+    lines = {(line["recipe"], line["GPU"], int(line["GPUs"])): line for line in planned.read()[1]}
+    found: Forecasts = {}
+    for figure in table_figures():
+        line = lines.get((figure.recipe, figure.gpu, figure.gpus))
+        found[figure] = None
+        if line and line["published s"]:
+
+            def rate(column: str, figure: Figure = figure, line: dict[str, str] = line) -> float:
+                return figure.rate * float(line["published s"]) / float(line[column])
+
+            mesh = line["mesh"] + ("" if line["fits"] == "yes" else ", does not fit")
+            ends = (rate("high s"), rate("low s")) if line["low s"] else None
+            found[figure] = Forecast(
+                rate("forecast s"), ends, rate("bound s"), mesh, line["planned"]
+            )
+    return found
+
+
+def of_plans(plans: dict[Figure, Plan | str]) -> Forecasts:
+    """Forecasts from plans that were just made."""
+    found: Forecasts = {}
     for figure, plan in plans.items():
+        found[figure] = None
         if isinstance(plan, Plan):
-            groups[figure.recipe, figure.gpu].append(ratio(figure, plan))
+            rate, step = plan.rates["forecast"].tokens_per_s_per_gpu, plan.forecast.step_s
+            ends = (plan.forecast.interval.high_s, plan.forecast.interval.low_s)
+            slow, fast = (rate * step / seconds for seconds in ends)
+            mesh = plan.mesh + ("" if plan.fits else ", does not fit")
+            bound = plan.rates["bound"].tokens_per_s_per_gpu
+            found[figure] = Forecast(rate, (slow, fast), bound, mesh, f"{date.today()}")
+    return found
+
+
+def summary(forecasts: Forecasts) -> list[str]:
+    """Median and extreme ratios of forecast over published seconds, in all, and by recipe and
+    GPU."""
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for figure, forecast in forecasts.items():
+        if forecast:
+            groups[figure.recipe, figure.gpu].append(figure.rate / forecast.rate)
     whole = [r for ratios in groups.values() for r in ratios]
     lines = [
-        f"{len(whole)} figures: the median of forecast over published is {median(whole):.2f}; "
+        f"{len(whole)} figures: the median of forecast over published is {median(whole):.2f}, the "
+        f"extremes are {min(whole):.2f} and {max(whole):.2f}; "
         f"{sum(abs(r - 1) <= 0.1 for r in whole)} are within 10 %, "
-        f"{sum(abs(r - 1) <= 0.15 for r in whole)} within 15 %; "
-        f"{sum(r <= GOAL for r in whole)} are at most {GOAL}, "
-        f"{sum(r <= BLOCKS_GOAL for r in whole)} at most {BLOCKS_GOAL}, "
+        f"{sum(abs(r - 1) <= 0.15 for r in whole)} within 15 %, "
         f"{sum(r > 1 for r in whole)} above 1.",
         "",
         "| recipe | GPU | rows | median | least | most |",
         "|---|---|---|---|---|---|",
     ]
     for (recipe, gpu), ratios in sorted(groups.items()):
-        figures = (median(ratios), min(ratios), max(ratios))
-        lines.append(
-            f"| {recipe} | {gpu} | {len(ratios)} | "
-            + " | ".join(f"{r:.2f}" for r in figures)
-            + " |"
-        )
+        texts = (f"{r:.2f}" for r in (median(ratios), min(ratios), max(ratios)))
+        lines.append(f"| {recipe} | {gpu} | {len(ratios)} | {' | '.join(texts)} |")
     return lines
 
 
-def table(plans: dict[Figure, Plan | str]) -> list[str]:
+def table(forecasts: Forecasts) -> list[str]:
     """A line for each figure."""
     lines = [
         "| recipe | GPU | GPUs | published layout | tokens/s/GPU published | forecast | "
-        "forecast / published in seconds | 90 % interval | bound | mesh here | source |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "forecast / published in seconds | 90 % interval | bound | mesh here | planned | source |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for figure, plan in plans.items():
+    for figure, forecast in forecasts.items():
         cells = [figure.recipe, figure.gpu, str(figure.gpus), figure.layout, f"{figure.rate:.0f}"]
-        if isinstance(plan, str):
-            cells += ["not planned", "", "", "", plan]
+        if forecast is None:
+            cells += ["not planned", *[""] * 5]
         else:
-            rate, f = plan.rates["forecast"].tokens_per_s_per_gpu, plan.forecast
-            i = f.interval
-            slow, fast = (rate * f.step_s / seconds for seconds in (i.high_s, i.low_s))
-            bound = plan.rates["bound"].tokens_per_s_per_gpu
-            cells += [f"{rate:.0f}", f"{ratio(figure, plan):.2f}", f"{slow:.0f} to {fast:.0f}"]
-            cells += [f"{bound:.0f}", plan.mesh + ("" if plan.fits else ", does not fit")]
+            interval = "{:.0f} to {:.0f}".format(*forecast.ends) if forecast.ends else ""
+            cells += [f"{forecast.rate:.0f}", f"{figure.rate / forecast.rate:.2f}"]
+            cells += [interval, f"{forecast.bound:.0f}", forecast.mesh, forecast.planned]
         lines.append(f"| {' | '.join([*cells, figure.source])} |")
     return lines
 
 
-def by_part(plans: dict[Figure, Plan | str], goal: float) -> list[str]:
-    """A line for each figure above a goal, the furthest first: parts of the forecast as shares of
-    the published step, which add up to the ratio, and the share of the kernels' time for which no
-    table has the shape."""
-    lines = [
-        f"Above {goal}, by part, in % of the published step; the last column in % of all kernels' "
-        "time:",
-        "",
-        f"| row | all | {' | '.join(PARTS)} | outside the tables |",
-        "|---|" + "---|" * (len(PARTS) + 2),
-    ]
-    above = {
-        figure: plan
-        for figure, plan in plans.items()
-        if isinstance(plan, Plan) and ratio(figure, plan) > goal
-    }
-    for figure, plan in sorted(above.items(), key=lambda item: -ratio(*item)):
-        percent = 100 * ratio(figure, plan)
-        shares = dict.fromkeys(PARTS, 0.0)
-        for name, seconds in parts(plan).items():
-            shares[name.partition(":")[0]] += percent * seconds / plan.forecast.step_s
-        cells = [f"{figure.recipe}:{figure.gpus} {figure.gpu}", f"{percent:.1f}"]
-        cells += [f"{share:.1f}" for share in shares.values()]
-        lines.append(f"| {' | '.join(cells)} | {100 * plan.forecast.outside:.0f} |")
-    return lines
+def tables(forecasts: Forecasts) -> list[str]:
+    """The tables of published figures, block-scaled formats apart."""
+    blocks = {f: forecasts[f] for f in forecasts if f.recipe.endswith(tuple(BLOCKS))}
+    others = {f: forecasts[f] for f in forecasts if f not in blocks}
+    return [
+        "### In bf16 and FP8", "", *summary(others), "", *table(others), "",
+        "### In MXFP8 and NVFP4", "", *summary(blocks), "", *table(blocks),
+    ]  # fmt: skip
 
 
 def main() -> int:
-    """Writes the tables; returns 1 if a row has no plan."""
+    """Writes the tables; returns 1 if a figure has no plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/forecast.md"))
+    parser.add_argument("--anchors", action="store_true", help="plan the figures of anchors.csv")
     args = parser.parse_args()
-    check_compiler()
-    tables, later = table_figures(), later_figures()
-    plans = make_plans([*tables, *later])
-    blocks = [f for f in tables if f.recipe.endswith(tuple(BLOCKS))]
-    whole = [f for f in tables if f not in blocks]
-
-    def both(figures: list[Figure], goal: float) -> list[str]:
-        chosen = {figure: plans[figure] for figure in figures}
-        return [*summary(chosen), "", *by_part(chosen, goal), "", *table(chosen)]
-
-    since = {f: plans[f] for f in later}
-    packages = versions() | {"commit": None, "source": None}
-    names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
-    lines = [
-        f"{time.strftime('%Y-%m-%d')}. {names}.", "",
-        "### Published tables", "", *both(whole, GOAL), "",
-        "### Published tables in MXFP8 and NVFP4", "", *both(blocks, BLOCKS_GOAL), "",
-        "### Published since", "", *by_part(since, GOAL), "", *table(since),
-    ]  # fmt: skip
-    replace_table(args.output, "\n".join(lines))
-    write_whole(args.output.with_suffix(".svg"), picture(lines))
-    print("\n".join(lines))
-    return int(any(isinstance(plan, str) for plan in plans.values()))
+    forecasts = in_table()
+    replace_table(DOCUMENT, "\n".join(tables(forecasts)))
+    if args.anchors:
+        check_compiler()
+        anchors = of_plans(make_plans(later_figures()))
+        replace_table(DOCUMENT, "\n".join(table(anchors)), ANCHORS_MARK)
+        forecasts |= anchors
+    write_whole(DOCUMENT.with_suffix(".svg"), picture(DOCUMENT.read_text().splitlines()))
+    return int(None in forecasts.values())
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ FAMILIES = {
     "grok": ("Grok-1", "#b3261e", "#ff8a80", "m0,-5l5,8.5h-10z"),
     "qwen": ("Qwen3", "#8a4b08", "#e0a458", "m0,5l5,-8.5h-10z"),
     "deepseek": ("DeepSeek-V3", "#6d3fb5", "#b79cf0", "m0,-5.5l5,5.5l-5,5.5l-5,-5.5z"),
+    "kimi": ("Kimi K2", "#0b7285", "#66d9e8", "m-4,-2.5h8v5h-8z"),
+    "gpt3": ("GPT-3", "#a61e4d", "#faa2c1", "m-2.5,-4h5v8h-5z"),
     "gpt_oss": (
         "GPT-OSS",
         "#16191f",

@@ -21,12 +21,12 @@ TEXTS = ("recipe", "GPU", "fits", "mesh", "planned")
 """Columns of the table of all plans that are not figures."""
 
 
-def replace_table(document: Path, table: str) -> None:
-    """Replaces what is below `MARK` in a document, up to `END` if it has one."""
-    before, mark, rest = document.read_text().partition(MARK)
-    assert mark, f"{document} has no line {MARK}"
+def replace_table(document: Path, table: str, mark: str = MARK) -> None:
+    """Replaces what is below a mark in a document, up to `END` if that follows."""
+    before, found, rest = document.read_text().partition(mark)
+    assert found, f"{document} has no line {mark}"
     after = "".join(rest.partition(END)[1:])
-    write_whole(document, f"{before}{MARK}\n\n{table.rstrip()}\n{after and chr(10) + after}")
+    write_whole(document, f"{before}{mark}\n\n{table.rstrip()}\n{after and chr(10) + after}")
 
 
 def plans() -> str:
