@@ -286,10 +286,10 @@ class ExpertsConfig:
     tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
     counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
     `expert` x `tensor` drops none"""
-    slots: Literal["rank", "expert"] = "rank"
-    """without a `capacity_factor`: what `rank_capacity_factor` counts. With `expert` each expert
-    has that factor times its own fair share of slots, and one batched matmul, padding included,
-    takes the place of grouped ones"""
+    slots: Literal["shared", "own"] = "shared"
+    """without a `capacity_factor`: whether the experts of a rank share its slots. With `own` each
+    expert has `rank_capacity_factor` times its fair share of slots, and one batched matmul,
+    padding included, takes the place of grouped ones"""
     routing: Literal["learned", "random", "skewed"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
     balancing). It takes the router's choice out of a benchmark. `skewed` draws experts whose
@@ -338,7 +338,7 @@ class ExpertsConfig:
     @property
     def grouped(self) -> bool:
         """True if the experts of a rank share its slots, so that their matmuls are grouped."""
-        return self.capacity_factor is None and self.slots == "rank"
+        return self.capacity_factor is None and self.slots == "shared"
 
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for so many tokens of a device, without shared slots. With a

@@ -51,7 +51,7 @@ MODELS = {
         "model.experts={capacity_factor: 1.0, capacity_tokens: 8}",
     ),
     # One batched matmul for all experts, without a limit that these few tokens reach.
-    "gpt_oss, slots of experts": ("gpt_oss_120b_bf16", "model.experts.slots=expert"),
+    "gpt_oss, slots of experts": ("gpt_oss_120b_bf16", "model.experts.slots=own"),
     # Tied: gradients of the table come from both of its uses.
     "grok1, tied": ("grok1_314b_bf16", "model.tied=true"),
 }
