@@ -133,12 +133,12 @@ def test_the_history_of_a_gpu_follows_it():
     found.reports = [{"hosts": {"n1": {"gpus": gpus}}}]
     found.add([Finding("n1 gpu 0", "MIG is on", "gpu", ("n1",))])
     known = qualify.followed(found, {})
-    assert known == {"17": {"where": "n1 gpu 0", "faults": ["n1 gpu 0: MIG is on"]}}
+    assert known == {"17": {"where": "n1 gpu 0", "faults": {"n1 gpu 0": ["n1 gpu 0: MIG is on"]}}}
     assert found.remarks == []
     moved = qualify.Verdicts(["n1", "n2"])
     moved.reports = [{"hosts": {"n2": {"gpus": {"n2 gpu 3": {"serial": "17"}}}}}]
     again = qualify.followed(moved, known)
-    assert again == {"17": {"where": "n2 gpu 3", "faults": ["n1 gpu 0: MIG is on"]}}
+    assert again == {"17": {"where": "n2 gpu 3", "faults": {"n1 gpu 0": ["n1 gpu 0: MIG is on"]}}}
     (remark,) = moved.remarks
     assert remark == "n2 gpu 3 (serial number 17) had faults before: n1 gpu 0: MIG is on"
 
@@ -164,7 +164,7 @@ def test_a_row_is_submitted_on_nodes_that_pass(tmp_path, monkeypatch):
     assert folder.parts[-2:] == ("16", job)
     for line in ("nodelist=n1,n4", "account=physics", "qos=high", "time=0:10:00", "nodes=2"):
         assert f"#SBATCH --{line}\n" in script
-    with pytest.raises(RecipeError, match="32 GPUs, but the nodes that pass have 24"):
+    with pytest.raises(RecipeError, match="32 GPUs, but 3 nodes have 24"):
         rows.submit("llama31_8b_fp8 --gpus 32", nodes, args)
     for text, message in (("llama31_8b_fp8 --gpu 8", "--gpu"), ("llama9", "llama9")):
         with pytest.raises(RecipeError, match=message):
@@ -187,7 +187,7 @@ def test_the_page_shows_all_that_was_found(tmp_path):
     for text in (
         "1 of 3 nodes passed, 1 failed, 1 not reached. 0 of 1 row passed.", "&lt;b&gt;",
         "1 x NVIDIA H100", "165", "a - b: slow", "8 GPUs of 1 node", "512 B", "90.1", "590.0",
-        "loaded for 5 minutes", "Accepted by",
+        "collectives for 5 minutes", "Accepted by",
     ):  # fmt: skip
         assert text.replace(" %", "\xa0%") in page.replace("&nbsp;", "\xa0"), text
     assert ">80</td>" in page  # percent of the expected rate

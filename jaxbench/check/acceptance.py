@@ -38,9 +38,9 @@ def page(
         headline=f"{counts['pass']} of {counted(len(verdicts), 'node')} passed, {counts['fail']} "
         f"failed, {counts['not reached']} not reached.{of_rows}",
         nodes=[(name, *verdicts[name], gpus(hosts.get(name, {}))) for name in verdicts],
-        minutes=max((report.get("minutes") or 0 for report in reports), default=0),
+        minutes=together.get("minutes") or 0,
         over=f"{counted(together['devices'])} of {counted(together['nodes'], 'node')}"
-        if sizes else "",
+        if together else "",
         sizes=sizes,
         charts=charts(sizes),
         notes=notes,

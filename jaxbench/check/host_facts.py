@@ -104,7 +104,9 @@ def counters(gpus: Mapping[str, nvml.Gpu], adapters: Path = ADAPTERS) -> Counts:
 def grew(before: Counts, after: Counts) -> Counts:
     """By how much counters grew. Those that did not are left out."""
     more = {
-        name: {kind: count - before[name].get(kind, count) for kind, count in counts.items()}
+        name: {
+            kind: count - before.get(name, {}).get(kind, count) for kind, count in counts.items()
+        }
         for name, counts in after.items()
     }
     grown = {name: {k: n for k, n in counts.items() if n > 0} for name, counts in more.items()}
@@ -116,7 +118,7 @@ def diagnosis() -> list[str] | None:
     it does not answer. We read its table, since its JSON has no stable schema (NVIDIA's
     documentation of DCGM, Diagnostic Errors)."""
     try:
-        done = subprocess.run(DIAGNOSIS, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(DIAGNOSIS, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.SubprocessError):
         return None
     lines = [" ".join(re.sub(r"[|+]|--+", " ", line).split()) for line in done.stdout.splitlines()]

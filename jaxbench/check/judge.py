@@ -243,7 +243,7 @@ GREW = {
     "rows_remapped": ("rows of memory remapped", None),
     "nvlink_errors": ("errors on NVLinks", None),
     "pcie_replays": ("replays on PCIe", None),
-    "link_downed": ("times without a link", "network"),
+    "link_downed": ("losses of the link", "network"),
     "link_error_recovery": ("recoveries of the link", None),
     "symbol_error": ("symbol errors", None),
     "port_rcv_errors": ("packets with errors", None),
@@ -260,7 +260,7 @@ def load_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
                 what, cause = GREW[key]
                 if key != "hot_ms" or count > HOT_MS:
                     nodes = (name,) if cause else ()
-                    yield Finding(where, f"under load {count} {what}", cause, nodes)
+                    yield Finding(where, f"{count} {what} under load", cause, nodes)
         for line in host.get("diagnosis") or ():
             yield Finding(name, f"dcgmi diag: {line}", "gpu", (name,))
 

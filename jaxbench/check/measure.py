@@ -29,14 +29,16 @@ MATMULS = "bf16 matmuls", "fp8 matmuls"
 
 Seconds = dict[jax.Device, float]
 
+OF_MEDIAN = 1.253
+"""The standard error of a median over that of a mean, with normal noise."""
+
 
 @dataclass(frozen=True)
 class Sample:
     """Sizes and repetitions. `side` is the side of a square matmul, `moved` the bytes that a
     kernel moves, `sent` the bytes of an exchange or of a collective's whole buffer, and `most` the
-    bytes of the largest collective by size. The others
-    say how often something is repeated in a row: matmuls, copies in a GPU's memory, links inside a
-    node, and links outside of it."""
+    bytes of the largest collective by size. The others say how often something is repeated in a
+    row: matmuls, copies in a GPU's memory, links inside a node, and links outside of it."""
 
     side: int
     moved: int
@@ -177,7 +179,7 @@ def sustained(
             together()
     times = {device: median(some) for device, some in samples.items()}
     rates = single(cluster, SUSTAINED, "TFLOP/s", teraflop, times, expected)
-    errors = (robust_deviation(s) / median(s) / len(s) ** 0.5 for s in samples.values())
+    errors = (OF_MEDIAN * robust_deviation(s) / median(s) / len(s) ** 0.5 for s in samples.values())
     return [replace(rate, noise=error) for rate, error in zip(rates, errors, strict=True)]
 
 

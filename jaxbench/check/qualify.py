@@ -408,17 +408,18 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
 
 
 def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Each GPU by its serial number: `where` it is, and all `faults` that it has had. A GPU that
-    had faults in another place is a remark."""
+    """Each GPU by its serial number: `where` it is, and all `faults` that it has had, by place. A
+    GPU that had faults in another place is a remark."""
     gpus = {serial: dict(known) for serial, known in before.items()}
     faults = [fault for some in found.faults.values() for fault in some]
     for serial, where in found.gpus.items():
-        known = gpus.setdefault(serial, {"where": where, "faults": []})
-        if known["where"] != where and known["faults"]:
-            past = "; ".join(known["faults"])
-            found.remarks.append(f"{where} (serial number {serial}) had faults before: {past}")
-        here = [str(fault) for fault in faults if fault.where == where]
-        gpus[serial] = {"where": where, "faults": [*dict.fromkeys([*known["faults"], *here])]}
+        past = dict(gpus.get(serial, {}).get("faults", {}))
+        if elsewhere := [str(fault) for place in past if place != where for fault in past[place]]:
+            said = "; ".join(elsewhere)
+            found.remarks.append(f"{where} (serial number {serial}) had faults before: {said}")
+        here = [*past.get(where, []), *(str(fault) for fault in faults if fault.where == where)]
+        past |= {where: [*dict.fromkeys(here)]} if here else {}
+        gpus[serial] = {"where": where, "faults": past}
     return gpus
 
 

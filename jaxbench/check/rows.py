@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxbench
-from jaxbench.base.errors import RecipeError
+from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import write_json
 from jaxbench.cluster.jobs import environment, queue, slurm
 from jaxbench.recipe import recipes
@@ -30,18 +30,21 @@ def submit(
     """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id
     and its folder; with the option `--dry-run` both are empty. Raises RecipeError with the
     launcher's message."""
-    recipe, *words = shlex.split(row) or [""]
-    named = re.search(r"--gpus[ =](\d+)", row)
+    recipe, *words = parsed(row)
+    named = re.search(r"--gpus[ =](\d+)", " ".join(words))
     per_node = args.cpu_devices or args.gpus_per_node
     have = len(nodes) * per_node
     if named is None:
-        counts = [n for n in recipes.load(recipe).rows if isinstance(n, int) and n <= have]
+        known = (n for n in recipes.load(recipe).rows if isinstance(n, int))
+        counts = [n for n in known if min(2, have) <= n <= have]
         if not counts:
-            raise RecipeError(f"--row {row!r}: no row of it has {have} GPUs or fewer; add --gpus")
+            raise RecipeError(f"--row {row!r}: no row of it is for 2 to {have} GPUs; add --gpus")
     gpus = int(named[1]) if named else max(counts)
     first = nodes[: -(-gpus // per_node)]
-    if gpus > have and "--dry-run" not in options:
-        raise RecipeError(f"--row {row!r}: {gpus} GPUs, but the nodes that pass have {have}")
+    if gpus > have:
+        raise RecipeError(
+            f"--row {row!r}: {gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
+        )
     variables = {
         "GPUS_PER_NODE": per_node, "SBATCH_ACCOUNT": args.account,
         "SBATCH_PARTITION": args.partition, "SBATCH_GPUS_PER_NODE": args.gres,
@@ -59,23 +62,33 @@ def submit(
     return (job[1], Path(job[2])) if job else ("", Path())
 
 
+def parsed(row: str) -> list[str]:
+    """The words of a row: a recipe and options. Raises RecipeError."""
+    try:
+        return shlex.split(row) or [""]
+    except ValueError as error:
+        raise RecipeError(f"--row {row!r}: {error}") from error
+
+
 def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if it is in
-    Slurm's queue or has a result, else of a new job. Cancels the job if it is interrupted."""
+    """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if that was
+    made on some of these nodes, and is in Slurm's queue or has a result; else of a new job. Cancels
+    the job if it is interrupted."""
     path = args.output / FILE
-    jobs: dict[str, tuple[str, str]] = {}
+    jobs: dict[str, tuple[str, str, list[str]]] = {}
     with suppress(OSError, ValueError):
         jobs = json.loads(path.read_text())
     try:
-        known, before = jobs.get(row, ("", ""))
-        if known not in queue() and not ended_well(before):
+        known, before, made_on = jobs.get(row, ("", "", []))
+        usable = known in queue() or ended_well(before)
+        if not (usable and set(made_on) <= set(nodes)):
             number, made = submit(row, nodes, args)
-            jobs[row] = number, str(made.absolute())
+            jobs[row] = number, str(made.absolute()), [*nodes]
             write_json(path, jobs)
-        job, folder = jobs[row]
+        job, folder, _ = jobs[row]
         print(f"row: {row} is job {job}: {folder}")
         try:
-            while job in queue():
+            while waits(job):
                 time.sleep(2)
         except KeyboardInterrupt:
             slurm("scancel", job)
@@ -84,6 +97,14 @@ def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, A
     except RecipeError as error:
         return {"recipe": row, "verdict": "failed", "reason": str(error), "gpus": None,
                 "step_time_s": None, "published_s": None}  # fmt: skip
+
+
+def waits(job: str) -> bool:
+    """True if a job is in Slurm's queue, or if Slurm does not answer."""
+    try:
+        return job in queue()
+    except RecipeError:
+        return True
 
 
 def ended_well(folder: str) -> bool:

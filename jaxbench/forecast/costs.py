@@ -13,7 +13,7 @@ from jaxbench.forecast.interpolate import Grid, between
 from jaxbench.forecast.tables import Sizes, Tables
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
-from jaxbench.xla.schedule import Roofline, peak
+from jaxbench.xla.schedule import Roofline, peak, work_peak
 from jaxbench.xla.timeline import Kernel
 
 TILE = (128, 128, 64)
@@ -129,7 +129,7 @@ class Measured(Roofline):
     def _peaks(self, work: Work) -> float:
         """The peak of the GPU that was measured over that of this one, which a user may have
         changed."""
-        return peak(self._measured, work.dtype) / peak(self.gpu, work.dtype)
+        return work_peak(self._measured, work) / work_peak(self.gpu, work)
 
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work, on this GPU."""
@@ -181,7 +181,7 @@ class Measured(Roofline):
         its own format a matmul is no faster than in the table's."""
         other = 1.0
         if work.format not in self.products:
-            own = peak(self._measured, work.dtype)
+            own = work_peak(self._measured, work)
             other = max(1.0, self._measured.tflops[self.format(work)] / own)
         return other * self._peaks(work)
 
@@ -228,7 +228,7 @@ class Measured(Roofline):
         return 2 * prod(padded(work)) / rate
 
     def _least(self, work: Work) -> float:
-        return work.flops / (peak(self.gpu, work.dtype) * 1e12)
+        return work.flops / (work_peak(self.gpu, work) * 1e12)
 
     def _attention(self, work: Work) -> float:
         """Seconds of causal attention by the table, at the share of its rate that attention keeps

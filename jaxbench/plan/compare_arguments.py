@@ -83,9 +83,14 @@ def models() -> list[str]:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks the options, and turns lists into numbers and prices. Raises RecipeError."""
-    names = {systems.find(asked).name: asked for asked in args.gpu}
-    args.gpu = [*names.values()]
+    """Checks the options. Lists become numbers, prices by GPU, and what `--gpu` says by the names
+    of the GPUs. Raises RecipeError."""
+    names: dict[str, str] = {}
+    for asked in args.gpu:
+        name = systems.find(asked).name
+        if names.setdefault(name, asked).lower() != asked.lower():
+            raise RecipeError(f"--gpu {asked}: {names[name]} is called {name} too; rename the file")
+    args.gpu = names
     try:
         args.gpus = sorted({int(count) for count in args.gpus})
     except ValueError:

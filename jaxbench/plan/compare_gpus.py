@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None) -> int:
     check_arguments(args)
     configs, changes = chosen(args.config)
     args.set = [*changes, *args.set]
-    targets = [target_of(name, args.system) for name in args.gpu]
+    targets = [target_of(name, asked, args.system) for name, asked in args.gpu.items()]
     check_compiler()
     with ExitStack() as held:
         if args.output:
@@ -119,10 +119,11 @@ def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
     return loaded, changes
 
 
-def target_of(name: str, settings: Sequence[str]) -> Target:
-    """The GPU of a name with those `--system` settings that are for it. Raises RecipeError."""
+def target_of(name: str, asked: str, settings: Sequence[str]) -> Target:
+    """The GPU that `--gpu` asks for, with those `--system` settings that are for its name. Raises
+    RecipeError."""
     parts = (text.rpartition(":") for text in settings)
-    return systems.find(name, [text for gpu, _, text in parts if gpu in ("", name)])
+    return systems.find(asked, [text for gpu, _, text in parts if gpu in ("", name)])
 
 
 def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:

@@ -95,6 +95,8 @@ def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -
         peaks = {"tflops": gpu.tflops | {key: number}}
         changes: dict[str, Any] = peaks if key in PEAKS else {key: number}
         gpu = replace(gpu, **changes)
+    if gpu.oversubscription < 1 or (gpu.oversubscription > 1) > bool(gpu.leaf):
+        raise RecipeError(f"{option}: oversubscription has to be at least 1, and needs leaf=N")
     if gpu.domain % gpu.node:
         raise RecipeError(
             f"{option}: a domain of {gpu.domain} GPUs does not consist of nodes of {gpu.node}"

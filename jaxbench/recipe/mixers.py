@@ -289,7 +289,8 @@ class ExpertsConfig:
     slots: Literal["shared", "own"] = "shared"
     """without a `capacity_factor`: whether the experts of a rank share its slots. With `own` each
     expert has `rank_capacity_factor` times its fair share of slots, and one batched matmul,
-    padding included, takes the place of grouped ones"""
+    padding included, takes the place of grouped ones. A factor of `count` / `top_k` then drops
+    none"""
     routing: Literal["learned", "random", "skewed"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
     balancing). It takes the router's choice out of a benchmark. `skewed` draws experts whose
@@ -309,6 +310,10 @@ class ExpertsConfig:
             self.top_k <= self.count,
             f"model.experts.top_k = {self.top_k} must be at most model.experts.count = "
             f"{self.count}",
+        )
+        require(
+            self.slots == "shared" or self.capacity_factor is None,
+            "model.experts.slots = own has no effect with a model.experts.capacity_factor",
         )
         divides("model.experts.groups", self.groups, "model.experts.count", self.count)
         divides("model.experts.top_groups", self.top_groups, "model.experts.top_k", self.top_k)

@@ -81,15 +81,21 @@ class Collective:
     def blocked(self, gpu: Gpu) -> float:
         """The factor by which oversubscribed uplinks slow down what leaves a domain, if all groups
         send at the same time. Of the domains that a ring has below a leaf switch, only one sends
-        over the uplinks. The other kinds send directly to the receiver."""
+        over the uplinks. In an all-to-all those bytes use them whose receiver is below another
+        leaf, and in a permute those pairs that are."""
         if not gpu.leaf:
             return 1.0
-        below = _domain_members((self.devices, *self.others), gpu.leaf * gpu.domain)
-        members = self.domain_members(gpu)
+        groups, leaf = (self.devices, *self.others), gpu.leaf * gpu.domain
+        if self.like == "collective-permute":
+            leaving = Counter(min(pair) // leaf for pair in groups if _apart(pair, gpu.domain))
+            rising = Counter(min(pair) // leaf for pair in groups if _apart(pair, leaf))
+            share = max((rising[n] / leaving[n] for n in rising), default=0.0)
+            return max(1.0, share * gpu.oversubscription)
+        below, members = _domain_members(groups, leaf), self.domain_members(gpu)
         if below == self.group:
             return 1.0
         share = members / below
-        if self.like in ("all-to-all", "collective-permute"):
+        if self.like == "all-to-all":
             share = (self.group - below) / (self.group - members)
         return max(1.0, share * gpu.oversubscription)
 
@@ -100,6 +106,11 @@ class Collective:
         if self.like != "all-to-all" or not self.crosses_domains(gpu):
             on_nvlink = self.wire_bytes / self.count / (gpu.nvlink * 1e9)
         return max(on_nvlink, self.adapter_bytes(gpu) / (gpu.nic * 1e9))
+
+
+def _apart(pair: tuple[int, ...], size: int) -> bool:
+    """True if two devices are in different blocks of so many."""
+    return len({device // size for device in pair}) > 1
 
 
 @cache

@@ -41,7 +41,7 @@ class Roofline:
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds of a kernel by part: `compute` for matmuls and attention, else `memory`."""
         memory = self.moving(kernel)
-        compute = sum(w.flops / (peak(self.gpu, w.dtype) * 1e12) for w in kernel.works)
+        compute = sum(w.flops / (work_peak(self.gpu, w) * 1e12) for w in kernel.works)
         return {"compute": max(compute, memory)} if compute else {"memory": memory}
 
     def moving(self, kernel: Kernel) -> float:
@@ -215,6 +215,11 @@ def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
         fused = program.computations[name]
         for inner in fused.values():
             yield from _works(program, inner, fused)
+
+
+def work_peak(gpu: Gpu, work: Work) -> float:
+    """The peak in TFLOP/s at which a GPU multiplies in the format of some work (`peak`)."""
+    return gpu.tflops.get(work.format) or peak(gpu, work.dtype)
 
 
 def peak(gpu: Gpu, dtype: str) -> float:

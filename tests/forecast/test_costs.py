@@ -42,6 +42,10 @@ def test_a_gpu_with_another_peak_scales_what_was_measured():
     assert not half.covers(large)
     fp8 = product(8192, 28672, 8192, "f8e4m3fn")
     assert (half.work(fp8), half.covers(fp8)) == (measured().work(fp8), True)
+    other = replace(PLANNED["gb200"], tflops=PLANNED["gb200"].tflops | {"mxfp8": 20_000.0})
+    blocks = product(8192, 28672, 8192, "f8e4m3fn", blocks=True)
+    times = [Measured(gpu, tables.load("gb200")).work(blocks) for gpu in (PLANNED["gb200"], other)]
+    assert times[1] < 0.3 * times[0]
     heads = attention(4, 32, 4096, 128, 128)
     assert half.work(heads) == pytest.approx(2 * measured().work(heads))
 
@@ -61,6 +65,12 @@ def test_oversubscribed_uplinks_slow_down_what_leaves_a_leaf():
     assert 1.9 < slower / measured().collective(ring) < 2
     apart = Collective("all-gather", "c", 2**33, (0, 32), 1, "")
     assert measured(slow).collective(apart) > 1.9 * measured().collective(apart)
+    # Of the 32 pairs of neighbouring nodes that begin below a leaf, 8 end below the next one.
+    pairs = [(n, n + 8) for n in range(56)]
+    sent = Collective("collective-permute", "c", 2**30, pairs[0], 1, "", tuple(pairs[1:]))
+    for oversubscription, factor in ((4.0, 1), (8.0, 2)):
+        seconds = measured(replace(leaf, oversubscription=oversubscription)).collective(sent)
+        assert seconds / measured().collective(sent) == pytest.approx(factor, rel=1e-2)
     below = gather(range(32), 2**33, "all-to-all")
     assert measured(slow).collective(below) == measured().collective(below)
     later = measured(replace(H100, latency=24.0)).collective(ring) - measured().collective(ring)

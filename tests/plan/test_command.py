@@ -170,6 +170,10 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys):
             [*ROW, "--set", "precision.dtype=nvfp4"],
             "nvfp4: H100 does not support it; b200, b300",
         ),
+        (
+            [*ROW, "--system", "oversubscription=2"],
+            "oversubscription has to be at least 1, and needs",
+        ),
         ([*ROW, "--system", "node=7"], "a domain of 8 GPUs does not consist of nodes of 7"),
         (
             [*ROW, "--system", "node=7", "--system", "domain=7"],

@@ -10,7 +10,7 @@ from parsed import Parsed
 
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.goodput import Assumed, expected
-from jaxbench.plan import compare_gpus, search
+from jaxbench.plan import compare_gpus, search, systems
 from jaxbench.recipe import flops, recipes
 
 WORDS = ["--config", "llama31_8b_bf16", "--gpu", "h100,gb200", "--gpus", "8,12"]
@@ -71,7 +71,7 @@ def test_a_cell_is_what_one_calculates_by_hand(compared):
 @pytest.mark.slow
 def test_what_is_not_known_is_left_out(compared, monkeypatch):
     unknown = {"gb200": replace(PLANNED["gb200"], power=0.0)}
-    monkeypatch.setattr(compare_gpus.hardware, "PLANNED", PLANNED | unknown)
+    monkeypatch.setattr(systems, "PLANNED", PLANNED | unknown)
     _, content = compared("--price", "h100=2")
     h100, _, gb200, _ = figures(content)
     assert h100["mwh"]
@@ -85,6 +85,17 @@ def test_what_is_not_known_is_left_out(compared, monkeypatch):
     same, _, changed, _ = figures(content)
     assert changed["mwh"] == pytest.approx(changed["gpu_hours"] / 1000)
     assert same["mwh"] == h100["mwh"]
+
+
+def test_systems_are_told_apart_by_their_names(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("like: h100\nnic: 25\n")
+    target = compare_gpus.target_of("mine", str(path), ["mine:nic=12", "h100:nic=100"])
+    assert target.gpu.nic == 12
+    other = tmp_path / "h100.yaml"
+    other.write_text("like: h100\n")
+    words = [*WORDS, "--gpu", f"H100,{other}"]
+    assert_mistake(compare_gpus.main, words, "H100 is called h100 too; rename the file", capsys)
 
 
 @pytest.mark.slow
