@@ -122,13 +122,14 @@ def test_options_around_training(option, tmp_path):
 
 @pytest.mark.skipif(not READS_HOST, reason="offloads: Python 3.12, whose jaxlib does")
 def test_a_job_with_too_little_memory_ends_before_it_compiles(tmp_path):
-    offload = "execution.remat=attention", "execution.offload=gate,up"
+    # A layer that does not repeat would keep its activations on the GPU.
+    offload = "execution.remat=attention", "execution.offload=gate,up", "model.layers=3"
     command = null_gpus.start(
         *null_gpus.tiny("llama31_70b_bf16", *offload), folder=tmp_path, **null_gpus.environment(),
         SLURM_MEM_PER_NODE="1",
     ).wait()  # fmt: skip
     assert (command.status, command.err.count("\n")) == (4, 1), command.text
-    assert "but Slurm gave the job 0.0 GiB (SLURM_MEM_PER_NODE; sbatch --mem=0" in command.err
+    assert "but Slurm gave the job only 0.0 GiB (SLURM_MEM_PER_NODE; sbatch --mem=0" in command.err
     assert "compiling" not in command.out
 
 
