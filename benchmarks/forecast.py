@@ -13,7 +13,6 @@ import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
 
@@ -27,8 +26,8 @@ from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
 from jaxbench.plan import systems
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import plan_each
+from jaxbench.plan.sweep import cells
 from jaxbench.recipe import planned, published, recipes
 from jaxbench.recipe.derived_rows import extend
 from jaxbench.recipe.families import MODELS
@@ -121,19 +120,6 @@ def later_figures() -> list[Figure]:
     return figures
 
 
-def make_plans(figures: list[Figure]) -> dict[Figure, Plan | str]:
-    """The plan of each figure's row, or the reason for which there is none."""
-    figures_of: dict[str, dict[Run, list[Figure]]] = defaultdict(lambda: defaultdict(list))
-    plans: dict[Figure, Plan | str] = {}
-    for figure in figures:
-        figures_of[figure.gpu][figure.run()].append(figure)
-    for gpu, runs in figures_of.items():
-        for run, plan in plan_each(runs, systems.find(gpu)):
-            print(f"{run.recipe} {run.row} on {gpu}", flush=True)
-            plans |= dict.fromkeys(runs[run], plan)
-    return plans
-
-
 @dataclass(frozen=True)
 class Forecast:
     """A forecast of a figure's work: rates in tokens per second and GPU, those at the ends of the
@@ -151,6 +137,21 @@ Forecasts = dict[Figure, Forecast | None]
 """None for a figure that is not planned."""
 
 
+def forecast_of(line: dict[str, str], tokens: float) -> Forecast:
+    """The forecast of a line of the table of all plans, whose step has so many tokens per GPU."""
+
+    def rate(column: str) -> float:
+        return tokens / float(line[column])
+
+    return Forecast(
+        rate=rate("forecast s"),
+        ends=(rate("high s"), rate("low s")) if line["low s"] else None,
+        bound=rate("bound s"),
+        mesh=line["mesh"] + ("" if line["fits"] == "yes" else ", does not fit"),
+        planned=line["planned"],
+    )
+
+
 def in_table() -> Forecasts:
     """The figures of published.csv, with their forecasts in the table of all plans."""
     lines = {(line["recipe"], line["GPU"], int(line["GPUs"])): line for line in planned.read()[1]}
@@ -158,31 +159,26 @@ def in_table() -> Forecasts:
     for figure in table_figures():
         line = lines.get((figure.recipe, figure.gpu, figure.gpus))
         found[figure] = None
-        if line and line["published s"]:
-
-            def rate(column: str, figure: Figure = figure, line: dict[str, str] = line) -> float:
-                return figure.rate * float(line["published s"]) / float(line[column])
-
-            mesh = line["mesh"] + ("" if line["fits"] == "yes" else ", does not fit")
-            ends = (rate("high s"), rate("low s")) if line["low s"] else None
-            found[figure] = Forecast(
-                rate("forecast s"), ends, rate("bound s"), mesh, line["planned"]
-            )
+        if line and (seconds := line["published s"]):
+            found[figure] = forecast_of(line, figure.rate * float(seconds))
     return found
 
 
-def of_plans(plans: dict[Figure, Plan | str]) -> Forecasts:
-    """Forecasts from plans that were just made."""
+def planned_now(figures: list[Figure]) -> Forecasts:
+    """Forecasts from plans that are made here. Prints why a figure has none."""
+    figures_of: dict[str, dict[Run, list[Figure]]] = defaultdict(lambda: defaultdict(list))
+    for figure in figures:
+        figures_of[figure.gpu][figure.run()].append(figure)
     found: Forecasts = {}
-    for figure, plan in plans.items():
-        found[figure] = None
-        if isinstance(plan, Plan):
-            rate, step = plan.rates["forecast"].tokens_per_s_per_gpu, plan.forecast.step_s
-            ends = (plan.forecast.interval.high_s, plan.forecast.interval.low_s)
-            slow, fast = (rate * step / seconds for seconds in ends)
-            mesh = plan.mesh + ("" if plan.fits else ", does not fit")
-            bound = plan.rates["bound"].tokens_per_s_per_gpu
-            found[figure] = Forecast(rate, (slow, fast), bound, mesh, f"{date.today()}")
+    for gpu, runs in figures_of.items():
+        for run, plan in plan_each(runs, systems.find(gpu)):
+            row, forecast = f"{run.recipe} {run.row} on {gpu}", None
+            if isinstance(plan, str):
+                print(f"{row}: {plan}", flush=True)
+            else:
+                print(row, flush=True)
+                forecast = forecast_of(cells(plan, gpu), run.tokens_per_step / run.gpus)
+            found |= dict.fromkeys(runs[run], forecast)
     return found
 
 
@@ -248,7 +244,7 @@ def main() -> int:
     replace_table(DOCUMENT, "\n".join(tables(forecasts)))
     if args.anchors:
         check_compiler()
-        anchors = of_plans(make_plans(later_figures()))
+        anchors = planned_now(later_figures())
         replace_table(DOCUMENT, "\n".join(table(anchors)), ANCHORS_MARK)
         forecasts |= anchors
     write_whole(DOCUMENT.with_suffix(".svg"), picture(DOCUMENT.read_text().splitlines()))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -126,13 +126,8 @@ def found_here(
         "files": host_facts.files(args.output) if job.one_of_node("check of files") else {},
     }
     seconds = {"host": time.perf_counter() - began}
-    ended = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(host_facts.under_load, told.values(), ended)
+    with sampled(cluster, told, gpus):
         rates = timed(cluster, measure.MATMULS, seconds)
-        ended.set()
-    for device, counters in zip(told, loaded.result(), strict=True):
-        gpus[cluster.names[device]] |= counters
     rates += timed(cluster, measure.OTHERS, seconds)
     first = job.gather("check first", rates)
 
@@ -147,23 +142,35 @@ def found_here(
     return here | {"rates": rates, "seconds": seconds, "sizes": sizes}
 
 
+@contextmanager
+def sampled(
+    cluster: measure.Cluster, told: Mapping[jax.Device, Told], gpus: dict[str, dict[str, Any]]
+) -> Iterator[None]:
+    """Samples this process's GPUs as long as the context lasts. Adds what it saw to their facts."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(host_facts.under_load, told.values(), ended)
+        try:
+            yield
+        finally:
+            ended.set()
+    for device, sample in zip(told, loaded.result(), strict=True):
+        gpus[cluster.names[device]] |= sample
+
+
 def loaded_for(
     cluster: measure.Cluster, told: Mapping[jax.Device, Told], minutes: int, here: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The rates of a long load. Adds to `here` the counters that grew (`grew`), the samples under
     load, and DCGM's `diagnosis`."""
     named = {cluster.names[device]: gpu for device, gpu in told.items()}
-    before, ended = host_facts.counters(named), threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        loaded = thread.submit(host_facts.under_load, told.values(), ended)
-        try:
-            with live("loading", shown=jax.process_index() == 0) as say:
-                say(f"loading all GPUs for {minutes} minutes")
-                rates = [asdict(r) for r in measure.sustained(cluster, minutes, *reference())]
-        finally:
-            ended.set()
-    for name, sample in zip(named, loaded.result(), strict=True):
-        here["gpus"][name] |= sample
+    before = host_facts.counters(named)
+    with (
+        sampled(cluster, told, here["gpus"]),
+        live("loading", shown=jax.process_index() == 0) as say,
+    ):
+        say(f"loading all GPUs for {minutes} minutes")
+        rates = [asdict(rate) for rate in measure.sustained(cluster, minutes, *reference())]
     here["grew"] = host_facts.grew(before, host_facts.counters(named))
     if job.one_of_node("check of DCGM"):
         here["diagnosis"] = host_facts.diagnosis()

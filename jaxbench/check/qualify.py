@@ -378,9 +378,10 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     told: set[str] = set()
     before: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
-        before = json.loads(path.read_text())
-        told = {*before["told"]} - {*found.healthy}
-    gpus = followed(found, before.get("gpus", {}))
+        written = json.loads(path.read_text())
+        told = {*written["told"]} - {*found.healthy}
+        before = dict(written["gpus"])
+    gpus = followed(found, before)
 
     def keep() -> None:
         verdicts = {n: dict(zip(("verdict", "why"), found.of(n), strict=True)) for n in found.nodes}

@@ -101,7 +101,7 @@ class Measured(Roofline):
             return self._grouped(work)
         if work.kind.startswith(SCAN):
             (rate,) = self.tables.values["scan", work.kind.removeprefix(SCAN)].values()
-            return work.flops / (rate * 1e12) * self._peaks(work)
+            return work.flops / (rate * 1e12) * self._peak_ratio(work)
         return self._attention(work) if work.kind == "attention" else self._least(work)
 
     def table(self, work: Work) -> str:
@@ -126,14 +126,14 @@ class Measured(Roofline):
         """The GPU of the tables. A user may have changed the links and the memory of `gpu`."""
         return PLANNED[self.gpu.name.lower()]
 
-    def _peaks(self, work: Work) -> float:
+    def _peak_ratio(self, work: Work) -> float:
         """The peak of the GPU that was measured over that of this one, which a user may have
         changed."""
         return work_peak(self._measured, work) / work_peak(self.gpu, work)
 
     def covers(self, work: Work) -> bool:
         """True if the tables cover the sizes of a kernel's work, on this GPU."""
-        if work.flops and self._peaks(work) != 1:
+        if work.flops and self._peak_ratio(work) != 1:
             return False
         if work.kind == "product":
             if (grid := self.products.get(work.format)) is None:
@@ -167,7 +167,7 @@ class Measured(Roofline):
 
     def _product_s(self, work: Work) -> float:
         if (profiled := self._profiled_s(work)) is not None:
-            return max(profiled * self._peaks(work), self._least(work))
+            return max(profiled * self._peak_ratio(work), self._least(work))
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
         seconds = max(measured, self._sustained_s(work))
         if (slower := self._slower_than_table(work)) != 1:
@@ -183,7 +183,7 @@ class Measured(Roofline):
         if work.format not in self.products:
             own = work_peak(self._measured, work)
             other = max(1.0, self._measured.tflops[self.format(work)] / own)
-        return other * self._peaks(work)
+        return other * self._peak_ratio(work)
 
     def _grouped_s(self, work: Work) -> float:
         """Seconds of a grouped matmul. It is no faster than a plain one of the same size. Without a
@@ -214,7 +214,7 @@ class Measured(Roofline):
             (log(s[1]), 2 * prod(s) / (t * MICRO)) for s, t in times.items() if s[2:] == similar
         )
         rate = between(points, min(max(log(rows), points[0][0]), points[-1][0]))
-        return work.flops / rate * self._peaks(work)
+        return work.flops / rate * self._peak_ratio(work)
 
     def _sustained_s(self, work: Work) -> float:
         """The least seconds of a matmul in a step, at the rate that the power limit leaves when
@@ -238,7 +238,7 @@ class Measured(Roofline):
         reached = rate(times, width, length, backward=work.backward)
         kept = self.tables.values.get(("kept", direction(work)), {})
         share = next(iter(kept.values()), 1.0) if self.conditions.sustained else 1.0
-        return half_scores(work) / reached / share * self._peaks(work)
+        return half_scores(work) / reached / share * self._peak_ratio(work)
 
     def width(self, work: Work) -> Width:
         """The head dims of the table by which attention is forecast: its own ones, or else those

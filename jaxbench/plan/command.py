@@ -114,7 +114,7 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
     one = args.gpu or args.system or args.kernels or not args.all
     others = [] if one else [name for name in hardware.PLANNED if name != DEFAULT_GPU]
     names = (args.gpu or DEFAULT_GPU, *others)
-    return [systems.find(name, args.system, args.kernels) for name in names]
+    return [systems.find(name, args.kernels).changed(args.system) for name in names]
 
 
 def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:

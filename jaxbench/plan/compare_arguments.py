@@ -83,14 +83,16 @@ def models() -> list[str]:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks the options. Lists become numbers, prices by GPU, and what `--gpu` says by the names
-    of the GPUs. Raises RecipeError."""
-    names: dict[str, str] = {}
+    """Checks the options. Lists become systems, numbers, and prices by the name of a GPU. Raises
+    RecipeError."""
+    targets: dict[str, systems.Target] = {}
     for asked in args.gpu:
-        name = systems.find(asked).name
-        if names.setdefault(name, asked).lower() != asked.lower():
-            raise RecipeError(f"--gpu {asked}: {names[name]} is called {name} too; rename the file")
-    args.gpu = names
+        target = systems.find(asked)
+        if targets.setdefault(target.name, target) != target:
+            raise RecipeError(
+                f"--gpu {asked}: another GPU is called {target.name}; rename the file"
+            )
+    args.gpu = [*targets.values()]
     try:
         args.gpus = sorted({int(count) for count in args.gpus})
     except ValueError:
@@ -100,7 +102,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if not (args.gpu and args.gpus):
         raise RecipeError("--gpu and --gpus need at least one value each")
     args.price = dict(_price(text) for text in args.price)
-    if unused := [name for name in args.price if name not in names]:
+    if unused := [name for name in args.price if name not in targets]:
         raise RecipeError(f"--price {unused[0]}=..: {unused[0]} is not in --gpu")
     for name in ("tokens", "mtbf", "storage", "restart"):
         value = getattr(args, name)
@@ -115,7 +117,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         check_folder("--output", args.output)
     for text in args.system:
         gpu, colon, _ = text.rpartition(":")
-        if colon and gpu not in names:
+        if colon and gpu not in targets:
             raise RecipeError(f"--system {text}: {gpu} is not in --gpu")
 
 

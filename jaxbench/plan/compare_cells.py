@@ -84,6 +84,11 @@ class Cell:
         return self.figures is not None and not self.why
 
 
+def train_state(cells: Sequence[Cell]) -> int:
+    """Bytes of the train state of the first cell that was compiled; 0 if none was."""
+    return next((cell.state_bytes for cell in cells if cell.work), 0)
+
+
 def mark(cells: Sequence[Cell]) -> None:
     """Marks the cells with the fewest days and with the lowest cost, among those that fit."""
     for name, figure in (("fastest", "days"), ("cheapest", "cost")):

@@ -20,12 +20,12 @@ from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
 from jaxbench.forecast.goodput import OBSERVED, Assumed, expected
-from jaxbench.plan import search, systems
+from jaxbench.plan import search
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
-from jaxbench.plan.compare_cells import Cell, Figures, Work, as_objects, mark, shown
+from jaxbench.plan.compare_cells import Cell, Figures, Work, as_objects, mark, shown, train_state
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, plan_all
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None) -> int:
     check_arguments(args)
     configs, changes = chosen(args.config)
     args.set = [*changes, *args.set]
-    targets = [target_of(name, asked, args.system) for name, asked in args.gpu.items()]
+    targets = [with_its_settings(target, args.system) for target in args.gpu]
     check_compiler()
     with ExitStack() as held:
         if args.output:
@@ -81,7 +81,7 @@ def _compare(
         published = MODELS[next(iter(configs.values())).model]
         changes = [change for change in args.set if change.startswith("model.")]
         model = ", ".join([model_name(published.family, published.size), *changes])
-    state = next((cell.state_bytes for cell in cells if cell.work), 0)
+    state = train_state(cells)
     goodput = curves(state, assumed) if state else {}
     remarks = notes(cells, assumed, args.price)
     if args.format == "json":
@@ -119,11 +119,11 @@ def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
     return loaded, changes
 
 
-def target_of(name: str, asked: str, settings: Sequence[str]) -> Target:
-    """The GPU that `--gpu` asks for, with those `--system` settings that are for its name. Raises
+def with_its_settings(target: Target, settings: Sequence[str]) -> Target:
+    """A GPU with those `--system` settings that are for its name, or for all. Raises
     RecipeError."""
     parts = (text.rpartition(":") for text in settings)
-    return systems.find(asked, [text for gpu, _, text in parts if gpu in ("", name)])
+    return target.changed([text for gpu, _, text in parts if gpu in ("", target.name)])
 
 
 def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:

@@ -14,7 +14,7 @@ from jaxbench.pages.charts import (
     three_digits,
 )
 from jaxbench.pages.html import render
-from jaxbench.plan.compare_cells import Cell, Figures, shown
+from jaxbench.plan.compare_cells import Cell, Figures, shown, train_state
 from jaxbench.recipe.names import gpus_name
 from jaxbench.results.plans import MINIMUM_S, part_name
 
@@ -166,7 +166,7 @@ def compare_page(
     what the figures rest on."""
     amount = f"{tokens / 1e12:g} trillion"
     jobs = {(cell.gpus, cell.state_bytes): cell.goodput for cell in cells if cell.goodput}
-    state = next((cell.state_bytes for cell in cells if cell.work), 0)
+    state = train_state(cells)
     on_curve = {gpus: job for (gpus, its), job in jobs.items() if its == state}
     lines = shown(cells)
     return render(

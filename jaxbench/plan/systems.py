@@ -43,14 +43,17 @@ class Target:
         kernels = ["--kernels", str(self.kernels)] if self.kernels else []
         return [*system, *kernels]
 
+    def changed(self, settings: Sequence[str]) -> "Target":
+        """The same GPU with further settings of `--system`. Raises RecipeError."""
+        gpu = with_settings(self.gpu, settings)
+        return replace(self, gpu=gpu, system=(*self.system, *settings))
 
-def find(asked: str, settings: Sequence[str] = (), kernels: Path | None = None) -> Target:
-    """The system that `--gpu` and `--system` describe. Raises RecipeError."""
+
+def find(asked: str, kernels: Path | None = None) -> Target:
+    """The system that `--gpu` describes. Raises RecipeError."""
     if not asked.endswith((".yaml", ".yml")):
-        name = known(asked)
-        return Target(with_settings(PLANNED[name], settings), name, tuple(settings), kernels)
-    gpu = with_settings(read(Path(asked)), settings)
-    return Target(gpu, Path(asked).stem, tuple(settings), kernels, asked)
+        return Target(PLANNED[known(asked)], known(asked), kernels=kernels)
+    return Target(read(Path(asked)), Path(asked).stem, kernels=kernels, asked=asked)
 
 
 def known(name: str, option: str = "--gpu") -> str:
@@ -95,7 +98,7 @@ def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -
         peaks = {"tflops": gpu.tflops | {key: number}}
         changes: dict[str, Any] = peaks if key in PEAKS else {key: number}
         gpu = replace(gpu, **changes)
-    if gpu.oversubscription < 1 or (gpu.oversubscription > 1) > bool(gpu.leaf):
+    if gpu.oversubscription < 1 or (gpu.oversubscription > 1 and not gpu.leaf):
         raise RecipeError(f"{option}: oversubscription has to be at least 1, and needs leaf=N")
     if gpu.domain % gpu.node:
         raise RecipeError(

@@ -55,6 +55,11 @@ class Collective:
         }[self.like]
         return round(per_run * self.count)
 
+    @property
+    def every(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of all groups."""
+        return self.devices, *self.others
+
     def crosses_domains(self, gpu: Gpu) -> bool:
         """True if a group spans more than one NVLink domain."""
         return self.domain_members(gpu) < self.group
@@ -62,7 +67,7 @@ class Collective:
     def domain_members(self, gpu: Gpu) -> int:
         """Devices of a group in one domain. This is the least over all groups and domains, since a
         step waits for the slowest group."""
-        return _domain_members((self.devices, *self.others), gpu.domain)
+        return _domain_members(self.every, gpu.domain)
 
     def adapter_bytes(self, gpu: Gpu) -> float:
         """The bytes that one run sends over the network adapter of each GPU; 0 inside a domain.
@@ -85,13 +90,13 @@ class Collective:
         leaf, and in a permute those pairs that are."""
         if not gpu.leaf:
             return 1.0
-        groups, leaf = (self.devices, *self.others), gpu.leaf * gpu.domain
+        leaf = gpu.leaf * gpu.domain
         if self.like == "collective-permute":
-            leaving = Counter(min(pair) // leaf for pair in groups if _apart(pair, gpu.domain))
-            rising = Counter(min(pair) // leaf for pair in groups if _apart(pair, leaf))
+            leaving = Counter(min(pair) // leaf for pair in self.every if _apart(pair, gpu.domain))
+            rising = Counter(min(pair) // leaf for pair in self.every if _apart(pair, leaf))
             share = max((rising[n] / leaving[n] for n in rising), default=0.0)
             return max(1.0, share * gpu.oversubscription)
-        below, members = _domain_members(groups, leaf), self.domain_members(gpu)
+        below, members = _domain_members(self.every, leaf), self.domain_members(gpu)
         if below == self.group:
             return 1.0
         share = members / below

@@ -60,7 +60,7 @@ oversubscription: 2
 def test_a_file_describes_a_gpu_that_we_do_not_know(tmp_path):
     path = tmp_path / "next.yaml"
     path.write_text(GPU_FILE)
-    target = find(str(path), ["nic=100"])
+    target = find(str(path)).changed(["nic=100"])
     gpu = target.gpu
     assert target.name == "next"
     assert target.options() == ["--gpu", str(path), "--system", "nic=100"]
