@@ -157,11 +157,15 @@ def test_a_row_is_submitted_on_nodes_that_pass(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", slurm(tmp_path), prepend=":")
     monkeypatch.setenv("STAGE_PATH", str(tmp_path))
     monkeypatch.setenv("JAXBENCH_VENV", sys.prefix)
-    args = qualify.make_parser().parse_args(["--account", "physics", "--srun", "qos=high"])
+    words = ["--account", "physics", "--srun", "qos=high", "--output", str(tmp_path)]
+    args = qualify.make_parser().parse_args(words)
     nodes = ["n1", "n4", "n5"]
-    job, folder = rows.submit("llama31_8b_fp8 --time 0:10:00", nodes, args)
+    row = "llama31_8b_fp8 --time 0:10:00"
+    rows.run(row, nodes, args)
+    job, folder, its_nodes = json.loads((tmp_path / rows.FILE).read_text())[row]
+    assert its_nodes == ["n1", "n4"]
     script = (tmp_path / f"script-{job}").read_text()
-    assert folder.parts[-2:] == ("16", job)
+    assert folder.endswith(f"/16/{job}")
     for line in ("nodelist=n1,n4", "account=physics", "qos=high", "time=0:10:00", "nodes=2"):
         assert f"#SBATCH --{line}\n" in script
     with pytest.raises(RecipeError, match="32 GPUs, but 3 nodes have 24"):
