@@ -87,7 +87,8 @@ def by_nodes(reports: Sequence[Mapping[str, Any]]) -> list[Line]:
         for report in reports
         for line in largest(report.get("sizes") or ()).values()
     ]
-    return sorted(lines, key=lambda line: line["collective"])
+    kinds = [*dict.fromkeys(line["collective"] for line in lines)]
+    return sorted(lines, key=lambda line: kinds.index(line["collective"]))
 
 
 def charts(lines: Sequence[Line], over: str) -> list[Chart]:
