@@ -25,8 +25,6 @@ from jaxbench.train.step import (
     train_step,
 )
 
-NEWER = ("deepseek3", "qwen3", "nemotron3", "gpt_oss")
-
 
 @pytest.mark.parametrize(
     "case",
@@ -224,22 +222,6 @@ def test_blocks_divide_the_weights_of_every_smoke_row(name):
     run = recipes.resolve(recipes.load(name), "smoke")
     with mesh_of(run):
         jax.eval_shape(make_program(run), abstract_state(run))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "recipe",
-    [r for r in recipes.load_all() if r.name.startswith(NEWER) and r.name.endswith("_fp8")],
-    ids=lambda r: r.name,
-)
-def test_smoke_rows_learn_one_batch(recipe):
-    """Of two sequences; the recipe's rate would rise through warm-up."""
-    changes = ["batch.global_batch=2", "optimizer.learning_rate=3e-3", "optimizer.warmup=0"]
-    overrides = recipes.parse_overrides(changes)
-    losses = losses_on_one_batch(recipes.resolve(recipe, "smoke", overrides=overrides), steps=5)
-    assert losses[0] == pytest.approx(np.log(2048), abs=0.3)
-    # Where weights follow no gradient, the loss moves by its rounding errors, below 0.01.
-    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize(
