@@ -39,6 +39,7 @@ LayerRouting = tuple[RoutingFigures, ...]
 """The routing figures of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, LayerRouting]
+"""What a layer, a block or a segment of blocks returns."""
 
 
 class Weight(nnx.Param):

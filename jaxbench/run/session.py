@@ -30,7 +30,7 @@ from jaxbench.run import plausible, profiling, repeatable, sampling, tune
 from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
-from jaxbench.run.ranks import gathered, slow_devices
+from jaxbench.run.ranks import gather_ranks, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import begun, new_record
 from jaxbench.run.step_errors import WatchedProgram
@@ -194,7 +194,7 @@ class Attempt:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
         summaries = sampler.summaries if sampler else []
-        ranks = gathered(times, not self.signals.agreed, summaries)
+        ranks = gather_ranks(times, not self.signals.agreed, summaries)
         self.recorder.add(ranks=ranks)
         for line in (*slow_devices(ranks), *sampling.warnings(ranks)):
             self.recorder.say(line)

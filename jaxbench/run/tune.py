@@ -41,7 +41,10 @@ def tune(
         say(f"kernel sizes: timing {count} candidates for {len(missing)} kernels")
     start = time.perf_counter()
     share = missing[jax.process_index() :: jax.process_count()]
-    timed = {case.name: asdict(kernel_timing.best(case, run)) for case in share}
+    choices = {
+        case.name: kernel_timing.choose(case, kernel_timing.timings(case, run)) for case in share
+    }
+    timed = {name: asdict(choice) for name, choice in choices.items()}
     job.meet("timing kernels")
     for found in job.all_gather("kernel sizes", timed):
         known |= found

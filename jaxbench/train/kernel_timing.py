@@ -87,11 +87,6 @@ def timings(case: Case, run: Run) -> dict[str, float]:
     return found
 
 
-def best(case: Case, run: Run) -> Choice:
-    """Times the candidates of a case and chooses one."""
-    return choose(case, timings(case, run))
-
-
 def choose(case: Case, found: dict[str, float]) -> Choice:
     """The fastest candidate; the first one unless another is clearly faster."""
     first = str(case.candidates[0])

@@ -98,7 +98,7 @@ def fp8_product(kind, mesh_name, precision, arrays):
                 return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
             return mesh.scatter_seq(dense.dot(equation, x, unit.qkv, y_dims))
 
-        y, vjp = jax.vjp(product, x, stack, step.zeros)
+        y, vjp = jax.vjp(product, x, stack, step.probes)
         dx, d_stack, observed = vjp(dy)
         dw = mesh.sum_replicas(d_stack.qkv[...], kernel[None])[0]
         return y, dx, dw, step.next_histories(observed)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxbench.ops.grouped import group
-from jaxbench.ops.kernel_sizes import Case, Choices, chosen, using
+from jaxbench.ops.kernel_sizes import Case, Choices, sizes_for, using
 from jaxbench.run import tune
 from jaxbench.train import kernel_timing
 
 
 def scaled(x, *, sizes=None):
     """A kernel with three candidates, whose result says which of them it took."""
-    return x * (sizes or chosen(scaled, (1, 2, 3), x))
+    return x * (sizes or sizes_for(scaled, (1, 2, 3), x))
 
 
 CASE = Case(scaled, (jax.ShapeDtypeStruct((4,), jnp.float32),), (1, 2, 3))
