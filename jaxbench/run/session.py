@@ -37,7 +37,7 @@ from jaxbench.run.step_errors import WatchedProgram
 from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import compile_program, offloaded_bytes
-from jaxbench.train.program_checks import check_program, described_kernels
+from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.train.step import State, abstract_state
 
 
@@ -251,8 +251,8 @@ class Attempt:
         compile_step = profiling.compile_without_graphs if for_profiler else compile_program
         spinner = live("compiling", shown=recorder.folder is not None)
         identity = cache_identity(recorder.record)
-        tuned = autotuning_identity(recorder.record) if on_gpu else None
-        cache = program_cache(options.compilation_cache, identity, recorder.say, tuned)
+        autotuning = autotuning_identity(recorder.record) if on_gpu else None
+        cache = program_cache(options.compilation_cache, identity, recorder.say, autotuning)
         with cache as cached, spinner:
             was_cached = cached.program and not for_profiler
             if on_gpu and not was_cached:
@@ -270,7 +270,7 @@ class Attempt:
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
-        by = described_kernels(run)
+        by = describe_kernels(run)
         recorder.add(kernels=by)
         recorder.say(", ".join(f"{part_name(part)}: {name}" for part, name in by.items()))
         if options.pgle:

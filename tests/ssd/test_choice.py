@@ -9,7 +9,7 @@ from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.ssd import IMPLEMENTATIONS, choose
 from jaxbench.recipe.settings import Execution
-from jaxbench.train.program_checks import check_run, described_kernels
+from jaxbench.train.program_checks import check_run, describe_kernels
 
 PALLAS = (
     "execution.ssd=pallas", "precision.dtype=bf16", "batch.sequence_length=128",
@@ -45,12 +45,12 @@ def test_the_kernels_run_by_default_where_they_can():
 def test_a_gpu_whose_kernels_cannot_says_why(monkeypatch):
     """The record and the log of a run have this text."""
     monkeypatch.setattr(mesh, "platform", lambda: "gpu")
-    assert described_kernels(run_of("execution.ssd=auto"))["Mamba-2"] == "pallas"
+    assert describe_kernels(run_of("execution.ssd=auto"))["Mamba-2"] == "pallas"
     short = run_of("execution.ssd=auto", "batch.sequence_length=64")
     reason = "64 tokens per sequence and rank, not a multiple of 128"
-    assert described_kernels(short)["Mamba-2"] == f"xla (pallas cannot compute {reason})"
+    assert describe_kernels(short)["Mamba-2"] == f"xla (pallas cannot compute {reason})"
     asked = run_of("execution.ssd=xla", "batch.sequence_length=64")
-    assert described_kernels(asked)["Mamba-2"] == "xla"
+    assert describe_kernels(asked)["Mamba-2"] == "xla"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jaxbench.jax_internals import READS_HOST
 from jaxbench.ops.attention import cudnn
 from jaxbench.recipe import flops
 from jaxbench.train.program import offloaded_bytes
-from jaxbench.train.program_checks import check_program, described_kernels
+from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.xla import host_copies, schedule
 from jaxbench.xla.custom_calls import quantized_matmuls
 from jaxbench.xla.launches import launches_kernel
@@ -147,7 +147,7 @@ def test_the_forecast_guides_a_schedule_that_exposes_less():
     for name in ("tuned", "guided"):
         row = Compiled("llama2_70b_bf16", 1024, f"execution.xla_flags={name}")
         with jax.set_mesh(row.mesh):
-            described = described_kernels(row.run)
+            described = describe_kernels(row.run)
         exposed[name] = schedule.Walk(row.program).under(expected(H100, 1024)).exposed_s
     assert described["schedule"] == "guided by the forecast"
     assert exposed["guided"] < exposed["tuned"] / 5

@@ -15,7 +15,7 @@ from jaxbench.ops.dense import is_variable
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.settings import AXES
 from jaxbench.train.optimizer import learning_rate
-from jaxbench.train.program_checks import described_kernels
+from jaxbench.train.program_checks import describe_kernels
 from jaxbench.train.step import (
     abstract_state,
     gradients,
@@ -161,7 +161,7 @@ def tiny_losses(family, dtype, *overrides):
     with mesh_of(run):
         emulated = "bf16" if dtype == "fp8" else "fp32"
         expected = dtype if dtype == "bf16" else f"{dtype}, emulated in {emulated}"
-        assert described_kernels(run)["products"] == expected
+        assert describe_kernels(run)["products"] == expected
     return losses_on_one_batch(run, steps=25)
 
 

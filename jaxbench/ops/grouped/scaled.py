@@ -193,7 +193,7 @@ def _cost(
     }
 
 
-def _in_order(groups: Groups) -> Groups:
+def _of_permuted(groups: Groups) -> Groups:
     """Groups for rows that are already permuted. Padding is zero, or it is what a Hadamard
     transform makes of a block that contains padding; the matmul has to include it then."""
     return replace(groups, row=jnp.arange(groups.row.size))
@@ -226,11 +226,11 @@ class Dequantized(Kernels):
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         wide, weights = dequantized(rows)[0], dequantized(w)
         if side == "first":
-            y = xla.to_permuted(wide, weights.swapaxes(1, 2), _in_order(self.groups))
+            y = xla.to_permuted(wide, weights.swapaxes(1, 2), _of_permuted(self.groups))
         else:
             y = xla.from_permuted(wide, weights, self.groups)
         return y.astype(jnp.bfloat16)
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
         a, b = dequantized(first)[0].T, dequantized(last)[0].T
-        return xla.weights(a, b, _in_order(self.groups)).astype(jnp.bfloat16)
+        return xla.weights(a, b, _of_permuted(self.groups)).astype(jnp.bfloat16)

@@ -141,7 +141,7 @@ def _quantize(
     scale_inv, stored = (
         _per_tensor(stack, histories[number : number + 1], precision)
         if precision.dtype == "fp8"
-        else (None, _in_blocks(stack, precision))
+        else (None, _quantize_blocks(stack, precision))
     )
     seeds = _seeds(stack, seed, number) if precision.draws else None
     return Scaled(
@@ -167,7 +167,7 @@ def _per_tensor(
     return scale_inv, stored
 
 
-def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
+def _quantize_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
     """The copies of all weights in a block-scaled format (`block_scaled.Copies`)."""
     amax = _weight_amax(stack)
     leaves = jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_variable)

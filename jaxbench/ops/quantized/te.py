@@ -55,12 +55,7 @@ def takes(matmul: Matmul) -> bool:
 
 def scaling_mode(precision: Precision) -> str:
     """The scaling mode that the quantizations and matmuls of a recipe must have."""
-    return SCALING[_scaling(precision)]
-
-
-def _scaling(precision: Precision) -> str:
-    """The key of `SCALING` for a recipe."""
-    return precision.scaling if precision.dtype == "fp8" else precision.dtype
+    return SCALING[precision.scaling if precision.dtype == "fp8" else precision.dtype]
 
 
 def dot(matmul: Matmul, x: jax.Array, w: Operand) -> jax.Array:
