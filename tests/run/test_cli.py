@@ -102,9 +102,7 @@ def test_every_step_is_recorded_and_labelled(smoke):
     ("arguments", "message"),
     [
         (("--config", "configs/none.yaml"), "configs/none.yaml: No such file or directory"),
-        (("--config", CONFIG, "--set", "batch.global=4"), "unknown key 'batch.global'"),
         (("--config", CONFIG, "--gpus", "64"), "--gpus 64 was asked for, but this job sees 8 CPU"),
-        (("--config", CONFIG, "--set", "parallelism.fsdp=3"), "must divide"),
         (("--config", CONFIG, "--steps", "0"), "steps = 0 must be above 0"),
         (("--config", CONFIG, "--steps", "x"), "argument --steps: invalid int value: 'x'"),
         (("--config", CONFIG, "--step-count", "9"), "unrecognized arguments: --step-count 9"),
@@ -112,10 +110,6 @@ def test_every_step_is_recorded_and_labelled(smoke):
         (
             ("--config", "configs/llama2_70b_fp8.yaml", "--set", "precision.implementation=te"),
             "precision.implementation = te: Transformer Engine needs an NVIDIA GPU",
-        ),
-        (
-            ("--config", CONFIG, "--set", "execution.attention=cudnn"),
-            "execution.attention = cudnn does not run on a cpu",
         ),
         (
             ("--config", CONFIG, "--set", "optimizer.learning_rate=.nan"),

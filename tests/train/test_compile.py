@@ -347,12 +347,6 @@ def full_remat():
 
 
 @pytest.mark.nightly
-def test_full_remat_runs_attention_twice(full_remat):
-    calls = full_remat.program.custom_calls()
-    assert [calls[name] for name in cudnn.CALLS] == [8, 4]
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("batch", "passes", "each", "embedding"), [(64, 4, 4, 4), (16, 1, 2, 4)])
 def test_replicas_sum_their_gradients_once_per_step(batch, passes, each, embedding):
     """Two replicas, four microbatches: each gradient crosses replicas once, in fp32; those of a
