@@ -17,8 +17,8 @@ from jaxbench.recipe.settings import Execution, Precision
 
 
 class Sequences(NamedTuple):
-    """The sequences of a microbatch, or of several, with a leading dimension: tokens, targets, and
-    the number of the first sequence, counted from the first step."""
+    """The sequences of a microbatch, or of several with a leading dimension: tokens, targets, and
+    the number of the microbatch's first sequence. Sequences are counted from the first step on."""
 
     tokens: Int[Array, "*n B S"]
     targets: Int[Array, "*n B S"]

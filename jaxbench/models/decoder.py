@@ -213,12 +213,12 @@ def apply_block(
     bf16: frozenset[int] = frozenset(),
     only: int | None = None,
 ) -> LayerOutput:
-    """One block, or only one of its layers.
+    """Applies one block, or `only` one of its layers.
 
-    `weights` are the block and, for FP8, zeros whose gradients are the observed amax
-    (`Scaled.observed`). `constants` are, for quantized matmuls, the block's `Scaled`, and, for
-    random routing, the number of its first layer. What is not needed is None. The mixers in `bf16`
-    are not quantized.
+    `weights` is (the block, its `Scaled.observed`): FP8 differentiates by both. `constants` is (the
+    block's `Scaled`, the number of its first layer). A part that the run does not need is None:
+    only quantized matmuls need a `Scaled`, and only random routing needs the number. The mixers in
+    `bf16` are not quantized.
     """
     (block, observed), (scaled, layer) = weights, constants
     ctx = ctx.with_counters(layer=layer)
