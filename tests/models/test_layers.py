@@ -1,8 +1,9 @@
-"""Initial values of layers, and segments of layers."""
+"""Layers against independent references, initial values, and segments of layers."""
 
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import mesh_of, tiny_run
@@ -11,7 +12,7 @@ from jaxbench.models import attention, layers, mlp
 from jaxbench.models.decoder import Segment, segments
 from jaxbench.ops.remat import Policy
 from jaxbench.recipe.families import MODELS
-from jaxbench.recipe.mixers import MlpConfig
+from jaxbench.recipe.mixers import MlpConfig, Rope, RopeScaling
 from jaxbench.recipe.settings import Execution, Precision
 
 EPS32 = np.finfo(np.float32).eps
@@ -21,6 +22,47 @@ EPS32 = np.finfo(np.float32).eps
 def _one_device():
     with mesh_of(tiny_run()):
         yield
+
+
+def test_rms_norm():
+    cfg = tiny_run().model
+    norm = layers.RMSNorm(cfg)
+    rng = np.random.default_rng(0)
+    x, gain = rng.normal(size=(2, 5, 64)) * 3, rng.normal(size=64)
+    norm.gain = norm.gain.replace(jnp.asarray(gain, jnp.float32))
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain
+    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, RopeScaling(factor=8.0, low=1.0, high=4.0, original_context=8192)]
+)
+def test_rotary_embedding_turns_complex_pairs(scaling):
+    cfg = replace(MODELS["llama31_405b"].attention, rope=Rope(base=500_000.0, scaling=scaling))
+    length, half = 300, 64
+    frequency = np.array([cfg.rope.base ** (-2 * i / 128) for i in range(half)])
+    if scaling:
+        bands = []
+        for f in frequency:
+            wavelength = 2 * np.pi / f
+            if wavelength < 8192 / 4:
+                bands.append(f)
+            elif wavelength > 8192 / 1:
+                bands.append(f / 8)
+            else:
+                u = (8192 / wavelength - 1) / 3
+                bands.append((1 - u) * f / 8 + u * f)
+        kept, divided = np.sum(np.equal(bands, frequency)), np.sum(np.isclose(bands, frequency / 8))
+        assert (kept, divided) == (29, 29)
+        frequency = np.array(bands)
+    x = np.random.default_rng(0).normal(size=(1, length, 2, 128))
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
+        1j * np.arange(length)[:, None] * frequency
+    )[:, None]
+    expected = np.concatenate([turned.real, turned.imag], -1)
+    actual = layers.rotate(jnp.asarray(x, jnp.float32), layers.rotary_tables(cfg, length))
+    # An angle of 300 radians in fp32 is off by up to 300 eps.
+    np.testing.assert_allclose(actual, expected, atol=2 * length * EPS32 * np.abs(x).max())
 
 
 def test_initial_values_follow_megatron():

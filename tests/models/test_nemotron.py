@@ -1,4 +1,4 @@
-"""Nemotron-4 and Nemotron-H: their patterns of layers, and initial values."""
+"""Nemotron-4 and Nemotron-H: their layers, the cut of the stack, initial values."""
 
 from dataclasses import replace
 
@@ -10,6 +10,8 @@ from steps import new_state
 from tiny import mesh_of, tiny_run, to_numpy
 
 from jaxbench.base.errors import RecipeError
+from jaxbench.models import layers
+from jaxbench.models.context import Context
 from jaxbench.models.mamba2 import Mamba2
 from jaxbench.models.mlp import UngatedMlp
 from jaxbench.recipe.families import MODELS
@@ -18,6 +20,46 @@ from jaxbench.recipe.model import cut, repeating_blocks
 from jaxbench.train.optimizer import make_optimizer
 
 EPS32 = np.finfo(np.float32).eps
+
+
+def test_layer_norm_1p():
+    rng = np.random.default_rng(0)
+    x, gain, bias = rng.normal(size=(2, 5, 64)) * 3 + 1, rng.normal(size=64), rng.normal(size=64)
+    with mesh_of(tiny_run()):
+        norm = layers.LayerNorm1P(tiny_run().model)
+        assert not np.any(norm.gain[...])
+        assert not np.any(norm.bias[...])
+        norm.gain[...] = jnp.asarray(gain, jnp.float32)
+        norm.bias[...] = jnp.asarray(bias, jnp.float32)
+        out = norm(jnp.asarray(x, jnp.float32))
+    centred = x - x.mean(-1, keepdims=True)
+    expected = centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * (1 + gain) + bias
+    np.testing.assert_allclose(out, expected, atol=20 * EPS32 * np.abs(expected).max(), rtol=0)
+
+
+def test_rotary_embedding_of_half_the_features():
+    cfg, length = MODELS["nemotron4_340b"].attention, 50
+    x = np.random.default_rng(0).normal(size=(1, length, 2, 192))
+    turned = (x[..., :48] + 1j * x[..., 48:96]) * np.exp(
+        1j * np.arange(length)[:, None] * 10000.0 ** (-2 * np.arange(48) / 96)
+    )[:, None]
+    expected = np.concatenate([turned.real, turned.imag, x[..., 96:]], -1)
+    with mesh_of(tiny_run()):
+        tables = layers.rotary_tables(cfg, length)
+        actual = layers.rotate(jnp.asarray(x, jnp.float32), tables)
+        assert layers.rotary_tables(MODELS["nemotronh_56b"].attention, length) is None
+    np.testing.assert_allclose(actual, expected, atol=2 * length * EPS32 * np.abs(x).max())
+
+
+def test_squared_relu():
+    cfg = replace(tiny_run(family="nemotron4_340b_bf16").model, embed=32)
+    x = np.random.default_rng(0).normal(size=(2, 5, 32))
+    with mesh_of(tiny_run()):
+        mlp = UngatedMlp(cfg, MlpConfig(ffn=48, activation="relu2"), key=jax.random.key(0))
+        out, _ = mlp(jnp.asarray(x, jnp.float32), Context())
+    up, down = (np.asarray(w[...], np.float64) for w in (mlp.up, mlp.down))
+    expected = np.maximum(x @ up, 0) ** 2 @ down.T
+    np.testing.assert_allclose(out, expected, atol=100 * EPS32 * np.abs(expected).max(), rtol=0)
 
 
 def test_the_stack_is_cut_into_few_letters():

@@ -12,7 +12,6 @@ from tiny import tiny_run
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops import attention, grouped, ssd
 from jaxbench.ops.attention import IMPLEMENTATIONS, attend, choose, cudnn
 from jaxbench.recipe.settings import Execution
 
@@ -119,12 +118,21 @@ def test_sinks_beside_a_kernel_without_them():
             np.testing.assert_allclose(gradient, reference, atol=100 * EPS32)
 
 
-@pytest.mark.parametrize(
-    ("setting", "package"), [("attention", attention), ("ssd", ssd), ("grouped_matmul", grouped)]
-)
-def test_every_implementation_has_a_name_that_a_recipe_can_ask_for(setting, package):
+def test_bf16_attention_rounds_no_more_than_its_dtype():
+    q, k, v = (
+        np.asarray(jnp.asarray(RNG.normal(size=(2, 16, h, 8)), jnp.bfloat16)) for h in (4, 2, 2)
+    )
+    with on("one device"):
+        operands = (jnp.asarray(x) for x in (q, k, v))
+        out = attend(*operands, kernel="xla", scale=8**-0.5)
+    exact = attention_reference(*(x.astype(np.float64) for x in (q, k, v)))
+    # Weights and result are rounded to 8 bits each; scores and sums are fp32.
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=3 * 2**-8 * np.abs(v).max())
+
+
+def test_every_kernel_has_a_name_that_a_recipe_can_ask_for():
     hints = typing.get_type_hints(Execution)
-    assert {"auto", *package.IMPLEMENTATIONS} == set(typing.get_args(hints[setting]))
+    assert set(IMPLEMENTATIONS) == set(typing.get_args(hints["attention"])) - {"auto"}
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 192), (192, 128), (160, 136), (136, 64)])
