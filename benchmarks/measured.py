@@ -17,7 +17,7 @@ SESSIONS = dict.fromkeys(range(1, 5), "2026-11-26") | {
 """The session of each call: its day, and what tells it from others of that day."""
 
 LAUNCHES = {"bc": "gradients of b and c", "x": "gradient of x"}
-"""Sizes of `ops/ssd/pallas/tuning.py`, as findings of call 5 name them."""
+"""Sizes of `ops/ssd/pallas/tiles.py`, as findings of call 5 name them."""
 
 FORMATS = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 

@@ -313,11 +313,11 @@ def varying(vector: jax.Array, split: Collection[str] = (TENSOR,)) -> jax.Array:
     return jax.lax.pcast(vector, used(*(axis for axis in AXES if axis not in split)), to="varying")
 
 
-def as_weight(w: jax.Array, dims: str) -> jax.Array:
-    """An `accumulating` array, such as the transposed embedding table, resharded as a weight with
-    dimensions `dims`."""
-    reduced = set(jax.typeof(w).sharding.spec.reduced)
-    return jax.sharding.reshard(w, spec(dims, WEIGHT, reduced=reduced))
+def as_head(table: jax.Array) -> jax.Array:
+    """The transposed embedding table, which is `accumulating`, resharded as the weight of a head,
+    `"embed vocab"`."""
+    reduced = set(jax.typeof(table).sharding.spec.reduced)
+    return jax.sharding.reshard(table, spec("embed vocab", WEIGHT, reduced=reduced))
 
 
 def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:

@@ -21,7 +21,8 @@ from jaxbench.xla import hlo, schedule
 def test_a_rehearsal_writes_a_table_that_no_plan_takes(tmp_path):
     file = tmp_path / "cpu.csv"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "jaxbench.calibrate", "--rehearse", "--output", file],
+        [sys.executable, "-W", "error", "-m", "jaxbench", "calibrate", "--rehearse", "--output",
+         file],
         capture_output=True, text=True, check=False,
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
     )  # fmt: skip

@@ -387,3 +387,13 @@ def test_the_command_in_two_processes(tmp_path):
     assert largest["bytes"] == 8**5
     assert largest["algbw"] == pytest.approx(largest["bytes"] / largest["time_us"] / 1e3)
     assert list(tmp_path.iterdir()) == [tmp_path / "check.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "times"), [(["--sizes"], 1), ([], 0)])
+def test_one_gpu_has_no_collectives_by_size(tmp_path, options, times):
+    words = ["--cpu-devices", 1, "--output", tmp_path, *options]
+    status, out, err = commands.run(*words, module="jaxbench.check")
+    assert status == 0, err
+    line = "not judged: collectives by size, since there is only one GPU, and nothing to measure"
+    assert out.count(line) == times

@@ -130,7 +130,7 @@ def test_list_shows_intervals_and_says_how_far_forecasts_were_off(monkeypatch, c
 
 def test_list_is_filtered():
     lines = [*listing.rows()]
-    names = [line["recipe"] for line in listing.chosen(lines, ["llama", "405B"], "gb200", 256)]
+    names = [line["recipe"] for line in listing.select(lines, ["llama", "405B"], "gb200", 256)]
     assert names == [f"llama31_405b_{dtype}" for dtype in ("bf16", "fp8", "mxfp8", "nvfp4")]
     for words, gpu, gpus, message in (
         (["qwen", "mamba"], None, None, "no recipe has 'qwen' and 'mamba' in its name"),
@@ -139,7 +139,7 @@ def test_list_is_filtered():
         (["qwen3", "bf16"], None, 17, "these recipes have rows for 1, 16, 256 GPUs"),
     ):
         with pytest.raises(RecipeError, match=re.escape(message)):
-            listing.chosen(lines, words, gpu, gpus)
+            listing.select(lines, words, gpu, gpus)
 
 
 def test_a_shell_completes_names():

@@ -14,7 +14,17 @@ from jaxbench.check import acceptance, qualify, rows
 from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node
 
 
-def record(folder, nodes, rates, hosts):
+def sized(**busbw):
+    """The collectives by size of a check, with two sizes; names have a _ for each -."""
+    return [
+        {"collective": kind.replace("_", "-"), "bytes": size, "time_us": 10.0, "algbw": rate,
+         "busbw": rate * size / 64, "expected": expected}
+        for kind, (rate, expected) in busbw.items()
+        for size in (8, 64)
+    ]  # fmt: skip
+
+
+def record(folder, nodes, rates, hosts, sizes=()):
     """Writes check.json as a check of these nodes does."""
     mine = [rate for rate in rates if {*map(node, rate.ends)} <= {*nodes}]
     kinds = {
@@ -27,6 +37,7 @@ def record(folder, nodes, rates, hosts):
         for kind, some in by_kind(mine).items()
     }  # fmt: skip
     report = {"rates": kinds, "hosts": {name: hosts[name] for name in nodes}, "device": "H100"}
+    report |= {"nodes": len(nodes), "devices": 8 * len(nodes), "sizes": sizes}
     folder.mkdir(parents=True)
     (folder / "check.json").write_text(json.dumps(report))
 
@@ -35,7 +46,7 @@ def record(folder, nodes, rates, hosts):
 def qualified(tmp_path, capsys):
     """What a qualification concludes if all its checks have run already."""
 
-    def conclude(number, slowed):
+    def conclude(number, slowed, sizes=lambda nodes: {}):
         rates, hosts = made(number, 0, slowed=slowed)
         args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
         names = [*hosts]
@@ -47,7 +58,9 @@ def qualified(tmp_path, capsys):
                 if a != b:
                     record(tmp_path / "pairs" / f"{a}-{b}", [a, b], rates, hosts)
         healthy = [n for n in names if not any(n in where for _, where, _ in slowed)]
-        record(tmp_path / "all" / "all", healthy, rates, hosts)
+        for some in qualify.growing(healthy):
+            folder = tmp_path / "together" / str(len(some))
+            record(folder, some, rates, hosts, sized(**sizes(len(some))))
         return qualify.qualify(names, args)
 
     return conclude
@@ -61,6 +74,64 @@ def test_a_node_whose_gpus_are_all_slow_is_found_among_the_others(qualified):
     assert verdict == "fail"
     assert why.startswith("node3: bf16 matmuls 1")
     assert "below the median of 64" in why
+
+
+def test_collectives_over_more_nodes_tell_where_they_fall(qualified, capsys):
+    """No node is at fault. A rate that is expected to fall is none, nor is a fall by less than a
+    quarter, nor that of an all-to-all whose rate is not known."""
+
+    def rates(nodes):
+        slow = nodes > 4
+        return {
+            "all_reduce": (20 if slow else 40, 48),
+            "all_gather": (20 if slow else 40, 24 if slow else 48),
+            "reduce_scatter": (31 if slow else 40, None),
+            "all_to_all": (80 / nodes, None),
+        }  # fmt: skip
+
+    found = qualified(12, [], rates)
+    assert len(found.healthy) == 12
+    assert found.remarks == [
+        "8 nodes: all-reduce of 6.4e-08 GB: busbw 20 GB/s, but 40 over 2 nodes; look at the "
+        "switches between them, their routing and SHARP"
+    ]
+    lines = acceptance.by_nodes(found.reports)
+    assert [(line["collective"], line["nodes"], line["busbw"]) for line in lines[:4]] == [
+        ("all-reduce", nodes, rate) for nodes, rate in ((2, 40), (4, 40), (8, 20), (12, 20))
+    ]
+    qualify.show(found)
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all-reduce", "12", "64", "20", "48"] in shown
+
+
+def test_some_nodes_are_not_judged_together(tmp_path, qualified, monkeypatch):
+    """All of them are, at last. Records of fewer nodes that are missing or of other nodes are made
+    again, and a job that fails is no fault of a node."""
+    qualified(5, [])
+    monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
+    slower, hosts = made(5, 0, slowed=[("bf16 matmuls", "node1", 0.8)])
+    for number in (2, 4):
+        for path in (folder := tmp_path / "together" / str(number)).iterdir():
+            path.unlink()
+        folder.rmdir()
+    record(tmp_path / "together" / "4", [f"node{n}" for n in range(4)], slower, hosts)
+    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    found = qualify.qualify([*hosts], args)
+    assert len(found.healthy) == 5
+    assert [*map(str, found.links)] == ["node0 - node1: the check failed: exit status 0"]
+    assert [report["nodes"] for report in found.reports[5:]] == [4, 5]
+
+
+def test_numbers_of_nodes_double_up_to_all_of_them():
+    def sizes(number):
+        return [len(some) for some in qualify.growing([f"n{n}" for n in range(number)])]
+
+    assert [sizes(n) for n in range(5)] == [[0], [1], [2], [2, 3], [2, 4]]
+    assert sizes(256) == [2, 4, 8, 16, 32, 64, 128, 256]
+    nodes = "abcdefghijklmnopqrstuvwx"
+    assert ["".join(some) for some in qualify.growing([*nodes])[2:]] == [
+        "abcdefgh", "abdeghjkmnpqstvw", nodes,
+    ]  # fmt: skip
 
 
 def test_rounds_give_each_node_two_partners_and_one_at_a_time():
@@ -84,7 +155,7 @@ def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path, mon
     record(tmp_path / "nodes" / "node0", ["node1"], rates, hosts)
     args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
     monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
-    check = qualify.run_check(("node0",), "nodes", "", args)
+    check = qualify.run_check(("node0",), qualify.NODES, "", args)
     assert (check.report, check.why) == (None, "exit status 0")
     assert check.reached
     for text in ("{", "[]", '{"rates": {}}'):
@@ -150,18 +221,23 @@ def test_a_longer_load_repeats_a_check(tmp_path, monkeypatch):
     for minutes, kept in (((), True), (("--minutes", "5"), False)):
         words = ["--output", str(tmp_path), *minutes]
         args = qualify.make_parser().parse_args(words)
-        assert (qualify.run_check(("node0",), "nodes", "", args).report is not None) == kept
+        check = qualify.run_check(("node0",), qualify.NODES, "", args)
+        assert (check.report is not None) == kept
 
 
 def test_a_row_is_submitted_on_nodes_that_pass(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", slurm(tmp_path), prepend=":")
     monkeypatch.setenv("STAGE_PATH", str(tmp_path))
     monkeypatch.setenv("JAXBENCH_VENV", sys.prefix)
-    args = qualify.make_parser().parse_args(["--account", "physics", "--srun", "qos=high"])
+    words = ["--account", "physics", "--srun", "qos=high", "--output", str(tmp_path)]
+    args = qualify.make_parser().parse_args(words)
     nodes = ["n1", "n4", "n5"]
-    job, folder = rows.submit("llama31_8b_fp8 --time 0:10:00", nodes, args)
+    row = "llama31_8b_fp8 --time 0:10:00"
+    rows.run(row, nodes, args)
+    job, folder, its_nodes = json.loads((tmp_path / rows.FILE).read_text())[row]
+    assert its_nodes == ["n1", "n4"]
     script = (tmp_path / f"script-{job}").read_text()
-    assert folder.parts[-2:] == ("16", job)
+    assert folder.endswith(f"/16/{job}")
     for line in ("nodelist=n1,n4", "account=physics", "qos=high", "time=0:10:00", "nodes=2"):
         assert f"#SBATCH --{line}\n" in script
     with pytest.raises(RecipeError, match="32 GPUs, but 3 nodes have 24"):

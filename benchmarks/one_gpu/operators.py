@@ -137,7 +137,7 @@ def product(implementation: str | None, x: jax.Array, w: jax.Array) -> jax.Array
     histories = [jnp.full((1, 1, 3, 4), 6.0)]
     stack = OneProduct(w[None])
     step = quantized.Quantization.of([stack], histories, precision)
-    (observing,) = step.scaled(step.zeros)
+    (observing,) = step.scaled(step.probes)
     block = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
     return dense.dot("BSD,DF->BSF", x, block.w, dims)
 

@@ -61,6 +61,9 @@ def _main(argv: Sequence[str] | None, held: ExitStack) -> int:
 
         def conclude() -> int:
             report = judged(cluster, everywhere, missing) | {"minutes": args.minutes}
+            if args.sizes and cluster.devices.size == 1:
+                nothing = "there is only one GPU, and nothing to measure between GPUs"
+                report["not_judged"].append(f"collectives by size, since {nothing}")
             report["seconds"]["all"] = time.perf_counter() - began
             show(report)
             with suppress(OSError):  # a folder that cannot be written is a fault already

@@ -6,7 +6,7 @@ the tables.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -180,12 +180,42 @@ def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
 def size_findings(sizes: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     """Collectives over all GPUs that are far below the forecast at their largest size, where rates
     of links count and latencies do not."""
-    for line in {line["collective"]: line for line in sizes}.values():
+    for line in largest(sizes).values():
         rate, expected = line["busbw"], line["expected"]
         if expected and rate < (1 - BELOW_TABLE) * expected:
             what = f"{line['collective']} of {line['bytes'] / 1e9:.3g} GB: busbw {rate:.0f} GB/s"
             below = f"{100 * (1 - rate / expected):.0f} % below the expected {expected:.0f}"
             yield Finding("all", f"{what}, {below}")
+
+
+def largest(sizes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The line of the largest size of each collective."""
+    return {line["collective"]: line for line in sizes}
+
+
+def falls(reports: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Remarks on the largest collectives over more and more nodes: the first number of nodes at
+    which one is far slower than over fewer, although the forecast is not. No node is at fault.
+    Without a forecast all-to-all is left out, since more of it leaves the nodes if they are more.
+    """
+    best: dict[str, tuple[float, Mapping[str, Any], int]] = {}
+    fallen = set()
+    for report in reports:
+        nodes = report["nodes"]
+        for kind, line in largest(report.get("sizes") or ()).items():
+            share = line["busbw"] / (line["expected"] or 1.0)
+            most, at, fewer = best.get(kind, (0.0, line, nodes))
+            if share > most:
+                best[kind] = share, line, nodes
+            known = line["expected"] or kind != "all-to-all"
+            if known and kind not in fallen and share < (1 - BELOW_TABLE) * most:
+                fallen.add(kind)
+                size, rates = f"{line['bytes'] / 1e9:.3g} GB", (line["busbw"], at["busbw"])
+                yield Finding(
+                    f"{nodes} nodes",
+                    f"{kind} of {size}: busbw {rates[0]:.3g} GB/s, but {rates[1]:.3g} over {fewer} "
+                    "nodes; look at the switches between them, their routing and SHARP",
+                )
 
 
 def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:

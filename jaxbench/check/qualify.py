@@ -1,5 +1,5 @@
 """The command `jaxbench qualify`: checks the nodes of a Slurm cluster one by one, then in pairs,
-then together, and ends with one table of nodes.
+then 2, 4, 8 and so on together, at last all, and ends with one table of nodes.
 
 Every check is a job of its own, `srun jaxbench check`, so busy and broken nodes hold up no other.
 GPUs are compared with those of all nodes, and the links of each pair with those of all pairs. Nodes
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -28,7 +28,7 @@ from jaxbench.base.files import owned, write_json
 from jaxbench.base.terminal import Parser, command, console, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import Finding, Rate, judge
+from jaxbench.check.judge import Finding, Rate, falls, judge
 from jaxbench.cluster.jobs import environment, slurm
 from jaxbench.recipe.checks import positive
 
@@ -56,9 +56,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="jaxbench qualify", examples=EXAMPLES,
         description="Checks the nodes of a Slurm cluster: each by itself, then pairs of them, then "
-        "all together, each with jaxbench check in a job of its own, and then runs benchmarks that "
-        "you name. Ends with a table of nodes and an acceptance page. The same command continues "
-        "where it was interrupted.",
+        "2, 4, 8 and so on together, and at last all, each with jaxbench check in a job of its "
+        "own. Then it runs benchmarks that you name. Ends with a table of nodes and an acceptance "
+        "page. The same command continues where it was interrupted.",
     )  # fmt: skip
     add = parser.add_argument_group("which nodes").add_argument
     add("--nodes", metavar="LIST", help="nodes in Slurm's notation: n[1-8,12]")
@@ -106,6 +106,19 @@ def make_parser() -> Parser:
     return parser
 
 
+class Stage(NamedTuple):
+    """Checks of the same kind: the folder of their records, whether GPUs are loaded for `--minutes`
+    and whether collectives are measured by size."""
+
+    name: str
+    loads: bool
+    sizes: bool
+
+
+NODES, PAIRS = Stage("nodes", loads=True, sizes=False), Stage("pairs", loads=False, sizes=False)
+SOME, ALL = Stage("together", loads=False, sizes=True), Stage("together", loads=True, sizes=True)
+
+
 @dataclass(frozen=True)
 class Check:
     """A check of some nodes: its report (check.json), or why there is none."""
@@ -130,10 +143,10 @@ class Verdicts:
     faults: dict[str, list[Finding]] = field(default_factory=dict)
     links: list[Finding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    """Pairs of nodes, or all of them, that Slurm did not give in time."""
+    """Pairs and greater groups of nodes that Slurm did not give in time."""
     remarks: list[str] = field(default_factory=list)
     reports: list[dict[str, Any]] = field(default_factory=list)
-    """The records of all checks; the last one is that of all nodes together."""
+    """The records of checks of single nodes, then those of more and more nodes together."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -142,8 +155,11 @@ class Verdicts:
         return [n for n in self.nodes if n not in self.unreached and n not in self.faults]
 
     def add(self, found: Iterable[Finding]) -> None:
-        """Adds faults and remarks."""
+        """Adds faults and remarks. A fault that is known is not added again."""
+        known = {str(fault) for faults in self.faults.values() for fault in faults}
         for finding in found:
+            if str(finding) in known:
+                continue
             for node in finding.nodes if finding.cause else ():
                 self.faults.setdefault(node, []).append(finding)
             if finding.cause and not finding.nodes:
@@ -228,9 +244,10 @@ def find_nodes(names: str | None, partition: str | None) -> list[str]:
 
 
 def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
-    """Checks nodes, pairs of healthy nodes, and all healthy nodes together."""
+    """Checks nodes, pairs of healthy nodes, and more and more healthy nodes together. What some
+    nodes together show is no fault of a node: all of them together are judged at last."""
     found = Verdicts(nodes)
-    alone = run_checks([(node,) for node in nodes], "nodes", args)
+    alone = run_checks([(node,) for node in nodes], NODES, args)
     for check in alone:
         (node,) = check.nodes
         if not check.reached:
@@ -239,27 +256,31 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
             found.add([Finding(node, f"the check failed: {check.why}", "failed", (node,))])
     found.add(judged(alone))
     found.reports += [check.report for check in alone if check.report]
-    paired = [
-        check for apart in rounds(found.healthy) for check in run_checks(apart, "pairs", args)
-    ]
-    found.add(outcome(paired, found))
-    if len(found.healthy) > 1:
-        everyone = run_checks([tuple(found.healthy)], "all", args)
-        found.add(outcome(everyone, found))
-        found.reports += [check.report for check in everyone if check.report]
+    paired = [check for apart in rounds(found.healthy) for check in run_checks(apart, PAIRS, args)]
+    found.add(failed(paired, found))
+    found.add(judged(paired))
+    *some, everyone = growing(found.healthy)
+    together = [check for group in some for check in run_checks([group], SOME, args)]
+    if len(everyone) > 1:
+        together += run_checks([everyone], ALL, args)
+    found.add(failed(together, found))
+    found.add(judged(together[len(some) :]))
+    stages = [check.report for check in together if check.report]
+    found.add(falls(stages))
+    found.reports += stages
     return found
 
 
-def outcome(checks: Sequence[Check], found: Verdicts) -> Iterator[Finding]:
-    """The findings of checks of several nodes. A check that failed names all its nodes."""
+def failed(checks: Sequence[Check], found: Verdicts) -> Iterator[Finding]:
+    """The findings of checks of several nodes that have no report. No node is known to be at
+    fault."""
     for check in checks:
-        name = " - ".join(check.nodes) if len(check.nodes) == 2 else "all nodes together"
+        number = len(check.nodes)
+        name = " - ".join(check.nodes) if number == 2 else f"{number} nodes together"
         if not check.reached:
             found.unchecked.append(f"{name}: {check.why}")
         elif check.report is None:
             yield Finding(name, f"the check failed: {check.why}", "network")
-    known = {str(fault) for faults in found.faults.values() for fault in faults}
-    yield from (finding for finding in judged(checks) if str(finding) not in known)
 
 
 def judged(checks: Iterable[Check]) -> list[Finding]:
@@ -291,8 +312,19 @@ def rounds(nodes: Sequence[str]) -> Iterator[Sequence[tuple[str, ...]]]:
         yield ring[:1]
 
 
+def growing(nodes: Sequence[str]) -> list[tuple[str, ...]]:
+    """2, 4, 8 and so on of some nodes, and at last all. Up to 8 are neighbours in Slurm's order.
+    More are spread evenly, since they are to use the switches between all of them."""
+
+    def some(count: int) -> tuple[str, ...]:
+        every = len(nodes) if count > 8 else count
+        return tuple(nodes[n * every // count] for n in range(count))
+
+    return [*(some(2**n) for n in range(1, (len(nodes) - 1).bit_length())), tuple(nodes)]
+
+
 def run_checks(
-    groups: Sequence[tuple[str, ...]], stage: str, args: argparse.Namespace
+    groups: Sequence[tuple[str, ...]], stage: Stage, args: argparse.Namespace
 ) -> list[Check]:
     """Runs a check on each group of nodes, many at a time, unless the folder has its report
     already. No node is in two groups. Cancels all jobs if it is interrupted."""
@@ -310,15 +342,15 @@ def run_checks(
     pool.shutdown()
     done = sum(check.report is not None for check in checks)
     minutes = (time.monotonic() - began) / 60
-    what = {"nodes": "node", "pairs": "pair", "all": "check of all nodes"}[stage]
-    print(f"{stage}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
+    what = {NODES: "node", PAIRS: "pair"}.get(stage) or f"group of {len(groups[0])} nodes"
+    print(f"{stage.name}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
     return checks
 
 
-def run_check(nodes: tuple[str, ...], stage: str, name: str, args: argparse.Namespace) -> Check:
+def run_check(nodes: tuple[str, ...], stage: Stage, name: str, args: argparse.Namespace) -> Check:
     """The check of some nodes, from the folder or from a job."""
-    folder = args.output / stage / ("all" if stage == "all" else "-".join(nodes))
-    report, minutes = read(folder), 0 if stage == "pairs" else args.minutes or 0
+    folder = args.output / stage.name / (str(len(nodes)) if stage.sizes else "-".join(nodes))
+    report, minutes = read(folder), (stage.loads and args.minutes) or 0
     if (
         report is None
         or {*report["hosts"]} != {*nodes}  # of nodes that are healthy no longer
@@ -327,7 +359,7 @@ def run_check(nodes: tuple[str, ...], stage: str, name: str, args: argparse.Name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKED).unlink(missing_ok=True)
         done = subprocess.run(
-            srun(nodes, folder, name, args, minutes, stage == "all"), env=environment(),
+            srun(nodes, folder, name, args, minutes, stage.sizes), env=environment(),
             capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout + done.stderr)
@@ -425,11 +457,20 @@ def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show(found: Verdicts) -> None:
-    """Prints the table of nodes, those that fail first, and how many there are of each kind."""
+    """Prints the table of nodes, those that fail first, the largest collectives by number of nodes,
+    and how many nodes there are of each kind."""
     grid = Table("node", "verdict", "why", box=None, pad_edge=False, header_style="bold")
     for node in found.ordered:
         grid.add_row(node, *found.of(node))
     console().print(grid)
+    by_nodes = Table("collective", box=None, pad_edge=False, header_style="bold")
+    for heading in ("nodes", "bytes", "busbw GB/s", "expected"):
+        by_nodes.add_column(heading, justify="right")
+    for rate in (rates := acceptance.by_nodes(found.reports)):
+        cells = ("" if rate[key] is None else f"{rate[key]:.4g}" for key in ("busbw", "expected"))
+        by_nodes.add_row(rate["collective"], str(rate["nodes"]), str(rate["bytes"]), *cells)
+    if rates:
+        console().print(by_nodes)
     for link in found.links:
         print(f"link: {link}")
     for remark in found.remarks:

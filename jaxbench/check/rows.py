@@ -21,15 +21,15 @@ from jaxbench.report import command as reporting
 from jaxbench.report import formats
 
 FILE = "rows.json"
-"""Jobs and their folders, by row."""
+"""Jobs with their folders and nodes, by row."""
 
 
 def submit(
     row: str, nodes: Sequence[str], args: argparse.Namespace, *options: str
-) -> tuple[str, Path]:
-    """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id
-    and its folder; with the option `--dry-run` both are empty. Raises RecipeError with the
-    launcher's message."""
+) -> tuple[str, str, list[str]]:
+    """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id,
+    its folder and its nodes; with the option `--dry-run` id and folder are empty. Raises
+    RecipeError with the launcher's message."""
     recipe, *words = parsed(row)
     named = re.search(r"--gpus[ =](\d+)", " ".join(words))
     per_node = args.cpu_devices or args.gpus_per_node
@@ -40,7 +40,7 @@ def submit(
         if not counts:
             raise RecipeError(f"--row {row!r}: no row of it is for 2 to {have} GPUs; add --gpus")
     gpus = int(named[1]) if named else max(counts)
-    first = nodes[: -(-gpus // per_node)]
+    first = [*nodes[: -(-gpus // per_node)]]
     if gpus > have:
         raise RecipeError(
             f"--row {row!r}: {gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
@@ -59,7 +59,7 @@ def submit(
     if done.returncode:
         raise RecipeError(f"--row {row!r}: {done.stderr.strip().removeprefix('error: ')}")
     job = re.match(r"job (\d+): (.+)", done.stdout)
-    return (job[1], Path(job[2])) if job else ("", Path())
+    return (job[1], str(Path(job[2]).absolute()), first) if job else ("", "", first)
 
 
 def parsed(row: str) -> list[str]:
@@ -72,7 +72,7 @@ def parsed(row: str) -> list[str]:
 
 def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if that was
-    made on some of these nodes, and is in Slurm's queue or has a result; else of a new job. Cancels
+    made on nodes among these, and is in Slurm's queue or has a result; else of a new job. Cancels
     the job if it is interrupted."""
     path = args.output / FILE
     jobs: dict[str, tuple[str, str, list[str]]] = {}
@@ -82,8 +82,7 @@ def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, A
         known, before, made_on = jobs.get(row, ("", "", []))
         usable = known in queue() or ended_well(before)
         if not (usable and set(made_on) <= set(nodes)):
-            number, made = submit(row, nodes, args)
-            jobs[row] = number, str(made.absolute()), [*nodes]
+            jobs[row] = submit(row, nodes, args)
             write_json(path, jobs)
         job, folder, _ = jobs[row]
         print(f"row: {row} is job {job}: {folder}")

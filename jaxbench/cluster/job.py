@@ -141,11 +141,6 @@ def all_gather(name: str, value: Any) -> list[Any]:
     return broadcast(f"{name} of all", lambda: values)
 
 
-def all_agree(name: str, agrees: bool) -> bool:
-    """Returns in every process True if all processes agree."""
-    return all(all_gather(name, agrees))
-
-
 def barrier(name: str, seconds: float) -> bool:
     """Waits for all processes. Returns whether they came in time. A name can be used once."""
     if coordination_client() is None:

@@ -197,7 +197,7 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
     }
 
 
-def chosen(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
+def select(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
     """The jobs with these ids, or all. Raises RecipeError for an unknown id."""
     if unknown := [number for number in numbers if number not in known]:
         last = ", ".join([*known][-3:])
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None) -> int:
     if args.action != "list" and filters:
         raise RecipeError(f"jobs {args.action} takes no --state, --since and --json")
     known = folders(args.stage)
-    jobs = chosen(args.jobs, known)
+    jobs = select(args.jobs, known)
     if args.action == "log":
         paths = [str(log(folder)) for folder in jobs.values()]
         follow = ["-F"] if jobs.keys() & queue().keys() else []

@@ -5,14 +5,10 @@ import contextlib
 import os
 
 
-def launcher() -> list[int]:
-    """The descriptor of the launcher (`launch/run.sh`); an empty list without one."""
-    return [int(text) for text in [os.environ.get("JAXBENCH_MESSAGES", "")] if text]
-
-
 def tell(message: str) -> None:
-    """Writes a line that begins with the rank, for `launch/verdict.py`."""
-    line = f"{os.environ.get('JAXBENCH_RANK')}: {' '.join(message.split())[:1000]}\n"
-    for descriptor in launcher():
+    """Writes a line that begins with the rank to the launcher (`launch/run.sh`), for
+    `launch/verdict.py`. Does nothing without a launcher."""
+    if descriptor := os.environ.get("JAXBENCH_MESSAGES"):
+        line = f"{os.environ.get('JAXBENCH_RANK')}: {' '.join(message.split())[:1000]}\n"
         with contextlib.suppress(OSError):
-            os.write(descriptor, line.encode())
+            os.write(int(descriptor), line.encode())

@@ -17,8 +17,8 @@ from jaxbench.recipe.settings import Execution, Precision
 
 
 class Sequences(NamedTuple):
-    """The sequences of a microbatch, or of several, with a leading dimension: tokens, targets, and
-    the number of the first sequence, counted from the first step."""
+    """The sequences of a microbatch, or of several with a leading dimension: tokens, targets, and
+    the number of the microbatch's first sequence. Sequences are counted from the first step on."""
 
     tokens: Int[Array, "*n B S"]
     targets: Int[Array, "*n B S"]
@@ -52,7 +52,8 @@ class Context:
         return replace(self, counters=replace(self.counters, **changes))
 
     def at_layer(self, index: int) -> "Context":
-        """The context of a layer of a block; `counters.layer` is the number of its first."""
+        """The context of the layer of this index in a block, from the context of the block, whose
+        `counters.layer` is the number of its first layer."""
         first = self.counters.layer
         return self if first is None else self.with_counters(layer=first + index)
 

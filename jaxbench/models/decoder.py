@@ -191,17 +191,17 @@ class Decoder(nnx.Module):
         block = self.stacks[segment.stack]
         any_quantized = all_scaled and len(segment.bf16) < len(block.layers)
         scaled = all_scaled[segment.stack] if any_quantized else None
-        layers = jax.tree.map(jnp.array, first_layers(self.cfg)[segment.stack])
-        block, scaled, layers = jax.tree.map(itemgetter(segment.repeats), (block, scaled, layers))
+        first = jax.tree.map(jnp.array, first_layers(self.cfg)[segment.stack])
+        block, scaled, first = jax.tree.map(itemgetter(segment.repeats), (block, scaled, first))
         weights = block, None if scaled is None else scaled.observed
         one_block = partial(apply_block, bf16=segment.bf16)
-        return loop.scan(one_block, x, weights, (scaled, layers), ctx, segment.policy)
+        return loop.scan(one_block, x, weights, (scaled, first), ctx, segment.policy)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The head at rest, `"embed vocab"`, in the compute dtype."""
         if self.head is not None:
             return self.head[...]
-        return mesh.as_weight(self.embedding.table[...].T.astype(self.dtype), "embed vocab")
+        return mesh.as_head(self.embedding.table[...].T.astype(self.dtype))
 
 
 def apply_block(
@@ -213,12 +213,12 @@ def apply_block(
     bf16: frozenset[int] = frozenset(),
     only: int | None = None,
 ) -> LayerOutput:
-    """One block, or only one of its layers.
+    """Applies one block, or `only` one of its layers.
 
-    `weights` are the block and, for FP8, zeros whose gradients are the observed amax
-    (`Scaled.observed`). `constants` are, for quantized matmuls, the block's `Scaled`, and, for
-    random routing, the number of its first layer. What is not needed is None. The mixers in `bf16`
-    are not quantized.
+    `weights` is (the block, its `Scaled.observed`): FP8 differentiates by both. `constants` is (the
+    block's `Scaled`, the number of its first layer). A part that the run does not need is None:
+    only quantized matmuls need a `Scaled`, and only random routing needs the number. The mixers in
+    `bf16` are not quantized.
     """
     (block, observed), (scaled, layer) = weights, constants
     ctx = ctx.with_counters(layer=layer)

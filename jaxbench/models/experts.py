@@ -125,51 +125,52 @@ class Experts(nnx.Module):
         """(sum over the chosen experts, number of dropped assignments of each sequence), from
         (hidden state, gates, experts)."""
         x, gates, experts = part
-        tokens, weights, routes = dispatch(x, gates, experts, self.cfg)
+        tokens, slot_gates, routes = dispatch(x, gates, experts, self.cfg)
         if routes.groups is None:
-            outputs = self._batched_matmuls(tokens, weights)
+            outputs = self._batched_matmuls(tokens, slot_gates)
         else:
-            outputs = self._grouped_matmuls(tokens, weights, routes.groups, implementation)
-        y, sent = combine(outputs, routes), routes.slot != grouped.NONE
+            outputs = self._grouped_matmuls(tokens, slot_gates, routes.groups, implementation)
+        y, kept = combine(outputs, routes), routes.slot != grouped.NONE
         if self.biases is not None:
-            y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, sent)
-        return y, mesh.sum_seq(~sent, axis=(1, 2))
+            y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, kept)
+        return y, mesh.sum_seq(~kept, axis=(1, 2))
 
     @property
     def _into(self) -> Weight | quantized.Operand:
         """The weight of the first matmul."""
         return self.gate_up if self.gated else self.up
 
-    def _batched_matmuls(self, tokens: Array, weights: Array) -> Array:
+    def _batched_matmuls(self, tokens: Array, slot_gates: Array) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
         up = dense.dot(equation, tokens, self._into, dims)
         up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.ndim))))
-        hidden, dims = self._hidden(up, weights), "experts capacity embed"
+        hidden, dims = self._hidden(up, slot_gates), "experts capacity embed"
         return dense.dot("ERF,EDF->ERD", hidden, self.down, dims)
 
     def _grouped_matmuls(
-        self, tokens: Array, weights: Array, groups: grouped.Groups, implementation: str
+        self, tokens: Array, slot_gates: Array, groups: grouped.Groups, implementation: str
     ) -> Array:
         up = grouped.to_permuted(implementation, tokens, self._into, groups)
         up = self._with_bias(up, partial(grouped.biased, groups=groups))
-        hidden = self._hidden(up, weights)
+        hidden = self._hidden(up, slot_gates)
         return grouped.from_permuted(implementation, hidden, self.down, groups)
 
     def _with_bias(self, up: Array, biased: Callable[[Array, Array], Array]) -> Array:
         """The first matmul's result with its bias."""
         return up if self.biases is None else biased(up, self.biases.up[...])
 
-    def _output_biases(self, biases: Array, gates: Array, experts: Array, sent: Array) -> Array:
-        """The sum, over the experts that a token is sent to, of bias times gate."""
-        chosen = (experts[..., None] == jnp.arange(self.cfg.count)) & sent[..., None]
+    def _output_biases(self, biases: Array, gates: Array, experts: Array, kept: Array) -> Array:
+        """The sum of bias times gate over a token's experts. `kept` is false for an assignment that
+        was dropped."""
+        chosen = (experts[..., None] == jnp.arange(self.cfg.count)) & kept[..., None]
         weights = jnp.sum(jnp.where(chosen, gates[..., None], 0.0), axis=-2).astype(biases.dtype)
         spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
         return jnp.einsum("BSE,ED->BSD", weights, biases, out_sharding=spec)
 
-    def _hidden(self, up: Array, weights: Array) -> Array:
+    def _hidden(self, up: Array, slot_gates: Array) -> Array:
         """What is computed between the matmuls: activations times gates."""
         if self.gated:
-            blocks = quantized.in_blocks(self._into)
-            return gating.gated(gating.GATES[self.cfg.activation], up, weights, blocks)
-        return gating.squared_relu(up, weights)
+            blocks = quantized.is_block_scaled(self._into)
+            return gating.gated(gating.GATES[self.cfg.activation], up, slot_gates, blocks)
+        return gating.squared_relu(up, slot_gates)

@@ -39,6 +39,7 @@ LayerRouting = tuple[RoutingFigures, ...]
 """The routing figures of each layer with experts; other layers have none."""
 
 LayerOutput = tuple[Hidden, LayerRouting]
+"""What a layer, a block or a segment of blocks returns."""
 
 
 class Weight(nnx.Param):
@@ -253,5 +254,5 @@ def head_loss(
     hidden = mesh.gather_seq(hidden)
     # XLA is known to leave the head's gradient to the end of the step where the head is applied
     # several times, each with a stack of logit gradients, and behind a hybrid's long blocks.
-    in_order = cfg.prediction is not None or cfg.mamba is not None
-    return cross_entropy(hidden, head, targets, masked, in_order)
+    gradients_first = cfg.prediction is not None or cfg.mamba is not None
+    return cross_entropy(hidden, head, targets, masked, gradients_first)

@@ -36,7 +36,9 @@ class GatedMlp(nnx.Module):
         x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
         gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, dims)
-        hidden = gating.gated(self.activation, gate_up, None, quantized.in_blocks(self.gate_up))
+        hidden = gating.gated(
+            self.activation, gate_up, None, quantized.is_block_scaled(self.gate_up)
+        )
         y = dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed")
         return mesh.scatter_seq(y), ()
 

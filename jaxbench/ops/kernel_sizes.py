@@ -56,7 +56,7 @@ def using(choices: Choices) -> Iterator[None]:
         jax.clear_caches()
 
 
-def chosen(kernel: Callable[..., Any], candidates: tuple[Any, ...], *arguments: Any) -> Any:
+def sizes_for(kernel: Callable[..., Any], candidates: tuple[Any, ...], *arguments: Any) -> Any:
     """The sizes with which a kernel should be called: what the tuner chose, else the first of the
     `candidates`."""
     choices = _choices.get(None)

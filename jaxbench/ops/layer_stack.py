@@ -112,11 +112,11 @@ def _looped(block: LoopedBlock, x, weights, constants, common, stash):
 
 def _forward(block, x, weights, constants, common, stash):
     def step(index, carry, operands):
-        x, stash, waiting, late = carry
+        x, stash, waiting, before = carry
         (y, aux), vjp = jax.vjp(block.apply, x, *operands, common)
         now, here = _split([x, *residuals(vjp)], block.host)
-        # Entry i holds `late`, the residuals of the block before; entry 0 holds none.
-        waiting = write(waiting, jax.device_put(late, HOST), index)
+        # Entry i holds the residuals of the block before; entry 0 holds none.
+        waiting = write(waiting, jax.device_put(before, HOST), index)
         return (y, write(stash, now, index), waiting, here), aux
 
     types = [like for like in block.host if like is not None]

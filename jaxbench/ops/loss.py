@@ -39,7 +39,7 @@ def cross_entropy(
     head: Float[Array, "D V"],
     targets: Int[Array, "B S"],
     masked: bool = False,
-    in_order: bool = False,
+    gradients_first: bool = False,
 ) -> Float[Array, ""]:
     """Mean over all tokens of -log softmax(hidden @ head)[target], in nats, accumulated in fp32;
     with `masked` over the tokens whose target is not `MASKED`.
@@ -47,18 +47,18 @@ def cross_entropy(
     `hidden` is `"batch seq embed"`, `head` is a weight at rest `"embed vocab"`, and `targets` is
     `"batch seq"`. Each rank of `SEQUENCES` has other sequences.
 
-    With `in_order` the loss is available only after both gradients are. Otherwise XLA may compute
-    the gradients at the end of the step and keep the stack until then.
+    With `gradients_first` the loss is available only after both gradients are. Otherwise XLA may
+    compute the gradients at the end of the step and keep the stack until then.
     """
-    return _sharded(hidden, head, targets, masked, in_order, gradients=False)[0]
+    return _sharded(hidden, head, targets, masked, gradients_first, gradients=False)[0]
 
 
-def _forward(hidden, head, targets, masked, in_order):
-    loss, *gradients = _sharded(hidden, head, targets, masked, in_order, gradients=True)
+def _forward(hidden, head, targets, masked, gradients_first):
+    loss, *gradients = _sharded(hidden, head, targets, masked, gradients_first, gradients=True)
     return loss, gradients
 
 
-def _backward(masked, in_order, residuals, cotangent):
+def _backward(masked, gradients_first, residuals, cotangent):
     def scaled(d):
         # The cotangent is 1 / the number of microbatches, and stays in fp32: 1/3 rounded to bf16
         # would make all gradients 1.002 times too large.
@@ -70,7 +70,7 @@ def _backward(masked, in_order, residuals, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(hidden, head, targets, masked: bool, in_order: bool, *, gradients: bool):
+def _sharded(hidden, head, targets, masked: bool, gradients_first: bool, *, gradients: bool):
     """(loss, d hidden, d head) on the current mesh; only (loss,) without `gradients`."""
     # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
     # these axes is needed.
@@ -78,14 +78,21 @@ def _sharded(hidden, head, targets, masked: bool, in_order: bool, *, gradients: 
         assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
     d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
     shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
-    options = {"masked": masked, "in_order": in_order, "gradients": gradients}
+    options = {"masked": masked, "gradients_first": gradients_first, "gradients": gradients}
     local = partial(_local, shards=shards, **options)
     out_specs = (PartitionSpec(), *d_specs)
     return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
 def _local(
-    hidden, head, targets, *, shards: tuple[str, ...], masked: bool, in_order: bool, gradients: bool
+    hidden,
+    head,
+    targets,
+    *,
+    shards: tuple[str, ...],
+    masked: bool,
+    gradients_first: bool,
+    gradients: bool,
 ):
     """Computes one device's tokens with its columns of the vocabulary. The `embed` dimension of the
     head is split over the axes `shards`."""
@@ -138,7 +145,7 @@ def _local(
         start = jnp.zeros(()), jnp.zeros(head.shape, sum_dtype)
         several = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), chunks)
         (loss, d_head), d_hidden = scan_allocated(part, start, several)
-    if in_order:
+    if gradients_first:
         loss, d_hidden, d_head = jax.lax.optimization_barrier((loss, d_hidden, d_head))
     loss, d_head = jax.lax.psum(loss, token_axes) / counted_tokens, d_head.astype(head.dtype)
     if shards:

@@ -158,7 +158,7 @@ def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, A
     return x.at[index, features], index < x.shape[0]
 
 
-def gathered(x: Any, rows: Array, first: Array | int, width: int) -> Array:
+def load_rows(x: Any, rows: Array, first: Array | int, width: int) -> Array:
     """Loads a tile by row indices, inside a kernel. Rows that lie beyond the array are zero."""
     tile, filled = tile_at(x, rows, first, width)
     return triton.load(tile, mask=filled, other=jnp.zeros((), x.dtype))

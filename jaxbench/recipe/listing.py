@@ -96,7 +96,7 @@ def forecasts() -> dict[tuple[str, str, int], tuple[float, tuple[float, float] |
     }
 
 
-def chosen(
+def select(
     lines: Sequence[dict[str, Any]], words: Sequence[str], gpu: str | None, gpus: int | None
 ) -> list[dict[str, Any]]:
     """The rows whose recipe has all of the words in its name, for one GPU and one number of GPUs if
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None) -> int:
         example = every[0]["recipe"]
         output.print(OVERVIEW.format(recipe=example, model=example.rpartition("_")[0]))
         return 0
-    lines = chosen(every, args.words, args.gpu, args.gpus)
+    lines = select(every, args.words, args.gpu, args.gpus)
     kept = [line for line in lines if line["gpus"] > 1 or args.all] or lines
     grid, left_out = table(kept, output.width)
     output.print(grid)

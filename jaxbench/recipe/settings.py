@@ -357,8 +357,9 @@ class Run:
     def __post_init__(self) -> None:
         positive("", self, "steps")
         require(0 <= self.seed <= MAX_SEED, f"seed = {self.seed} must be from 0 to {MAX_SEED}")
-        for names in (self.execution.saved, self.execution.offloaded):
-            names(self.model.layers)  # raises if they cannot read it
+        # These two raise if they cannot read their setting.
+        self.execution.saved(self.model.layers)
+        self.execution.offloaded(self.model.layers)
         if prediction := self.model.prediction:
             depth, length = prediction.depth, self.batch.sequence_length
             name = f"model.prediction.depth = {depth}"
@@ -379,11 +380,11 @@ class Run:
             count = self.parallelism.virtual_stages
             require(count == 1, f"parallelism.virtual_stages = {count} needs parallelism.pipeline")
 
-    def _check_scaling(self, name: str, products: int) -> None:
-        """Delayed scaling takes one amax for each matmul of a microbatch. So if scaling is delayed,
-        each matmul may run only once in a microbatch: `products` must be 1."""
+    def _check_scaling(self, name: str, uses: int) -> None:
+        """Requires that each matmul runs only once in a microbatch (`uses` is 1) if FP8 scaling is
+        delayed, which takes one amax for each matmul of a microbatch."""
         delayed = self.precision.dtype == "fp8" and self.precision.scaling == "delayed"
-        require(products == 1 or not delayed, f"{name} in FP8 needs precision.scaling = current")
+        require(uses == 1 or not delayed, f"{name} in FP8 needs precision.scaling = current")
 
     def _check_mesh(self) -> None:
         p, m, b = self.parallelism, self.model, self.batch

@@ -223,7 +223,7 @@ def _collect(trace: Path, path: Path, program: jax.stages.Compiled) -> tuple[flo
 def check_digest(path: Path, digest: str) -> None:
     """Raises RunFailed in every process unless all processes read a profile with this digest in
     `path`."""
-    if not job.all_agree("pgle profile", _digest(path) == digest):
+    if not all(job.all_gather("pgle profile", _digest(path) == digest)):
         raise RunFailed(f"PGLE: not every process reads the same profile in {path}")
 
 

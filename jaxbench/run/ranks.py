@@ -17,7 +17,7 @@ SIZE, PRODUCTS = 4096, 64
 """Matmuls that each GPU does alone after training: 9 TFLOP in each round."""
 
 
-def gathered(
+def gather_ranks(
     times: list[tuple[float, float]], probe: bool, sampled: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """An entry for each process; complete in rank 0.

@@ -103,10 +103,6 @@ class Recorder:
         if self.folder is not None:
             self._jsonl = Lines(path)
 
-    @property
-    def _starts(self) -> list[dict[str, Any]]:
-        return self.record.get("starts") or [{"step": 0, "changed": {}}]
-
     def add(self, **entries: Any) -> None:
         """Adds entries to run.json. Raises RunFailed if it cannot be written."""
         with self._writing:
@@ -163,7 +159,7 @@ class Recorder:
         rates = throughput(run, values["step_time_s"], None)
         line = {
             **values,
-            "start": len(self._starts) - 1,
+            "start": len(self.record["starts"]) - 1,
             "tokens_per_s_per_gpu": rates["tokens_per_s_per_gpu"],
             "tflops_per_gpu": rates["tflops_per_gpu"]["full"],
             "label": self.record["label"],
@@ -199,7 +195,7 @@ class Recorder:
         """The record's `summary` and `loss` of the steps until now."""
         device = self.record["hardware"]["device"]
         peak = peak_tflops(device, self.run.precision.dtype)
-        figures = summary.summary(self.run, self.steps, peak, self._starts)
+        figures = summary.summary(self.run, self.steps, peak, self.record["starts"])
         watts = sampling.watts(self.record.get("ranks", []), self.run.gpus)
         if watts and "summary" in figures:
             figures["summary"] |= energy(watts, figures["summary"]["tokens_per_s"])
@@ -219,7 +215,7 @@ class Recorder:
         reasons = [
             *self.record["not_comparable_because"],
             *summary.dropped(self.run, figures),
-            *summary.slow_records(summary.counted_steps(self.steps, self._starts)),
+            *summary.slow_records(summary.counted_steps(self.steps, self.record["starts"])),
         ]
         figures |= {"comparable": not reasons, "not_comparable_because": reasons}
         try:

@@ -30,14 +30,14 @@ from jaxbench.run import plausible, profiling, repeatable, sampling, tune
 from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
-from jaxbench.run.ranks import gathered, slow_devices
+from jaxbench.run.ranks import gather_ranks, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import begun, new_record
 from jaxbench.run.step_errors import WatchedProgram
 from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import compile_program, offloaded_bytes
-from jaxbench.train.program_checks import check_program, described_kernels
+from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.train.step import State, abstract_state
 
 
@@ -194,7 +194,7 @@ class Attempt:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
         summaries = sampler.summaries if sampler else []
-        ranks = gathered(times, not self.signals.agreed, summaries)
+        ranks = gather_ranks(times, not self.signals.agreed, summaries)
         self.recorder.add(ranks=ranks)
         for line in (*slow_devices(ranks), *sampling.warnings(ranks)):
             self.recorder.say(line)
@@ -251,8 +251,8 @@ class Attempt:
         compile_step = profiling.compile_without_graphs if for_profiler else compile_program
         spinner = live("compiling", shown=recorder.folder is not None)
         identity = cache_identity(recorder.record)
-        tuned = autotuning_identity(recorder.record) if on_gpu else None
-        cache = program_cache(options.compilation_cache, identity, recorder.say, tuned)
+        autotuning = autotuning_identity(recorder.record) if on_gpu else None
+        cache = program_cache(options.compilation_cache, identity, recorder.say, autotuning)
         with cache as cached, spinner:
             was_cached = cached.program and not for_profiler
             if on_gpu and not was_cached:
@@ -270,7 +270,7 @@ class Attempt:
         job.meet("before the first collective")
         check_program(compiled, run)
         check_host_memory(offloaded_bytes(compiled), "hosts")
-        by = described_kernels(run)
+        by = describe_kernels(run)
         recorder.add(kernels=by)
         recorder.say(", ".join(f"{part_name(part)}: {name}" for part, name in by.items()))
         if options.pgle:

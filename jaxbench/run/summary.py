@@ -123,7 +123,7 @@ def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:
     """The verdict on a run from its record and recorded steps; `jaxbench.report` checks more."""
     mean = record.get("summary", {}).get("step_time_s", {}).get("mean")
     published = record["published"] or {}
-    expected = range(record.get("first_step", 0), record["recipe"]["steps"])
+    expected = range(record["first_step"], record["recipe"]["steps"])
     complete = [step["step"] for step in steps] == list(expected)
     return judge(
         mean,

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,9 @@ def tune(
         say(f"kernel sizes: timing {count} candidates for {len(missing)} kernels")
     start = time.perf_counter()
     share = missing[jax.process_index() :: jax.process_count()]
-    timed = {case.name: asdict(kernel_timing.best(case, run)) for case in share}
+    timed = {
+        case.name: kernel_timing.choose(case, kernel_timing.timings(case, run)) for case in share
+    }
     job.meet("timing kernels")
     for found in job.all_gather("kernel sizes", timed):
         known |= found

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -27,14 +26,6 @@ LANES = 4
 LEAST_GAIN = 0.03
 """A candidate has to be faster than the first one by this share, so that noise does not change
 programs from start to start."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The sizes of a kernel, as text, and the seconds of all candidates that ran."""
-
-    sizes: str
-    seconds: dict[str, float]
 
 
 def cases(run: Run) -> dict[str, Case]:
@@ -87,18 +78,14 @@ def timings(case: Case, run: Run) -> dict[str, float]:
     return found
 
 
-def best(case: Case, run: Run) -> Choice:
-    """Times the candidates of a case and chooses one."""
-    return choose(case, timings(case, run))
-
-
-def choose(case: Case, found: dict[str, float]) -> Choice:
-    """The fastest candidate; the first one unless another is clearly faster."""
+def choose(case: Case, found: dict[str, float]) -> dict[str, Any]:
+    """For the record: the `sizes` of the fastest candidate, as text, and the `seconds` of all. The
+    first candidate is chosen unless another is clearly faster."""
     first = str(case.candidates[0])
     best = min(found, key=found.__getitem__, default=first)
     if first in found and found[best] > (1 - LEAST_GAIN) * found[first]:
         best = first
-    return Choice(best, found)
+    return {"sizes": best, "seconds": found}
 
 
 def is_choice(choice: Any, case: Case) -> bool:

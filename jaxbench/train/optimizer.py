@@ -35,11 +35,11 @@ def make_optimizer(cfg: Optimizer, steps: int) -> optax.GradientTransformation:
         mask=decay_mask,
     )  # fmt: skip
     if cfg.moments == "bf16":
-        adamw = kept_in_bf16(adamw)
+        adamw = moments_in_bf16(adamw)
     return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw)
 
 
-def kept_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def moments_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """A transformation whose state is rounded to bf16 between updates. Public Optax can do that
     only for the first moment."""
 

@@ -33,7 +33,7 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
     _choose_kernels(run, platform, gpu.capability if gpu else None)
 
 
-def described_kernels(run: Run) -> dict[str, str]:
+def describe_kernels(run: Run) -> dict[str, str]:
     """For the record: what computes attention, Mamba-2, dropless experts and matmuls on the current
     mesh, and the activations that wait in the host's memory."""
     platform = mesh.platform()

@@ -21,7 +21,6 @@ from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe.routing import RoutingSummary
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
-from jaxbench.train import pipeline
 from jaxbench.train.optimizer import (
     balance,
     learning_rate,
@@ -107,16 +106,18 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
         weights.stacks = unmark_matrices(weights.stacks)
     quantization = quantized.Quantization.of(weights.stacks, state.fp8, precision, run.seed)
 
-    def loss_share(weights, observed, stashes, batch):
-        loop, scaled = LayerLoop(stashes), quantization.scaled(observed)
+    def loss_share(weights, probes, stashes, batch):
+        """((loss, routing figures) over the number of microbatches, stashes)."""
+        loop, scaled = LayerLoop(stashes), quantization.scaled(probes)
         values = weights.loss(batch, run.execution, precision, scaled, loop)
         loss, figures = jax.tree.map(lambda value: value / run.accumulation, values)
         return loss, (figures, loop.written)
 
     def one_microbatch(batch, stashes=()):
+        """(((loss, routing figures), gradients), observed amax, stashes)."""
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             loss_share, argnums=(0, 1), has_aux=True
-        )(weights, quantization.zeros, stashes, batch)
+        )(weights, quantization.probes, stashes, batch)
         return ((loss, figures), grads), observed, stashes
 
     def add_microbatch(carry, batch):
@@ -131,18 +132,20 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
 
     batches = Sequences(tokens, targets, first_sequences(state.step, tokens, run.seed))
     if run.parallelism.pipeline > 1:
-        scaled = quantization.scaled(quantization.zeros)
+        from jaxbench.train import pipeline  # only these runs need it
+
+        scaled = quantization.scaled(quantization.probes)
         total, observed = pipeline.accumulate(weights, scaled, batches, run)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
-        operands = weights, quantization.zeros, (), read(batches, 0)
+        operands = weights, quantization.probes, (), read(batches, 0)
         loss, (figures, stashes) = jax.eval_shape(loss_share, *operands)
         zeros = (
             jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
             jax.tree.map(zero_gradient, weights, is_leaf=is_variable),
         )
-        start = zeros, quantization.zeros, allocate(stashes)
+        start = zeros, quantization.probes, allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(add_microbatch, start, batches)
     (loss, figures), grads = total
     reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)

@@ -120,9 +120,10 @@ MODELS = {
     "gpt_oss": (gpt_oss, GPT_OSS),
     "gpt2": (gpt2, GPT2),
 }
-QUICK = ("llama", "qwen3")
-"""The models that take seconds; the others run with `--slow`."""
 """By file of `fixtures`: how its weights are read, and the model."""
+
+QUICK = ("llama_scaled", "nemotron4", "qwen3")
+"""The models that take seconds; the others run with `--slow`."""
 
 
 def loaded(name, key):

@@ -123,7 +123,7 @@ def test_a_run_survives(tmp_path):
 
 @pytest.mark.nightly
 def test_a_gpu_that_computes_nothing_is_not_calibrated(tmp_path):
-    program = ("-m", "jaxbench.calibrate", "--output", str(tmp_path / "table.csv"))
+    program = ("-m", "jaxbench", "calibrate", "--output", str(tmp_path / "table.csv"))
     environment = null_gpus.environment(1)
     done = null_gpus.start(folder=tmp_path, program=program, **environment).wait()
     assert done.status == 2
@@ -135,7 +135,7 @@ def test_a_gpu_that_computes_nothing_is_not_calibrated(tmp_path):
 
 @pytest.mark.nightly
 def test_a_calibration_is_rehearsed_beside_a_gpu(tmp_path):
-    program = ("-m", "jaxbench.calibrate", "--rehearse", "--output", str(tmp_path / "table.csv"))
+    program = ("-m", "jaxbench", "calibrate", "--rehearse", "--output", str(tmp_path / "table.csv"))
     environment = null_gpus.environment(1)
     done = null_gpus.start(folder=tmp_path, program=program, **environment).wait()
     assert done.status == 0, done.err

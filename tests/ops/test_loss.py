@@ -25,20 +25,27 @@ def reference(hidden, head, targets):
     )
 
 
-@pytest.mark.parametrize(
-    ("chunk", "stack", "masked"),
-    [(4, 2**33, True), (2048, 2**33, False), (4, 512, False)],
-    ids=["chunks", "one", "parts"],
-)
-@pytest.mark.parametrize("mesh_name", MESHES)
-def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
+ONE, PARTS = 2**33, 512
+"""Bytes of a stack of logit gradients: all chunks in one, or in parts."""
+
+CASES = [
+    *((name, 16, *case) for name in MESHES
+      for case in ((4, ONE, True), (2048, ONE, False), (4, PARTS, False))),
+    # A prime number of tokens: chunks of 24 or 32 with a padded last one.
+    *((name, 37, 32, stack, masked) for name in ("one device", "fsdp")
+      for stack in (ONE, PARTS) for masked in (False, True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh_name", "length", "chunk", "stack", "masked"), CASES)
+def test_loss_and_gradients(mesh_name, length, chunk, stack, masked, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk)
     monkeypatch.setattr(loss, "STACK_BYTES", stack)
     rng = np.random.default_rng(1)
-    hidden, head = rng.normal(size=(8, 16, 64)), rng.normal(size=(64, 24))
-    targets = rng.integers(0, 24, size=(8, 16))
+    hidden, head = rng.normal(size=(8, length, 64)), rng.normal(size=(64, 24))
+    targets = rng.integers(0, 24, size=(8, length))
     if masked:
-        targets[rng.random((8, 16)) < 0.3] = loss.MASKED
+        targets[rng.random((8, length)) < 0.3] = loss.MASKED
 
     def mean_loss(hidden, head, targets, scale=1.0):
         hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
@@ -58,37 +65,6 @@ def test_loss_and_gradients(mesh_name, chunk, stack, masked, monkeypatch):
     # Logits reach 30, so their exponentials carry an error of 30 eps; gradients are sums of these.
     for actual, exact in zip(grads, (d_hidden, d_head), strict=True):
         np.testing.assert_allclose(actual, 3 * exact, atol=300 * EPS32 * np.abs(exact).max())
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("stack", [2**33, 512], ids=["one", "parts"])
-@pytest.mark.parametrize("mesh_name", ["one device", "fsdp"])
-def test_chunks_that_do_not_divide_the_tokens(mesh_name, stack, masked, monkeypatch):
-    """37 tokens of each sequence, a prime: chunks of 16 or 32 with a padded last one."""
-    monkeypatch.setattr(loss, "CHUNK_TOKENS", 32)
-    monkeypatch.setattr(loss, "STACK_BYTES", stack)
-    rng = np.random.default_rng(1)
-    hidden, head = rng.normal(size=(16, 37, 64)), rng.normal(size=(64, 24))
-    targets = rng.integers(0, 24, size=(16, 37))
-    if masked:
-        targets[rng.random((16, 37)) < 0.3] = loss.MASKED
-
-    def mean_loss(hidden, head, targets):
-        hidden, head = mesh.gather_seq(hidden), mesh.accumulating(head)
-        return loss.cross_entropy(hidden, head, targets, masked)
-
-    with on(mesh_name):
-        arrays = (
-            put(hidden, "batch shard_seq embed"),
-            put(head, "embed vocab", mesh.WEIGHT),
-            put(targets, "batch seq", dtype=jnp.int32),
-        )
-        value = jax.jit(mean_loss)(*arrays)
-        again, grads = jax.jit(jax.value_and_grad(mean_loss, argnums=(0, 1)))(*arrays)
-    expected, *exact = reference(hidden, head, targets)
-    np.testing.assert_allclose([value, again], expected, rtol=10 * EPS32)
-    for actual, of in zip(grads, exact, strict=True):  # as in `test_loss_and_gradients`
-        np.testing.assert_allclose(actual, of, atol=300 * EPS32 * np.abs(of).max())
 
 
 @pytest.mark.parametrize("tokens", [1, 2047, 2048, 2049, 4096, 4099, 6144, 8198, 100003, 2**17 + 1])

@@ -21,7 +21,7 @@ from jaxbench.ops.quantized.block_formats import FORMATS, dequantized
 from jaxbench.ops.quantized.block_scaled import quantize_activation
 from jaxbench.plan import driver
 from jaxbench.recipe.settings import Precision
-from jaxbench.train.program_checks import check_program, described_kernels
+from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.xla.custom_calls import AMAX, GEMM, QUANTIZE, quantized_matmuls
 
 LLAMA = (
@@ -96,7 +96,7 @@ class TestCompiled:
         assert calls["__cublas$lt$matmul$f8"] >= 2 * 3 * row.run.accumulation
         with jax.set_mesh(row.mesh):
             check_program(row.compiled, row.run)
-            assert described_kernels(row.run)["products"] == "fp8 by te, but by xla for experts"
+            assert describe_kernels(row.run)["products"] == "fp8 by te, but by xla for experts"
 
     @pytest.mark.parametrize("dtype", tiered([], BLOCKS, slow=["nvfp4"]))
     def test_block_scaled_products_are_its(self, dtype):
@@ -117,7 +117,7 @@ class TestCompiled:
         assert gathered[0] == gathered[1]
         with jax.set_mesh(row.mesh):
             check_program(row.compiled, row.run)
-            assert described_kernels(row.run)["products"] == f"{dtype} by te"
+            assert describe_kernels(row.run)["products"] == f"{dtype} by te"
 
 
 @needs_te[0]

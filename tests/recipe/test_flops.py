@@ -9,9 +9,6 @@ from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.mixers import MambaConfig
 
-HELD = {recipe.model for recipe in recipes.load_all()}
-"""Models that have recipes."""
-
 
 @pytest.mark.parametrize(
     ("model", "layers", "count"),
@@ -38,7 +35,6 @@ HELD = {recipe.model for recipe in recipes.load_all()}
         ("deepseek_v3", 61, 682_636_487_424),
         ("kimi_k2", 61, 1_026_408_232_448),
         ("gpt_oss_120b", 36, 116_829_156_672),
-        ("gpt_oss_20b", 24, 20_914_757_184),
         ("gpt3_5b", 24, 5_047_558_144),
         ("gpt3_175b", 96, 174_604_259_328),
     ],
@@ -165,7 +161,7 @@ def test_flops_by_the_formula_of_the_source(model, length, count):
 ROWS = [
     pytest.param(row, model, id=f"{model}_{row.dtype}-{row.gpus}")
     for row in published.rows()
-    if (model := f"{row.workload.replace('.', '')}_{row.size}") in HELD
+    for model in [f"{row.workload.replace('.', '')}_{row.size}"]
 ]
 
 

@@ -72,6 +72,10 @@ def test_every_published_row_has_a_recipe_row_with_its_work(name):
     assert published.lookup(smoke) is None
 
 
+def test_every_model_has_a_recipe():
+    assert {recipe.model for recipe in RECIPES.values()} == MODELS.keys()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_opens_with_its_command_and_source(name):
     lines = (recipes.config_folder() / f"{name}.yaml").read_text().splitlines()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from cases import tiered
 from jax.sharding import PartitionSpec
 from tiny import mesh_of, tiny_run, to_numpy
 
@@ -28,15 +27,6 @@ PIPELINE = (
     "parallelism.pipeline=2", "parallelism.virtual_stages=2", "parallelism.fsdp=2",
     "parallelism.tensor=2",
 )  # fmt: skip
-FAMILIES = {
-    "grok1_314b_bf16": ("parallelism.expert=4", "parallelism.tensor=2", *FP8),
-    "nemotronh_56b_bf16": (
-        "model.layers=3",
-        "model.pattern=M*-",
-        "execution.remat=full",
-        *FSDP_TENSOR,
-    ),
-}
 
 
 class Said(Recorder):
@@ -160,15 +150,6 @@ def test_a_pipeline_continues_and_moves_to_no_pipeline(tmp_path):
     whole = train_and_save(tmp_path, run)
     assert_continues(whole)
     assert_restored_exactly(whole, tiny_run(*FP8, devices=1))
-
-
-@pytest.mark.parametrize("family", tiered([], FAMILIES))
-def test_every_family_continues_and_moves_to_another_mesh(family, tmp_path):
-    run = tiny_run(*FAMILIES[family], devices=8, steps=8, family=family)
-    whole = train_and_save(tmp_path, run)
-    assert_continues(whole)
-    others = [text for text in FAMILIES[family] if not text.startswith("parallelism.")]
-    assert_restored_exactly(whole, tiny_run(*others, devices=1, family=family))
 
 
 def test_saves_are_reported_and_the_last_ones_kept(whole):

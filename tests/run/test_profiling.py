@@ -16,7 +16,7 @@ from mistakes import assert_mistake
 from tiny import mesh_of, tiny_run
 
 from jaxbench import mesh
-from jaxbench.base.errors import RecipeError, RunFailed
+from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import H100
 from jaxbench.jax_internals import kernel_names
 from jaxbench.plan.absent import compile_only_devices
@@ -112,14 +112,6 @@ def test_nccl_is_told_where_to_write(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_nsys_needs_its_parts(monkeypatch):
-    monkeypatch.setattr(profiling.os, "environ", {"NSYS_PROFILING_SESSION_ID": "1"})
-    profiling.check_nsys()
-    monkeypatch.setattr(profiling.os, "environ", {})
-    with pytest.raises(RecipeError):
-        profiling.check_nsys()
-
-
 @pytest.mark.slow
 def test_processes_that_read_different_profiles_do_not_train(tmp_path):
     """As on a file system that shows one of them an older file: their programs would differ."""
@@ -142,41 +134,6 @@ profiling.check_digest(path, job.broadcast("pgle", lambda: profiling._digest(pat
     for index, error in enumerate(errors):
         assert "RunFailed: PGLE: not every process reads the same profile in " in error
         assert f"{index}.pb" in error
-
-
-GUIDED = """
-from types import SimpleNamespace
-import jax; jax.config.update("jax_platforms", "cpu")
-from jaxbench.cluster import job
-from jaxbench.run import profiling
-from jaxbench.train import program
-job.join()
-options = []
-class Lowered:
-    def lower(self, state):
-        return self
-    def compile(self, compiler_options):
-        options.append(compiler_options)
-program.make_program, program.abstract_state = lambda run: Lowered(), id
-program.parse_program = lambda compiled, run: None
-program.flags = SimpleNamespace(options=lambda *_: {}, guided=lambda run: True, PGLE="pgle")
-program.mesh, program.forecast_gpu = SimpleNamespace(platform=lambda: "gpu"), lambda run: "h100"
-profiling.guide = lambda *_: f"of rank {jax.process_index()}"
-program.compile_program("run", guide=profiling.broadcast_guide("schedule"))
-print([each.get("fdo_profile") for each in options])
-job.barrier("end", 60)
-"""
-
-
-@pytest.mark.slow
-def test_every_process_is_guided_by_the_profile_of_the_first():
-    processes = start_two("-c", GUIDED, module=None)
-    try:
-        outputs = [process.communicate(timeout=60) for process in processes]
-    finally:
-        kill(processes)
-    for out, err in outputs:
-        assert out == "[None, b'of rank 0']\n", err
 
 
 def test_a_program_is_compiled_again_with_the_profile_of_the_first(monkeypatch):

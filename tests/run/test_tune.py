@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxbench.ops.grouped import group
-from jaxbench.ops.kernel_sizes import Case, Choices, chosen, using
+from jaxbench.ops.kernel_sizes import Case, Choices, sizes_for, using
 from jaxbench.run import tune
 from jaxbench.train import kernel_timing
 
 
 def scaled(x, *, sizes=None):
     """A kernel with three candidates, whose result says which of them it took."""
-    return x * (sizes or chosen(scaled, (1, 2, 3), x))
+    return x * (sizes or sizes_for(scaled, (1, 2, 3), x))
 
 
 CASE = Case(scaled, (jax.ShapeDtypeStruct((4,), jnp.float32),), (1, 2, 3))
@@ -43,7 +43,7 @@ def test_a_traced_kernel_takes_the_choice_for_its_shape():
     ],
 )
 def test_the_first_candidate_stays_unless_another_is_clearly_faster(seconds, sizes):
-    assert kernel_timing.choose(CASE, seconds) == kernel_timing.Choice(sizes, seconds)
+    assert kernel_timing.choose(CASE, seconds) == {"sizes": sizes, "seconds": seconds}
 
 
 @pytest.mark.parametrize("kept", [None, [], {"sizes": "7"}, {"seconds": {}}])

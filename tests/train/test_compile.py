@@ -20,7 +20,7 @@ from jaxbench.jax_internals import READS_HOST
 from jaxbench.ops.attention import cudnn
 from jaxbench.recipe import flops
 from jaxbench.train.program import offloaded_bytes
-from jaxbench.train.program_checks import check_program, described_kernels
+from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.xla import host_copies, schedule
 from jaxbench.xla.custom_calls import quantized_matmuls
 from jaxbench.xla.launches import launches_kernel
@@ -147,7 +147,7 @@ def test_the_forecast_guides_a_schedule_that_exposes_less():
     for name in ("tuned", "guided"):
         row = Compiled("llama2_70b_bf16", 1024, f"execution.xla_flags={name}")
         with jax.set_mesh(row.mesh):
-            described = described_kernels(row.run)
+            described = describe_kernels(row.run)
         exposed[name] = schedule.Walk(row.program).under(expected(H100, 1024)).exposed_s
     assert described["schedule"] == "guided by the forecast"
     assert exposed["guided"] < exposed["tuned"] / 5
@@ -325,21 +325,6 @@ def test_layers_in_bf16_and_current_scaling():
         check_program(row.compiled, row.run)
 
 
-@pytest.mark.nightly
-def test_a_layer_in_bf16_inside_of_a_block():
-    """The second of two blocks has its MLP in bf16."""
-    changes = (
-        "model.layers=6", "model.pattern=M*-", "execution.ssd=xla", "precision.last_bf16_layers=1",
-    )  # fmt: skip
-    row = Compiled("nemotronh_56b_fp8", 64, *changes, "execution.remat=full")
-    products = quantized_matmuls(row.program, "fp8")
-    assert all(in_fp8 for _, in_fp8 in products)
-    both, first = (products[f"stacks.0.layers.{n}", True] for n in ("1.mixer.qkv", "2.mixer.up"))
-    assert both == 2 * first > 0
-    with jax.set_mesh(row.mesh):
-        check_program(row.compiled, row.run)
-
-
 def test_a_product_that_is_not_fp8_is_an_error(llama2, llama2_fp8):
     with (
         jax.set_mesh(llama2.mesh),
@@ -359,12 +344,6 @@ def test_no_partitioner_fallback_and_no_compiler_remat(llama2):
 def full_remat():
     changes = "execution.remat=full", "model.layers=4", "precision.gather=bf16"
     return Compiled("llama2_70b_fp8", 64, *changes)
-
-
-@pytest.mark.nightly
-def test_full_remat_runs_attention_twice(full_remat):
-    calls = full_remat.program.custom_calls()
-    assert [calls[name] for name in cudnn.CALLS] == [8, 4]
 
 
 @pytest.mark.nightly
@@ -436,14 +415,6 @@ def test_tokens_travel_to_experts_and_weights_of_one_expert_are_gathered(grok1):
     exchanged = 64 * rows * (5 * 2 * cfg.embed + 2 * 4)
     embedding = 2 * 2 * tokens * cfg.embed
     assert received["all-to-all"] == exchanged + embedding
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "gpus"), [("llama31_8b_bf16", 8), ("llama2_70b_bf16", 1)])
-def test_other_rows_fit_80_gb(name, gpus):
-    row = Compiled(name, gpus)
-    assert row.peak_gib <= LIMIT_GIB
-    assert row.executed_ratio < 1.22
 
 
 @pytest.mark.nightly

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from cases import tiered
-from commands import TINY, read, run
 from steps import MESHES, same_sequences
 from tiny import mesh_of, tiny_run
 
@@ -99,19 +98,3 @@ def test_activations_wait_in_the_host_s_memory(case, layer):
 def test_what_cannot_be_offloaded_is_refused(overrides, message):
     with pytest.raises(RecipeError, match=message):
         tiny_run("batch.microbatch=1", *overrides, devices=2)
-
-
-@pytest.mark.nightly
-def test_a_run_saves_and_another_goes_on(tmp_path):
-    """With the losses of one that saves its activations on the device."""
-
-    def losses(name, *options):
-        status, _, err = run(*TINY, *options, "--output", tmp_path / name)
-        assert (status, err) == (0, "")
-        return [step["loss"] for step in read(tmp_path / name)[1]]
-
-    offload = "--set", "execution.remat=attention", "--set", "execution.offload=gate,up"
-    whole = losses("whole", "--set", "execution.remat=attention,gate,up", "--steps", 8)
-    first = losses("first", *offload, "--steps", 4, "--checkpoint-every", 4)
-    second = losses("second", *offload, "--steps", 8, "--restore", tmp_path / "first")
-    assert first + second == whole

@@ -15,7 +15,7 @@ from jaxbench.ops.dense import is_variable
 from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.settings import AXES
 from jaxbench.train.optimizer import learning_rate
-from jaxbench.train.program_checks import described_kernels
+from jaxbench.train.program_checks import describe_kernels
 from jaxbench.train.step import (
     abstract_state,
     gradients,
@@ -24,8 +24,6 @@ from jaxbench.train.step import (
     synthetic_batch,
     train_step,
 )
-
-NEWER = ("deepseek3", "qwen3", "nemotron3", "gpt_oss")
 
 
 @pytest.mark.parametrize(
@@ -68,13 +66,12 @@ def test_sums_and_reductions_in_bf16_stay_near_fp32(mesh):
     assert any(np.any(bf16[1][name] != exact) for name, exact in fp32[1].items())
 
 
-def numpy_adamw(run, gradient_of, parameters, decayed, steps):
+def numpy_adamw(run, all_grads, parameters, decayed):
     """AdamW with clipping by the textbook (Loshchilov and Hutter 2019), in float64."""
     m = {k: np.zeros_like(p) for k, p in parameters.items()}
     v = {k: np.zeros_like(p) for k, p in parameters.items()}
     cfg = run.optimizer
-    for t in range(steps):
-        grads = gradient_of(parameters, t)
+    for t, grads in enumerate(all_grads):
         norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
         lr = float(learning_rate(cfg, run.steps)(t))
         for k, g in grads.items():
@@ -125,7 +122,7 @@ def test_three_steps_of_adamw(decay_vectors, moments):
         end = to_numpy(state.model)
     keys = {name: name.rsplit(".value", 1)[0] for name in start}
     decayed = {name: decayed[keys[name]] for name in start}
-    expected = numpy_adamw(run, lambda _, t: all_grads[t], dict(start), decayed, 3)
+    expected = numpy_adamw(run, all_grads, dict(start), decayed)
     for name, exact in expected.items():
         # Adam divides a gradient by its own size: what is rounded off one that is much smaller than
         # the largest, by some eps of that, moves the weight by as much of the learning rate.
@@ -163,7 +160,7 @@ def tiny_losses(family, dtype, *overrides):
     with mesh_of(run):
         emulated = "bf16" if dtype == "fp8" else "fp32"
         expected = dtype if dtype == "bf16" else f"{dtype}, emulated in {emulated}"
-        assert described_kernels(run)["products"] == expected
+        assert describe_kernels(run)["products"] == expected
     return losses_on_one_batch(run, steps=25)
 
 
@@ -224,22 +221,6 @@ def test_blocks_divide_the_weights_of_every_smoke_row(name):
     run = recipes.resolve(recipes.load(name), "smoke")
     with mesh_of(run):
         jax.eval_shape(make_program(run), abstract_state(run))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "recipe",
-    [r for r in recipes.load_all() if r.name.startswith(NEWER) and r.name.endswith("_fp8")],
-    ids=lambda r: r.name,
-)
-def test_smoke_rows_learn_one_batch(recipe):
-    """Of two sequences; the recipe's rate would rise through warm-up."""
-    changes = ["batch.global_batch=2", "optimizer.learning_rate=3e-3", "optimizer.warmup=0"]
-    overrides = recipes.parse_overrides(changes)
-    losses = losses_on_one_batch(recipes.resolve(recipe, "smoke", overrides=overrides), steps=5)
-    assert losses[0] == pytest.approx(np.log(2048), abs=0.3)
-    # Where weights follow no gradient, the loss moves by its rounding errors, below 0.01.
-    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize(

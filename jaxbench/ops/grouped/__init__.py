@@ -51,7 +51,7 @@ class Implementation:
     the weights.
 
     A matmul of FP8 operands multiplies its result by a `scale`. Rows of padding are zero in
-    permuted results and undefined among arriving rows. `in_blocks` makes the
+    permuted results and undefined among arriving rows. `block_matmuls` makes the
     `block_scaled.Matmuls` of groups. `refusal` returns why the implementation cannot multiply by a
     model's experts in a dtype on a platform, or None. `calls` are the custom calls that a compiled
     step must contain.
@@ -60,7 +60,7 @@ class Implementation:
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "A D"]]
     weights: Callable[..., Float[Array, "E D N"]]
-    in_blocks: Callable[[Groups], Any]
+    block_matmuls: Callable[[Groups], Any]
     refusal: Callable[[ModelConfig, str, str], str | None]
     calls: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ IMPLEMENTATIONS = {
         to_permuted=lazy("grouped.pallas.to_permuted"),
         from_permuted=lazy("grouped.pallas.from_permuted"),
         weights=lazy("grouped.pallas.weights"),
-        in_blocks=lazy("grouped.scaled.Kernels"),
+        block_matmuls=lazy("grouped.scaled.Kernels"),
         refusal=lazy("grouped.pallas.refusal"),
         calls=(TRITON,),
     ),
@@ -78,7 +78,7 @@ IMPLEMENTATIONS = {
         to_permuted=xla.to_permuted,
         from_permuted=xla.from_permuted,
         weights=xla.weights,
-        in_blocks=lazy("grouped.scaled.Dequantized"),
+        block_matmuls=lazy("grouped.scaled.Dequantized"),
         refusal=xla.refusal,
     ),
 }
@@ -186,7 +186,7 @@ def _dot(grouped: _GroupedMatmul, x: Array, w: Weight, groups: Groups) -> Array:
     equation, spec = f"{inputs},{dims}->{outputs}", _spec(grouped, x, w.weight)
     named = equation, spec, mesh.cotangent_spec(x), w.name
     if w.precision.dtype in BLOCKS:
-        by = IMPLEMENTATIONS[grouped.implementation].in_blocks(groups)
+        by = IMPLEMENTATIONS[grouped.implementation].block_matmuls(groups)
         return quantized.dot_blocks(quantized.Matmul(*named), x, w, by)
     return quantized.xla.dot(_Fp8Matmul(*named, grouped, groups), x, w)
 

@@ -20,14 +20,14 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
-from jaxbench.ops.kernel_sizes import chosen
+from jaxbench.ops.kernel_sizes import sizes_for
 from jaxbench.ops.pallas_call import (
     Inputs,
     Launch,
     Output,
     add_product,
     call,
-    gathered,
+    load_rows,
     tile_at,
     whole,
 )
@@ -103,7 +103,7 @@ def to_permuted(
     shape = w.shape
     if sizes is None:
         found = candidates("to_permuted", x.itemsize, shape[2], shape[1])
-        sizes = chosen(to_permuted, found, x, w, groups, scale)
+        sizes = sizes_for(to_permuted, found, x, w, groups, scale)
     width = sizes.width
     y, in_fp8 = (groups.row.size, shape[2]), x.itemsize == 1
     of_w = pl.BlockSpec((*shape[:2], width), lambda n, b: (0, 0, n))
@@ -137,7 +137,7 @@ def from_permuted(
     """`Implementation.from_permuted`."""
     if sizes is None:
         found = candidates("from_permuted", y.itemsize, w.shape[1], w.shape[2])
-        sizes = chosen(from_permuted, found, y, w, groups, scale)
+        sizes = sizes_for(from_permuted, found, y, w, groups, scale)
     width = sizes.width
     x = (groups.place.size, w.shape[1])
     return call(
@@ -167,7 +167,7 @@ def weights(
     """`Implementation.weights`."""
     if sizes is None:
         found = candidates("weights", x.itemsize, y.shape[1], BLOCK)
-        sizes = chosen(weights, found, x, y, groups, scale)
+        sizes = sizes_for(weights, found, x, y, groups, scale)
     in_fp8 = x.itemsize == 1
     tile = at_most(128, x.shape[1]), sizes.width
     w = (groups.ends.size, x.shape[1], y.shape[1])
@@ -199,7 +199,7 @@ def _to_permuted(r: SimpleNamespace, *, depth: int, turned: bool) -> None:
     def step(i, total):
         features = pl.ds(i * depth, depth)
         w = r.w[of, :, features].T if turned else r.w[of, features, :]
-        return add_product(total, gathered(r.x, rows, i * depth, depth), w)
+        return add_product(total, load_rows(r.x, rows, i * depth, depth), w)
 
     @pl.when(of < r.w.shape[0])
     def _():
@@ -226,7 +226,7 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "R D"]:
-    """FP8 rows in their permuted order, gathered four elements at a time. If we gathered single
+    """FP8 rows in their permuted order, load_rows four elements at a time. If we load_rows single
     elements, XLA would fuse the gather with the transpose that follows into one kernel that is ten
     times slower than memory."""
     words = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 4), jnp.uint32)
@@ -242,7 +242,7 @@ def _weights(r: SimpleNamespace, *, depth: int) -> None:
         rows = pl.ds(i * depth, depth)
         if not hasattr(r, "row"):  # operands are permuted and transposed
             return add_product(total, r.x[:, rows], r.y[:, rows].T)
-        x = gathered(r.x, r.row[rows], 0, r.x.shape[1])
+        x = load_rows(r.x, r.row[rows], 0, r.x.shape[1])
         return add_product(total, x.T, r.y[rows, :])
 
     total = scaled_sum(step, first * steps, r.ends[of] * steps, r.w.shape, r)

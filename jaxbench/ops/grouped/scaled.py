@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, at_most, scale_input, scaled_sum
-from jaxbench.ops.kernel_sizes import chosen
+from jaxbench.ops.kernel_sizes import sizes_for
 from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.block_scaled import Matmuls, quantize_activation
@@ -58,7 +58,7 @@ def by_weight(
     arriving rows."""
     count, kept, summed = w.values.shape
     if sizes is None:
-        sizes = chosen(by_weight, candidates(kept, summed), x, w, side, groups)
+        sizes = sizes_for(by_weight, candidates(kept, summed), x, w, side, groups)
     width, into = sizes.width, side == "first"
     y = (groups.row.size if into else groups.place.size), kept
     block, index = (BLOCK, width), lambda n, b: (b, n)
@@ -91,7 +91,7 @@ def of_weight(
     """`Matmuls.of_weight` by a kernel."""
     w = groups.ends.size, first.values.shape[1], last.values.shape[1]
     if sizes is None:
-        sizes = chosen(of_weight, candidates(w[2]), first, last, groups)
+        sizes = sizes_for(of_weight, candidates(w[2]), first, last, groups)
     tile = at_most(128, w[1]), sizes.width
     operands = {
         **_operand("a", first, (tile[0],), lambda o, d, e: (d, 0)),
@@ -193,7 +193,7 @@ def _cost(
     }
 
 
-def _in_order(groups: Groups) -> Groups:
+def _of_permuted(groups: Groups) -> Groups:
     """Groups for rows that are already permuted. Padding is zero, or it is what a Hadamard
     transform makes of a block that contains padding; the matmul has to include it then."""
     return replace(groups, row=jnp.arange(groups.row.size))
@@ -226,11 +226,11 @@ class Dequantized(Kernels):
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         wide, weights = dequantized(rows)[0], dequantized(w)
         if side == "first":
-            y = xla.to_permuted(wide, weights.swapaxes(1, 2), _in_order(self.groups))
+            y = xla.to_permuted(wide, weights.swapaxes(1, 2), _of_permuted(self.groups))
         else:
             y = xla.from_permuted(wide, weights, self.groups)
         return y.astype(jnp.bfloat16)
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
         a, b = dequantized(first)[0].T, dequantized(last)[0].T
-        return xla.weights(a, b, _in_order(self.groups)).astype(jnp.bfloat16)
+        return xla.weights(a, b, _of_permuted(self.groups)).astype(jnp.bfloat16)

@@ -69,30 +69,30 @@ def dispatch(
         routes = jax.tree.map(partial(save, name=ALWAYS), routes)
         slot, assignment = routes.slot, routes.assignment
         tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
-        weights = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
+        slot_gates = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
         if cfg.grouped:
-            tokens, weights, received = _exchange((tokens, weights, sent), 0, 0)
+            tokens, slot_gates, received = _exchange((tokens, slot_gates, sent), 0, 0)
             slots = tokens.shape[0] // received.shape[0]
             groups = group(received, slots, _expected(experts.size, cfg, tokens.shape[0]))
             groups = jax.tree.map(partial(save, name=ALWAYS), groups)
-            weights = permute(weights, groups.place[:, None], groups.row)
+            slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
             routes = routes._replace(groups=groups)
         else:
-            tokens, weights = _exchange(
-                [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, weights)], 0, 1
+            tokens, slot_gates = _exchange(
+                [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, slot_gates)], 0, 1
             )
-        return tokens, save(weights[..., 0], ALWAYS), routes
+        return tokens, save(slot_gates[..., 0], ALWAYS), routes
 
     dims = "slots" if cfg.grouped else "experts capacity"
-    tokens_spec, weights_spec, slot_spec, slots_spec = (
+    tokens_spec, gates_spec, slot_spec, slots_spec = (
         mesh.spec(dims, mesh.ACTIVATION)
         for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
     )
     routes_spec = Routes(slot_spec, slots_spec, slots_spec if cfg.grouped else None)
-    tokens, weights, routes = mesh.on_each_device(local, (tokens_spec, weights_spec, routes_spec))(
+    tokens, slot_gates, routes = mesh.on_each_device(local, (tokens_spec, gates_spec, routes_spec))(
         x, gates, experts
     )
-    return save(tokens, "dispatched"), weights, routes
+    return save(tokens, "dispatched"), slot_gates, routes
 
 
 def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:

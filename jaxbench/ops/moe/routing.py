@@ -219,14 +219,14 @@ def with_balance_loss(
 ) -> tuple[Float[Array, ""], RoutingSummary]:
     """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
     (loss, summary)."""
-    layers = [_in_order(segment) for segment in segments if segment]
+    layers = [_layers_in_order(segment) for segment in segments if segment]
     figures = RoutingFigures(*(jnp.concatenate(parts) for parts in zip(*layers, strict=True)))
     total = coefficient * jnp.sum(jnp.mean(figures.balance_loss, axis=1))
     step_figures = jax.lax.stop_gradient(summary(figures))
     return loss + (total - jax.lax.stop_gradient(total)), step_figures
 
 
-def _in_order(segment: tuple[RoutingFigures, ...]) -> RoutingFigures:
+def _layers_in_order(segment: tuple[RoutingFigures, ...]) -> RoutingFigures:
     """The figures of a segment's layers, from those of each layer of a block in all repeats."""
 
     def ordered(*parts: Array) -> Array:

@@ -31,7 +31,7 @@ from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
-    "choose", "dot", "dot_blocks", "in_bf16", "in_blocks", "init_histories", "name_in_model",
+    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "is_block_scaled", "name_in_model",
     "quantized_weights", "xla",
 ]  # fmt: skip
 
@@ -40,14 +40,14 @@ __all__ = [
 class Implementation:
     """An implementation of quantized matmuls.
 
-    `dot` multiplies in FP8, and `in_blocks` makes the `block_scaled.Matmuls` of this
+    `dot` multiplies in FP8, and `block_matmuls` makes the `block_scaled.Matmuls` of this
     implementation. `takes` is true for the matmuls that it can compute; XLA computes the others.
     `refusal` returns why it cannot multiply on a platform, or None. `mode` returns the scaling mode
     that its custom calls must have, or None.
     """
 
     dot: Callable[[Matmul, jax.Array, Operand], jax.Array]
-    in_blocks: Callable[[], Any]
+    block_matmuls: Callable[[], Any]
     takes: Callable[[Matmul], bool] = lambda matmul: True
     refusal: Callable[[str], str | None] = lambda platform: None
     mode: Callable[[Precision], str | None] = lambda precision: None
@@ -58,14 +58,14 @@ Name = Literal["te", "xla"]
 IMPLEMENTATIONS: dict[Name, Implementation] = {
     "te": Implementation(
         dot=lazy("quantized.te.dot"),
-        in_blocks=lazy("quantized.te_blocks.TeMatmuls"),
+        block_matmuls=lazy("quantized.te_blocks.TeMatmuls"),
         takes=lazy("quantized.te.takes"),
         refusal=lazy("quantized.te.refusal"),
         mode=lazy("quantized.te.scaling_mode"),
     ),
     "xla": Implementation(
         dot=xla.dot,
-        in_blocks=lazy("quantized.block_scaled.Matmuls"),
+        block_matmuls=lazy("quantized.block_scaled.Matmuls"),
     ),
 }
 
@@ -96,12 +96,12 @@ def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Arr
     chosen = IMPLEMENTATIONS[_requested(w.precision)]
     if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]
-    if in_blocks(w):
-        return dot_blocks(matmul, x, w, chosen.in_blocks())
+    if is_block_scaled(w):
+        return dot_blocks(matmul, x, w, chosen.block_matmuls())
     return chosen.dot(matmul, x, w)
 
 
-def in_blocks(w: Any) -> bool:
+def is_block_scaled(w: Any) -> bool:
     """True if matmuls with this weight are block-scaled."""
     return isinstance(w, Operand) and w.precision.dtype in BLOCKS
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxbench import jax_internals
 from jaxbench.ops import draws
-from jaxbench.ops.pallas_call import Launch, Output, call, gathered, product, whole
+from jaxbench.ops.pallas_call import Launch, Output, call, load_rows, product, whole
 from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.block_formats import (
     MXFP8,
@@ -163,7 +163,7 @@ def nvfp4_both(
 
 def _x(r: SimpleNamespace, first: Array, width: int) -> Array:
     """A program's tile, whose features start at `first`."""
-    return gathered(r.x, r.index[...], first, width) if hasattr(r, "index") else r.x[...]
+    return load_rows(r.x, r.index[...], first, width) if hasattr(r, "index") else r.x[...]
 
 
 def _where_filled(r: SimpleNamespace, body: Callable[[], None]) -> None:

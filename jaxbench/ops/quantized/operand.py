@@ -92,7 +92,7 @@ def _dequantized(x: jax.Array, scale_inv: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16) * scale_inv.astype(jnp.bfloat16)
 
 
-def gathered(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> jax.Array:
+def gather_quantized(stored: jax.Array, dims: mesh.Gathered, scale_inv: jax.Array) -> jax.Array:
     """The whole FP8 weight, gathered from its stored parts inside a `shard_map`. If it was gathered
     in bf16, it is quantized here."""
     weight = mesh.gather(stored, dims)

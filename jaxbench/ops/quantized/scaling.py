@@ -105,20 +105,20 @@ class Quantization:
         return cls(stacks, histories, list(map(of_stacks, stacks, range(len(stacks)))))
 
     @property
-    def zeros(self) -> list[jax.Array]:
-        """Zeros `[blocks, weights, 2, devices]`, whose cotangents are the observed amax. Only
-        delayed scaling has any."""
+    def probes(self) -> list[jax.Array]:
+        """Zeros `[blocks, weights, 2, devices]`, which add nothing. Their cotangents are the amax
+        that the matmuls observe. Only delayed scaling has any."""
         devices = math.prod(jax.sharding.get_abstract_mesh().shape.values())
         sharding = PartitionSpec(None, None, None, *mesh.per_device())
         return [
             jnp.zeros((*h.shape[:2], 2, devices), out_sharding=sharding) for h in self.histories
         ]
 
-    def scaled(self, observed: list[jax.Array]) -> list[Scaled]:
-        """What the layers need, with the `zeros` by which we differentiate."""
-        if not observed:
+    def scaled(self, probes: list[jax.Array]) -> list[Scaled]:
+        """What the layers need, with the `probes` by which we differentiate."""
+        if not probes:
             return self.quantized
-        return [replace(s, observed=amax) for s, amax in zip(self.quantized, observed, strict=True)]
+        return [replace(s, observed=probe) for s, probe in zip(self.quantized, probes, strict=True)]
 
     def next_histories(self, observed: list[jax.Array]) -> Histories:
         """The histories with this step's amax added. For inputs and gradients it is the maximum of
@@ -141,7 +141,7 @@ def _quantize(
     scale_inv, stored = (
         _per_tensor(stack, histories[number : number + 1], precision)
         if precision.dtype == "fp8"
-        else (None, _in_blocks(stack, precision))
+        else (None, _quantize_blocks(stack, precision))
     )
     seeds = _seeds(stack, seed, number) if precision.draws else None
     return Scaled(
@@ -167,7 +167,7 @@ def _per_tensor(
     return scale_inv, stored
 
 
-def _in_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
+def _quantize_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
     """The copies of all weights in a block-scaled format (`block_scaled.Copies`)."""
     amax = _weight_amax(stack)
     leaves = jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_variable)

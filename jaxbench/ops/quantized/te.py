@@ -21,7 +21,7 @@ from jaxbench import mesh
 from jaxbench.jax_internals import empty_arrays_from, replaced
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard
-from jaxbench.ops.quantized.operand import Matmul, Operand, gathered
+from jaxbench.ops.quantized.operand import Matmul, Operand, gather_quantized
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of
 from jaxbench.recipe.settings import BLOCKS, Precision
 
@@ -55,12 +55,7 @@ def takes(matmul: Matmul) -> bool:
 
 def scaling_mode(precision: Precision) -> str:
     """The scaling mode that the quantizations and matmuls of a recipe must have."""
-    return SCALING[_scaling(precision)]
-
-
-def _scaling(precision: Precision) -> str:
-    """The key of `SCALING` for a recipe."""
-    return precision.scaling if precision.dtype == "fp8" else precision.dtype
+    return SCALING[precision.scaling if precision.dtype == "fp8" else precision.dtype]
 
 
 def dot(matmul: Matmul, x: jax.Array, w: Operand) -> jax.Array:
@@ -80,7 +75,7 @@ def _forward(matmul, x, weight, observed, stored, scale_inv):
         with matmul.scope():
             shapes = _Shapes(matmul)
             data, scale_inv_x, amax = _quantized(shapes.flat(x), VALUES, scale_inv[0], scaling)
-            weight = gathered(stored, dims, scale_inv[1])
+            weight = gather_quantized(stored, dims, scale_inv[1])
             y = _multiply(data, scale_inv_x, shapes.outputs_first(weight), scale_inv[1], scaling)
         y = y.reshape(*x.shape[: shapes.batch], *shapes.outputs(weight))
         return y, data.reshape(x.shape), scale_inv_x[None], amax[None]
@@ -99,7 +94,7 @@ def _backward(matmul, residuals, dy):
     def local(dy, data, scale_inv_x, amax, stored, scale_inv):
         with matmul.scope():
             shapes = _Shapes(matmul)
-            weight = gathered(stored, dims, scale_inv[1])
+            weight = gather_quantized(stored, dims, scale_inv[1])
             flat = dy.reshape(shapes.flat(data).shape[0], -1)
             gradient, scale_inv_dy, amax_dy = _quantized(flat, GRADIENTS, scale_inv[2], scaling)
             inputs_first = shapes.inputs_first(weight)

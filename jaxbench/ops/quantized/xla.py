@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.quantized.operand import Matmul, Operand, gathered
+from jaxbench.ops.quantized.operand import Matmul, Operand, gather_quantized
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES, amax_of, quantize, scale_inv_of
 from jaxbench.ops.remat import ALWAYS, save
 
@@ -37,7 +37,7 @@ def _forward(x, weight, observed, stored, scale_inv, matmul):
             amax = amax_of(x)
             scale_inv_x = scale_inv_of(amax, VALUES) if current else scale_inv[0]
             quantized = quantize(x, scale_inv_x, VALUES)
-            weight = gathered(stored, dims, scale_inv[1])
+            weight = gather_quantized(stored, dims, scale_inv[1])
             y = matmul.result(quantized, scale_inv_x, weight, scale_inv[1])
         return y, quantized, amax[None]
 
@@ -65,7 +65,7 @@ def _backward(residuals, dy):
             gradient = quantize(dy, scale_inv_dy, GRADIENTS)
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
-            weight = gathered(stored, dims, scale_inv_w)
+            weight = gather_quantized(stored, dims, scale_inv_w)
             dx = matmul.of_input(gradient, scale_inv_dy, weight, scale_inv_w)
             dw = matmul.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])

@@ -1,12 +1,10 @@
-"""GPT-OSS 120B and 20B (OpenAI 2025), as the published benchmarks train them.
+"""GPT-OSS 120B (OpenAI 2025), as the published benchmarks train it.
 
 Dimensions, sinks, biases and activation: Hugging Face transformers, models/gpt_oss, which is the
-released model, confirmed by the published counts of parameters (116.83B and 20.91B) and of FLOPs;
-window and routing: NVIDIA-NeMo/Megatron-Bridge at commit 067f987, models/gpt_oss and
-perf_recipes/gpt_oss, which leave `moe_router_dtype` unset. No load-balance loss.
+released model, confirmed by the published counts of parameters (116.83B) and of FLOPs. Window and
+routing: NVIDIA-NeMo/Megatron-Bridge at commit 067f987, models/gpt_oss and perf_recipes/gpt_oss,
+which leave `moe_router_dtype` unset. No load-balance loss.
 """
-
-from dataclasses import replace
 
 from jaxbench.recipe import flops
 from jaxbench.recipe.mixers import AttentionConfig, ExpertsConfig, Rope, Yarn
@@ -45,6 +43,5 @@ GPT_OSS_120B = ModelConfig(
     experts=EXPERTS,
     init_std=0.02,
 )
-GPT_OSS_20B = replace(GPT_OSS_120B, size="20b", layers=24, experts=replace(EXPERTS, count=32))
-MODELS = (GPT_OSS_120B, GPT_OSS_20B)
+MODELS = (GPT_OSS_120B,)
 SOURCE_FLOPS = {"gpt_oss": flops.causal_without_router}

@@ -17,7 +17,7 @@ from jaxbench.ops.ssd.context_exchange import entering
 from jaxbench.ops.ssd.pallas.conv import conv_silu
 from jaxbench.ops.ssd.pallas.gate import gate_norm
 from jaxbench.ops.ssd.pallas.scan import scan
-from jaxbench.ops.ssd.pallas.tuning import Tuning, chosen
+from jaxbench.ops.ssd.pallas.tiles import Tuning, tuning_of_mesh
 from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
 from jaxbench.recipe.mixers import MambaConfig
 
@@ -77,7 +77,7 @@ mixer.defvjp(_forward, _backward)
 
 
 def _mixer(dims: Dims, context: Axes, tuning: Tuning | None, projected, parameters: Parameters):
-    tuning = tuning or chosen()
+    tuning = tuning or tuning_of_mesh()
     if context:
         one = partial(xla.conv_silu, dims, context)
         u = jax.vmap(one, in_axes=(2, 0), out_axes=2)(projected, parameters)

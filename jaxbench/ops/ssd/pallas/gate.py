@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxbench.ops.pallas_call import Launch, Output, call
-from jaxbench.ops.ssd.pallas.tuning import Tuning
+from jaxbench.ops.ssd.pallas.tiles import Tuning
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32

@@ -38,8 +38,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxbench.ops.pallas_call import Output, call, product
-from jaxbench.ops.ssd.pallas.tiles import OfChunk, OfHead, OfHeadInChunk, decay, sums
-from jaxbench.ops.ssd.pallas.tuning import Tuning
+from jaxbench.ops.ssd.pallas.tiles import OfChunk, OfHead, OfHeadInChunk, Tuning, decay, sums
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32

@@ -21,8 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxbench.ops.pallas_call import Output, call, product
 from jaxbench.ops.ssd.pallas import gradients
-from jaxbench.ops.ssd.pallas.tiles import OfHead, decay, sums
-from jaxbench.ops.ssd.pallas.tuning import Tuning
+from jaxbench.ops.ssd.pallas.tiles import OfHead, Tuning, decay, sums
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32
