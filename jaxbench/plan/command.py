@@ -21,10 +21,10 @@ from jaxbench.plan import (
     candidates,
     compare_profile,
     difference,
-    driver,
     hlo_file,
     scaling,
     search,
+    stubs,
     sweep,
     systems,
     text,
@@ -60,7 +60,7 @@ def resolve(
     recipe = derived_rows.extend(recipe, gpus, gpu, overrides)
     run = recipes.resolve(recipe, gpus, overrides=overrides)
     if run.precision.implementation == "te":
-        driver.load_stub(gpu.capability[0])
+        stubs.load_for_engine(gpu.capability[0])
     check_run(run, "gpu", gpu)
     for line in flags.overruled(run, "gpu"):
         print(line, file=sys.stderr)
