@@ -6,7 +6,7 @@ from jaxbench.forecast.tables import load
 from jaxbench.xla import host_copies
 from jaxbench.xla.collectives import completed
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.launches import launches_kernel
+from jaxbench.xla.kernels import launches_kernel
 from jaxbench.xla.schedule import Walk
 
 SCHEDULED = r'scheduling_name="([^"]*)"'

@@ -21,8 +21,7 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.host_copies import HostLink
 from jaxbench.xla.instruction import DTYPE_BITS, SOURCE, Instruction, Scope
-from jaxbench.xla.launches import launches, launches_kernel
-from jaxbench.xla.moved import traffic, written_fp8
+from jaxbench.xla.kernels import launches, launches_kernel, moved_bytes, written_fp8
 from jaxbench.xla.rewrites import COLLECTIVES
 from jaxbench.xla.timeline import KERNELS, LINKS, Kernel, Schedule, Transfer
 
@@ -84,7 +83,7 @@ class Walk:
             collective = i.opcode.removesuffix("-start") in COLLECTIVES
             if launches_kernel(i) and not collective and not host_copies.copies(i, scope):
                 works = tuple(_works(self.program, i, scope))
-                moved = traffic(self.program, i, scope)
+                moved = moved_bytes(self.program, i, scope)
                 unknown = self.program.unknown(i, scope)
                 fp8 = written_fp8(self.program, i, scope)
                 kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8)

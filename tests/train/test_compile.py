@@ -23,7 +23,7 @@ from jaxbench.train.program import offloaded_bytes
 from jaxbench.train.program_checks import check_program, described_kernels
 from jaxbench.xla import host_copies, schedule
 from jaxbench.xla.custom_calls import quantized_matmuls
-from jaxbench.xla.launches import launches_kernel
+from jaxbench.xla.kernels import launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
 from jaxbench.xla.timeline import SCAN
 

@@ -9,7 +9,7 @@ from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import load
-from jaxbench.xla import hlo, host_copies, schedule
+from jaxbench.xla import hlo, host_copies, kernels, schedule
 from jaxbench.xla.collectives import Collective
 
 # 1 GB/s in memory and over NVLink, half of it between nodes.
@@ -352,7 +352,7 @@ def test_traffic_of_slices_and_updates_in_place(line, expected):
 """
     found = program(text, UPDATE)
     scope = found.computations[found.entry]
-    assert schedule.traffic(found, scope["k"], scope) == expected
+    assert kernels.moved_bytes(found, scope["k"], scope) == expected
 
 
 def test_links_between_domains_are_shared_by_their_members():
