@@ -22,9 +22,9 @@ from jaxbench.forecast.costs import padded
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.jax_internals import profile_events, profiled_instruction
+from jaxbench.plan.compiled_step import axes_of
 from jaxbench.plan.hlo_file import crossed, parse, whole_text
 from jaxbench.plan.trace import unrolled
-from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.settings import AXES
 from jaxbench.results.plans import part_name
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part

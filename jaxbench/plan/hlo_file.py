@@ -31,8 +31,8 @@ from jaxbench.plan.row_page import (
     system_assumptions,
     whole,
 )
+from jaxbench.plan.systems import system
 from jaxbench.plan.trace import write_trace
-from jaxbench.plan.traffic import system
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program, display_name

@@ -20,9 +20,9 @@ from jaxbench.forecast.guide import guide
 from jaxbench.forecast.tables import Tables, load
 from jaxbench.plan import ask_cudnn, stubs
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.compiled_step import Step, step_of
+from jaxbench.plan.compiled_step import Step, axes_of, step_of
+from jaxbench.plan.systems import system
 from jaxbench.plan.trace import write_trace
-from jaxbench.plan.traffic import axes_of, system
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run

@@ -23,8 +23,8 @@ from jaxbench.base.hardware import Gpu, host_memory, placed
 from jaxbench.base.versions import versions
 from jaxbench.plan import stubs
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.plan import Plan, read, system
-from jaxbench.plan.systems import Target
+from jaxbench.plan.plan import Plan, read
+from jaxbench.plan.systems import Target, system
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.xla import flags

@@ -317,7 +317,7 @@ def assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def system_assumptions(step: Step, gpu: dict[str, Any], limit: int) -> Iterator[tuple[str, str]]:
     """What a forecast assumes, as pairs: the subject, and the assumption. `gpu` is the system
-    (`traffic.system`); a program has `limit` bytes of its memory."""
+    (`systems.system`); a program has `limit` bytes of its memory."""
     f = step.forecast
     for source in dict.fromkeys(f.sources.values()):
         kinds = (

@@ -49,6 +49,14 @@ class Target:
         return replace(self, gpu=gpu, system=(*self.system, *settings))
 
 
+def system(gpu: Gpu) -> dict[str, Any]:
+    """The properties and links of the GPU that decide a plan."""
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain", "leaf",
+             "oversubscription", "latency")  # fmt: skip
+    peaks = {f"{dtype} TFLOP/s": peak for dtype, peak in gpu.tflops.items()}
+    return {name: getattr(gpu, name) for name in names} | peaks
+
+
 def find(asked: str, kernels: Path | None = None) -> Target:
     """The system that `--gpu` describes. Raises RecipeError."""
     if not asked.endswith((".yaml", ".yml")):

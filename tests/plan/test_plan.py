@@ -18,9 +18,9 @@ from made_plans import made
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.interval import accuracy, errors
 from jaxbench.plan import absent, ask_cudnn, command, difference, processes, sweep, text
+from jaxbench.plan.compiled_step import mesh_axes
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.systems import Target
-from jaxbench.plan.traffic import mesh_axes
 from jaxbench.recipe import planned as table_of_plans
 from jaxbench.recipe import published, recipes
 
