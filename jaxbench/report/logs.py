@@ -163,7 +163,6 @@ def read(path: Path) -> RunData | None:
     if source is None and workload.model is None and other is None:
         return None
     run = _run(path, steps, workload, work)
-    run.source = source or "log"
     if source is None:
         of = f"a log of {other}: " if other else ""
         run.failed = f"{of}it has no iteration in a known format ({', '.join(FORMATS)})"
@@ -221,7 +220,7 @@ def _run(path: Path, steps: Steps, workload: Workload, work: Work) -> RunData:
     """A run with its published row, or the reason why it has none."""
     family, (model, size, dtype, gpus) = _family(workload), workload
     run = RunData(
-        path=path, source="", recipe=f"{family or model or path.stem} {size or ''}",
+        path=path, recipe=f"{family or model or path.stem} {size or ''}",
         gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=work.tokens,
         model=f"{family or model} {size}" if model else "",
         started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",

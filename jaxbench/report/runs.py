@@ -82,10 +82,10 @@ class Steps:
 class RunData:
     """Everything known about a run.
 
-    `source` is the kind of log or record, `model` the family and size. `flops` are the model's
-    FLOPs per step and GPU, by convention. `published` is the published row. Bytes are of one GPU.
-    `dated` says where `started` is from: "record", or "file time". `record` holds run.json and
-    environment.json, or the fields that a log declares.
+    `model` is the family and size. `flops` are the model's FLOPs per step and GPU, by convention.
+    `published` is the published row. Bytes are of one GPU. `dated` says where `started` is from:
+    "record", or "file time". `record` holds run.json and environment.json, or the fields that a log
+    declares.
 
     `host_s` has two values for each step: the seconds that its process took for the records of the
     step before, and how many of these it spent on compiling. `layer_loads` has the load of the
@@ -95,7 +95,6 @@ class RunData:
     """
 
     path: Path
-    source: str
     recipe: str
     gpus: int | None = None
     dtype: str | None = None
