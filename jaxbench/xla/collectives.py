@@ -22,15 +22,14 @@ can hold. A broadcast in a ring sends as much as an all-gather of its result."""
 class Collective:
     """A collective instruction. `bytes` is the size of its result on one device. `devices` is the
     first of its largest replica groups, and `others` are the remaining groups of the same size.
-    `count` is how often it runs per step."""
+    `count` is how often it runs per step. `source` is its JAX operation."""
 
     kind: str
-    name: str
     bytes: int
     devices: tuple[int, ...]
-    count: int
-    source: str
+    count: int = 1
     others: tuple[tuple[int, ...], ...] = ()
+    source: str = ""
 
     @property
     def like(self) -> str:
@@ -123,7 +122,7 @@ def _domain_members(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
     return min(min(Counter(d // domain for d in group).values()) for group in groups)
 
 
-def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
+def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
     """The collective whose result this instruction returns: a synchronous collective, or the
     `-done` of an asynchronous one. None for other instructions, and for a single device."""
     kind = i.opcode.removesuffix("-done")
@@ -136,7 +135,7 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     if len(devices) < 2:
         return None
     source = start.attribute(SOURCE) or ""
-    return Collective(kind, i.name, i.bytes, devices, runs, source, tuple(others))
+    return Collective(kind, i.bytes, devices, runs, tuple(others), source)
 
 
 @cache

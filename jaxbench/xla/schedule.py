@@ -101,7 +101,7 @@ class Walk:
 
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
-        completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
+        completed = ((i, collectives.completed(i, scope)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
         free_at: dict[bool, float] = {}  # for each queue of collectives
         beside, link = _Beside(total), HostLink(costs.gpu, total.host)

@@ -63,11 +63,11 @@ def test_oversubscribed_uplinks_slow_down_what_leaves_a_leaf():
     slower = measured(replace(leaf, oversubscription=8.0)).collective(ring)
     # Twice as long over the network; NVLink's share of the time stays.
     assert 1.9 < slower / measured().collective(ring) < 2
-    apart = Collective("all-gather", "c", 2**33, (0, 32), 1, "")
+    apart = Collective("all-gather", 2**33, (0, 32))
     assert measured(slow).collective(apart) > 1.9 * measured().collective(apart)
     # Of the 32 pairs of neighbouring nodes that begin below a leaf, 8 end below the next one.
     pairs = [(n, n + 8) for n in range(56)]
-    sent = Collective("collective-permute", "c", 2**30, pairs[0], 1, "", tuple(pairs[1:]))
+    sent = Collective("collective-permute", 2**30, pairs[0], others=tuple(pairs[1:]))
     for oversubscription, factor in ((4.0, 1), (8.0, 2)):
         seconds = measured(replace(leaf, oversubscription=oversubscription)).collective(sent)
         assert seconds / measured().collective(sent) == pytest.approx(factor, rel=1e-2)
@@ -446,7 +446,7 @@ def test_a_width_that_is_in_no_table_is_forecast_from_the_nearest(gpu, most):
 
 
 def gather(devices: range, whole: int, kind: str = "all-gather") -> Collective:
-    return Collective(kind, "c", whole, tuple(devices), 1, "")
+    return Collective(kind, whole, tuple(devices))
 
 
 def test_a_collective_inside_a_node_that_was_measured():

@@ -15,7 +15,8 @@ from compiled import Compiled, needs_compiler
 
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.hardware import H100, PLANNED
-from jaxbench.forecast.guide import expected
+from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.tables import load
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.ops.attention import cudnn
 from jaxbench.recipe import flops
@@ -148,7 +149,8 @@ def test_the_forecast_guides_a_schedule_that_exposes_less():
         row = Compiled("llama2_70b_bf16", 1024, f"execution.xla_flags={name}")
         with jax.set_mesh(row.mesh):
             described = described_kernels(row.run)
-        exposed[name] = schedule.Walk(row.program).under(expected(H100, 1024)).exposed_s
+        costs = Measured(H100, load("h100"), gpus=1024)
+        exposed[name] = schedule.Walk(row.program).under(costs).exposed_s
     assert described["schedule"] == "guided by the forecast"
     assert exposed["guided"] < exposed["tuned"] / 5
 
