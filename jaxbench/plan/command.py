@@ -32,7 +32,7 @@ from jaxbench.plan import (
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
-from jaxbench.plan.processes import INTERRUPTED
+from jaxbench.plan.processes import CACHE, INTERRUPTED
 from jaxbench.plan.row_page import plan_page
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import derived_rows, recipes
@@ -40,9 +40,6 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.program import compile_program
 from jaxbench.train.program_checks import check_run
 from jaxbench.xla import flags
-
-TABLE = Path("results", "plan")
-"""The default folder for the table of `--all`."""
 
 REMEDIES = 8
 """The most candidates that we compile to replace a row that does not fit."""
@@ -118,7 +115,7 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
 
 
 def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
-    """Runs `--diff`, `--all`, `--scaling` or `--search`."""
+    """Runs `--diff`, `--all`, `--scaling` or `--search`. Returns the exit status."""
     target = targets[0]
     if args.diff and all(spec.endswith(".csv") for spec in args.diff):
         before, after = map(Path, args.diff)
@@ -137,7 +134,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     if args.scaling:
         recipe = recipes.load(args.config).on(target.gpu)
         return scaling.scaling(recipe, args.config, args.set, target, args.format, args.output)
-    return sweep.sweep(targets, args.output or TABLE)
+    return sweep.sweep(targets, args.output or CACHE)
 
 
 def plan_one(args: argparse.Namespace, target: Target) -> int:
@@ -173,37 +170,34 @@ def main(argv: Sequence[str] | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     targets = find_targets(args)
     check_arguments(args, targets[0].gpu)
+    output = args.output or (CACHE if args.all else None)
+    for folder in filter(None, (args.dump, output if args.all else None)):
+        folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
-        output = args.output or (TABLE if args.all else None)
-        for folder in filter(None, (args.dump, output if args.all else None)):
-            folder.mkdir(parents=True, exist_ok=True)
         for path in filter(None, (args.dump, output)):
             held.enter_context(owned(path))
-        return _plan(args, targets)
+        try:
+            if args.profile or args.hlo:
+                return read_file(args, targets[0].gpu)
+            if args.diff or args.all or args.scaling or args.search:
+                return plan_many(args, targets)
+            return plan_one(args, targets[0])
+        except KeyboardInterrupt:
+            print(INTERRUPTED, file=sys.stderr)
+            return 130
 
 
-def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
-    gpu = targets[0].gpu
-    try:
+def read_file(args: argparse.Namespace, gpu: Gpu) -> int:
+    """Runs `--profile` or `--hlo`. Returns 0."""
+    with live(f"reading {args.profile or args.hlo}"):
         if args.profile:
-            with live(f"reading {args.profile}"):
-                asked = gpu if args.gpu or args.system else None
-                tables = args.kernels, args.write_kernels
-                compared = compare_profile.read(args.profile, args.hlo, asked, *tables)
-            write(as_json(compared) if args.format == "json" else compare_profile.report(compared),
-                  args.output)  # fmt: skip
-            return 0
-        if args.hlo:
-            with live(f"reading {args.hlo}"):
-                step = hlo_file.read(args.hlo, gpu, args.kernels, args.trace)
-            as_text = {"json": hlo_file.as_json, "html": hlo_file.page, "text": hlo_file.report}[
-                args.format
-            ]
-            write(as_text(step), args.output)
-            return 0
-        if args.diff or args.all or args.scaling or args.search:
-            return plan_many(args, targets)
-        return plan_one(args, targets[0])
-    except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
-        return 130
+            named = gpu if args.gpu or args.system else None
+            tables = args.kernels, args.write_kernels
+            compared = compare_profile.read(args.profile, args.hlo, named, *tables)
+            as_text = as_json if args.format == "json" else compare_profile.report
+            content = as_text(compared)
+        else:
+            step = hlo_file.read(args.hlo, gpu, args.kernels, args.trace)
+            content = hlo_file.FORMATS[args.format](step)
+    write(content, args.output)
+    return 0

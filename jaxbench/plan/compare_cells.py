@@ -1,8 +1,7 @@
 """The cells of `jaxbench compare`, and the columns that its table and its page show of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from jaxbench.forecast.goodput import Goodput
 from jaxbench.pages.charts import three_digits
@@ -77,7 +76,7 @@ class Cell:
     goodput: Goodput | None = None
     work: Work | None = None
     figures: Figures | None = None
-    marks: list[str]
+    marks: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -139,8 +138,3 @@ def shown(cells: Sequence[Cell]) -> list[dict[str, Text]]:
         lines.append(line)
     names = [name for name in lines[0] if any(line[name][0] for line in lines)]
     return [{name: line[name] for name in names} for line in lines]
-
-
-def as_objects(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The cells as JSON has them."""
-    return [vars(cell) | {"fits": cell.fits} for cell in cells]

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -25,7 +25,7 @@ from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
-from jaxbench.plan.compare_cells import Cell, Figures, Work, as_objects, mark, shown, train_state
+from jaxbench.plan.compare_cells import Cell, Figures, Work, mark, shown, train_state
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, plan_all
@@ -69,11 +69,13 @@ def _compare(
         mtbf_gpu_hours=args.mtbf, storage_gb_s=args.storage, restart_s=60 * args.restart
     )
     limit = (args.limit or LIMIT) if args.search else None
-    cells = [
-        cell_of(planned, target, assumed, args.tokens, args.price.get(target.name))
-        for target in targets
-        for planned in plan_cells(target, configs, args.gpus, args.set, limit)
-    ]
+    cells = []
+    for target in targets:
+        price, power = args.price.get(target.name), target.gpu.power
+        for cell, planned in plan_cells(target, configs, args.gpus, args.set, limit):
+            if planned:
+                add_figures(cell, *planned, assumed, args.tokens, price, power)
+            cells.append(cell)
     mark(cells)
     if args.config[0].endswith(".json"):
         model = args.config[0]
@@ -86,7 +88,8 @@ def _compare(
     remarks = notes(cells, assumed, args.price)
     if args.format == "json":
         content = {"model": model, "tokens": args.tokens, "assumed": asdict(assumed)}
-        content |= {"cells": as_objects(cells), "goodput": goodput, "notes": remarks}
+        objects = [vars(cell) | {"fits": cell.fits} for cell in cells]
+        content |= {"cells": objects, "goodput": goodput, "notes": remarks}
         write(as_json(content), args.output)
     elif args.format == "html":
         write(compare_page(model, args.tokens, cells, goodput, remarks), args.output)
@@ -139,24 +142,13 @@ def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:
     return min(configs, key=order)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A cell before its figures: recipe and number of GPUs, the row with its plan if there is one,
-    and `why` there is none or why it does not fit."""
-
-    recipe: str
-    gpus: int
-    row: Run | None = None
-    plan: Plan | None = None
-    why: str = ""
-
-
 def plan_cells(
     target: Target, configs: Mapping[str, Recipe], counts: Sequence[int], changes: list[str],
     limit: int | None,
-) -> Iterator[Planned]:  # fmt: skip
-    """The cells of a GPU, one for each number of GPUs in `counts`. With a `limit`, each is the best
-    of a search with so many candidates."""
+) -> Iterator[tuple[Cell, tuple[Run, Plan] | None]]:  # fmt: skip
+    """The cells of a GPU before they have figures, one for each number of GPUs in `counts`, with
+    the row and its plan if there is one. With a `limit`, a plan is the best of a search with so
+    many candidates."""
     config = narrowest(configs, target.gpu)
     rows: dict[int, tuple[Run, Recipe]] = {}
     reasons: dict[int, str] = {}
@@ -174,13 +166,18 @@ def plan_cells(
         found |= failures
         found |= zip((run for run in runs if run not in failures), plans, strict=True)
     for gpus in counts:
-        run = rows[gpus][0] if gpus in rows else None
-        outcome = found[run] if run else reasons[gpus]
+        cell = Cell(gpu=target.name, gpus=gpus, recipe=configs[config].name)
+        if gpus in reasons:
+            cell.why = reasons[gpus]
+            yield cell, None
+            continue
+        run, _ = rows[gpus]
+        outcome = found[run]
         if isinstance(outcome, str):
-            yield Planned(recipe=configs[config].name, gpus=gpus, why=outcome)
+            cell.why = outcome
+            yield cell, None
         else:
-            why = too_big(outcome, searched=bool(limit))
-            yield Planned(recipe=configs[config].name, gpus=gpus, row=run, plan=outcome, why=why)
+            yield cell, (run, outcome)
 
 
 def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> tuple[Run, Recipe]:
@@ -205,7 +202,7 @@ def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> 
 def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Plan | str:
     """The best plan of a search from a row, or why there is none."""
     try:
-        state = search.explored(recipe, row, config, limit, target)
+        state = search.finished(recipe, row, config, limit, target)
     except (RecipeError, RunFailed) as error:
         return str(error)
     best = state.best()
@@ -216,35 +213,24 @@ def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> 
     return plan
 
 
-def too_big(plan: Plan, searched: bool) -> str:
-    """Why a plan does not fit; empty if it does."""
-    if plan.fits:
-        return ""
-    hint = "" if searched else "; --search looks for settings with which it fits"
-    return search.why(plan, None) + hint
-
-
-def cell_of(
-    planned: Planned, target: Target, assumed: Assumed, tokens: float, price: float | None
-) -> Cell:
-    """A cell with its figures, if it has any."""
-    cell = Cell(
-        gpu=target.name, gpus=planned.gpus, recipe=planned.recipe, why=planned.why, marks=[]
-    )
-    if planned.plan is None or planned.row is None:
-        return cell
-    parameters = flops.parameters(planned.row.model)["total"]
-    cell.state_bytes = planned.row.optimizer.state_bytes * parameters
-    cell.goodput = expected(planned.gpus, cell.state_bytes, assumed)
-    cell.work = Work.of(planned.plan)
-    if unknown := planned.plan.forecast.unknown:
+def add_figures(
+    cell: Cell, row: Run, plan: Plan, assumed: Assumed, tokens: float, price: float | None,
+    power: float,
+) -> None:  # fmt: skip
+    """Adds to a cell what follows from its plan, or why it has no figures. GPUs draw `power`
+    watts."""
+    cell.state_bytes = row.optimizer.state_bytes * flops.parameters(row.model)["total"]
+    cell.goodput = expected(cell.gpus, cell.state_bytes, assumed)
+    cell.work = Work.of(plan)
+    if not plan.fits:
+        hint = "--search looks for settings with which it fits"
+        cell.why = f"{search.why(plan, None)}; {hint}"
+    if unknown := plan.forecast.unknown:
         cell.why = f"no forecast: no rule for {', '.join(unknown)}"
     elif not cell.goodput.share:
         cell.why = "GPUs fail faster than a checkpoint is written"
     else:
-        share = cell.goodput.share
-        cell.figures = figures(planned.plan, share, tokens, price, target.gpu.power)
-    return cell
+        cell.figures = figures(plan, cell.goodput.share, tokens, price, power)
 
 
 def figures(plan: Plan, share: float, tokens: float, price: float | None, power: float) -> Figures:

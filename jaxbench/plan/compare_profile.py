@@ -272,8 +272,8 @@ def report(compared: Compared) -> str:
     ]  # fmt: skip
     for entry in compared.largest:
         both = (f"{1e6 * s / entry.runs:.1f}" for s in (entry.measured_s, entry.forecast_s))
-        of = ", ".join(filter(None, [entry.source, entry.sizes]))
-        lines.append(f"{_line(entry)}  {entry.runs} x {' and '.join(both)}{': ' if of else ''}{of}")
+        what = f": {entry.what}" if entry.what else ""
+        lines.append(f"{_line(entry)}  {entry.runs} x {' and '.join(both)}{what}")
     return "\n".join(lines)
 
 

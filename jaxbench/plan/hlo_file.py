@@ -7,14 +7,14 @@ does not have.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxbench.base import files
 from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import as_json
 from jaxbench.base.hardware import Gpu, placed
 from jaxbench.forecast.tables import Tables, load
 from jaxbench.pages.charts import three_digits, waterfall
@@ -152,11 +152,6 @@ def whole_text(path: Path, option: str) -> Iterator[None]:
         ) from error
 
 
-def as_json(step: HloStep) -> str:
-    """The step for scripts."""
-    return files.as_json(plain(step))
-
-
 def plain(step: HloStep) -> dict[str, Any]:
     """The step as plain values. If there is no forecast, its values are None."""
     values = asdict(step)
@@ -264,3 +259,9 @@ def _memory(step: HloStep) -> str:
         return f"{held}; temporaries are unknown without the files of --xla_dump_to"
     fits = "fits" if step.peak <= step.limit else "DOES NOT FIT"
     return f"{fits}: peak {text.gib(step.peak)} of {text.gib(step.limit)} per device; {held}"
+
+
+FORMATS: dict[str, Callable[[HloStep], str]] = {
+    "text": report, "html": page, "json": lambda step: as_json(plain(step)),
+}  # fmt: skip
+"""What writes a step, by `--format`."""

@@ -226,7 +226,7 @@ def search(
 ) -> int:  # fmt: skip
     """Searches from a row and prints the candidates, or writes them in another form. Returns 1 if
     none fits."""
-    state = explored(recipe, row, config, limit, target)
+    state = finished(recipe, row, config, limit, target)
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
@@ -258,21 +258,13 @@ def search(
     return int(best is None)
 
 
-def explored(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
-    """A search from a row with at most `limit` candidates. What the user `--set` on the row stays
-    as it is."""
+def finished(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
+    """A finished search from a row: compiles candidates until there are `limit` of them, or until
+    none is worth it. What the user `--set` on the row stays as it is."""
     overrides = recipes.parse_overrides(list(row.overrides))
     fixed = {f"{override.section}.{override.name}" for override in overrides}
     check_compiler()
     state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
-    explore(state, recipe, row, config, limit, target)
-    return state
-
-
-def explore(
-    state: Search, recipe: Recipe, row: Run, config: str, limit: int, target: Target
-) -> None:
-    """Compiles candidates until there are `limit` of them, or until none is worth it."""
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
         while batch := state.batch(min(BATCH, limit - len(state.tried))):
@@ -284,6 +276,7 @@ def explore(
                 bar.advance(task)
                 state.tried[runs[run]] = Outcome.of(plan)
         bar.update(task, total=bar.tasks[task].completed)
+    return state
 
 
 def _resolved(recipe: Recipe, run: Run, row: Run) -> Run:

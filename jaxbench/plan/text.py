@@ -27,11 +27,6 @@ def gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def report(plan: Plan) -> str:
-    """The whole plan as text: the answer, and what it rests on."""
-    return f"{answer(plan)}\n{details(plan)}"
-
-
 def details(plan: Plan) -> str:
     """Where the time and the memory of a step go, and the least important last."""
     size, state, work = plan.bytes_per_device, plan.state_bytes, plan.flops

@@ -148,7 +148,7 @@ def test_a_published_mfu_is_the_one_of_the_list(planned, row, line, errata):
     plan = read(planned[1] / "plan.json")
     known = plan.rates | {"published": rates_of(run, H100, found.step_time_s)}
     plan = replace(plan, published=asdict(found), rates=known)
-    text_lines = text.report(plan).splitlines()
+    text_lines = text.details(plan).splitlines()
     at = next(i for i, found in enumerate(text_lines) if found.startswith("published"))
     assert line in text_lines[at]
     below = takewhile(lambda found: found.startswith("  "), text_lines[at + 1 :])
@@ -173,8 +173,8 @@ def test_a_plan_says_in_which_options_train_s_program_differs(planned):
     plan = read(planned[1] / "plan.json")
     expected = {"xla_gpu_autotune_level": 0} | ({} if plan.without_cudnn else ask_cudnn.OPTIONS)
     assert plan.planned_flags == expected
-    assert "\ncompiled with the options of train and xla_gpu_autotune_level=0" in text.report(plan)
-    assert "options of train" not in text.report(replace(plan, planned_flags={}))  # an older plan
+    assert "\ncompiled with the options of train and xla_gpu_autotune_level=0" in text.details(plan)
+    assert "options of train" not in text.details(replace(plan, planned_flags={}))  # an older plan
 
 
 @needs_compiler
@@ -199,21 +199,21 @@ def test_a_plan_has_the_workspaces_of_cudnn(tmp_path):
 def test_a_plan_begins_with_the_answer():
     """Row, memory, step and published step, before anything that explains them."""
     plan = made()
-    name, fits, step, published = text.report(plan).splitlines()[:4]
+    name, fits, step, published = text.answer(plan).splitlines()
     assert name.startswith(f"{plan.recipe}, row {plan.row}: ")
     assert re.fullmatch(r"  fits +\d+\.\d of \d+\.\d GiB per GPU", fits)
     assert step.startswith(f"  step       {plan.forecast_step_s:.3f} s (90 % interval ")
     assert published.startswith(f"  published  {plan.published['step_time_s']} s on H100, ")
     size = replace(plan.bytes_per_device, peak=plan.bytes_per_device.limit + 2**30)
-    too_big = text.report(replace(plan, bytes_per_device=size, published=None)).splitlines()
+    too_big = text.answer(replace(plan, bytes_per_device=size, published=None)).splitlines()
     assert too_big[1].startswith("  DOES NOT FIT ")
-    assert too_big[3] == ""
+    assert len(too_big) == 3
 
 
 def test_a_plan_says_why_workspaces_are_not_counted():
     asked, not_asked = made(), made(without_cudnn="asking cuDNN needs gcc")
-    assert "not counted" not in text.report(asked)
-    assert "workspaces of cuDNN's attention (asking cuDNN needs gcc)" in text.report(not_asked)
+    assert "not counted" not in text.details(asked)
+    assert "workspaces of cuDNN's attention (asking cuDNN needs gcc)" in text.details(not_asked)
 
 
 @pytest.mark.parametrize(("temporaries", "result"), [(40, "not reached"), (55, "probably reached")])
@@ -221,11 +221,11 @@ def test_a_plan_says_whether_the_schedule_reached_its_memory_limit(temporaries, 
     """XLA's scheduler gives up overlap to stay below it."""
     plan = made()
     size = replace(plan.bytes_per_device, temporaries=temporaries * 2**30, scheduled=57 * 2**30)
-    said = text.report(replace(plan, bytes_per_device=size))
+    said = text.details(replace(plan, bytes_per_device=size))
     (line,) = re.findall(r"\n  memory limit of XLA's scheduler (.*)", said)
     assert line.startswith(result)
     assert line.endswith(f"temporaries {temporaries}.0 GiB of 57.0 GiB")
-    assert "memory limit" not in text.report(plan)
+    assert "memory limit" not in text.details(plan)
 
 
 def test_a_plan_of_before_can_be_read(tmp_path):
