@@ -94,7 +94,7 @@ def options(run: Run) -> tuple[str, str, str]:
     return run.execution.xla_flags, run.execution.replica_sums, run.precision.gather
 
 
-def with_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
+def other_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
     """The candidate with one of its options changed, except keys in `fixed`."""
     execution, precision = run.execution, run.precision
     base, *flags = execution.xla_flags.split(",")

@@ -88,8 +88,8 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
     yield "  looking for settings with which it fits:"
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)
-    seen, asking = ask_cudnn.asked(gpu)
-    devices = compile_only_devices(seen, run.gpus)
+    described, asking = ask_cudnn.for_compiler(gpu)
+    devices = compile_only_devices(described, run.gpus)
     for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
         with jax.set_mesh(absent), compiling(candidate):
@@ -119,7 +119,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     target = targets[0]
     if args.diff and all(spec.endswith(".csv") for spec in args.diff):
         before, after = map(Path, args.diff)
-        lines, worse = sweep.difference(before, after, args.percent)
+        lines, worse = sweep.compare_tables(before, after, args.percent)
         print(lines)
         return int(worse)
     if args.diff:

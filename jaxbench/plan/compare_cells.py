@@ -124,7 +124,7 @@ COLUMNS: dict[str, Callable[[Figures], Text]] = {
 """Columns of figures."""
 
 
-def shown(cells: Sequence[Cell]) -> list[dict[str, Text]]:
+def as_table(cells: Sequence[Cell]) -> list[dict[str, Text]]:
     """The texts of each cell by column. A cell without a figure has empty texts, and a column that
     would be empty in all cells is left out."""
     lines = []

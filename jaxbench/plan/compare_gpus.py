@@ -25,7 +25,7 @@ from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
-from jaxbench.plan.compare_cells import Cell, Figures, Work, mark, shown, train_state
+from jaxbench.plan.compare_cells import Cell, Figures, Work, as_table, mark, train_state
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, plan_all
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None) -> int:
     check_arguments(args)
     configs, changes = chosen(args.config)
     args.set = [*changes, *args.set]
-    targets = [with_its_settings(target, args.system) for target in args.gpu]
+    targets = [with_system(target, args.system) for target in args.gpu]
     check_compiler()
     with ExitStack() as held:
         if args.output:
@@ -122,7 +122,7 @@ def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
     return loaded, changes
 
 
-def with_its_settings(target: Target, settings: Sequence[str]) -> Target:
+def with_system(target: Target, settings: Sequence[str]) -> Target:
     """A GPU with those `--system` settings that are for its name, or for all. Raises
     RecipeError."""
     parts = (text.rpartition(":") for text in settings)
@@ -202,7 +202,7 @@ def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> 
 def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Plan | str:
     """The best plan of a search from a row, or why there is none."""
     try:
-        state = search.finished(recipe, row, config, limit, target)
+        state = search.run(recipe, row, config, limit, target)
     except (RecipeError, RunFailed) as error:
         return str(error)
     best = state.best()
@@ -314,7 +314,7 @@ def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) 
 
 def show(model: str, tokens: float, cells: Sequence[Cell], remarks: Sequence[str]) -> None:
     """Prints the table and what it rests on."""
-    lines = shown(cells)
+    lines = as_table(cells)
     grid = Table(title=f"{model}, {tokens:g} tokens", box=None, title_justify="left")
     for heading in ("GPUs", "precision"):
         grid.add_column(heading, no_wrap=True)

@@ -23,7 +23,7 @@ from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.jax_internals import profile_events, profiled_instruction
 from jaxbench.plan.compiled_step import axes_of
-from jaxbench.plan.hlo_file import crossed, parse, whole_text
+from jaxbench.plan.hlo_file import joined, parse, whole_text
 from jaxbench.plan.trace import unrolled
 from jaxbench.recipe.settings import AXES
 from jaxbench.results.plans import part_name
@@ -124,7 +124,7 @@ def read(
         )
     path = hlo or folder / PROFILED
     _, program = parse(path, "--profile")
-    gpu, axes = placed(gpu, program.devices), crossed
+    gpu, axes = placed(gpu, program.devices), joined
     if sizes:
         axes = partial(axes_of, mesh_shape=sizes)
     profile = read_profile(folder)

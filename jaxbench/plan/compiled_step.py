@@ -81,7 +81,7 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         wire_bytes=sum(t.collective.wire_bytes for t in bound.transfers),
         uncovered_wire_bytes=bound.uncovered_bytes,
         kernels=kernel_launches(program),
-        launches=bound.kernels,
+        launches=bound.launches,
         host=bound.host,
         other_kernels=other_kernels(walk, gpu),
         quantization_bytes=sum(

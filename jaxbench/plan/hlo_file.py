@@ -29,7 +29,7 @@ from jaxbench.plan.row_page import (
     step_box,
     step_content,
     system_assumptions,
-    whole,
+    total_bar,
 )
 from jaxbench.plan.systems import system
 from jaxbench.plan.trace import write_trace
@@ -83,7 +83,7 @@ def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) 
     with whole_text(path, "--hlo"):
         step = _step(path, content, program, gpu, tables)
     if trace is not None:
-        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, crossed)
+        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, joined)
     return step
 
 
@@ -92,7 +92,7 @@ def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) 
         i for i in program.computations[program.entry].values() if i.opcode == "parameter"
     ]
     return HloStep(
-        **vars(step_of(program, gpu, tables, crossed)),
+        **vars(step_of(program, gpu, tables, joined)),
         file=str(path),
         target=gpu.name.lower(),
         system=system(gpu),
@@ -164,7 +164,7 @@ def plain(step: HloStep) -> dict[str, Any]:
     return values
 
 
-def crossed(collective: Collective) -> str:
+def joined(collective: Collective) -> str:
     """The GPUs that a collective joins: `8 GPUs`, `16 GPUs, 8 apart`, or `pairs`."""
     if collective.kind == "collective-permute":
         return "pairs"
@@ -208,7 +208,7 @@ def report(step: HloStep) -> str:
         f"work        TFLOP per device and step: {compiled}",
         f"  kernels     {text.kernels(step)}",
         *text.network(step),
-        *text.host(step),
+        *text.host_copies(step),
         *text.bound(step),
     ]
     lines += [*text.forecast(forecast), *text.moves(step)]
@@ -225,7 +225,7 @@ def page(step: HloStep) -> str:
     held = {"arguments": step.arguments, "other outputs": step.outputs}
     rows = waterfall(held, in_gib)
     if step.peak is not None:
-        rows.append(whole("peak", step.peak, step.limit))
+        rows.append(total_bar("peak", step.peak, step.limit))
     return render(
         "hlo.html",
         title=f"{name}: plan",

@@ -14,7 +14,7 @@ from jaxbench.pages.charts import (
     three_digits,
 )
 from jaxbench.pages.html import render
-from jaxbench.plan.compare_cells import Cell, Figures, shown, train_state
+from jaxbench.plan.compare_cells import Cell, Figures, as_table, train_state
 from jaxbench.recipe.names import gpus_name
 from jaxbench.results.plans import MINIMUM_S, part_name
 
@@ -168,7 +168,7 @@ def compare_page(
     jobs = {(cell.gpus, cell.state_bytes): cell.goodput for cell in cells if cell.goodput}
     state = train_state(cells)
     on_curve = {gpus: job for (gpus, its), job in jobs.items() if its == state}
-    lines = shown(cells)
+    lines = as_table(cells)
     return render(
         "compare.html",
         title=f"Comparison: {model}",

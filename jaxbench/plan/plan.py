@@ -181,8 +181,8 @@ def make_plan(
     """
     tables = load(gpu.name.lower(), kernels)
     gpu = placed(gpu, run.gpus)
-    seen, asking = ask_cudnn.asked(gpu)
-    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(seen, run.gpus))
+    described, asking = ask_cudnn.for_compiler(gpu)
+    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(described, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
         dumping = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
         try:
@@ -296,7 +296,7 @@ def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
     return Rates(tokens_per_s_per_gpu=rates["tokens_per_s_per_gpu"], mfu=rates["mfu"]["full"])
 
 
-def grows(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
+def grown_most(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
     """The name of the part that exceeds the same part in `others` by most, and by how many
     seconds."""
     longer = {name: value - others.get(name, 0.0) for name, value in seconds.items()}

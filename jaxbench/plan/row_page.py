@@ -206,7 +206,7 @@ def step_content(
     """The content that the page of any step has: the seconds of its forecast by part, next to a
     published step and its GPU."""
     f, others = step.forecast, step.other_kernels
-    shown, bound = shown_parts(seconds), shown_parts(step.bound_parts_s)
+    shown, bound = named_parts(seconds), named_parts(step.bound_parts_s)
     return {
         "steps": bars_of_steps(step, seconds, published),
         "full": max(step.bound_step_s, f.interval.high_s, *(published or ())[:1]),
@@ -252,14 +252,14 @@ def memory(plan: Plan) -> dict[str, Any]:
     else:  # XLA does not list enough of them
         held["activations and other temporaries"] = left
     return {
-        "rows": [whole("peak", size.peak, size.limit)._replace(pieces=waterfall(held, in_gib))],
+        "rows": [total_bar("peak", size.peak, size.limit)._replace(pieces=waterfall(held, in_gib))],
         "full": max(size.peak, size.limit),
         "buffers": [
             Bar("part", f"{buffer_name(b)} {b.shape}", 0, b.bytes, in_gib(b.bytes))
             for b in plan.largest_buffers
         ],
         "largest": max((b.bytes for b in plan.largest_buffers), default=1),
-        "host": [whole("saved activations", size.host, size.host_limit)] if size.host else [],
+        "host": [total_bar("saved activations", size.host, size.host_limit)] if size.host else [],
         "host_full": max(size.host, size.host_limit),
     }
 
@@ -277,7 +277,7 @@ def buffer_name(buffer: Buffer) -> str:
     return f"optimizer, {MOMENTS[moment]}: {name}" if moment else f"optimizer: {name}"
 
 
-def whole(name: str, size: int, limit: int) -> Bar:
+def total_bar(name: str, size: int, limit: int) -> Bar:
     """The bar of all bytes. It has another class if they exceed the limit."""
     return Bar("ours" if size <= limit else "over", name, 0, size, in_gib(size))
 
@@ -290,7 +290,7 @@ def bars_of_steps(
     bars = [Bar("bound", "bound: no step can be faster", 0, bound_s, f"{three_digits(bound_s)} s")]
     if not f.unknown:
         pieces, interval = (
-            waterfall(shown_parts(seconds), three_digits),
+            waterfall(named_parts(seconds), three_digits),
             (f.interval.low_s, f.interval.high_s),
         )
         figure = f"{three_digits(f.step_s)} s"
@@ -302,7 +302,7 @@ def bars_of_steps(
     return bars
 
 
-def shown_parts(seconds: dict[str, float]) -> dict[str, float]:
+def named_parts(seconds: dict[str, float]) -> dict[str, float]:
     """The parts of a step that are long enough to show, by their names: the longest first, and last
     the parts that wait or are slowed."""
     named = [(part_name(name), s) for name, s in seconds.items() if s >= MINIMUM_S]

@@ -25,7 +25,7 @@ from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import layout, least_state, memory, merged, options
 from jaxbench.plan.many_pages import search_page
-from jaxbench.plan.plan import Plan, grows, parts
+from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_each, progress
 from jaxbench.plan.systems import Target
 from jaxbench.plan.text import gib
@@ -96,7 +96,7 @@ class Search:
         comes first."""
         if not self.tried:
             return [self.row][:count]
-        return self.worth()[:count]
+        return self.to_compile()[:count]
 
     def best(self) -> Run | None:
         """The fastest candidate that fits. Of equally fast candidates, the one with the lowest
@@ -104,7 +104,7 @@ class Search:
         fitting = [(o.seconds, o.peak, run) for run, o in self.tried.items() if o.fits]
         return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
 
-    def worth(self) -> list[Run]:
+    def to_compile(self) -> list[Run]:
         """What is worth compiling next, the most promising first: the best candidate so far with
         another policy, or with one or two other settings. While no candidate fits, any layout, and
         first those that we expect to fit with full remat."""
@@ -113,9 +113,9 @@ class Search:
             return self._to_fit()
         best_s = self.tried[best].seconds
         near = [run for run in self.layouts if candidates.distance(run, best) == 1]
-        single = [_with_options(run, best) for run in near]
+        single = [_with_options_of(run, best) for run in near]
         slower = self._slower_options()
-        other = candidates.with_options(best, self.fixed)
+        other = candidates.other_options(best, self.fixed)
         before = options(best)
         single += [run for run in other if slower.isdisjoint({*options(run)} - {*before})]
         found = dict(filter(None, map(self._fastest, single)))
@@ -140,7 +140,7 @@ class Search:
 
         result: list[Run] = []
         for run in sorted(self.layouts, key=order):
-            if new := self._fastest(_with_options(run, self.row)):
+            if new := self._fastest(_with_options_of(run, self.row)):
                 result.append(new[0])
             if len(result) == BATCH:
                 break
@@ -212,7 +212,7 @@ def _peak(estimate: float, compiled: list[tuple[float, float]]) -> float:
     return estimate + (peak - nearest if peak < math.inf else 0)
 
 
-def _with_options(run: Run, other: Run) -> Run:
+def _with_options_of(run: Run, other: Run) -> Run:
     """A layout with another candidate's options, as far as it can have them."""
     sums = "step" if run.parallelism.pipeline > 1 else other.execution.replica_sums
     flags = other.execution.xla_flags
@@ -226,14 +226,14 @@ def search(
 ) -> int:  # fmt: skip
     """Searches from a row and prints the candidates, or writes them in another form. Returns 1 if
     none fits."""
-    state = finished(recipe, row, config, limit, target)
+    state = run(recipe, row, config, limit, target)
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
     tried = f"{counted(len(lines), 'candidate')} compiled, of {state.total} meshes and microbatches"
     if state.cannot_fit:
         tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
-    left = len(state.worth()) if best else 0
+    left = len(state.to_compile()) if best else 0
     more = f"another {counted(left, 'candidate')} may be faster (--limit)"
     tried += f"; {more}" if left else "; we expect no other to be as fast"
     changes = [*row.overrides, *best["set"]] if best else []
@@ -258,7 +258,7 @@ def search(
     return int(best is None)
 
 
-def finished(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
+def run(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
     """A finished search from a row: compiles candidates until there are `limit` of them, or until
     none is worth it. What the user `--set` on the row stays as it is."""
     overrides = recipes.parse_overrides(list(row.overrides))
@@ -333,7 +333,7 @@ def why(plan: Plan, best: Plan | None) -> str:
         return f"does not fit: {gib(size.peak - size.limit)} over the limit"
     if best is None or plan is best:
         return ""
-    name, longer = grows(parts(plan), parts(best))
+    name, longer = grown_most(parts(plan), parts(best))
     return (
         f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; {part_name(name)} {longer:+.3f} s"
     )

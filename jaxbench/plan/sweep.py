@@ -114,7 +114,7 @@ def write_table(
     write_whole(output / "plan.csv", text.getvalue())
 
 
-def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
+def compare_tables(before: Path, after: Path, percent: float) -> tuple[str, bool]:
     """A line for each value that moved by more than `percent` between two tables (plan.csv), and
     whether anything got worse: a value of a column grew, a row no longer fits, or a row is missing.
     Raises RecipeError for a file that is no such table."""

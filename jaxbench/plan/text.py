@@ -41,14 +41,14 @@ def details(plan: Plan) -> str:
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
             f"  temporaries {gib(size.temporaries)}{held}",
             *_uncounted(plan),
-            *_host(plan),
+            *_host_memory(plan),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
             f"{work.recompute_ratio:.3f} times the model's",
             f"  kernels     {kernels(plan)}",
             *pipeline(plan),
             *network(plan),
             *schedule(plan),
-            *host(plan),
+            *host_copies(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             "largest buffers at the peak:",
             *_buffers(plan, "  "),
@@ -108,7 +108,7 @@ def _uncounted(plan: Plan) -> list[str]:
     return [f"  not counted: the workspaces of cuDNN's attention ({reason})"] if reason else []
 
 
-def _host(plan: Plan) -> list[str]:
+def _host_memory(plan: Plan) -> list[str]:
     """The activations that are kept in host memory."""
     size, asked = plan.bytes_per_device, plan.settings["execution"]["offload"] != "none"
     if size.host:
@@ -174,7 +174,7 @@ def schedule(plan: Plan) -> list[str]:
     ]
 
 
-def host(step: Step) -> list[str]:
+def host_copies(step: Step) -> list[str]:
     """The copies of a step from and to the host."""
     moved = step.host
     line = (

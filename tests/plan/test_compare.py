@@ -90,9 +90,7 @@ def test_what_is_not_known_is_left_out(compared, monkeypatch):
 def test_systems_are_told_apart_by_their_names(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("like: h100\nnic: 25\n")
-    target = compare_gpus.with_its_settings(
-        systems.find(str(path)), ["mine:nic=12", "h100:nic=100"]
-    )
+    target = compare_gpus.with_system(systems.find(str(path)), ["mine:nic=12", "h100:nic=100"])
     assert target.gpu.nic == 12
     other = tmp_path / "h100.yaml"
     other.write_text("like: h100\n")

@@ -260,7 +260,7 @@ def test_what_has_no_room_is_saved_in_host_memory():
 
 def test_two_changes_are_one_candidate_unless_they_are_of_one_setting():
     run = row("llama2_70b_fp8", 256)
-    guided = next(candidates.with_options(run))
+    guided = next(candidates.other_options(run))
     near = [each for each in candidates.layouts(run) if candidates.distance(each, run) == 1]
     split = next(each for each in near if each.mesh_shape != run.mesh_shape)
     both = candidates.merged(guided, split, run)
@@ -274,7 +274,7 @@ def test_the_best_plan_says_what_is_worth_a_try():
     """What is exposed halves with a guided schedule, and with half as many microbatches."""
     run = row("llama2_70b_fp8", 256, "batch.microbatch=1")
     fewer = replace(run, batch=replace(run.batch, microbatch=2))
-    tuned, summed, *_ = candidates.with_options(run)
+    tuned, summed, *_ = candidates.other_options(run)
 
     def gain(new, axis):
         return candidates.layout_s(new, run, {f"exposed: {axis}": 1.0}, 4.0)
@@ -293,7 +293,7 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
     run = row("llama2_70b_fp8", 256, "execution.remat=query,key,value,attention,residual")
     searching = Search(run, H100, FEW | {"execution.remat", "execution.offload"})
     searching.tried[searching.row] = Outcome(4.0, 60 * 2**30, True, plan=made())
-    found = searching.worth()
+    found = searching.to_compile()
     assert {each.execution.remat for each in found} == {run.execution.remat}
     assert {each.execution.offload for each in found} == {run.execution.offload}
     first = searching.row
@@ -304,24 +304,24 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
 def test_an_option_that_made_a_candidate_slower_is_not_tried_again():
     run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
     searching = Search(run, H100, FEW)
-    guided = next(candidates.with_options(searching.row))
+    guided = next(candidates.other_options(searching.row))
     searching.tried[searching.row] = Outcome(4.0, candidates.memory(run), True)
-    assert any(each.execution.xla_flags == "guided" for each in searching.worth())
+    assert any(each.execution.xla_flags == "guided" for each in searching.to_compile())
     searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
-    assert not any(each.execution.xla_flags == "guided" for each in searching.worth())
+    assert not any(each.execution.xla_flags == "guided" for each in searching.to_compile())
 
 
 def test_options_next_to_one_that_was_slower_elsewhere_are_still_tried():
     run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
     searching = Search(run, H100, FEW)
     first = searching.row
-    guided = next(candidates.with_options(first))
+    guided = next(candidates.other_options(first))
     searching.tried[first] = Outcome(4.0, candidates.memory(run), True)
     searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
     near = [each for each in searching.layouts if candidates.distance(each, first) == 1]
     best = replace(near[0], execution=guided.execution)
     searching.tried[best] = Outcome(3.0, candidates.memory(run), True)
-    assert any(each.precision.gather != best.precision.gather for each in searching.worth())
+    assert any(each.precision.gather != best.precision.gather for each in searching.to_compile())
 
 
 def test_failed_candidates_are_passed_by():

@@ -549,8 +549,8 @@ def test_each_run_once_whatever_lies_in_a_folder(record, tmp_path):
 
 def test_the_nearest_name_says_what_a_log_is(tmp_path):
     path = tmp_path / "pretrain_llama3.1_405b_bf16_512" / f"log-{EXPERIMENT}.out"
-    assert logs.named(path) == ("llama3.1", "405b", "fp8", 512)
-    assert logs.named(tmp_path / "fp8" / "log-nemo_grok1_314b_64_1.out").dtype == "fp8"
+    assert logs.workload_of(path) == ("llama3.1", "405b", "fp8", 512)
+    assert logs.workload_of(tmp_path / "fp8" / "log-nemo_grok1_314b_64_1.out").dtype == "fp8"
 
 
 def test_runs_of_null_gpus_stand_beside_nothing(tmp_path, capsys):

@@ -48,7 +48,7 @@ GATHER_S = 96e-9
 def test_a_product_hides_a_gather():
     found = schedule.Walk(program(GATHER + DOT + DONE)).under(SYSTEM)
     assert found.parts["compute"] == pytest.approx(PRODUCT_S)
-    assert (found.exposed_s, found.uncovered_bytes, found.kernels) == (0, 0, 2)
+    assert (found.exposed_s, found.uncovered_bytes, found.launches) == (0, 0, 2)
 
 
 def test_kernels_one_by_one_are_what_the_walk_sums_up():
@@ -152,7 +152,7 @@ def test_asynchronous_copies_have_the_bandwidth_that_a_product_leaves(number, le
     found = schedule.Walk(program(body, COPIED)).under(COMPUTING)
     assert found.parts["compute"] == pytest.approx(1024e-9)
     assert found.parts["memory"] == pytest.approx(left * COPY_S)
-    assert found.kernels == number + 1
+    assert found.launches == number + 1
 
 
 def test_an_asynchronous_copy_beside_kernels_that_need_all_bandwidth_is_added():
@@ -218,7 +218,7 @@ backend_config={"known_trip_count":{"n":"5"}}
     assert found.exposed_s == pytest.approx(15 * GATHER_S)
     (gather,) = found.transfers
     assert (gather.collective.count, gather.collective.wire_bytes) == (15, 15 * 96)
-    assert found.kernels == 30
+    assert found.launches == 30
 
 
 @pytest.mark.parametrize(("known", "launches"), [(True, 3), (False, 3 + 4)])
@@ -249,7 +249,7 @@ def test_a_condition_is_launched_where_the_compiler_has_no_trip_count(known, lau
 backend_config={{{trips}"known_induction_variable":{{"tuple_index":"0"}}}}
 """
     walk = schedule.Walk(program(body, loop))
-    assert walk.under(SYSTEM).kernels == launches
+    assert walk.under(SYSTEM).launches == launches
     assert sum(runs for _, _, runs in walk.kernels()) == launches
 
 
@@ -282,7 +282,7 @@ def test_a_sort_takes_several_kernels_and_passes(dtype, shape, read, launches, m
 """
     walk = schedule.Walk(program(body, fused))
     found = walk.under(SYSTEM)
-    assert found.kernels == launches
+    assert found.launches == launches
     assert found.parts["memory"] == pytest.approx(moved / 1e9)
 
 
@@ -293,7 +293,7 @@ custom_call_target="__cub$DeviceRadixSort"
 """
     found = schedule.Walk(program(body)).under(SYSTEM)
     assert found.parts["memory"] == pytest.approx(65536 * 4 * (1 + 2 * 4 * 2) / 1e9)
-    assert found.kernels == 13
+    assert found.launches == 13
 
 
 def test_a_product_inside_a_fusion_is_compute():
@@ -314,7 +314,7 @@ def test_memory_that_nothing_is_written_to_costs_nothing():
     allocated = '  %e = f32[8,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
     found = schedule.Walk(program(GATHER + allocated + DONE)).under(SYSTEM)
     assert found.kernel_s == 0
-    assert found.kernels == schedule.Walk(program(GATHER + DONE)).under(SYSTEM).kernels
+    assert found.launches == schedule.Walk(program(GATHER + DONE)).under(SYSTEM).launches
 
 
 UPDATE = """\
