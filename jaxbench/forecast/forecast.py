@@ -141,7 +141,7 @@ def _used(kind: str, used: Collection[str]) -> bool:
 
 
 def in_words(name: str) -> str:
-    """A table of `Tables.assumed` as people call it: `grouped matmuls in MXFP8`."""
+    """The name of a table of `Tables.assumed` for people: `grouped matmuls in MXFP8`."""
     kind, _, of = name.partition(" ")
     words = {
         "product": "matmuls", "grouped": "grouped matmuls", "scan": "Mamba-2's scan",

@@ -83,8 +83,8 @@ def compiling(run: Run) -> AbstractContextManager[Any]:
 
 
 def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
-    """Compiles candidates of a search until one fits. Yields the command that plans it, and what
-    was tried before; `command` is the one that plans the row."""
+    """Compiles candidates of a search until one fits. Yields a line for each candidate. The last
+    line has the command that plans what fits; it begins with `command`, which plans the row."""
     yield "  looking for settings with which it fits:"
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)

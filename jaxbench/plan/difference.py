@@ -52,7 +52,7 @@ NAMES = {
     "bytes_per_device.scheduled": "memory limit of XLA's scheduler",
     "bytes_per_device.host": "memory of the host", "kernels.attention": "attention kernels",
 }  # fmt: skip
-"""Values as people call them."""
+"""Names of values for people."""
 
 PATTERNS = (
     (r"kernels\.gemm_(.*)", r"\1 matmuls"),
@@ -64,7 +64,7 @@ PATTERNS = (
     (r"(.* over .*): count", r"\1: runs"),
     (r"(.* over .*): exposed_s", r"\1: exposed"),
 )
-"""Patterns of the names of other values, and what people call them."""
+"""Patterns of the names of other values, and their names for people."""
 
 Line = tuple[str, Any, Any]
 """The name of a value, and the value in both plans."""
@@ -269,7 +269,7 @@ def in_units(name: str, *values: Any) -> list[str]:
 
 
 def value_name(name: str) -> str:
-    """What people call a plan's value."""
+    """The name of a plan's value for people."""
     for prefix, kind in (("forecast.parts_s.", ""), ("bound_parts_s.", "bound: ")):
         if name.startswith(prefix):
             return kind + part_name(name.removeprefix(prefix))
@@ -280,7 +280,7 @@ def value_name(name: str) -> str:
 
 
 def as_words(value: Any) -> str:
-    """A value without a unit, as people see it."""
+    """A value without a unit, as text for people."""
     if value is None or value == []:
         return "-"
     if isinstance(value, bool):

@@ -57,8 +57,8 @@ class HloStep(Step):
     """The step of a program in a file. FLOPs and bytes are per device.
 
     `peak` is from the compiler's account next to the file; None without one. `outputs` are the
-    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` says what was
-    counted in another way than it may run.
+    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` names what
+    may run in another way than we counted it.
     """
 
     file: str

@@ -162,8 +162,8 @@ FAILING = ("Between failures", "Checkpoint", "Interval", "Restart", "Goodput, %"
 def compare_page(
     model: str, tokens: float, cells: Sequence[Cell], goodput: Series, notes: Sequence[str]
 ) -> str:
-    """The page of a comparison: its cells, curves of goodput by what they assume, and `notes` on
-    what the figures rest on."""
+    """The page of a comparison: its cells, curves of goodput by the failure rate that they assume,
+    and `notes` on what the figures rest on."""
     amount = f"{tokens / 1e12:g} trillion"
     jobs = {(cell.gpus, cell.state_bytes): cell.goodput for cell in cells if cell.goodput}
     state = train_state(cells)

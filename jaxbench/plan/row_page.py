@@ -159,8 +159,8 @@ def memory_box(size: Memory) -> Box:
 
 
 def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Why a forecast differs from the published step, and how far to trust it: a question and an
-    answer each."""
+    """Questions and answers: why does the forecast differ from the published step, and how far can
+    one trust it?"""
     f, row, why = plan.forecast, plan.published, reason(plan.settings)
     if f.unknown:
         yield no_forecast(f)
@@ -178,7 +178,7 @@ def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def no_forecast(f: Forecast) -> tuple[str, str]:
-    """Why there is no forecast: a question and an answer."""
+    """The question why there is no forecast, and its answer."""
     calls = ", ".join(f.unknown)
     return "Why is there no forecast?", f"We do not know what these calls compute: {calls}."
 

@@ -51,7 +51,7 @@ def details(plan: Plan) -> str:
             *host_copies(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             "largest buffers at the peak:",
-            *_buffers(plan, "  "),
+            *(f"  {gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers),
             *_published(plan),
             *_options(plan),
             f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
@@ -96,10 +96,6 @@ def _derived(plan: Plan) -> str:
         return ""
     model, batch = plan.settings["model"], plan.settings["batch"]
     return f" (derived: {model['layers']} layers, global batch {batch['global_batch']})"
-
-
-def _buffers(plan: Plan, indent: str) -> list[str]:
-    return [f"{indent}{gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers]
 
 
 def _uncounted(plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
 """The roofline walk on programs whose times are known by hand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from compiled import collectives_of
@@ -370,16 +370,11 @@ def test_links_between_domains_are_shared_by_their_members():
 def test_a_collective_slows_what_runs_beside_it():
     """At a slowdown of 2 the product is half done when the gather ends, and goes on at full
     speed; of a product that ends before the gather, all is slow."""
-
-    @dataclass
-    class Slow(schedule.Roofline):
-        slowdown: float = 2.0
-
-    found = schedule.Walk(program(GATHER + DOT + DONE)).under(Slow(GPU))
+    found = schedule.Walk(program(GATHER + DOT + DONE)).under(schedule.Roofline(GPU, 2.0))
     assert found.slowed_s == pytest.approx(GATHER_S / 2)
     assert found.exposed_s == 0
     fast = replace(GPU, bandwidth=8.0)
-    found = schedule.Walk(program(GATHER + DOT + DONE)).under(Slow(fast))
+    found = schedule.Walk(program(GATHER + DOT + DONE)).under(schedule.Roofline(fast, 2.0))
     assert found.slowed_s == pytest.approx(PRODUCT_S / 8)
     assert found.exposed_s == pytest.approx(GATHER_S - 2 * PRODUCT_S / 8)
 
