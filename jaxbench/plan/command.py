@@ -65,16 +65,16 @@ def resolve(
     return run, recipe
 
 
-def plan_spec(spec: str, gpu: Gpu, kernels: Path | None) -> Plan:
+def plan_spec(spec: str, target: Target) -> Plan:
     """The plan of `recipe:gpus key=value ..`, or a plan from a file or folder of `--dump`."""
     path = Path(spec)
     if path.is_dir() or path.suffix == ".json":
         return read(path / "plan.json" if path.is_dir() else path)
     row, *changes = spec.split() or [""]
     name, _, gpus = row.partition(":")
-    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes, gpu)
+    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes, target.gpu)
     with compiling(run):
-        return make_plan(run, gpu, kernels=kernels)
+        return make_plan(run, target)
 
 
 def compiling(run: Run) -> AbstractContextManager[Any]:
@@ -123,7 +123,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
         print(lines)
         return int(worse)
     if args.diff:
-        plans = [plan_spec(spec, target.gpu, args.kernels) for spec in args.diff]
+        plans = [plan_spec(spec, target) for spec in args.diff]
         as_text = difference.page if args.format == "html" else difference.report
         write(as_text(*plans), args.output)
         return 0
@@ -140,10 +140,9 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
 def plan_one(args: argparse.Namespace, target: Target) -> int:
     """Prints the plan of one row. If the row does not fit, prints remedies too, except next to
     JSON; a page has the last one."""
-    gpu = target.gpu
-    run, _ = resolve(args.config, args.gpus, args.set, gpu)
+    run, _ = resolve(args.config, args.gpus, args.set, target.gpu)
     with compiling(run):
-        plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
+        plan = make_plan(run, target, args.dump, args.trace)
     if args.dump:
         write_json(args.dump / "plan.json", plan)
     if args.format == "text":
@@ -153,7 +152,7 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
         options = target.options() if args.gpu else target.further_options()
         options += [f"--set {change}" for change in args.set]
         words = ["jaxbench plan --config", args.config, "--gpus", run.row, *options]
-        for remedy in find_remedy(run, plan, gpu, " ".join(words)):
+        for remedy in find_remedy(run, plan, target.gpu, " ".join(words)):
             print(remedy, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
     if args.format == "text":
         print(folded(text.details(plan)))
@@ -178,7 +177,7 @@ def main(argv: Sequence[str] | None) -> int:
             held.enter_context(owned(path))
         try:
             if args.profile or args.hlo:
-                return read_file(args, targets[0].gpu)
+                return read_file(args, targets[0])
             if args.diff or args.all or args.scaling or args.search:
                 return plan_many(args, targets)
             return plan_one(args, targets[0])
@@ -187,17 +186,17 @@ def main(argv: Sequence[str] | None) -> int:
             return 130
 
 
-def read_file(args: argparse.Namespace, gpu: Gpu) -> int:
+def read_file(args: argparse.Namespace, target: Target) -> int:
     """Runs `--profile` or `--hlo`. Returns 0."""
     with live(f"reading {args.profile or args.hlo}"):
         if args.profile:
-            named = gpu if args.gpu or args.system else None
+            named = target.gpu if args.gpu or args.system else None
             tables = args.kernels, args.write_kernels
             compared = compare_profile.read(args.profile, args.hlo, named, *tables)
             as_text = as_json if args.format == "json" else compare_profile.report
             content = as_text(compared)
         else:
-            step = hlo_file.read(args.hlo, gpu, args.kernels, args.trace)
+            step = hlo_file.read(args.hlo, target, args.trace)
             content = hlo_file.FORMATS[args.format](step)
     write(content, args.output)
     return 0

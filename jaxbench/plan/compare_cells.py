@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jaxbench.forecast.goodput import Goodput
 from jaxbench.pages.charts import three_digits
 from jaxbench.plan.plan import Plan
+from jaxbench.plan.text import in_gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ def as_table(cells: Sequence[Cell]) -> list[dict[str, Text]]:
             name: column(cell.figures) if cell.figures else ("", "")
             for name, column in COLUMNS.items()
         }
-        line["Free, GiB"] = (f"{cell.work.headroom / 2**30:.1f}" if cell.work else "", "")
+        line["Free, GiB"] = (in_gib(cell.work.headroom) if cell.work else "", "")
         line["Goodput, %"] = (f"{100 * cell.goodput.share:.1f}" if cell.goodput else "", "")
         lines.append(line)
     names = [name for name in lines[0] if any(line[name][0] for line in lines)]

@@ -16,7 +16,7 @@ from typing import Any
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import as_json
 from jaxbench.base.hardware import Gpu, placed
-from jaxbench.forecast.tables import Tables, load
+from jaxbench.forecast.tables import Tables
 from jaxbench.pages.charts import three_digits, waterfall
 from jaxbench.pages.html import attached, render
 from jaxbench.plan import text
@@ -24,14 +24,13 @@ from jaxbench.plan.compiled_step import Step, step_of
 from jaxbench.plan.row_page import (
     Box,
     dominating,
-    in_gib,
     no_forecast,
     step_box,
     step_content,
     system_assumptions,
     total_bar,
 )
-from jaxbench.plan.systems import system
+from jaxbench.plan.systems import Target, system
 from jaxbench.plan.trace import write_trace
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
@@ -73,13 +72,12 @@ class HloStep(Step):
     assumed: list[str]
 
 
-def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) -> HloStep:
-    """The step of the program in a file on a GPU, with the measurements of `kernels`
-    (`forecast.tables`). The expected step is written to `trace`. Raises RecipeError if the file
-    holds no scheduled program for GPUs or if its devices do not fill nodes, and RunFailed if
-    something cannot be counted."""
+def read(path: Path, target: Target, trace: Path | None = None) -> HloStep:
+    """The step of the program in a file on a GPU. The expected step is written to `trace`. Raises
+    RecipeError if the file holds no scheduled program for GPUs or if its devices do not fill nodes,
+    and RunFailed if something cannot be counted."""
     content, program = parse(path, "--hlo")
-    tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
+    tables, gpu = target.tables(), placed(target.gpu, program.devices)
     with whole_text(path, "--hlo"):
         step = _step(path, content, program, gpu, tables)
     if trace is not None:
@@ -223,7 +221,7 @@ def page(step: HloStep) -> str:
     expected = Box("no forecast", "we do not know what some calls compute")
     result = f"{three_digits(f.step_s)} s per step" if known else "no forecast"
     held = {"arguments": step.arguments, "other outputs": step.outputs}
-    rows = waterfall(held, in_gib)
+    rows = waterfall(held, text.in_gib)
     if step.peak is not None:
         rows.append(total_bar("peak", step.peak, step.limit))
     return render(

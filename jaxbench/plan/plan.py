@@ -17,11 +17,11 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu, placed
 from jaxbench.base.versions import versions
 from jaxbench.forecast.guide import guide
-from jaxbench.forecast.tables import Tables, load
+from jaxbench.forecast.tables import Tables
 from jaxbench.plan import ask_cudnn, stubs
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.compiled_step import Step, axes_of, step_of
-from jaxbench.plan.systems import system
+from jaxbench.plan.systems import Target, system
 from jaxbench.plan.trace import write_trace
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import restored
@@ -170,17 +170,14 @@ def read(path: Path) -> Plan:
 
 
 def make_plan(
-    run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None = None,
-    trace: Path | None = None,
-) -> Plan:  # fmt: skip
+    run: Run, target: Target, dump: Path | None = None, trace: Path | None = None
+) -> Plan:
     """Compiles one step of the run for absent GPUs and describes it.
 
-    The scheduled program is written to `dump`, and the expected step to `trace`. Measurements in
-    the file `kernels` take precedence over the package's (`forecast.tables`). Raises RecipeError if
-    the GPUs do not fill nodes, and RunFailed if the program is not what the recipe asks for.
+    The scheduled program is written to `dump`, and the expected step to `trace`. Raises RecipeError
+    if the GPUs do not fill nodes, and RunFailed if the program is not what the recipe asks for.
     """
-    tables = load(gpu.name.lower(), kernels)
-    gpu = placed(gpu, run.gpus)
+    tables, gpu = target.tables(), placed(target.gpu, run.gpus)
     described, asking = ask_cudnn.for_compiler(gpu)
     absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(described, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:

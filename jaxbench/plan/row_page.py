@@ -13,7 +13,7 @@ from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.other_programs import reason
 from jaxbench.plan.plan import Memory, Plan, parts
-from jaxbench.plan.text import gib
+from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.flops import days_per_1t_tokens
 from jaxbench.recipe.names import gpus_name, work_name
@@ -149,11 +149,11 @@ def step_box(f: Forecast) -> Box:
 
 def memory_box(size: Memory) -> Box:
     """The memory that is free on a GPU, or that a step has too much of on GPU or host."""
-    of = f"{size.peak / 2**30:.1f} of {gib(size.limit)} per GPU"
+    of = f"{in_gib(size.peak)} of {gib(size.limit)} per GPU"
     if size.peak > size.limit:
         return Box("✕ does not fit", f"{of}, {gib(size.peak - size.limit)} too much", "bad")
     if not size.fits:
-        host = f"{size.host / 2**30:.1f} of {gib(size.host_limit)} of host memory per GPU"
+        host = f"{in_gib(size.host)} of {gib(size.host_limit)} of host memory per GPU"
         return Box("✕ does not fit", f"{host}; on the GPU {of}", "bad")
     return Box(f"✓ {gib(size.limit - size.peak)} free", f"fits: {of}", "good")
 
@@ -232,11 +232,6 @@ def step_content(
             if s.percent >= text.MOVES
         ],
     }
-
-
-def in_gib(count: float) -> str:
-    """Bytes in GiB, without the unit."""
-    return gib(count).split()[0]
 
 
 def memory(plan: Plan) -> dict[str, Any]:

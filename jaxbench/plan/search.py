@@ -28,7 +28,7 @@ from jaxbench.plan.many_pages import search_page
 from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_each, progress
 from jaxbench.plan.systems import Target
-from jaxbench.plan.text import gib
+from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.recipes import Recipe
@@ -348,7 +348,7 @@ def show(lines: list[dict[str, Any]]) -> None:
         figures = ("", "", "")
         if "step_s" in line:
             ratio = f"{line['of_row']:.3f}" if line["of_row"] else ""
-            figures = (f"{line['step_s']:.3f}", ratio, f"{line['peak'] / 2**30:.1f}")
+            figures = (f"{line['step_s']:.3f}", ratio, in_gib(line["peak"]))
         reason = "the row; " * (not line["set"]) + line["why"]
         reason = shorten(reason.removesuffix("; "), REASON_WIDTH)
         microbatch, other = str(line["microbatch"]), " ".join(line["other"])

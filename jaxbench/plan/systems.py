@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxbench.base.errors import RecipeError, meant
 from jaxbench.base.hardware import PLANNED, Gpu
+from jaxbench.forecast.tables import Tables, load
 from jaxbench.recipe import strict_yaml
 
 PEAKS = ("bf16", "fp8", "mxfp8", "nvfp4")
@@ -32,6 +33,10 @@ class Target:
     system: tuple[str, ...] = ()
     kernels: Path | None = None
     asked: str = ""
+
+    def tables(self) -> Tables:
+        """The measurements for this GPU: those of `kernels`, and the package's for the rest."""
+        return load(self.gpu.name.lower(), self.kernels)
 
     def options(self) -> list[str]:
         """The options of the command line."""

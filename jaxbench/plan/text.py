@@ -22,9 +22,14 @@ MOVES, SHOWN_MOVES = 0.1, 6
 """The least percent by which a change must move a forecast to be shown, and the most changes."""
 
 
+def in_gib(count: float) -> str:
+    """Bytes in GiB, without the unit."""
+    return f"{count / 2**30:.1f}"
+
+
 def gib(count: float) -> str:
-    """Formats bytes as GiB."""
-    return f"{count / 2**30:.1f} GiB"
+    """Bytes in GiB, with the unit."""
+    return f"{in_gib(count)} GiB"
 
 
 def details(plan: Plan) -> str:
@@ -66,10 +71,10 @@ def answer(plan: Plan) -> str:
     fits = "fits      " if size.peak <= size.limit else "DOES NOT FIT"
     lines = [
         f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
-        f"  {fits} {size.peak / 2**30:.1f} of {gib(size.limit)} per GPU",
+        f"  {fits} {in_gib(size.peak)} of {gib(size.limit)} per GPU",
     ]
     if size.host > size.host_limit:
-        over = f"{size.host / 2**30:.1f} of {gib(size.host_limit)} of host memory per GPU"
+        over = f"{in_gib(size.host)} of {gib(size.host_limit)} of host memory per GPU"
         lines.append(f"  DOES NOT FIT {over}")
     if f.unknown:
         lines.append("  step       no forecast: we do not know what some calls compute")
