@@ -221,38 +221,6 @@ backend_config={"known_trip_count":{"n":"5"}}
     assert found.launches == 30
 
 
-@pytest.mark.parametrize(("known", "launches"), [(True, 3), (False, 3 + 4)])
-def test_a_condition_is_launched_where_the_compiler_has_no_trip_count(known, launches):
-    """Each time before the body, and once more."""
-    loop = """\
-%body (b: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
-  %b = (s32[], bf16[8,8]{1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%b), index=0
-  %x = bf16[8,8]{1,0} get-tuple-element(%b), index=1
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  ROOT %out = (s32[], bf16[8,8]{1,0}) tuple(%next, %x)
-}
-
-%condition (c: (s32[], bf16[8,8])) -> pred[] {
-  %c = (s32[], bf16[8,8]{1,0}) parameter(0)
-  %j = s32[] get-tuple-element(%c), index=0
-  %limit = s32[] constant(3)
-  ROOT %less = pred[] compare(%j, %limit), direction=LT
-}
-"""
-    trips = '"known_trip_count":{"n":"3"},' if known else ""
-    body = f"""\
-  %zero = s32[] constant(0)
-  %start = (s32[], bf16[8,8]{{1,0}}) tuple(%zero, %x)
-  ROOT %w = (s32[], bf16[8,8]{{1,0}}) while(%start), condition=%condition, body=%body, \
-backend_config={{{trips}"known_induction_variable":{{"tuple_index":"0"}}}}
-"""
-    walk = schedule.Walk(program(body, loop))
-    assert walk.under(SYSTEM).launches == launches
-    assert sum(runs for _, _, runs in walk.kernels()) == launches
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape", "read", "launches", "moved"),
     [
