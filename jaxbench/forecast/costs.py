@@ -271,9 +271,9 @@ class Measured(Roofline):
         return self._inside(collective.counts_as, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Seconds inside an NVLink domain. They follow from the largest group that is not larger
-        than this one and was measured at such a size, or from the smallest one that is not smaller,
-        whichever is less: NCCL takes the faster algorithm."""
+        """Seconds inside an NVLink domain, scaled from two measured groups: the largest that is no
+        larger than this one and was measured at such a size, and the smallest that is no smaller.
+        The shorter time counts, since NCCL takes the faster algorithm."""
         times = self.tables.values["collective", kind]
         groups = {n for n, _ in times}
         whole = max(whole, min(size for _, size in times))

@@ -65,12 +65,12 @@ HIDDEN = (1 / 3, 2 / 3)
 pass)."""
 
 HIDING = 0.5
-"""The share of exposed communication that we assume to remain with a guided schedule, with sums in
-each layer, or with more `expert_parts`. It decides only which candidate is compiled first."""
+"""We assume that a guided schedule, sums in each layer, or more `expert_parts` leave this share of
+the exposed communication. It decides only which candidate is compiled first."""
 
 NEW_AXIS = 0.01
-"""The share of a step that we assume each doubling of an axis to cost which the base does not have:
-its plan does not show what such an axis sends."""
+"""We assume that an axis which the base does not have costs this share of the step for each
+doubling of its size. The plan of the base does not show what such an axis sends."""
 
 parameters, model_flops = cache(flops.parameters), cache(flops.model_flops)
 

@@ -198,8 +198,8 @@ def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
 
 
 def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
-    """The number of steps in a profile: the median, over instructions, of how often the profile has
-    one relative to how often a step runs it."""
+    """The number of steps in a profile. For each instruction we divide its launches in the profile
+    by its launches in a step, and take the median."""
     ratios = [
         len(profile.launches[name]) / line.runs
         for name, line in expected.items()

@@ -72,8 +72,8 @@ def _of_rank(rank: Any) -> Iterator[Gpu]:
 
 
 def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
-    """How many times as long as the typical GPU each GPU takes, by its clock or by its matmuls
-    alone, whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
+    """The time of each GPU over the time of the typical one, by its clock or by its matmuls alone,
+    whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
     below the typical one counts, since it is a mean of many samples."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
     products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
@@ -88,9 +88,9 @@ def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
 
 
 def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
-    """A GPU of the process that waits least for its devices, because its host is late, and by how
-    many seconds its wait is shorter than the typical one; 0 if it is no outlier. None if there is
-    only one process."""
+    """The process that waits least for its devices, because its host is late: one of its GPUs, and
+    by how many seconds its wait is shorter than the typical wait. The seconds are 0 if it is no
+    outlier. None if there is only one process."""
     some = {gpu.rank: gpu for gpu in every}
     waits = {gpu: gpu.wait_s for gpu in some.values() if gpu.wait_s is not None}
     if len(waits) < 2:

@@ -97,8 +97,8 @@ class Workload(NamedTuple):
 
 @dataclass
 class LoggedBatch:
-    """The work of the first step, in sequences or tokens, and at which later step the work is
-    different."""
+    """What the first step trains on, in sequences or tokens, and at which later step that
+    changes."""
 
     batch: int | None = None
     tokens: int | None = None

@@ -64,8 +64,8 @@ class Collective:
         return self.domain_members(gpu) < self.group
 
     def domain_members(self, gpu: Gpu) -> int:
-        """Devices of a group in one domain. This is the least over all groups and domains, since a
-        step waits for the slowest group."""
+        """The number of devices that a group has in one NVLink domain. It is the least over all
+        groups and domains, since a step waits for the slowest group."""
         return _domain_members(self.all_groups, gpu.domain)
 
     def adapter_bytes(self, gpu: Gpu) -> float:

@@ -56,7 +56,7 @@ def sort(program: Program, i: Instruction, scope: Scope) -> Sort | None:
     CUB counts the digits of all keys, and then reads and writes keys and values once for each
     digit. Each kernel needs a fill, and one kernel writes the numbers that are sorted along
     (counted on null GPUs). XLA's own sort is bitonic and works in a copy of its operand. One kernel
-    sorts tiles. To merge them to twice the length takes one kernel more each time: 2, 3, ..
+    sorts tiles. Each merge to twice the length takes one kernel more than the one before: 2, 3, ..
     """
     fused = i.opcode.startswith("fusion") and i.callees
     done = root(program.computations[i.callees[0][0]]) if fused else i
