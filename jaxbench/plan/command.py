@@ -162,6 +162,22 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
     return 0 if plan.fits else 1
 
 
+def read_file(args: argparse.Namespace, target: Target) -> int:
+    """Runs `--profile` or `--hlo`. Returns 0."""
+    with live(f"reading {args.profile or args.hlo}"):
+        if args.profile:
+            named = target.gpu if args.gpu or args.system else None
+            tables = args.kernels, args.write_kernels
+            compared = compare_profile.read(args.profile, args.hlo, named, *tables)
+            as_text = as_json if args.format == "json" else compare_profile.report
+            content = as_text(compared)
+        else:
+            step = hlo_file.read(args.hlo, target, args.trace)
+            content = hlo_file.FORMATS[args.format](step)
+    write(content, args.output)
+    return 0
+
+
 @command
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 when a plan does not fit."""
@@ -184,19 +200,3 @@ def main(argv: Sequence[str] | None) -> int:
         except KeyboardInterrupt:
             print(INTERRUPTED, file=sys.stderr)
             return 130
-
-
-def read_file(args: argparse.Namespace, target: Target) -> int:
-    """Runs `--profile` or `--hlo`. Returns 0."""
-    with live(f"reading {args.profile or args.hlo}"):
-        if args.profile:
-            named = target.gpu if args.gpu or args.system else None
-            tables = args.kernels, args.write_kernels
-            compared = compare_profile.read(args.profile, args.hlo, named, *tables)
-            as_text = as_json if args.format == "json" else compare_profile.report
-            content = as_text(compared)
-        else:
-            step = hlo_file.read(args.hlo, target, args.trace)
-            content = hlo_file.FORMATS[args.format](step)
-    write(content, args.output)
-    return 0

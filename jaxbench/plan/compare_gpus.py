@@ -150,13 +150,13 @@ def plan_cells(
     the row and its plan if there is one. With a `limit`, a plan is the best of a search with so
     many candidates."""
     config = narrowest(configs, target.gpu)
+    cells = [Cell(gpu=target.name, gpus=gpus, recipe=configs[config].name) for gpus in counts]
     rows: dict[int, tuple[Run, Recipe]] = {}
-    reasons: dict[int, str] = {}
-    for gpus in counts:
+    for cell in cells:
         try:
-            rows[gpus] = whole_row(config, gpus, changes, target.gpu)
+            rows[cell.gpus] = whole_row(config, cell.gpus, changes, target.gpu)
         except RecipeError as error:
-            reasons[gpus] = str(error)
+            cell.why = str(error)
     found: dict[Run, Plan | str] = {}
     if limit:
         found |= {run: tuned(recipe, run, config, limit, target) for run, recipe in rows.values()}
@@ -165,19 +165,17 @@ def plan_cells(
         plans, failures = plan_all(runs, target, config)
         found |= failures
         found |= zip((run for run in runs if run not in failures), plans, strict=True)
-    for gpus in counts:
-        cell = Cell(gpu=target.name, gpus=gpus, recipe=configs[config].name)
-        if gpus in reasons:
-            cell.why = reasons[gpus]
+    for cell in cells:
+        if cell.gpus not in rows:
             yield cell, None
             continue
-        run, _ = rows[gpus]
+        run, _ = rows[cell.gpus]
         outcome = found[run]
-        if isinstance(outcome, str):
+        if isinstance(outcome, Plan):
+            yield cell, (run, outcome)
+        else:
             cell.why = outcome
             yield cell, None
-        else:
-            yield cell, (run, outcome)
 
 
 def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> tuple[Run, Recipe]:
