@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import takewhile
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from compiled import needs_compiler
 from made_plans import made
 
+from jaxbench import mesh
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.interval import accuracy, errors
 from jaxbench.plan import absent, ask_cudnn, command, difference, processes, sweep, text
@@ -23,6 +25,7 @@ from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import planned as table_of_plans
 from jaxbench.recipe import published, recipes
+from jaxbench.train.step import init_state
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
 SMALL = ["--set", "model.layers=2", "--set", "model.vocabulary=4096",
@@ -57,6 +60,17 @@ def test_a_plan_says_what_was_asked(planned):
     )
     assert sum(found["bound_parts_s"].values()) == pytest.approx(found["bound_step_s"])
     assert "all-gather-start" in (folder / "program.hlo.txt").read_text()
+
+
+@needs_compiler
+def test_making_the_state_takes_no_more_than_the_state():
+    """So a row whose step fits can begin: the state is the step's arguments."""
+    run, _ = command.resolve(ROW[1], 16, SMALL[1::2], H100)
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, absent.compile_only_devices(H100, run.gpus))):
+        held = jax.jit(partial(init_state, run)).lower().compile().memory_analysis()
+    assert held.output_size_in_bytes > 2**28
+    # Scalars and alignment.
+    assert held.peak_memory_in_bytes - held.output_size_in_bytes < 2**20
 
 
 @needs_compiler
