@@ -90,7 +90,7 @@ class Goodput:
     interval_s: float
 
 
-def expected(gpus: int, state_bytes: float, assumed: Assumed) -> Goodput:
+def job_goodput(gpus: int, state_bytes: float, assumed: Assumed) -> Goodput:
     """The goodput of a job whose train state has so many bytes, with checkpoints at the interval
     that `daly` finds best.
 

@@ -417,7 +417,7 @@ def least_state(run: Run) -> float:
     return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
 
 
-def memory(run: Run, policy: Policy | None = None) -> float:
+def estimated_peak(run: Run, policy: Policy | None = None) -> float:
     """Approximate bytes on a device at its peak: state, gradients, weights in use, saved
     activations, and the workspace of a layer. `policy` replaces the policy of the run."""
     policy = policy or policy_of(run)

@@ -19,7 +19,7 @@ from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
-from jaxbench.forecast.goodput import OBSERVED, Assumed, expected
+from jaxbench.forecast.goodput import OBSERVED, Assumed, job_goodput
 from jaxbench.plan import search
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
@@ -218,7 +218,7 @@ def add_figures(
     """Adds to a cell what follows from its plan, or why it has no figures. GPUs draw `power`
     watts."""
     cell.state_bytes = row.optimizer.state_bytes * flops.parameters(row.model)["total"]
-    cell.goodput = expected(cell.gpus, cell.state_bytes, assumed)
+    cell.goodput = job_goodput(cell.gpus, cell.state_bytes, assumed)
     cell.work = Work.of(plan)
     if not plan.fits:
         hint = "--search looks for settings with which it fits"
@@ -264,10 +264,11 @@ def curves(state: int, assumed: Assumed) -> dict[str, dict[int, float]]:
     if first == "--mtbf":
         lowest, *_, highest = sorted(rates, key=rates.__getitem__, reverse=True)
         rates = {name: rates[name] for name in (lowest, highest)}
-    return {
-        name: {n: expected(n, state, replace(assumed, mtbf_gpu_hours=hours)).share for n in CURVE}
-        for name, hours in ({first: given} | rates).items()
-    }
+    curves = {}
+    for name, hours in ({first: given} | rates).items():
+        here = replace(assumed, mtbf_gpu_hours=hours)
+        curves[name] = {n: job_goodput(n, state, here).share for n in CURVE}
+    return curves
 
 
 def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) -> list[str]:

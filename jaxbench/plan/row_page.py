@@ -59,8 +59,8 @@ def plan_page(plan: Plan, remedy: str = "") -> str:
         headline=headline(plan),
         summary=" ".join(summary(plan)),
         boxes=[*boxes(plan)],
-        reasons=[*how, *reasons(plan)],
-        memory=memory(plan),
+        reasons=[*how, *questions(plan)],
+        memory=memory_content(plan),
         pipeline=text.pipeline(plan),
         assumptions=[*assumptions(plan)],
         **step_content(plan, parts(plan), (row["step_time_s"], row["gpu_type"]) if row else None),
@@ -158,7 +158,7 @@ def memory_box(size: Memory) -> Box:
     return Box(f"✓ {gib(size.limit - size.peak)} free", f"fits: {of}", "good")
 
 
-def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
+def questions(plan: Plan) -> Iterator[tuple[str, str]]:
     """Questions and answers: why does the forecast differ from the published step, and how far can
     one trust it?"""
     f, row, why = plan.forecast, plan.published, reason(plan.settings)
@@ -234,7 +234,7 @@ def step_content(
     }
 
 
-def memory(plan: Plan) -> dict[str, Any]:
+def memory_content(plan: Plan) -> dict[str, Any]:
     """A stacked bar of what is in memory at the peak, with its limit; the same for the host; and
     the largest buffers."""
     size, state = plan.bytes_per_device, plan.state_bytes

@@ -23,7 +23,7 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.candidates import layout, least_state, memory, merged, options
+from jaxbench.plan.candidates import estimated_peak, layout, least_state, merged, options
 from jaxbench.plan.many_pages import search_page
 from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_each, progress
@@ -132,10 +132,10 @@ class Search:
     def _to_fit(self) -> list[Run]:
         """Layouts that may fit while nothing does, each with its fastest policy that may fit."""
         centre = min(self.tried, key=lambda run: self.tried[run].peak)
-        peaks = [(memory(centre), self.tried[centre].peak)]
+        peaks = [(estimated_peak(centre), self.tried[centre].peak)]
 
         def order(run: Run) -> tuple[bool, int]:
-            too_big = _peak(memory(run), peaks) > CAUTION * self.limit
+            too_big = _peak(estimated_peak(run), peaks) > CAUTION * self.limit
             return too_big, candidates.distance(run, centre)
 
         result: list[Run] = []
@@ -156,12 +156,12 @@ class Search:
             return None
         best = self.best()
         near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
-        peaks = [(memory(other), self.tried[other].peak) for other in near]
+        peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
         room = self.limit * (1 if compiled else CAUTION)
         every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]
-        needed = {policy: _peak(memory(run, policy), peaks) for policy in every}
+        needed = {policy: _peak(estimated_peak(run, policy), peaks) for policy in every}
         fitting = [policy for policy in every if needed[policy] <= room]
         if not fitting and best is None:
             fitting = [min(every, key=needed.__getitem__)]
@@ -205,9 +205,10 @@ class Search:
 
 
 def _peak(estimate: float, compiled: list[tuple[float, float]]) -> float:
-    """The expected peak for an estimate (`candidates.memory`): the peak of the compiled candidate
-    with the nearest estimate, plus the difference between the estimates. `compiled` has estimates
-    and peaks; an infinite peak is none."""
+    """The expected peak for an estimate (`candidates.estimated_peak`): the peak of the compiled
+    candidate with the nearest estimate, plus the difference between the estimates. `compiled` has
+    estimates and peaks. The peak of a candidate that did not compile is infinite and does not
+    count."""
     nearest, peak = min(compiled, key=lambda pair: abs(pair[0] - estimate))
     return estimate + (peak - nearest if peak < math.inf else 0)
 

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from jaxbench.forecast.goodput import OBSERVED, Assumed, daly, expected, goodput
+from jaxbench.forecast.goodput import OBSERVED, Assumed, daly, goodput, job_goodput
 
 HOUR = 3600.0
 
@@ -76,18 +76,18 @@ def test_limits():
     assert goodput(HOUR, 100, 600, 1.0) == 0.0
     # A checkpoint of more than twice the time between failures: Daly's other case.
     assert daly(300, 100) == 100
-    shares = [expected(2**n, 1e12, Assumed(storage_gb_s=100)).share for n in range(3, 18)]
+    shares = [job_goodput(2**n, 1e12, Assumed(storage_gb_s=100)).share for n in range(3, 18)]
     assert shares == sorted(shares, reverse=True)
     assert 0 < shares[-1] < shares[0] < 1
 
 
 def test_what_was_published():
     """Llama 3: an interruption every three hours, and more than 90 % effective training time."""
-    llama3 = expected(16384, 405e9 * 14, Assumed())
+    llama3 = job_goodput(16384, 405e9 * 14, Assumed())
     assert llama3.mtbf_s / HOUR == pytest.approx(54 * 24 / 419)
     assert llama3.checkpoint_s == pytest.approx(2.835)
     assert 0.90 < llama3.share < 0.95
     # 1.8 hours are projected for 16,384 GPUs from the rate of RSC-1 (arXiv 2410.21680).
     (rsc1,) = (o for o in OBSERVED if o.failures == 6.5)
-    job = expected(16384, 405e9 * 14, Assumed(mtbf_gpu_hours=rsc1.mtbf_gpu_hours))
+    job = job_goodput(16384, 405e9 * 14, Assumed(mtbf_gpu_hours=rsc1.mtbf_gpu_hours))
     assert job.mtbf_s / HOUR == pytest.approx(1.8, abs=0.05)
