@@ -98,7 +98,8 @@ def job_goodput(gpus: int, state_bytes: float, assumed: Assumed) -> Goodput:
     write.
     """
     mtbf_s = assumed.mtbf_gpu_hours * 3600 / gpus  # GPUs fail independently of each other
-    written_s = state_bytes / 1e9 / (assumed.storage_gb_s or gpus * STORAGE_GB_S_PER_GPU)
+    storage_gb_s = assumed.storage_gb_s or gpus * STORAGE_GB_S_PER_GPU
+    written_s = state_bytes / (storage_gb_s * 1e9)
     restart_s = assumed.restart_s + written_s
     interval_s = daly(written_s, mtbf_s)
     return Goodput(
