@@ -297,7 +297,7 @@ def compile_missing(python: str, row: Row, folder: Path) -> None:
 def read(row: Row, path: Path) -> tuple[Walk, Forecast]:
     """A row's program in a file, and its forecast."""
     walk = Walk(hlo_file.parse(path, "--hlo")[1])
-    return walk, forecast(walk, placed(row.gpu, row.gpus), load(row.of["gpu"]), hlo_file.crossed)
+    return walk, forecast(walk, placed(row.gpu, row.gpus), load(row.of["gpu"]), hlo_file.joined)
 
 
 def exposed(of: Forecast) -> float:
